@@ -12,15 +12,14 @@ if TYPE_CHECKING:
     from outbox_pipeline.jobs.archive.windows import read_archive
     from outbox_pipeline.jobs.register.ids import task_id
     from outbox_pipeline.jobs.register.job import Registered, register
-    from outbox_pipeline.source.datasource import register_source
-    from outbox_pipeline.spark.messages import decoded
+    from outbox_pipeline.source.datasource import decoded, register_source
 
 __all__ = ["Registered", "decoded", "read_archive", "register", "register_source", "task_id"]
 
 #: The module of each name. The first use of a name imports PySpark, so a command can report that PySpark is missing.
 _MODULES = {
     "Registered": "jobs.register.job",
-    "decoded": "spark.messages",
+    "decoded": "source.datasource",
     "read_archive": "jobs.archive.windows",
     "register": "jobs.register.job",
     "register_source": "source.datasource",

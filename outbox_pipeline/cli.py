@@ -7,8 +7,7 @@ service, the table, a permission, Java or a package is missing; 4 a drain ended 
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +15,7 @@ from outbox._version import __version__
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared import logs
 from outbox.shared.arguments import Parser
-from outbox.shared.settings import unknown_variables
+from outbox.shared.settings import Settings, unknown_variables
 from outbox.shared.times import shown
 from outbox_pipeline.settings import (
     ArchiveSettings,
@@ -63,10 +62,6 @@ restores purged tasks. Each task is sent once more, even if the job is interrupt
     outbox-pipeline replay --topic orders --since 2h --dry-run \\
         --project shop --instance main --database orders"""
 
-_Settings = JobSettings | DrainSettings
-#: Runs a job: its module, Spark, its settings and its other flags. Returns the result and the exit code.
-_Run = Callable[[Any, Any, Any, argparse.Namespace], tuple[Any, int]]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one job and return its exit code. An expected error is one sentence on stderr."""
@@ -82,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NOT_REACHED if isinstance(error, NotReached) else FAILED
 
 
-def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
+def _run(name: str, settings: JobSettings | DrainSettings, options: argparse.Namespace) -> int:
     from outbox_pipeline.spark import session  # noqa: PLC0415 - the imports below need the packages
 
     session.check_packages()
@@ -100,65 +95,36 @@ def _run(name: str, settings: _Settings, options: argparse.Namespace) -> int:
     try:
         with spark_errors():
             job = import_module(f"outbox_pipeline.jobs.{name}.job")
-            result, code = options.run(job, session.session(name), settings, options)
+            flags = {flag: getattr(options, flag) for flag in options.flags}
+            result = job.run(session.session(name), settings, **flags)
     finally:
         report.record(metrics, name, result)
         metrics.stop()
+    if name == "audit" and not result.tasks:
+        _report_empty(result, json=options.json)
     print(report.summary(name, result, json=options.json))
-    return int(code)
+    return _exit_code(result, options)
 
 
-def _register(job: Any, spark: Any, settings: RegisterSettings, _options: argparse.Namespace) -> tuple[Any, int]:
-    result = job.run(spark, settings)
-    if result.rejected:
-        extra = {"action": "rejected", "fields": {"rejected": result.rejected}}
-        advice = "Correct the lines in %s and register that folder"
-        _log.warning(f"%s rows were rejected. {advice}", f"{result.rejected:,}", result.rejects, extra=extra)
-    return result, FAILED if result.rejected else DONE
+def _report_empty(result: Any, *, json: bool) -> None:
+    """Say that an audit had no task, in the first line of the output, or in the log if a program reads the output."""
+    since = f"from {shown(result.since)} " if result.since else ""
+    headline = f"Nothing was audited: no task was created {since}before {shown(result.until)}"
+    if json:
+        _log.error(headline, extra={"action": "empty"})
+    else:
+        print(headline)
 
 
-def _archive(job: Any, spark: Any, settings: ArchiveSettings, options: argparse.Namespace) -> tuple[Any, int]:
-    return job.run(spark, settings, purge=options.purge, late=options.read_late, note=_note("archive")), DONE
-
-
-def _audit(job: Any, spark: Any, settings: AuditSettings, options: argparse.Namespace) -> tuple[Any, int]:
-    result = job.run(spark, settings)
-    if result.lost:
-        extra = {"action": "lost", "fields": {"lost": result.lost}}
-        reason = "sent, but not received within --grace. %s lists them and says what to do"
-        tasks = "1 task is" if result.lost == 1 else f"{result.lost:,} tasks are"
-        _log.error(f"%s lost: {reason}", tasks, result.report, extra=extra)
-    if result.not_applied:
-        extra = {"action": "not_applied", "fields": {"not_applied": result.not_applied}}
-        reason = "received, but not recorded in the inbox within --grace. %s lists them and says what to do"
-        tasks = "1 task has" if result.not_applied == 1 else f"{result.not_applied:,} tasks have"
-        _log.error(f"%s no effect: {reason}", tasks, result.report, extra=extra)
-    if not result.tasks:
-        since = f"from {shown(result.since)} " if result.since else ""
-        headline = f"Nothing was audited: no task was created {since}before {shown(result.until)}"
-        if options.json:
-            _log.error(headline, extra={"action": "empty"})
-        else:
-            print(headline)
-    return result, FAILED if result.lost or result.not_applied or not (result.tasks or options.allow_empty) else DONE
-
-
-def _drain(job: Any, spark: Any, settings: DrainSettings, options: argparse.Namespace) -> tuple[Any, int]:
-    result = job.run(spark, settings, deadline=options.deadline, note=_note("drain"))
-    if result.work_left:
-        _log.warning(
-            "Drain stopped at its deadline with %s pending and %s retrying tasks left. Run it again to continue",
-            f"{result.pending:,}", f"{result.retrying:,}", extra={"action": "work_left"},
-        )  # fmt: skip
-    return result, WORK_LEFT if result.work_left else DONE
-
-
-def _replay(job: Any, spark: Any, settings: ReplaySettings, options: argparse.Namespace) -> tuple[Any, int]:
-    return job.run(spark, settings, dry_run=options.dry_run, resume=options.resume, note=_note("replay")), DONE
-
-
-def _note(action: str) -> Callable[[str], None]:
-    return partial(_log.info, extra={"action": action})
+def _exit_code(result: Any, options: argparse.Namespace) -> int:
+    if options.job == "drain":
+        return WORK_LEFT if result.work_left else DONE
+    if options.job == "register":
+        return FAILED if result.rejected else DONE
+    if options.job == "audit":
+        is_empty = not result.tasks and not options.allow_empty
+        return FAILED if result.lost or result.not_applied or is_empty else DONE
+    return DONE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -166,29 +132,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
     jobs = parser.add_subparsers(metavar="JOB", required=True, dest="job")
 
-    def add(name: str, settings: type[_Settings], run: _Run, help: str, description: str) -> argparse.ArgumentParser:
+    def add(name: str, settings: type[Settings], help: str, description: str, *flags: str) -> argparse.ArgumentParser:
+        """Add a job. Its function `run` gets the `flags`, which are no settings, as named arguments."""
         job = jobs.add_parser(
             name, help=help, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         settings.add_flags(job)
         job.add_argument("--json", action="store_true", help="Print the summary as one line of JSON.")
-        job.set_defaults(settings=settings, run=run)
+        job.set_defaults(settings=settings, flags=flags)
         return job
 
-    add("register", RegisterSettings, _register, "register rows of files as tasks", REGISTER)
-    archive = add("archive", ArchiveSettings, _archive, "write sent tasks to Parquet", ARCHIVE)
+    add("register", RegisterSettings, "register rows of files as tasks", REGISTER)
+    archive = add("archive", ArchiveSettings, "write sent tasks to Parquet", ARCHIVE, "purge", "late")
     archive.add_argument("--purge", action="store_true", help="Then delete the archived tasks from the table.")
     archive.add_argument(
         "--read-late",
+        dest="late",
         action="store_true",
         help="If a window is too old for a snapshot, read the table as of now. Tasks that were resent or deleted since "
         "are missing.",
     )
-    drain = add("drain", DrainSettings, _drain, "send a large backlog", DRAIN)
+    drain = add("drain", DrainSettings, "send a large backlog", DRAIN, "deadline")
     add_deadline(drain)
-    audit = add("audit", AuditSettings, _audit, "compare tasks with received messages", AUDIT)
+    audit = add("audit", AuditSettings, "compare tasks with received messages", AUDIT)
     audit.add_argument("--allow-empty", action="store_true", help="Exit with code 0 if no task is in the window.")
-    replay = add("replay", ReplaySettings, _replay, "send sent tasks again", REPLAY)
+    replay = add("replay", ReplaySettings, "send sent tasks again", REPLAY, "dry_run", "resume")
     replay.add_argument("--dry-run", action="store_true", help="Count the selected tasks by topic and change nothing.")
     replay.add_argument(
         "--resume", metavar="ID", default="", help="Continue an interrupted replay with its own selection."

@@ -69,39 +69,12 @@ ARCHIVED = StructType([*TABLE, *_required(SentDate=DateType())])
 ARCHIVE_PARTITIONS = ("SentDate", "TopicFolder")
 STORED = StructType([*ARCHIVED, *_required(TopicFolder=_TEXT)])
 
-#: One row for each chunk of a purge or a replay, and for each worker of a drain.
-PURGED = counts("deleted", "resent", "missing")
-REPLAYED = counts("replayed", "registered", "unsent", "resent", "missing")
-DRAINED = counts("published", "already_published", "uncommitted", "failed", "became_dead", "unconfirmed", "aborted")
-
-#: A sending of a task, or an unsent task, as the audit shuffles it: without the message.
-SEND = _optional(
-    task_id=_TEXT, topic=_TEXT, key=_NUMBER, sequence=_NUMBER, created_at=_TIME, sent_at=_TIME, dead=_FLAG,
-    digest=_NUMBER,
-)  # fmt: skip
-#: A sending with the outcome. If no task has the ID, the task's columns are NULL. `state` is NULL outside the window.
-#: `first` is true if no earlier sending of the ID is known.
-JUDGED = StructType(
-    [
-        *(field for field in SEND if field.name not in ("dead", "digest")),
-        *_optional(state=_TEXT, first_at=_TIME),
-        *_optional(messages=_NUMBER, republished=_NUMBER, redelivered=_NUMBER, mismatched=_NUMBER, first=_FLAG),
-    ]
-)
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
 #: was first published, `processed_at` is from the inbox.
-FOUND = StructType(
-    [
-        StructField("class", _TEXT),
-        *(JUDGED[name] for name in ("task_id", "topic", "created_at", "sent_at", "first_at", "messages")),
-        *_optional(overtaken_at=_TIME, processed_at=_TIME),
-    ]
-)
-
-#: The columns of an archived task that a replay inserts again.
-ARCHIVED_ROW = StructType(
-    [TABLE[name] for name in ("Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AtMostOnce")]
-)
+FOUND = _optional(
+    **{"class": _TEXT}, task_id=_TEXT, topic=_TEXT, created_at=_TIME, sent_at=_TIME, first_at=_TIME, messages=_NUMBER,
+    overtaken_at=_TIME, processed_at=_TIME,
+)  # fmt: skip
 
 
 def arrow(schema: StructType) -> pa.Schema:

@@ -17,8 +17,8 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestO
 from google.cloud.spanner_v1.database import BatchSnapshot
 
 from outbox.admin import statements
-from outbox.admin.table import SCHEMA_OPTIONS, TaskTable
-from outbox.errors import NotReached, OutboxError
+from outbox.admin.table import TaskTable
+from outbox.errors import OutboxError
 from outbox.registration import TABLE
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import SECONDS, shown
@@ -134,12 +134,6 @@ class Table(TaskTable):
     def read_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
         """Return the decoded rows of the `ids` that exist."""
         return self.read(TABLE, columns, KeySet(keys=[[id] for id in ids]), tag, seconds=CALL_SECONDS)
-
-    def require_replays(self) -> None:
-        """Check that the schema is current, so that a replay can be recorded. Raises NotReached."""
-        expected = schema.statements(suffix=self.layout.suffix)
-        if wrong := schema.differences(self._database, expected, request_options=SCHEMA_OPTIONS):
-            raise NotReached(f"{self.name}: {'; '.join(wrong)}. Run `outbox schema apply`")
 
     def begin_operation(self, id: str, name: str, selection: str) -> datetime:
         """Insert the row of an operation and return its StartedAt."""

@@ -30,6 +30,7 @@ except ImportError:  # Spark before 4.2 does not support Trigger.AvailableNow in
         """An empty base class."""
 
 
+_DECODED = StructType([schemas.DERIVED["Attributes"], schemas.DERIVED["Payload"]])
 #: The precision of Spark's times.
 _TICK = timedelta(microseconds=1)
 
@@ -60,6 +61,19 @@ def read_tasks(
     planned = reader.partitions()
     numbers = spark.range(0, len(planned), 1, len(planned))
     return numbers.mapInArrow(_PlannedRead(reader, planned), options.schema)
+
+
+def decoded(tasks: DataFrame) -> DataFrame:
+    """Add the columns `Attributes` and `Payload` to tasks with `Id` and `Data`, from the table or from the archive."""
+    return tasks.mapInArrow(_decode, StructType([*tasks.schema, *_DECODED]))
+
+
+def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    added = schemas.arrow(_DECODED)
+    for batch in batches:
+        messages = columns.message_columns(batch["Id"].to_pylist(), batch["Data"].to_pylist())
+        arrays = [*batch.columns, *(messages[field.name].cast(field.type) for field in added)]
+        yield pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*batch.schema, *added]))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Folder:
             jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - see above
             return str(jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
         except Py4JJavaError as error:
-            raise OutboxError(f"{file.toString()} cannot be read: {sentence_of(error)}") from error
+            raise OutboxError(f"{file.toString()} cannot be read: {_sentence_of(error)}") from error
         finally:
             stream.close()
 
@@ -68,9 +68,9 @@ class Folder:
             stream.write(bytearray(text.encode()))
             stream.close()  # an object store may detect only here that another writer was first
         except Py4JJavaError as error:
-            if "AlreadyExists" in type_of(error) or self._system.exists(file):
+            if self._system.exists(file):
                 return False
-            raise OutboxError(f"{file.toString()} cannot be written: {sentence_of(error)}") from error
+            raise OutboxError(f"{file.toString()} cannot be written: {_sentence_of(error)}") from error
         return True
 
     def delete(self) -> None:
@@ -85,11 +85,5 @@ def format_of(path: str) -> str | None:
     return _ENDINGS.get(ending)
 
 
-def type_of(error: Py4JJavaError) -> str:
-    """Return the class name of a Java error."""
-    return str(error.java_exception.getClass().getName())
-
-
-def sentence_of(error: Py4JJavaError) -> str:
-    """Return the first line of a Java error's message."""
+def _sentence_of(error: Py4JJavaError) -> str:
     return str(error.java_exception.getMessage()).partition("\n")[0]

@@ -138,16 +138,16 @@ def test_many_tasks_are_archived_once_despite_failed_spark_tasks(
 
 
 def test_windows_adjoin_and_only_archived_tasks_are_purged(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """A task that is sent again is in both windows, and stays in the table until the second one is purged."""
     insert(database, [sent(id, DAY + HOUR * 3.5) for id in ("again", "gone", "reset", "stays")])
     insert(database, [row("waits"), row("dead", AvailableAt=NEVER), row("old", SentAt=DAY + HOUR * 4)])
-    notes: list[str] = []
+    caplog.set_level("INFO", "outbox_pipeline")
     settings = settings_of(target, tmp_path, window="1h", until=shown(DAY + HOUR * 4.9))
-    first = run(spark, settings, late=True, note=notes.append)
+    first = run(spark, settings, late=True)
     assert (first.windows, first.written, first.until) == (1, 4, DAY + HOUR * 4)
-    assert notes == ["archived 4 tasks sent from 2026-10-20T03:00:00.000000Z to 2026-10-20T04:00:00.000000Z"]
+    assert caplog.messages == ["archived 4 tasks sent from 2026-10-20T03:00:00.000000Z to 2026-10-20T04:00:00.000000Z"]
 
     delete(database, "gone", "old")
     update(database, "again", SentAt=DAY + HOUR * 7)
@@ -155,7 +155,7 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(
     # --since applies to a new archive only. Windows of another length start at the end of the last one.
     insert(database, [sent("too old", DAY), sent("between", DAY + HOUR * 5)])
     settings = settings_of(target, tmp_path, window="3h", since=shown(DAY), until=shown(DAY + HOUR * 12))
-    second = run(spark, settings, late=True, purge=True, note=notes.append)
+    second = run(spark, settings, late=True, purge=True)
     assert (second.windows, second.written, second.until) == (3, 2, DAY + HOUR * 12)
     assert (second.purged_windows, second.deleted, second.resent, second.missing) == (4, 3, 2, 1)
     bounds = [DAY + HOUR * hours for hours in (3, 4, 6, 9, 12)]
@@ -170,11 +170,12 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(
         {"deleted": 1, "resent": 0, "missing": 0},
         {"deleted": 0, "resent": 0, "missing": 0},
     ]
-    assert notes[-2] == "purged 1 tasks sent from 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
-    nothing = run(spark, settings, late=True, note=notes.append)
+    assert caplog.messages[-2] == "purged 1 tasks sent from 2026-10-20T06:00:00.000000Z to 2026-10-20T09:00:00.000000Z"
+    nothing = run(spark, settings, late=True)
     assert nothing.windows == 0
     assert (
-        notes[-1] == f"No window has ended by {shown(DAY + HOUR * 12)}. The next one ends at {shown(DAY + HOUR * 15)}"
+        caplog.messages[-1]
+        == f"No window has ended by {shown(DAY + HOUR * 12)}. The next one ends at {shown(DAY + HOUR * 15)}"
     )
     assert sorted(rows_of(database)) == ["dead", "reset", "too old", "waits"]
     both = [("again", DAY + HOUR * 3.5), ("again", DAY + HOUR * 7)]

@@ -13,7 +13,7 @@ from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage, parsed
 from outbox_pipeline.jobs.audit.received import received
-from outbox_pipeline.spark.messages import decoded
+from outbox_pipeline.source.datasource import decoded
 
 ODD = ["", "\x00", "\u2028", "é" * 300, "🎉", '"', "\\", "null", "{}", "[]", "1e999", "NaN", "\x1b[31m", "x" * 5000]
 TIMES = [

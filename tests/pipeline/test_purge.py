@@ -14,8 +14,7 @@ from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
 from outbox.storage.task_states import NEVER
 from outbox_pipeline.jobs.archive import job
-from outbox_pipeline.jobs.archive.executor import CHUNK_ROWS, Purge, purge
-from outbox_pipeline.jobs.archive.job import run
+from outbox_pipeline.jobs.archive.job import CHUNK_ROWS, Purge, purge, run
 from outbox_pipeline.spanner import Table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, Sent, archived, purges, sent, settings_of
 from tests.support.operations import FUTURE, Watch, insert, row, rows_of, update

@@ -14,15 +14,14 @@ TO_DRIVER = {"collect", "toPandas", "toLocalIterator", "take", "head", "first", 
 #: Their allowed uses: rows of counts, the first line of a file, and a few rows for people.
 OF_FEW = {
     "jobs/archive/job.py": 2,
-    "jobs/audit/job.py": 1,
     "jobs/drain/job.py": 1,
     "jobs/register/job.py": 1,
-    "jobs/replay/job.py": 3,
+    "spark/tasks.py": 1,
 }
 PURE = [
     *FOLDER.rglob("transforms.py"),
-    *(FOLDER / "jobs" / "audit" / f"{name}.py" for name in ("received", "digests")),
-    *(FOLDER / "spark" / f"{name}.py" for name in ("counts", "messages")),
+    FOLDER / "jobs" / "audit" / "received.py",
+    FOLDER / "spark" / "tasks.py",
 ]
 
 

@@ -16,9 +16,8 @@ from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.storage.task_states import NEVER
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.audit import transforms as audit
-from outbox_pipeline.jobs.audit.digests import digest
-from outbox_pipeline.jobs.audit.received import LINES, received
-from outbox_pipeline.spark.messages import decoded
+from outbox_pipeline.jobs.audit.received import LINES, digest, received
+from outbox_pipeline.source.datasource import decoded
 
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 SECOND, MINUTE, HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)

@@ -15,8 +15,16 @@ from pyspark.sql import functions as f
 from outbox.errors import OutboxError
 from outbox.shared.times import shown
 from outbox_pipeline import read_archive, schemas
-from outbox_pipeline.jobs.archive.transforms import archivable, checksum_columns, rebalanced
-from outbox_pipeline.jobs.archive.windows import Archive, Manifest, bounds, floor, parsed
+from outbox_pipeline.jobs.archive.windows import (
+    Archive,
+    Manifest,
+    archivable,
+    bounds,
+    checksum_columns,
+    floor,
+    parsed,
+    rebalanced,
+)
 from tests.support.archives import (
     DAY,
     MICROSECOND,

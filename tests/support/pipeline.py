@@ -15,10 +15,10 @@ from pyspark.sql.types import StructType
 from outbox.admin.table import Transaction
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.archive.executor import Purge
+from outbox_pipeline.jobs.archive.job import Purge
 from outbox_pipeline.jobs.register.executor import Registration
 from outbox_pipeline.jobs.register.job import Registered, register
-from outbox_pipeline.jobs.replay.executor import Replay
+from outbox_pipeline.jobs.replay.job import Replay
 from outbox_pipeline.spanner import Table
 
 #: A user's columns, in the types that Spark reads from Parquet.

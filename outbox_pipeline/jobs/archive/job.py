@@ -1,26 +1,47 @@
 """`archive`: writes sent tasks to Parquet, one window at a time. `--purge` then deletes them from the table."""
 
+import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+import pyarrow as pa
+from google.cloud.spanner_v1 import KeySet
 from pyspark.sql import Observation, SparkSession
 
+from outbox.admin import statements
 from outbox.admin.operations import as_json
+from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
+from outbox.registration import TABLE
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import resolved, shown, spoken
+from outbox.storage.sql import chunked
 from outbox.storage.task_states import MARKS_FINAL_AFTER
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.archive.executor import Purge
-from outbox_pipeline.jobs.archive.transforms import archivable, checksum_columns, rebalanced
-from outbox_pipeline.jobs.archive.windows import Archive, ArchiveWindow, Manifest, bounds, floor
+from outbox_pipeline.jobs.archive.windows import (
+    Archive,
+    ArchiveWindow,
+    Manifest,
+    archivable,
+    bounds,
+    checksum_columns,
+    floor,
+    rebalanced,
+)
 from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
-from outbox_pipeline.spark.counts import totals
+from outbox_pipeline.spark.tasks import totals
+
+#: Max tasks in one transaction of a purge.
+CHUNK_ROWS = 200
+_COUNTS = schemas.counts("deleted", "resent", "missing")
+_TAG = "outbox-pipeline-purge"
+
+_log = logging.getLogger("outbox_pipeline")
 
 
 @dataclass(slots=True)
@@ -41,15 +62,8 @@ class Archived:
     seconds: float = 0.0
 
 
-def run(
-    spark: SparkSession,
-    settings: ArchiveSettings,
-    *,
-    purge: bool = False,
-    late: bool = False,
-    note: Callable[[str], None] = lambda _text: None,
-) -> Archived:
-    """Archive all windows that ended since the last run. `note` gets a sentence about each.
+def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, late: bool = False) -> Archived:
+    """Archive all windows that ended since the last run.
 
     Raises:
         SettingError: `until` is less than 1 minute ago.
@@ -57,11 +71,10 @@ def run(
         OutboxError: the archive belongs to another database, or a window is older than the version retention period.
     """
     begin = time.monotonic()
-    target = settings.database_settings
-    job = _Job(spark, Archive(spark, settings.archive), target, open_table(target), note)
+    job = _Job(spark, settings, Archive(spark, settings.archive), open_table(settings.database_settings))
     done = Archived()
-    windows = job.files.windows_of(job.table.name)
-    for since, until in job.due(settings, windows):
+    windows = job.files.windows(job.table.name)
+    for since, until in job.due(windows):
         window = job.archive(since, until, late=late)
         windows.append(window)
         done.windows += 1
@@ -78,34 +91,34 @@ class _Job:
     """What all steps share."""
 
     spark: SparkSession
+    settings: ArchiveSettings
     files: Archive
-    target: DatabaseSettings
     table: Table
-    note: Callable[[str], None]
 
-    def due(self, settings: ArchiveSettings, windows: list[ArchiveWindow]) -> list[tuple[datetime, datetime]]:
+    def due(self, windows: list[ArchiveWindow]) -> list[tuple[datetime, datetime]]:
         """Return the bounds of the windows to archive now."""
         now = self.table.now()
-        end = resolved(settings.until, now)
+        end = resolved(self.settings.until, now)
         if end > now - MARKS_FINAL_AFTER:
             raise SettingError(
                 f"--until {shown(end)} is less than a minute ago. The database's time is {shown(now)}. An at-most-once "
                 "task is marked before it is published, and a failed publish takes the mark back within a minute. Pass "
                 "--until 1m or an earlier time"
             )
-        length = timedelta(seconds=settings.window)
+        length = timedelta(seconds=self.settings.window)
         if windows:
             begin = windows[-1].manifest.until
         else:
-            first = resolved(settings.since, now) if settings.since else self.table.first_sent()
+            since = self.settings.since
+            first = resolved(since, now) if since else self.table.first_sent()
             if first is None:
-                self.note("No window is archived, because no task was sent")
+                _info("No window is archived, because no task was sent")
                 return []
             begin = floor(first, length)
-        due = list(bounds(begin, end, settings.window))
+        due = list(bounds(begin, end, self.settings.window))
         if not due:
             ends = floor(begin, length) + length
-            self.note(f"No window has ended by {shown(end)}. The next one ends at {shown(ends)}")
+            _info(f"No window has ended by {shown(end)}. The next one ends at {shown(ends)}")
         return due
 
     def archive(self, since: datetime, until: datetime, *, late: bool) -> ArchiveWindow:
@@ -115,25 +128,25 @@ class _Job:
         run_folder = self.files.new_run()
         observed = Observation(f"archive {run_folder}")
         columns = schemas.TABLE.fieldNames()
-        sent = read_tasks(self.spark, self.target, columns, at, state="sent", since=since, until=until)
+        database = self.settings.database_settings
+        sent = read_tasks(self.spark, database, columns, at, state="sent", since=since, until=until)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(sent)).observe(observed, *checksum_columns())
         tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / run_folder))
-        found = observed.get
         manifest = Manifest(
             database=self.table.name,
             since=since,
             until=until,
             read_timestamp=at,
-            rows=found["rows"],
-            checksum=found["checksum"],
             data=run_folder,
             written_at=self.table.now(),
+            **observed.get,
         )
-        self._prove(ArchiveWindow(folder, manifest))
+        window = ArchiveWindow(folder, manifest)
+        self._prove(window)
         self.files.finish(folder, manifest)
-        self.note(f"archived {manifest.rows:,} tasks sent from {shown(since)} to {shown(until)}")
-        return ArchiveWindow(folder, manifest)
+        _info(f"archived {manifest.rows:,} tasks sent from {shown(since)} to {shown(until)}")
+        return window
 
     def purge_all(self, windows: list[ArchiveWindow], done: Archived) -> None:
         """Delete the tasks of finished windows from the table. A damaged window does not stop the others."""
@@ -167,16 +180,15 @@ class _Job:
         selection = {"archive": str(window.folder), "since": manifest.since, "until": manifest.until}
         self.table.begin_operation(operation, "purge", as_json(selection))
         window.note_purging(self.table.now())
-        tasks = self.files.read([window])
-        answers = tasks.select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
-        [row] = totals(answers.mapInArrow(Purge(self.target), schemas.PURGED)).collect()
+        tasks = self.files.read([window]).select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
+        [row] = totals(tasks.mapInArrow(Purge(self.settings.database_settings), _COUNTS)).collect()
         window.note_purged(row.asDict(), self.table.now())
         self.table.end_operation(operation, "purge", row.deleted)
         done.purged_windows += 1
         done.deleted += row.deleted
         done.resent += row.resent
         done.missing += row.missing
-        self.note(f"purged {row.deleted:,} tasks sent from {shown(manifest.since)} to {shown(manifest.until)}")
+        _info(f"purged {row.deleted:,} tasks sent from {shown(manifest.since)} to {shown(manifest.until)}")
 
     def _read_timestamp(self, since: datetime, until: datetime, *, late: bool) -> datetime:
         """Return the read timestamp of a window: when all its marks are final, or now if that is too old and `late`."""
@@ -194,3 +206,42 @@ class _Job:
             "(version_retention_period). Archive more often, or raise version_retention_period to at most 7 days. Pass "
             "--read-late to read the window as of now, without tasks that were resent or deleted since"
         )
+
+
+@dataclass(frozen=True)
+class Purge:
+    """A function for `mapInArrow` that purges rows with Id and SentAt and yields their counts."""
+
+    database: DatabaseSettings
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Purge the rows in chunks."""
+        table = open_table(self.database)
+        answer = schemas.arrow(_COUNTS)
+        for batch in batches:
+            # In UTC, because in an hour that occurs twice Python never treats times of two time zones as equal.
+            times = batch["SentAt"].cast(pa.timestamp("us", tz="UTC"))
+            rows = list(zip(batch["Id"].to_pylist(), times.to_pylist(), strict=True))
+            counts = [purge(table, chunk) for chunk in chunked(rows, CHUNK_ROWS)]
+            yield pa.RecordBatch.from_pylist(counts, answer)
+
+
+def purge(table: Table, rows: Sequence[tuple[str, datetime]]) -> dict[str, int]:
+    """Delete the tasks whose SentAt is still the archived one, in one transaction. Return the number of each outcome.
+
+    A task with another SentAt, or none, is `resent` and stays in the table. A task that does not exist is `missing`.
+    """
+    wanted = dict(rows)
+
+    def work(transaction: Transaction) -> dict[str, int]:
+        found = transaction.query(statements.LOCK_SENT_AT, {"ids": sorted(wanted)})
+        same = [id for id, sent_at in found if sent_at == wanted[id]]
+        if same:
+            transaction.delete(TABLE, KeySet(keys=[[id] for id in same]))
+        return {"deleted": len(same), "resent": len(found) - len(same), "missing": len(wanted) - len(found)}
+
+    return table.transact(_TAG, work)
+
+
+def _info(text: str) -> None:
+    _log.info("%s", text, extra={"action": "archive"})

@@ -13,13 +13,14 @@ of partitions.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
 
 from outbox.errors import OutboxError
 from outbox.shared.times import shown
@@ -30,6 +31,9 @@ MANIFEST, PURGING, PURGED = "_manifest.json", "_purging.json", "_purged.json"
 _PREFIX, _RUN = "window=", "run="
 #: The version of the manifest's format.
 VERSION = 1
+_DAY = 86_400_000_000
+#: Topics that are used as folder names. A file system allows 255 bytes, and each / or % becomes three bytes.
+_SHORT = r"^[A-Za-z][A-Za-z0-9._~+%/-]{0,71}$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,7 @@ class Manifest:
 
     def text(self) -> str:
         """Return it as JSON."""
-        values = {name: shown(value) if isinstance(value, datetime) else value for name, value in asdict(self).items()}
-        return json.dumps(values, indent=1) + "\n"
+        return json.dumps(asdict(self), indent=1, default=shown) + "\n"
 
 
 def parsed(text: str, where: str) -> Manifest:
@@ -78,11 +81,6 @@ class ArchiveWindow:
     manifest: Manifest
 
     @property
-    def data(self) -> str:
-        """Return the folder of its Parquet files."""
-        return str(self.folder / self.manifest.data)
-
-    @property
     def purged(self) -> bool:
         """Tell whether its tasks were purged."""
         return self.folder.read(PURGED) is not None
@@ -104,12 +102,12 @@ class Archive:
         self._spark = spark
         self._folder = Folder(spark, path)
 
-    def __str__(self) -> str:
-        """Return the path."""
-        return str(self._folder)
+    def windows(self, database: str | None = None) -> list[ArchiveWindow]:
+        """Return the finished windows by time.
 
-    def windows(self) -> list[ArchiveWindow]:
-        """Return the finished windows by time. Raises OutboxError if a manifest is damaged or windows do not adjoin."""
+        Raises OutboxError if a manifest is damaged, windows do not adjoin, or a window belongs to another database than
+        `database`.
+        """
         found = [each for each in self._folder.folders() if each.name.startswith(_PREFIX)]
         texts = ((folder, folder.read(MANIFEST)) for folder in found)
         windows = [ArchiveWindow(folder, parsed(text, str(folder))) for folder, text in texts if text is not None]
@@ -125,15 +123,11 @@ class Archive:
                     f"A window between {one.folder} and {next.folder} is missing, because its folder or manifest was "
                     "removed. Restore it, or use another folder for new windows"
                 )
-        return windows
-
-    def windows_of(self, database: str) -> list[ArchiveWindow]:
-        """Return `windows`. Raises OutboxError also if one belongs to another database than `database`."""
-        windows = self.windows()
         for window in windows:
-            if window.manifest.database != database:
+            if database not in (None, window.manifest.database):
                 raise OutboxError(
-                    f"{self} is the archive of {window.manifest.database}, not of {database}. Use another folder"
+                    f"{self._folder} is the archive of {window.manifest.database}, not of {database}. Use another "
+                    "folder"
                 )
         return windows
 
@@ -156,13 +150,13 @@ class Archive:
             if other.name.startswith(_RUN) and other.name != manifest.data:
                 other.delete()
 
-    def read(self, windows: list[ArchiveWindow]) -> DataFrame:
+    def read(self, windows: Iterable[ArchiveWindow]) -> DataFrame:
         """Return the tasks of windows, with the columns of `schemas.ARCHIVED`."""
-        paths = [window.data for window in windows if window.manifest.rows]
+        paths = [str(window.folder / window.manifest.data) for window in windows if window.manifest.rows]
         if not paths:
             return self._spark.createDataFrame([], schemas.ARCHIVED)
         # Without a schema, Spark would infer a number from a topic folder such as 2026.
-        tasks = self._spark.read.schema(schemas.STORED).option("basePath", str(self)).parquet(*paths)
+        tasks = self._spark.read.schema(schemas.STORED).option("basePath", str(self._folder)).parquet(*paths)
         return tasks.select(*schemas.ARCHIVED.fieldNames())
 
 
@@ -175,14 +169,38 @@ def read_archive(
     is damaged or a window is missing.
     """
     archive = Archive(spark, path)
-    windows = [
-        window
-        for window in archive.windows()
-        if (since is None or window.manifest.until > since) and (until is None or window.manifest.since < until)
-    ]
+    windows = archive.windows()
+    if since is not None:
+        windows = [window for window in windows if window.manifest.until > since]
+    if until is not None:
+        windows = [window for window in windows if window.manifest.since < until]
     tasks = archive.read(windows)
     tasks = tasks if since is None else tasks.where(tasks.SentAt >= since)
     return tasks if until is None else tasks.where(tasks.SentAt < until)
+
+
+def archivable(tasks: DataFrame) -> DataFrame:
+    """Return sent tasks with the columns of `schemas.STORED`."""
+    # In UTC, whatever the session's time zone is.
+    micros = f.unix_micros("SentAt")
+    days = ((micros - f.pmod(micros, f.lit(_DAY))) / _DAY).cast("int")
+    plain = f.substring(f.regexp_replace("Topic", "[^A-Za-z0-9]", "-"), 1, 48)
+    folder = f.when(f.col("Topic").rlike(_SHORT), f.col("Topic")).otherwise(
+        f.concat(f.lit("~"), plain, f.lit("~"), f.hex(f.xxhash64("Topic")))
+    )
+    stored = tasks.withColumns({"SentDate": f.date_from_unix_date(days), "TopicFolder": folder})
+    return stored.select(*schemas.STORED.fieldNames())
+
+
+def rebalanced(tasks: DataFrame) -> DataFrame:
+    """Return the tasks with each day and topic in as few partitions as possible, so that the files are large."""
+    return tasks.hint("rebalance", *schemas.ARCHIVE_PARTITIONS)
+
+
+def checksum_columns() -> tuple[Column, Column]:
+    """Return the number of tasks and their checksum, which tell whether two sets of archived tasks are equal."""
+    whole = f.xxhash64(*schemas.ARCHIVED.fieldNames())
+    return f.count(f.lit(1)).alias("rows"), f.sum(whole.cast("decimal(20,0)")).cast("string").alias("checksum")
 
 
 def bounds(begin: datetime, end: datetime, seconds: float) -> Iterator[tuple[datetime, datetime]]:

@@ -1,6 +1,7 @@
 """`audit`: compares the tasks of a window with the messages that a subscription received."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import TimestampType
 
 from outbox.cli.output import as_json
 from outbox.errors import OutboxError, SettingError
@@ -19,22 +19,22 @@ from outbox.shared.times import resolved, shown
 from outbox_pipeline.jobs.archive.windows import Archive
 from outbox_pipeline.jobs.audit import effects, received
 from outbox_pipeline.jobs.audit import transforms as audit
-from outbox_pipeline.jobs.audit.avro import read_avro
 from outbox_pipeline.jobs.audit.page import page
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.source.columns import needed
-from outbox_pipeline.source.datasource import read_tasks
+from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.files import Folder, format_of
-from outbox_pipeline.spark.messages import decoded
+from outbox_pipeline.spark.tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
 #: Classes without files of findings: these tasks are in the table, and their messages are not due yet.
 UNSENT = ("pending", "dead", "arriving")
 _Line = dict[str, Any]
-_RFC_3339 = "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'"
 #: Max entries of each list in the summary. If there are more, the summary has the largest topics.
 MOST_LINES = 10_000
+
+_log = logging.getLogger("outbox_pipeline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,20 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     observed = deliveries.observe(job.others, *audit.others())
     rows = audit.judged(sends, observed, rules).persist(StorageLevel.DISK_ONLY)
     try:
-        return job.report(rows, deliveries, rules, output, bodies=bodies, inbox=inbox)
+        done = job.report(rows, deliveries, rules, output, bodies=bodies, inbox=inbox)
     finally:
         rows.unpersist()
+    advice = f"{done.report} lists them and says what to do"
+    if done.lost:
+        tasks = "1 task is" if done.lost == 1 else f"{done.lost:,} tasks are"
+        extra = {"action": "lost", "fields": {"lost": done.lost}}
+        _log.error("%s lost: sent, but not received within --grace. %s", tasks, advice, extra=extra)
+    if done.not_applied:
+        tasks = "1 task has" if done.not_applied == 1 else f"{done.not_applied:,} tasks have"
+        extra = {"action": "not_applied", "fields": {"not_applied": done.not_applied}}
+        reason = "received, but not recorded in the inbox within --grace"
+        _log.error("%s no effect: %s. %s", tasks, reason, advice, extra=extra)
+    return done
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,7 @@ class _Job:
         if form == "auto":
             form = format_of(settings.received) or "parquet"
         if form == "avro":
-            messages = read_avro(self.spark, settings.received)
+            messages = received.read_avro(self.spark, settings.received)
         elif form == "json":
             messages = self.spark.read.schema(received.LINES).json(settings.received)
         else:
@@ -172,7 +183,7 @@ class _Job:
         total, lists = self._numbers(rows)
         # If no row is counted, Spark removes the empty part of an adaptive plan, and the Observation has no numbers.
         is_empty = not (total["tasks"] or total["unknown"])
-        [others] = _rows(deliveries.agg(*audit.others())) if is_empty else [self.others.get]
+        [others] = collected(deliveries.agg(*audit.others())) if is_empty else [self.others.get]
         found, classes = audit.findings(rows, audit.out_of_order(rows)), [audit.OUT_OF_ORDER]
         if inbox is not None:
             found = found.unionByName(effects.effects(rows, inbox, rules))
@@ -182,7 +193,7 @@ class _Job:
         found = found.observe(observed, *of_class).where(f.col("class") != effects.APPLIED)
         found = found.persist(StorageLevel.DISK_ONLY)
         found.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
-        samples = _rows(audit.samples(found, self.settings.samples))
+        samples = collected(audit.samples(found, self.settings.samples))
         found.unpersist()
         done = Audited(
             since=rules.since,
@@ -215,7 +226,7 @@ class _Job:
 
     def _numbers(self, rows: DataFrame) -> tuple[_Line, dict[str, list[_Line]]]:
         """Return the numbers of all tasks, and the lists of the summary: by topic, by hour, and by both."""
-        found = _rows(audit.numbers(audit.counted(rows), MOST_LINES))
+        found = collected(audit.numbers(audit.counted(rows), MOST_LINES))
 
         def lines(grouping: int, *names: str) -> list[_Line]:
             some = [row for row in found if row["grouping"] == grouping]
@@ -230,13 +241,6 @@ class _Job:
         both = [line for line in lines(audit.BY_HOUR_AND_TOPIC, "hour", "topic") if line["topic"] in largest]
         both.sort(key=lambda line: (line["hour"], line["topic"]))
         return total, {"by_topic": topics, "by_hour": hours, "by_hour_and_topic": both}
-
-
-def _rows(rows: DataFrame) -> list[dict[str, Any]]:
-    """Collect a few rows with their times as texts, because the driver can be in another time zone than Spark."""
-    times = [field.name for field in rows.schema if isinstance(field.dataType, TimestampType)]
-    texts = rows.withColumns({name: f.date_format(name, _RFC_3339) for name in times})
-    return [row.asDict() for row in texts.collect()]
 
 
 def _by_class(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -1,22 +1,75 @@
 """Reads the messages that Pub/Sub's subscriptions to BigQuery and Cloud Storage write."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import Any
 
-from pyspark.sql import Column, DataFrame
+import fastavro
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import BinaryType, MapType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, MapType, StringType, StructField, StructType, TimestampType
 
-from outbox.errors import SettingError
+from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox_pipeline.jobs.audit.digests import digest
+from outbox.storage.sql import chunked
+from outbox_pipeline import schemas
 
 #: The columns of the messages, described in docs/pipeline/audit.md. Other columns are ignored.
 COLUMNS = ("message_id", "publish_time", "attributes", "data")
 #: A publish time outside these bounds is unreadable.
 _FIRST, _LAST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
-_NEEDED = ("message_id", "publish_time", "attributes")
 #: The schema for JSON lines. Every column is read as a text and parsed later.
 LINES = StructType([StructField(name, StringType()) for name in COLUMNS])
+#: The schema of Avro files: https://cloud.google.com/pubsub/docs/create-cloudstorage-subscription#file_format
+_MESSAGES = StructType(
+    [
+        StructField("message_id", StringType()),
+        StructField("publish_time", TimestampType()),
+        StructField("attributes", MapType(StringType(), StringType())),
+        StructField("data", BinaryType()),
+    ]
+)
+#: Max messages, and max bytes of their data, in an Arrow batch.
+_ROWS, _BYTES = 2_000, 8_000_000
+#: Attributes that were not registered, because the relay, Pub/Sub or a subscription adds them: the task ID; the
+#: ordering key, which subscriptions write into the attributes; Google's own and tracing attributes; the attributes of a
+#: dead-letter topic, see https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
+_ADDED = (TASK_ID_ATTRIBUTE, "ordering_key")
+_ADDED_PREFIXES = ("goog", "CloudPubSubDeadLetter")
+
+
+def read_avro(spark: SparkSession, path: str) -> DataFrame:
+    """Return the messages of a subscription's Avro files, without a jar. A Spark task holds a whole file in memory.
+
+    Spark raises SettingError if the files have another schema, and OutboxError if a file is damaged.
+    """
+    files = spark.read.format("binaryFile").load(path).select("path", "content")
+    return files.mapInArrow(_decode, _MESSAGES)
+
+
+def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    schema = schemas.arrow(_MESSAGES)
+    for batch in batches:
+        for path, content in zip(batch["path"].to_pylist(), batch["content"], strict=True):
+            try:
+                file: Any = fastavro.reader(pa.BufferReader(content.as_buffer()))
+                _check(path, {field["name"] for field in file.writer_schema["fields"]})
+                for messages in chunked(file, _ROWS, _BYTES, lambda message: len(message["data"])):
+                    yield pa.RecordBatch.from_pylist(messages, schema)
+            except OutboxError:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise OutboxError(f"{path} is not a complete Avro file of Pub/Sub messages: {reason}") from error
+
+
+def _check(path: str, fields: set[str]) -> None:
+    if missing := [name for name in _MESSAGES.names if name not in fields]:
+        raise SettingError(
+            f"{path} has no field {missing[0]}. Set write_metadata and remove use_topic_schema in the configuration of "
+            "the subscription"
+        )
 
 
 def received(messages: DataFrame, *, base64: bool) -> DataFrame:
@@ -28,11 +81,10 @@ def received(messages: DataFrame, *, base64: bool) -> DataFrame:
     Raises SettingError: a column is missing or of a wrong type.
     """
     has = set(messages.columns)
-    if missing := [name for name in _NEEDED if name not in has]:
+    if missing := [name for name in COLUMNS[:3] if name not in has]:
         raise SettingError(
             f"The received messages have no column {missing[0]}. Their columns are {', '.join(messages.columns)}. "
-            "Set write_metadata "
-            "in the configuration of the subscription"
+            "Set write_metadata in the configuration of the subscription"
         )
     read = messages.select(
         f.col("message_id").cast("string").alias("message_id"),
@@ -83,3 +135,20 @@ def _data(messages: DataFrame, *, base64: bool) -> Column:
         raise SettingError(f"Column data is {type_.simpleString()}, but must be binary or a string")
     text = f.coalesce(f.col("data"), f.lit(""))
     return f.coalesce(f.try_to_binary(text, f.lit("base64")), f.lit(b"")) if base64 else f.encode(text, "UTF-8")
+
+
+def digest(attributes: Column, data: Column) -> Column:
+    """Return the digest of a message as an int64, or NULL if the attributes are NULL. NULL data is left out.
+
+    It is computed for tasks and for received messages, so that the audit does not shuffle bodies. The hash finds
+    corruption, not forgeries. 64 bits suffice, because each message is compared with its own task only.
+    """
+    entries = f.sort_array(f.map_entries(f.map_filter(attributes, _is_registered)))
+    return f.when(attributes.isNotNull(), f.xxhash64(entries, data))
+
+
+def _is_registered(name: Column, _: Column) -> Column:
+    added = name.isin(*_ADDED)
+    for prefix in _ADDED_PREFIXES:
+        added |= name.startswith(prefix)
+    return ~added

@@ -12,7 +12,7 @@ from pyspark.sql import functions as f
 
 from outbox.storage.task_states import NEVER
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.audit.digests import digest
+from outbox_pipeline.jobs.audit.received import digest
 
 #: The columns of tasks that the audit reads: of the data source, or of the archive with `decoded`.
 OF_TASKS = ("Id", "Topic", "Attributes", "Payload", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "SentAt")
@@ -25,6 +25,11 @@ PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 #: The counts of a group of tasks, and all numbers of it: also the latencies in seconds.
 COUNTS = ("tasks", *STATES, "messages", *FLAWS)
 NUMBERS = (*COUNTS, *PERCENTILES, "max")
+#: The columns of a sending with its outcome. If no task has the ID, the task's columns are NULL. `state` is NULL
+#: outside the window. `first` is true if no earlier sending of the ID is known.
+JUDGED = (
+    "task_id", "topic", "key", "sequence", "created_at", "sent_at", "state", "first_at", "messages", *FLAWS, "first",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +50,7 @@ class Rules:
 
 
 def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
-    """Return `schemas.SEND`: a row for each sending or unsent task with OF_TASKS.
-
-    With `bodies`, the digest covers the data.
-    """
+    """Return a row for each sending or unsent task with OF_TASKS. With `bodies`, the digest covers the data."""
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
     dead = f.coalesce(f.col("AvailableAt") >= f.lit(NEVER), f.lit(False))
     return tasks.select(
@@ -64,7 +66,7 @@ def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
 
 
 def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFrame:
-    """Return `schemas.JUDGED`: a row for each sending with its outcome, and a row for each received ID without a task.
+    """Return JUDGED: a row for each sending with its outcome, and a row for each received ID without a task.
 
     `sendings` come from `sends`, and `deliveries` from `received.received`.
     """
@@ -93,7 +95,7 @@ def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFram
         "redelivered": f.col("deliveries") - f.col("messages"),
     }
     stated = counted.withColumns({"state": _state(rules), **repeats})
-    return stated.select(*schemas.JUDGED.fieldNames())
+    return stated.select(*JUDGED)
 
 
 def others() -> tuple[Column, Column]:

@@ -1,27 +1,51 @@
-"""`drain`: send a backlog that is too large for the live workers, with workers on Spark's executors."""
+"""`drain`: send a backlog that is too large for the live workers, with workers on Spark's executors.
+
+The driver starts rounds of Spark tasks. Each Spark task runs a worker until its shards are drained. If Spark retries
+the Spark task, the new worker has the same ID, so it gets the same shards at once.
+"""
 
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from random import Random
 from uuid import uuid4
 
+import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from outbox.admin.table import TaskTable
+from outbox.errors import OutboxError
+from outbox.shared import logs
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.drain.executor import Workers, warm_up
 from outbox_pipeline.settings import DrainSettings
-from publishworker.app import open_store
+from publishworker import exits
+from publishworker.app import App, open_store, until_drained
+from publishworker.settings import RelaySettings
 from publishworker.spanner.store import SpannerStore, StoreError
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.clients import client
+from publishworker.telemetry.metrics import Client, Metric, Metrics
 from publishworker.worker import Pause
 
 #: Max seconds to wait after a round that published nothing. The first wait is --poll-interval, and each further one is
 #: twice as long.
 LONGEST_WAIT = 30.0
+#: What a worker counts, and the relay's metric for each count.
+_COUNTED = {
+    "published": m.PUBLISHED,
+    "already_published": m.ALREADY_PUBLISHED,
+    "uncommitted": m.UNCOMMITTED,
+    "failed": m.FAILED,
+    "became_dead": m.DEAD,
+    "unconfirmed": m.UNCONFIRMED,
+    "aborted": m.ABORTED,
+}
+_COUNTS = schemas.counts(*_COUNTED)
+_STATES = ("pending", "retrying", "scheduled", "blocked", "dead", "paused")
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -59,13 +83,7 @@ class Drained:
     seconds: float
 
 
-def run(
-    spark: SparkSession,
-    settings: DrainSettings,
-    *,
-    deadline: float | None = None,
-    note: Callable[[str], object] = lambda _text: None,
-) -> Drained:
+def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None = None) -> Drained:
     """Send until nothing is pending or retrying outside of paused topics, or for `deadline` seconds.
 
     The drain's workers share the shards with all live workers. If tasks are left in their shards, another round
@@ -79,7 +97,7 @@ def run(
     store = open_store(settings)
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
     workers = min(settings.workers or spark.sparkContext.defaultParallelism, store.layouts[0].shards)
-    counts, rounds = Counter(dict.fromkeys(schemas.DRAINED.fieldNames(), 0)), 0
+    counts, rounds = Counter(dict.fromkeys(_COUNTED, 0)), 0
     pause = Pause(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
     while (work_left := store.has_work()) and (remaining := end - time.monotonic()) > 0:
         if rounds:
@@ -90,7 +108,7 @@ def run(
                 "append"
             ).save()
         rounds += 1
-        note(f"Round {rounds}: {workers} workers")
+        _log.info("Round %s: %s workers", rounds, workers, extra={"action": "drain"})
         done = _round(spark, settings, store, workers, until)
         counts.update(done)
         if done["published"]:
@@ -98,14 +116,19 @@ def run(
     of_state = Counter[str]()
     for each in store.unsent():
         of_state[each.state] += each.count
-    states = {state: of_state[state] for state in ("pending", "retrying", "scheduled", "blocked", "dead", "paused")}
+    if work_left:
+        _log.warning(
+            "Drain stopped at its deadline with %s pending and %s retrying tasks left. Run it again to continue",
+            f"{of_state['pending']:,}", f"{of_state['retrying']:,}", extra={"action": "work_left"},
+        )  # fmt: skip
+    states = {state: of_state[state] for state in _STATES}
     seconds = time.monotonic() - begin
     return Drained(**counts, rounds=rounds, workers=workers, **states, work_left=work_left, seconds=seconds)
 
 
 def _round(
     spark: SparkSession, settings: DrainSettings, store: SpannerStore, workers: int, until: datetime | None
-) -> dict[str, int]:
+) -> Counter[str]:
     """Run workers until all have stopped, and return the sums of their counts."""
     run = uuid4().hex[:12]
     ids = tuple(f"spark-{run}-{number}" for number in range(workers))
@@ -115,19 +138,75 @@ def _round(
             store.heartbeat(id, datetime.now(UTC), store.layouts, ())
         numbers = spark.range(0, workers, 1, workers)
         counts = Counter[str]()
-        for row in numbers.mapInArrow(Workers(settings, ids, until), schemas.DRAINED).collect():
+        for row in numbers.mapInArrow(Workers(settings, ids, until), _COUNTS).collect():
             counts.update(row.asDict())
         return counts
     finally:
         for id in ids:  # workers that were killed and not restarted left theirs
-            _leave(store, id)
+            try:
+                store.delete_heartbeat(id)
+            except StoreError as error:
+                _log.warning(
+                    "Heartbeat of %s was not deleted; other workers take over after the liveness timeout: %s",
+                    id, error, extra={"action": "leave"},
+                )  # fmt: skip
 
 
-def _leave(store: SpannerStore, id: str) -> None:
-    try:
-        store.delete_heartbeat(id)
-    except StoreError as error:
-        _log.warning(
-            "Heartbeat of %s was not deleted; other workers take over after the liveness timeout: %s", id, error,
-            extra={"action": "leave"},
-        )  # fmt: skip
+def warm_up(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the input. This starts the process and its imports before the first heartbeats are written."""
+    yield from batches
+
+
+@dataclass(frozen=True)
+class Workers:
+    """A function for `mapInArrow`: for each number, runs the worker with that number and yields its counts.
+
+    `ids` are the worker IDs by number. The workers handle no signals. They stop at `until`, by the database's clock;
+    None is no deadline.
+    """
+
+    settings: RelaySettings
+    ids: tuple[str, ...]
+    until: datetime | None
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Run the workers one after the other. Raises NotReached, OutboxError."""
+        logs.configure(self.settings.log_format, self.settings.log_level)
+        answer = schemas.arrow(_COUNTS)
+        for batch in batches:
+            counts = [self._relay(self.ids[number]) for number in batch["id"].to_pylist()]
+            yield pa.RecordBatch.from_pylist(counts, answer)
+
+    def _relay(self, id: str) -> dict[str, int]:
+        tally = Tally(client(self.settings.metrics))
+        stop, timer = threading.Event(), None
+        try:
+            worker = App(self.settings, id=id, metrics=tally)
+            drained = until_drained(worker.store, lambda: worker.membership.shards, self.settings.poll_interval)
+            if self.until is not None:
+                left = self.until - TaskTable(worker.store.database).now()
+                timer = threading.Timer(left.total_seconds(), stop.set)
+                timer.daemon = True
+                timer.start()
+            code = worker.until_stopped(stop, drained, late_exit_code=exits.WORK_LEFT)
+        finally:
+            if timer:
+                timer.cancel()  # Spark reuses the process for other Spark tasks
+            tally.stop()
+        if code == exits.FAILED:
+            raise OutboxError(f"Worker {id} failed. See the log of its executor")
+        return {name: tally.sums[metric] for name, metric in _COUNTED.items()}
+
+
+class Tally(Metrics):
+    """Adds up counts by metric, ignoring tags, and forwards all metrics to the client if there is one."""
+
+    def __init__(self, client: Client | None = None) -> None:
+        """Begin with nothing counted."""
+        super().__init__(client)
+        self.sums: Counter[Metric] = Counter()
+
+    def count(self, metric: Metric, value: int, **tags: str) -> None:
+        """See Metrics."""
+        self.sums[metric] += value
+        super().count(metric, value, **tags)

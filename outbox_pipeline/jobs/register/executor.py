@@ -4,8 +4,8 @@ Spark can run a Spark task again, and a row can occur twice. A row whose task ex
 existing task is different, the row is rejected.
 """
 
-import base64
-from collections.abc import Iterator, Sequence
+from base64 import b64decode
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from outbox import InvalidMessage, OutboxError, Priority, register
+from outbox import InvalidMessage, OutboxError, Priority, Task
 from outbox.message import parsed
-from outbox.registration import COLUMNS
+from outbox.registration import COLUMNS, task_row
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.pacing import Pace
+from outbox_pipeline.spark.tasks import Pace
 
 #: Max tasks, and max bytes of messages, in one commit. If one ID exists, the whole chunk is tried again.
 CHUNK_ROWS, CHUNK_BYTES = 100, 4_000_000
@@ -146,24 +146,13 @@ class Writer:
         self._rejects.append({**row, "reason": reason, **dict.fromkeys(COUNTS, 0)})
 
 
-class _Collector:
-    """A transaction for `outbox.register` that stores the row instead of writing it."""
-
-    row: _Row = ()
-
-    def insert(self, _table: str, _columns: Sequence[str], rows: Sequence[_Row]) -> None:
-        [self.row] = rows
-
-
 def _task(row: dict[str, Any]) -> _Row:
     """Return the row to insert. Raises InvalidMessage or TypeError if `outbox.register` refuses it."""
-    collector = _Collector()
     if row["task_id"] is None:
         raise InvalidMessage("task_id is NULL")
     if row["data"] is None:
         raise InvalidMessage("data is NULL. For a message without data, pass an empty string")
-    register(
-        collector,
+    task = Task(
         row["topic"],
         row["data"],
         dict(row["attributes"] or ()),
@@ -174,17 +163,11 @@ def _task(row: dict[str, Any]) -> _Row:
         at_most_once=bool(row["at_most_once"]),
         task_id=row["task_id"],
     )
-    return collector.row
+    return task_row(task)
 
 
 def _same(one: _Row, other: _Row) -> bool:
     """Tell whether two rows with the same ID are the same task, even if their messages are serialized differently."""
-    return (
-        one[_TOPIC] == other[_TOPIC]
-        and one[_KEY] == other[_KEY]
-        and (one[_DATA] == other[_DATA] or parsed(_bytes(one[_DATA])) == parsed(_bytes(other[_DATA])))
-    )
-
-
-def _bytes(data: bytes) -> bytes:
-    return base64.b64decode(data)
+    if (one[_TOPIC], one[_KEY]) != (other[_TOPIC], other[_KEY]):
+        return False
+    return one[_DATA] == other[_DATA] or parsed(b64decode(one[_DATA])) == parsed(b64decode(other[_DATA]))

@@ -1,5 +1,6 @@
 """`register`: turns the rows of files or of a DataFrame into tasks."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from outbox_pipeline.settings import FORMATS, RegisterSettings
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.files import Folder, format_of
-from outbox_pipeline.spark.pacing import divided
+from outbox_pipeline.spark.tasks import divided
 
 #: Marks a quoted empty text while CSV is read, to tell it from a missing one, which is NULL.
 _EMPTY = "\ue000an empty text\ue000"
+
+_log = logging.getLogger("outbox_pipeline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,12 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
     key = tuple(name.strip() for name in settings.key.split(",")) if settings.key else ()
     rows = read(spark, settings.input, settings.input_format, key)
     tasks = prepared(rows, topic=settings.topic, key=key)
-    return _register(tasks, settings.database_settings, settings.rejects, settings.max_rows_per_second)
+    done = _register(tasks, settings.database_settings, settings.rejects, settings.max_rows_per_second)
+    if done.rejected:
+        extra = {"action": "rejected", "fields": {"rejected": done.rejected}}
+        advice = "Correct the lines in %s and register that folder"
+        _log.warning(f"%s rows were rejected. {advice}", f"{done.rejected:,}", done.rejects, extra=extra)
+    return done
 
 
 def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -> DataFrame:

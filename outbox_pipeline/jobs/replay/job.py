@@ -1,34 +1,53 @@
-"""`replay`: sends sent tasks again, from the table or from the archive."""
+"""`replay`: sends sent tasks again, from the table or from the archive.
 
+The Spark tasks lock each row and reset SentAt if the task was sent before the replay began. Spark can run a Spark task
+again, and a replay can be resumed. A task that is already unsent, or was sent since the replay began, is not changed.
+So no task is replayed twice.
+"""
+
+import base64
 import json
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
+import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
-from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
+from pyspark.sql.types import StructType
 
+from outbox.admin import statements
+from outbox.admin.changes import RETRY_COLUMNS, retry_values
+from outbox.admin.operations import as_json
+from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
+from outbox.registration import COLUMNS, TABLE
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import resolved, shown
+from outbox.storage.sql import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
-from outbox_pipeline.jobs.replay.executor import Replay
-from outbox_pipeline.jobs.replay.transforms import ORDER, in_order, latest, selected
 from outbox_pipeline.settings import ReplaySettings
-from outbox_pipeline.source.datasource import read_tasks
+from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
-from outbox_pipeline.spark.counts import totals
-from outbox_pipeline.spark.messages import decoded
-from outbox_pipeline.spark.pacing import divided
+from outbox_pipeline.spark.tasks import Pace, collected, divided, totals
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
-_TIMES = ("since", "until")
+#: Max tasks, and max bytes of archived messages, in one transaction.
+CHUNK_ROWS, CHUNK_BYTES = 200, 4_000_000
+_TAG = "outbox-pipeline-replay"
+_COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "missing")
+#: The columns of a task from the table, and of a task from the archive, which is inserted again if it is gone.
+_OF_TABLE = ("Id", "OrderingKey", "CreatedAt", "Sequence")
+ARCHIVED_COLUMNS = ("Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AtMostOnce")
+
+_log = logging.getLogger("outbox_pipeline")
 
 
 @dataclass(slots=True)
@@ -65,25 +84,18 @@ class ReplaySelection:
 
     def text(self) -> str:
         """Return the fields that are not empty, as JSON."""
-        given = {name: value for name, value in asdict(self).items() if value}
-        return json.dumps(given | {name: shown(given[name]) for name in _TIMES if name in given}, ensure_ascii=False)
+        return as_json({name: value or None for name, value in asdict(self).items()})
 
     @classmethod
     def parsed(cls, text: str) -> "ReplaySelection":
         """Return the selection that `text` describes."""
         given = json.loads(text)
-        return cls(**given | {name: datetime.fromisoformat(given[name]) for name in _TIMES if name in given})
+        times = {name: datetime.fromisoformat(given[name]) for name in ("since", "until") if name in given}
+        return cls(**given | times)
 
 
-def run(
-    spark: SparkSession,
-    settings: ReplaySettings,
-    *,
-    dry_run: bool = False,
-    resume: str = "",
-    note: Callable[[str], None] = lambda _text: None,
-) -> Replayed:
-    """Replay the selected tasks, or continue the replay with the ID `resume`. `note` is called with the ID first.
+def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False, resume: str = "") -> Replayed:
+    """Replay the selected tasks, or continue the replay with the ID `resume`.
 
     Raises:
         SettingError: the selection is empty or invalid, or there is no unfinished replay to resume.
@@ -92,25 +104,22 @@ def run(
     """
     begin = time.monotonic()
     _check_flags(settings, dry_run=dry_run, resume=resume)
-    target = settings.database_settings
-    table = open_table(target)
-    if not dry_run:
-        table.require_replays()
+    table = open_table(settings.database_settings)
     now = table.now()
     selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
     _check(spark, selection)
-    job = _Job(spark, table, target, selection)
+    job = _Job(spark, table, settings, selection)
     if dry_run:
         done = job.dry_run(started_at)
     else:
         id = resume or str(uuid4())
         if not resume:
             started_at = table.begin_operation(id, "replay", selection.text())
-        note(f"Replay {id} of {selection.text()}. If it is interrupted, continue it with --resume {id}")
-        done = job.replay(started_at, settings.max_rows_per_second)
+        _info(f"Replay {id} of {selection.text()}. If it is interrupted, continue it with --resume {id}")
+        done = job.replay(started_at)
         done.replay_id = id
         table.end_operation(id, "replay", done.selected - done.missing)
-        note(f"Replay {id} finished. Workers send its tasks. outbox status shows how many are pending")
+        _info(f"Replay {id} finished. Workers send its tasks. outbox status shows how many are pending")
     done.seconds = time.monotonic() - begin
     return done
 
@@ -151,18 +160,15 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
 
 def _check(spark: SparkSession, selection: ReplaySelection) -> None:
     """Check that Spark can parse the predicate and that it is deterministic. Raises SettingError."""
+    if not selection.where:
+        return
     try:
-        found: Any = selected(spark.createDataFrame([], schemas.TASK), where=selection.where)
+        found: Any = spark.createDataFrame([], schemas.TASK).where(selection.where)
     except (ParseException, AnalysisException) as error:
         reason = next(line for line in str(error).splitlines() if line)
         raise SettingError(f"--where {selection.where}: {reason}") from error
     if not found._jdf.queryExecution().analyzed().deterministic():  # noqa: SLF001 - no public API
         raise SettingError(f"--where {selection.where} is not deterministic, so the replay could not be resumed")
-
-
-def _time(micros: int) -> datetime:
-    """Convert unix_micros. A collected timestamp would be in the time zone of the machine."""
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=micros)
 
 
 @dataclass(frozen=True)
@@ -171,35 +177,35 @@ class _Job:
 
     spark: SparkSession
     table: Table
-    target: DatabaseSettings
+    settings: ReplaySettings
     selection: ReplaySelection
 
     def dry_run(self, started_at: datetime) -> Replayed:
         """Count the selected tasks and return some of them."""
         # Persist, so that the table is read once for both results.
-        tasks = self._selected(started_at).select("Id", "Topic", f.unix_micros("SentAt").alias("SentAt")).persist()
+        tasks = self._selected(started_at).select("Id", "Topic", "SentAt").persist()
         observed = Observation("replay")
         counts = tasks.groupBy("Topic").count().observe(observed, f.sum("count").alias("selected"))
-        topics = counts.orderBy(f.desc("count"), "Topic").limit(TOPICS).collect()
-        sample = tasks.limit(SAMPLE).collect()
+        topics = collected(counts.orderBy(f.desc("count"), "Topic").limit(TOPICS))
+        sample = collected(tasks.limit(SAMPLE))
         tasks.unpersist()
         return Replayed(
             selected=observed.get["selected"] or 0,
             topics={row["Topic"]: row["count"] for row in topics},
-            sample=[{"id": row["Id"], "topic": row["Topic"], "sent_at": _time(row["SentAt"])} for row in sample],
+            sample=[{"id": row["Id"], "topic": row["Topic"], "sent_at": row["SentAt"]} for row in sample],
         )
 
-    def replay(self, started_at: datetime, per_second: int) -> Replayed:
+    def replay(self, started_at: datetime) -> Replayed:
         """Make the selected tasks unsent, and insert those that only the archive has."""
-        parts, rate = divided(self.spark, per_second)
-        columns = schemas.ARCHIVED_ROW.fieldNames() if self.selection.archive else ["Id"]
-        rows = in_order(self._selected(started_at), parts).select(*columns)
-        answers = rows.mapInArrow(Replay(self.target, started_at, rate), schemas.REPLAYED)
-        [counts] = totals(answers).collect()
-        return Replayed(selected=sum(counts), **counts.asDict())
+        parts, rate = divided(self.spark, self.settings.max_rows_per_second)
+        rows = in_order(self._selected(started_at), parts)
+        rows = rows.select(*ARCHIVED_COLUMNS) if self.selection.archive else rows.select("Id")
+        answers = rows.mapInArrow(Replay(self.settings.database_settings, started_at, rate), _COUNTS)
+        [counts] = collected(totals(answers))
+        return Replayed(selected=sum(counts.values()), **counts)
 
     def _selected(self, started_at: datetime) -> DataFrame:
-        """Return the tasks. From the archive they have ARCHIVED_ROW, from the table ORDER, Topic and SentAt."""
+        """Return the selected tasks, with at least _OF_TABLE or ARCHIVED_COLUMNS, Topic and SentAt."""
         until = min(self.selection.until or started_at, started_at)
         if self.selection.archive:
             return self._of_archive(until, started_at)
@@ -211,23 +217,119 @@ class _Job:
         # A replay that is resumed too late for a snapshot at `started_at` reads the table as of now. The remaining
         # tasks are the same, because the finished ones are unsent or were sent since.
         at = started_at if started_at > now - self.table.retention() + TIME_TO_READ else now
-        if given.where:
-            columns = schemas.TASK.fieldNames()
-        else:
-            columns = [*ORDER, "Topic", "SentAt", *(["Attributes"] if given.attribute else [])]
-        bounds = {"since": given.since, "until": until}
-        tasks = read_tasks(self.spark, self.target, columns, at, state="sent", topic=given.topic or None, **bounds)
-        return selected(tasks, attribute=given.attribute, where=given.where)
+        columns = (*_OF_TABLE, "Topic", "SentAt", *(("Attributes",) if given.attribute else ()))
+        columns = tuple(schemas.TASK.fieldNames()) if given.where else columns
+        tasks = read_tasks(
+            self.spark, self.settings.database_settings, columns, at,
+            state="sent", topic=given.topic or None, since=given.since, until=until,
+        )  # fmt: skip
+        return self._matching(tasks)
 
     def _of_archive(self, until: datetime, started_at: datetime) -> DataFrame:
         given = self.selection
-        if not Archive(self.spark, given.archive).windows_of(self.table.name):
+        if not Archive(self.spark, given.archive).windows(self.table.name):
             raise OutboxError(f"--archive {given.archive} has no finished window. Check the path")
         tasks = read_archive(self.spark, given.archive, since=given.since, until=until)
         tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
         if given.attribute or given.where:
             tasks = decoded(tasks).withColumn("State", f.lit("sent")).select(*schemas.TASK.fieldNames())
-            tasks = selected(tasks, attribute=given.attribute, where=given.where)
+        last = Window.partitionBy("Id").orderBy(f.desc("SentAt"))
+        latest = self._matching(tasks).withColumn("_number", f.row_number().over(last)).where("_number = 1")
         # A resumed replay excludes tasks that were replayed, sent and archived before the interruption.
         resent = read_archive(self.spark, given.archive, since=started_at).select("Id")
-        return latest(tasks).join(resent, "Id", "left_anti")
+        return latest.drop("_number").join(resent, "Id", "left_anti")
+
+    def _matching(self, tasks: DataFrame) -> DataFrame:
+        """Return the tasks whose message has the attribute, and for which the SQL predicate is true."""
+        if self.selection.attribute:
+            tasks = tasks.where(_has(self.selection.attribute))
+        return tasks.where(self.selection.where) if self.selection.where else tasks
+
+
+def _has(attribute: str) -> Column:
+    """Return whether a message has an attribute `key=value`, or `key` with any value."""
+    key, given, value = attribute.partition("=")
+    return f.try_element_at("Attributes", f.lit(key)) == value if given else f.map_contains_key("Attributes", key)
+
+
+def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
+    """Return tasks in write order: the tasks of an ordering key are adjacent and sorted by commit.
+
+    So a task is never unsent while an earlier task of its key is still sent. Tasks without a key are sorted by ID.
+    """
+    placed = tasks.withColumn("_place", f.coalesce("OrderingKey", "Id"))
+    parted = placed.repartition(partitions, "_place") if partitions else placed.repartition("_place")
+    ordered = f.col("OrderingKey").isNotNull()
+    of_key = [f.when(ordered, f.col(name)) for name in ("CreatedAt", "Sequence")]
+    return parted.sortWithinPartitions("OrderingKey", *of_key, "Id").drop("_place")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A function for `mapInArrow` that replays rows with Id, or with the columns of the archive, and yields the counts.
+
+    `started_at` is the start of the replay by the database's clock. `rate` is rows per second of this Spark task, 0 is
+    no limit.
+    """
+
+    database: DatabaseSettings
+    started_at: datetime
+    rate: float = 0.0
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Replay the rows in chunks."""
+        table, pace = open_table(self.database), Pace(self.rate)
+        answer = schemas.arrow(_COUNTS)
+        for batch in batches:
+            # Cast to UTC from the session's time zone.
+            wanted = schemas.arrow(StructType([schemas.TABLE[name] for name in batch.schema.names]))
+            counts = []
+            rows = batch.cast(wanted).to_pylist()
+            for chunk in chunked(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row.get("Data", b""))):
+                pace.wait(len(chunk))
+                counts.append(replay(table, chunk, self.started_at))
+            yield pa.RecordBatch.from_pylist(counts, answer)
+
+
+def replay(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime) -> dict[str, int]:
+    """Reset SentAt of tasks that were sent before `started_at`, in one transaction. Return the number of each outcome.
+
+    A row with Data comes from the archive and is inserted again if its ID is not in the table. An unsent task is
+    `unsent`. A task that was sent since is `resent`.
+    """
+    wanted = {row["Id"]: row for row in rows}
+
+    def work(transaction: Transaction) -> dict[str, int]:
+        found = dict(map(tuple, transaction.query(statements.LOCK_SENT_AT, {"ids": sorted(wanted)})))
+        before = [id for id, sent_at in found.items() if sent_at is not None and sent_at < started_at]
+        gone = [row for id, row in wanted.items() if id not in found]
+        again = [row for row in gone if "Data" in row]
+        if before or again:
+            # Read after locking: by this time, a worker with the task in doubt knows that it was reset after the
+            # publish.
+            [[now]] = transaction.query(statements.NOW, {})
+            transaction.update(TABLE, RETRY_COLUMNS, [retry_values(id, now) for id in before])
+            transaction.insert(TABLE, COLUMNS, [_inserted(row, now) for row in again])
+        unsent = sum(sent_at is None for sent_at in found.values())
+        return {
+            "replayed": len(before),
+            "registered": len(again),
+            "unsent": unsent,
+            "resent": len(found) - len(before) - unsent,
+            "missing": len(gone) - len(again),
+        }
+
+    return table.transact(_TAG, work)
+
+
+def _inserted(row: Mapping[str, Any], now: datetime) -> list[Any]:
+    """Return an archived row in the state that `outbox retry` leaves. The other columns have their defaults.
+
+    The row keeps its CreatedAt, and so its place in the order of its ordering key.
+    """
+    values = {**row, "Data": base64.b64encode(row["Data"]), "AvailableAt": now, "ExpiresAt": None}
+    return [values[name] for name in COLUMNS]
+
+
+def _info(text: str) -> None:
+    _log.info("%s", text, extra={"action": "replay"})

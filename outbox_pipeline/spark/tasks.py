@@ -1,10 +1,27 @@
-"""A limit of rows per second for all Spark tasks of a job together."""
+"""What the jobs share: the results of Spark tasks, and a limit of rows per second for all Spark tasks together."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.types import TimestampType
+
+_RFC_3339 = "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'"
+
+
+def totals(counts: DataFrame) -> DataFrame:
+    """Return one row with the sum of each column, 0 if there are no rows."""
+    return counts.select(*(f.coalesce(f.sum(name), f.lit(0)).alias(name) for name in counts.columns))
+
+
+def collected(rows: DataFrame) -> list[dict[str, Any]]:
+    """Collect a few rows, with their times as texts, because the driver can be in another time zone than Spark."""
+    times = [field.name for field in rows.schema if isinstance(field.dataType, TimestampType)]
+    texts = rows.withColumns({name: f.date_format(name, _RFC_3339) for name in times}) if times else rows
+    return [row.asDict() for row in texts.collect()]
 
 
 def divided(spark: SparkSession, per_second: int) -> tuple[int, float]:
