@@ -1,6 +1,6 @@
 """The settings of the jobs. Flags, environment variables, help and docs/reference/settings.md derive from them."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from outbox.errors import SettingError
@@ -39,11 +39,6 @@ class JobSettings(DatabaseSettings):
     )
     log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "Min level of log lines.")
     metrics: str = metrics_setting()
-
-    @property
-    def database_settings(self) -> DatabaseSettings:
-        """Return the settings that executors need."""
-        return DatabaseSettings(**{field.name: getattr(self, field.name) for field in fields(DatabaseSettings)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

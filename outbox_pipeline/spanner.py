@@ -1,22 +1,20 @@
 """Spanner for the jobs: on the driver, in the planner of the data source and on executors.
 
 A client cannot be pickled and does not survive a fork, so executors get the `DatabaseSettings`, and `open_table` opens
-one client in each process. All requests have LOW priority and a tag, except requests with Data Boost, which does not
-use the instance's compute capacity. Rows are read and written by key, so a job's cost depends on the rows it touches.
+one client in each process. All requests have LOW priority and a tag. Rows are read and written by key, so a job's cost
+depends on the rows it touches.
 """
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any
 
 from google.api_core.exceptions import AlreadyExists, FailedPrecondition
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions
-from google.cloud.spanner_v1.database import BatchSnapshot
 
-from outbox.admin import statements
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.registration import TABLE
@@ -53,20 +51,12 @@ class Table(TaskTable):
 
     def first_sent(self) -> datetime | None:
         """Return the earliest SentAt, or None if no task is sent."""
-        now = self.now()
+        now, index = self.now(), self.layout.sql(TO_SEND)
         ranges = (KeyRange(start_open=[shard, None], end_closed=[shard]) for shard in self.shards)
-        with self._errors():
-            found = [self._first_sent(KeySet(ranges=[each]), now) for each in ranges]
-        return min(filter(None, found), default=None)
-
-    def _first_sent(self, keys: KeySet, at: datetime) -> datetime | None:
-        with self._database.snapshot(read_timestamp=at) as snapshot:
-            rows = snapshot.read(
-                TABLE, ("SentAt",), keys, index=self.layout.sql(TO_SEND), limit=1,
-                request_options={"priority": _LOW, "request_tag": "outbox-pipeline-first"},
-                **retry_and_timeout(CALL_SECONDS),
-            )  # fmt: skip
-            return next((sent_at for (sent_at,) in rows), None)
+        rows = [
+            row for each in ranges for row in self.rows(("SentAt",), KeySet(ranges=[each]), now, index=index, limit=1)
+        ]
+        return min((datetime.fromisoformat(sent_at.string_value) for (sent_at,) in rows), default=None)
 
     def rows(
         self, columns: Sequence[str], keys: KeySet, at: datetime, *, index: str = "", limit: int = 0
@@ -82,44 +72,6 @@ class Table(TaskTable):
                 request_options={"priority": _LOW, "request_tag": "outbox-pipeline-read"},
                 **retry_and_timeout(READ_SECONDS),
             )  # fmt: skip
-
-    def partitions(
-        self,
-        columns: Sequence[str],
-        at: datetime,
-        count: int,
-        *,
-        topic: str | None,
-        sent: bool | None,
-        since: datetime | None,
-        until: datetime | None,
-    ) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
-        """Return the snapshot and the partitions of a Data Boost query. All partitions share the snapshot."""
-        conditions = [] if topic is None else ["Topic = @topic"]
-        conditions += [] if sent is None else [f"SentAt IS {'NOT ' if sent else ''}NULL"]
-        conditions += [] if since is None else ["COALESCE(SentAt, CreatedAt) >= @since"]
-        conditions += [] if until is None else ["COALESCE(SentAt, CreatedAt) < @until"]
-        where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-        values = {"topic": topic, "since": since, "until": until}
-        values = {name: value for name, value in values.items() if value is not None}
-        with self._errors(), _too_old_errors(at):
-            snapshot = self._database.batch_snapshot(read_timestamp=at)
-            partitions = snapshot.generate_query_batches(
-                self.layout.sql(f"SELECT {', '.join(columns)} FROM {TABLE}{where}"),  # noqa: S608 - names of our own columns
-                params=values,
-                param_types={name: statements.TYPES[name] for name in values},
-                max_partitions=count,
-                data_boost_enabled=True,
-                **retry_and_timeout(CALL_SECONDS),
-            )
-            return snapshot.to_dict(), list(partitions)
-
-    def partition_rows(self, snapshot: Mapping[str, Any], partition: Mapping[str, Any]) -> Iterator[list[Any]]:
-        """Yield the rows of one of `partitions`, undecoded."""
-        # Not closed, because closing it would delete the session that all partitions share.
-        shared = BatchSnapshot.from_dict(self._database, dict(snapshot))
-        with self._errors(), _too_old_errors(snapshot["read_timestamp"]):
-            yield from shared.process_query_batch(dict(partition), lazy_decode=True, **retry_and_timeout(READ_SECONDS))
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
         """Insert all of `rows` in one commit. Return False, and insert none, if one of the IDs exists."""

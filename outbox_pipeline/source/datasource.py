@@ -5,9 +5,7 @@ are plain data that can be pickled. The API is from Spark 4.0: https://spark.apa
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
@@ -21,6 +19,7 @@ from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
 from outbox_pipeline.spanner import Table, open_table, too_old
+from outbox_pipeline.spark.tasks import read_parts
 
 try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
@@ -56,11 +55,9 @@ def read_tasks(
     For the jobs: Spark would start several Python processes to plan, which takes seconds.
     """
     partitions = max(8, 4 * spark.sparkContext.defaultParallelism)
-    options = Options(database, state, topic, since, until, tuple(columns), at, partitions, data_boost=False)
+    options = Options(database, state, topic, since, until, tuple(columns), at, partitions)
     reader = OutboxReader(options, options.schema)
-    planned = reader.partitions()
-    numbers = spark.range(0, len(planned), 1, len(planned))
-    return numbers.mapInArrow(_PlannedRead(reader, planned), options.schema)
+    return read_parts(spark, reader.read, reader.partitions(), options.schema)
 
 
 def decoded(tasks: DataFrame) -> DataFrame:
@@ -74,19 +71,6 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         messages = columns.message_columns(batch["Id"].to_pylist(), batch["Data"].to_pylist())
         arrays = [*batch.columns, *(messages[field.name].cast(field.type) for field in added)]
         yield pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*batch.schema, *added]))
-
-
-@dataclass(frozen=True)
-class _PlannedRead:
-    """A function for `mapInArrow`: for each number, reads the part with that number."""
-
-    reader: "OutboxReader"
-    parts: Sequence[InputPartition]
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            for number in batch["id"].to_pylist():
-                yield from self.reader.read(self.parts[number])
 
 
 class OutboxDataSource(DataSource):
@@ -120,20 +104,6 @@ def _checked(schema: StructType) -> StructType:
     return schema
 
 
-@dataclass
-class _Part(InputPartition):
-    """A part with the data that its reader needs."""
-
-    part: parts.Part
-    selection: RowFilter
-    at: datetime
-
-    def __init__(self, part: parts.Part, selection: RowFilter, at: datetime) -> None:
-        """Store the arguments. The value of the base class is not used."""
-        super().__init__(None)
-        self.part, self.selection, self.at = part, selection, at
-
-
 class _Reading:
     """The base class of both readers."""
 
@@ -146,15 +116,13 @@ class _Reading:
     def _table(self) -> Table:
         return open_table(self._options.database)
 
-    def read(self, partition: Any) -> Iterator[pa.RecordBatch]:
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the batches of one part. Spark calls this on an executor."""
+        part, selection, at = partition.value
         wanted = schemas.arrow(self._schema)
-        needs = columns.needed((*self._schema.fieldNames(), *partition.selection.needs))
-        for each in partition.part.read(self._table, needs, partition.selection, partition.at):
-            yield columns.batch(each, wanted, partition.at)
-
-    def _planned(self, found: Sequence[parts.Part], selection: RowFilter, at: datetime) -> list[_Part]:
-        return [_Part(part, selection, at) for part in found]
+        needs = columns.needed((*self._schema.fieldNames(), *selection.needs))
+        for each in part.read(self._table, needs, selection, at):
+            yield columns.batch(each, wanted, at)
 
 
 class OutboxReader(_Reading, DataSourceReader):
@@ -172,15 +140,12 @@ class OutboxReader(_Reading, DataSourceReader):
         if at < now - table.retention():
             raise OutboxError(too_old(at))
         selection = options.at(at)
-        names = columns.needed((*self._schema.fieldNames(), *selection.needs))
         found: Sequence[parts.Part] = parts.key_parts(options.partitions)
-        if options.data_boost:
-            found = parts.query_parts(table, names, selection, at, options.partitions)
-        elif selection.state == "sent" and selection.since:
+        if selection.state == "sent" and selection.since:
             until = min(filter(None, (selection.until, at + _TICK)))
             if parts.share_of_sent(table, selection.since, until, at) < parts.INDEX_PAYS:
                 found = parts.sent_parts(table.layout.ids, selection.since, until, options.partitions)
-        return self._planned(found, selection, at)
+        return [InputPartition((part, selection, at)) for part in found]
 
 
 class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -196,9 +161,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         super().__init__(options, schema)
         if options.state not in (None, "sent"):
             raise SettingError(f"Option state: a stream follows sent tasks only, not {options.state}")
-        for name, value in (
-            ("until", options.until), ("readTimestamp", options.read_timestamp), ("dataBoost", options.data_boost)
-        ):  # fmt: skip
+        for name, value in (("until", options.until), ("readTimestamp", options.read_timestamp)):
             if value:
                 raise SettingError(f"Option {name} is not supported for a stream. Remove it")
         if isinstance(options.since, timedelta):
@@ -249,7 +212,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
                 "stream then repeats the tasks sent since that time"
             )
         found = parts.sent_parts(table.layout.ids, since, until, self._options.partitions, after=True)
-        return self._planned(found, RowFilter(topic=self._options.topic), until)
+        return [InputPartition((part, RowFilter(topic=self._options.topic), until)) for part in found]
 
     def _any_sent(self, since: datetime, until: datetime) -> bool:
         [part] = parts.sent_parts(self._table.layout.ids, since, until, 1, after=True)

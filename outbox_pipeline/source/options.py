@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import reduce
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,8 +18,8 @@ from outbox_pipeline.source.columns import states
 
 #: Options of the database, and their settings, whose environment variables are the defaults.
 _DATABASE = {
-    "project": "project", "instance": "instance", "database": "database", "databaserole": "database_role",
-    "spannerendpoint": "spanner_endpoint", "spannerplaintext": "spanner_plaintext",
+    "project": "project", "instance": "instance", "database": "database", "databaseRole": "database_role",
+    "spannerEndpoint": "spanner_endpoint", "spannerPlaintext": "spanner_plaintext",
 }  # fmt: skip
 _COLUMNS = tuple(schemas.TASK.fieldNames())
 
@@ -32,18 +31,16 @@ def _columns(text: str) -> tuple[str, ...]:
     return names
 
 
+#: The options as documented. Spark passes their names without case.
 _KINDS = {
     "state": one_of(*STATES),
     "topic": SettingType(str, "a value of the column Topic"),
     "since": MOMENT,
     "until": MOMENT,
     "columns": SettingType(_columns, f"unique names from {', '.join(_COLUMNS)}, separated by commas"),
-    "readtimestamp": MOMENT,
+    "readTimestamp": MOMENT,
     "partitions": whole_number(1, 100_000),
-    "databoost": one_of("true", "false"),
 }
-#: The names as documented. Spark's options are case-insensitive.
-NAMES = ("state", "topic", "since", "until", "columns", "readTimestamp", "partitions", "dataBoost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +48,13 @@ class Options:
     """The parsed options. A timedelta means a time that long ago, and `at` resolves it."""
 
     database: DatabaseSettings
-    state: str | None
-    topic: str | None
-    since: timedelta | datetime | None
-    until: timedelta | datetime | None
-    columns: tuple[str, ...]
-    read_timestamp: timedelta | datetime | None
-    partitions: int
-    data_boost: bool
+    state: str | None = None
+    topic: str | None = None
+    since: timedelta | datetime | None = None
+    until: timedelta | datetime | None = None
+    columns: tuple[str, ...] = tuple(schemas.TABLE.fieldNames())
+    read_timestamp: timedelta | datetime | None = None
+    partitions: int = 8
 
     @property
     def schema(self) -> StructType:
@@ -116,27 +112,14 @@ class RowFilter:
 def parse(options: Mapping[str, str]) -> Options:
     """Parse `options`. Raises SettingError if one is unknown, missing or not allowed."""
     given = {name.lower(): value for name, value in options.items()}
-    known = {name.lower() for name in NAMES} | _DATABASE.keys()
-    if unknown := sorted(given.keys() - known):
-        raise SettingError(f"Unknown option {unknown[0]}. Known options: {', '.join((*NAMES, *_DATABASE))}")
-    values = {name: _value(name, given[name]) for name in _KINDS if name in given}
-    flags = {field: given.get(option) for option, field in _DATABASE.items()}
+    known = (*_KINDS, *_DATABASE)
+    if unknown := sorted(given.keys() - {name.lower() for name in known}):
+        raise SettingError(f"Unknown option {unknown[0]}. Known options: {', '.join(known)}")
+    values = {
+        "read_timestamp" if name == "readTimestamp" else name: kind.value(given[name.lower()], f"Option {name}")
+        for name, kind in _KINDS.items()
+        if name.lower() in given
+    }
     return Options(
-        DatabaseSettings.read(flags),
-        values.get("state"),
-        values.get("topic"),
-        values.get("since"),
-        values.get("until"),
-        values.get("columns", tuple(schemas.TABLE.fieldNames())),
-        values.get("readtimestamp"),
-        values.get("partitions", 8),
-        values.get("databoost") == "true",
+        DatabaseSettings.read({field: given.get(name.lower()) for name, field in _DATABASE.items()}), **values
     )
-
-
-def _value(name: str, text: str) -> Any:
-    kind = _KINDS[name]
-    try:
-        return kind.parse(text)
-    except ValueError:
-        raise SettingError(f"Option {name}: {text!r} is not allowed. It must be {kind.allowed}") from None

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
@@ -29,13 +29,6 @@ INDEXED = (
 #: an index read costs about three times as much as reading it in a scan.
 SAMPLED, INDEX_PAYS = 500, 1 / 3
 Columns = Mapping[str, pa.Array]
-
-
-class Part(Protocol):
-    """A part of a read."""
-
-    def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
-        """Yield batches of the selected tasks with the table's columns `names`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +87,7 @@ class SentPart:
             yield from _batches(looked_up, names)
 
 
-@dataclass(frozen=True, slots=True)
-class QueryPart:
-    """A partition of a query, with the session and transaction that all its partitions share."""
-
-    snapshot: Mapping[str, Any]
-    partition: Mapping[str, Any]
-
-    def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
-        """Run the query on its partition."""
-        return _selected(_batches(table.partition_rows(self.snapshot, self.partition), names), selection, at)
+Part = KeyPart | SentPart
 
 
 def key_parts(count: int) -> list[KeyPart]:
@@ -138,19 +122,6 @@ def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) 
     return 1.0
 
 
-def query_parts(table: Table, names: Sequence[str], selection: RowFilter, at: datetime, count: int) -> list[QueryPart]:
-    """Return the partitions of a Data Boost query for the selection.
-
-    Data Boost does not use the instance's compute capacity, and Spanner returns selected rows only:
-    https://cloud.google.com/spanner/docs/databoost/databoost-overview.
-    """
-    snapshot, partitions = table.partitions(
-        names, at, count, topic=selection.topic, since=selection.since, until=selection.until,
-        sent=None if selection.state is None else selection.state == "sent",
-    )  # fmt: skip
-    return [QueryPart(snapshot, partition) for partition in partitions]
-
-
 def _batches(rows: Iterable[Sequence[Any]], names: Sequence[str]) -> Iterator[Columns]:
     """Collect rows into batches of columns."""
     data = names.index("Data") if "Data" in names else None
@@ -162,12 +133,8 @@ def _batches(rows: Iterable[Sequence[Any]], names: Sequence[str]) -> Iterator[Co
         return 0 if sizes is None else int(row[sizes].string_value)
 
     for batch in chunked(rows, BATCH_ROWS, BATCH_BYTES, size):
-        yield _columns(batch, names)
-
-
-def _columns(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> Columns:
-    values = zip(*rows, strict=True)
-    return {name: arrow.column(name, each) for name, each in zip(names, values, strict=True)}
+        values = zip(*batch, strict=True)
+        yield {name: arrow.column(name, each) for name, each in zip(names, values, strict=True)}
 
 
 def _selected(batches: Iterable[Columns], selection: RowFilter, at: datetime) -> Iterator[Columns]:

@@ -1,15 +1,36 @@
-"""What the jobs share: the results of Spark tasks, and a limit of rows per second for all Spark tasks together."""
+"""What the jobs share: reads in parallel, the results of Spark tasks, and a limit of rows per second for a job."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import TimestampType
+from pyspark.sql.types import StructType, TimestampType
 
 _RFC_3339 = "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'"
+
+
+@dataclass(frozen=True)
+class _ReadsParts:
+    """A function for `mapInArrow`: for each number, reads the part with that number."""
+
+    read: Callable[[Any], Iterator[pa.RecordBatch]]
+    parts: Sequence[Any]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for number in batch["id"].to_pylist():
+                yield from self.read(self.parts[number])
+
+
+def read_parts(
+    spark: SparkSession, read: Callable[[Any], Iterator[pa.RecordBatch]], parts: Sequence[Any], schema: StructType
+) -> DataFrame:
+    """Return the rows that `read` yields for the parts. Each part has a Spark task."""
+    return spark.range(0, len(parts), 1, len(parts)).mapInArrow(_ReadsParts(read, parts), schema)
 
 
 def totals(counts: DataFrame) -> DataFrame:

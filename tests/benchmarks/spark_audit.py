@@ -119,7 +119,7 @@ def _archive(engine: SparkSession, database: str, folder: Path, size: int) -> No
         engine.read.schema(schemas.STORED).parquet(str(window / data_folder)).select(*checksum_columns()).collect()
     )
     flags = AuditSettings.read(_flags(database, folder, 0), {})
-    name = open_table(flags.database_settings).name
+    name = open_table(flags).name
     archive.finish(window, Manifest(name, since, until, until, rows, checksum, data_folder, datetime.now(UTC)))
 
 

@@ -25,7 +25,7 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     heard = Heard(table._database)
     assert table.first_sent() == SENT
     table.retention()
-    for more in ({}, {"state": "sent", "since": "3650d"}, {"dataBoost": "true"}):
+    for more in ({}, {"state": "sent", "since": "3650d"}):
         source = OutboxDataSource(pipeline.options(target, databaseRole="outbox_pipeline", **more))
         reader = source.reader(source.schema())
         assert sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part)) in (1, 10)

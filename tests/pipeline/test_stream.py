@@ -133,9 +133,7 @@ def test_a_batch_before_the_retention_period_says_what_to_do(target: DatabaseSet
 
 
 def test_unsupported_stream_options_are_refused(target: DatabaseSettings):
-    for name, value in (
-        ("state", "pending"), ("until", "1h"), ("readTimestamp", "1m"), ("dataBoost", "true"), ("since", "1h")
-    ):  # fmt: skip
+    for name, value in (("state", "pending"), ("until", "1h"), ("readTimestamp", "1m"), ("since", "1h")):
         with pytest.raises(SettingError, match=name):
             reader(target, **{name: value})
 

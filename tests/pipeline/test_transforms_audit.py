@@ -159,8 +159,8 @@ class Judged:
     findings: dict[str, Counter[tuple[str, str]]]
     #: The state of each task, by case and task ID.
     states: dict[tuple[str, str], str | None]
-    #: What the report says of each hour and topic, by case, topic and hour.
-    numbers: dict[tuple[str, str, int], dict[str, Any]]
+    #: What the report says of each topic, by case and topic.
+    numbers: dict[tuple[str, str], dict[str, Any]]
     #: How many findings of a class are shown, if two of a class may be.
     shown: Counter[str]
 
@@ -187,9 +187,8 @@ def judged(spark: SparkSession) -> Judged:
         case, _, id = row.task_id.partition("/")
         findings[case][row["class"], id] += 1
     states = {_parted(row.task_id): row.state for row in rows.collect() if row.task_id}
-    lines = audit.numbers(audit.counted(rows), 10_000).where(f.col("grouping") == audit.BY_HOUR_AND_TOPIC)
-    lines = lines.withColumn("hour", f.date_format("hour", "H").cast("int"))
-    numbers = {(*_parted(line.topic), line.hour): line.asDict() for line in lines.collect()}
+    lines = audit.numbers(audit.counted(rows), 10_000).where(f.col("grouping") == audit.BY_TOPIC)
+    numbers = {_parted(line.topic): line.asDict() for line in lines.collect()}
     shown = Counter(row["class"] for row in audit.samples(found, 2).collect())
     rows.unpersist()
     found.unpersist()
@@ -207,9 +206,9 @@ def test_each_defect_is_found_and_no_other(judged: Judged):
     assert judged.findings["each defect"] == Counter([*found, ("out_of_order", "second"), ("unknown", "stranger")])
     wanted = dict.fromkeys(("late", "dead", "arriving", "republished", "redelivered", "mismatched"), 1)
     wanted |= {"tasks": 13, "delivered": 7, "lost": 1, "pending": 2, "messages": 10}
-    numbers = judged.numbers["each defect", "orders", 11]
+    numbers = judged.numbers["each defect", "orders"]
     assert {name: numbers[name] for name in wanted} == wanted
-    assert {place for place in judged.numbers if place[0] == "each defect"} == {("each defect", "orders", 11)}
+    assert {place for place in judged.numbers if place[0] == "each defect"} == {("each defect", "orders")}
     found_of = Counter(name for case in judged.findings.values() for name, _ in case.elements())
     assert judged.shown == {name: min(number, 2) for name, number in found_of.items()}
     assert found_of["lost"] > 2
@@ -242,7 +241,7 @@ def test_latencies_are_measured_for_received_tasks(judged: Judged):
     """Lost and pending tasks, and topics without messages, have no latency. Clock skew makes no latency negative."""
     wanted = {"ahead": (0.0,) * 4, "orders": (4.0,) * 4, "silent": (None,) * 4, "many": (10.5, 19.05, 19.81, 20.0)}
     for topic, latencies in wanted.items():
-        numbers = judged.numbers["latency", topic, 11]
+        numbers = judged.numbers["latency", topic]
         assert tuple(numbers[name] for name in ("p50", "p95", "p99", "max")) == latencies, topic
 
 
@@ -264,7 +263,6 @@ def test_each_grouping_has_the_largest_topics_and_the_earliest_hours(spark: Spar
         audit.TOTAL: [(None, None, 15, 7)],
         audit.BY_TOPIC: [("large", None, 12, 0), ("small", None, 3, 0)],
         audit.BY_HOUR: [(None, 0, 5, 0), (None, 1, 5, 0)],
-        audit.BY_HOUR_AND_TOPIC: [("large", 0, 4, 0), ("large", 1, 4, 0)],
     }
 
 

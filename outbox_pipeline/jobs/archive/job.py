@@ -71,7 +71,7 @@ def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, 
         OutboxError: the archive belongs to another database, or a window is older than the version retention period.
     """
     begin = time.monotonic()
-    job = _Job(spark, settings, Archive(spark, settings.archive), open_table(settings.database_settings))
+    job = _Job(spark, settings, Archive(spark, settings.archive), open_table(settings))
     done = Archived()
     windows = job.files.windows(job.table.name)
     for since, until in job.due(windows):
@@ -128,8 +128,7 @@ class _Job:
         run_folder = self.files.new_run()
         observed = Observation(f"archive {run_folder}")
         columns = schemas.TABLE.fieldNames()
-        database = self.settings.database_settings
-        sent = read_tasks(self.spark, database, columns, at, state="sent", since=since, until=until)
+        sent = read_tasks(self.spark, self.settings, columns, at, state="sent", since=since, until=until)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(sent)).observe(observed, *checksum_columns())
         tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / run_folder))
@@ -181,7 +180,7 @@ class _Job:
         self.table.begin_operation(operation, "purge", as_json(selection))
         window.note_purging(self.table.now())
         tasks = self.files.read([window]).select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
-        [row] = totals(tasks.mapInArrow(Purge(self.settings.database_settings), _COUNTS)).collect()
+        [row] = totals(tasks.mapInArrow(Purge(self.settings), _COUNTS)).collect()
         window.note_purged(row.asDict(), self.table.now())
         self.table.end_operation(operation, "purge", row.deleted)
         done.purged_windows += 1

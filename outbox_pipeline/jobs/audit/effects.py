@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.source.columns import column, times
 from outbox_pipeline.source.parts import BATCH_ROWS, KeyPart, key_parts
 from outbox_pipeline.spanner import CALL_SECONDS, READ_SECONDS
+from outbox_pipeline.spark.tasks import read_parts
 
 #: A record, without its consumer.
 RECORD = StructType([StructField("task_id", schemas.FOUND["task_id"].dataType), schemas.FOUND["processed_at"]])
@@ -33,20 +34,18 @@ _DATABASE = re.compile(r"projects/([^/]+)/instances/([^/]+)/databases/([^/]+)")
 
 @dataclass(frozen=True)
 class Inbox:
-    """The records of a consumer. A function for `mapInArrow`: for each number, reads that range and yields `RECORD`."""
+    """The records of a consumer."""
 
     database: DatabaseSettings
     consumer: str
-    ranges: Sequence[KeyPart] = ()
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read ranges of task IDs."""
+    def read(self, part: KeyPart) -> Iterator[pa.RecordBatch]:
+        """Yield `RECORD` of a range of task IDs."""
         schema = schemas.arrow(RECORD)
-        for range_ in (self.ranges[number] for batch in batches for number in batch["id"].to_pylist()):
-            for rows in chunked(self.rows(range_.first, range_.last), BATCH_ROWS):
-                ids, at = zip(*rows, strict=True)
-                texts = pa.array([value.string_value for value in at], pa.string())
-                yield pa.RecordBatch.from_arrays([column("Id", ids), times(texts)], schema=schema)
+        for rows in chunked(self.rows(part.first, part.last), BATCH_ROWS):
+            ids, at = zip(*rows, strict=True)
+            texts = pa.array([value.string_value for value in at], pa.string())
+            yield pa.RecordBatch.from_arrays([column("Id", ids), times(texts)], schema=schema)
 
     def rows(self, first: str, last: str, limit: int = 0) -> Iterator[list[object]]:
         """Yield TaskId and ProcessedAt, undecoded. Raises NotReached if the table is missing."""
@@ -62,19 +61,18 @@ class Inbox:
 
 def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
     """Return the records of the consumer. Raises NotReached, or OutboxError if there is none."""
-    database = settings.database_settings
+    database: DatabaseSettings = settings
     if named := _DATABASE.fullmatch(settings.inbox_database):
         database = dataclasses.replace(database, project=named[1], instance=named[2], database=named[3])
     elif settings.inbox_database:
         database = dataclasses.replace(database, database=settings.inbox_database)
-    ranges = key_parts(max(8, 4 * spark.sparkContext.defaultParallelism))
-    inbox = Inbox(database, settings.inbox, ranges)
+    inbox = Inbox(database, settings.inbox)
     if not any(True for _ in inbox.rows("", "", limit=1)):
         raise OutboxError(
             f"Consumer {settings.inbox!r} has no record in {TABLE} of {database.database}. Check --inbox and "
             "--inbox-database"
         )
-    return spark.range(0, len(ranges), 1, len(ranges)).mapInArrow(inbox, RECORD)
+    return read_parts(spark, inbox.read, key_parts(max(8, 4 * spark.sparkContext.defaultParallelism)), RECORD)
 
 
 def effects(rows: DataFrame, inbox: DataFrame, rules: Rules) -> DataFrame:

@@ -31,7 +31,7 @@ SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
 #: Classes without files of findings: these tasks are in the table, and their messages are not due yet.
 UNSENT = ("pending", "dead", "arriving")
 _Line = dict[str, Any]
-#: Max entries of each list in the summary. If there are more, the summary has the largest topics.
+#: Max entries of each list in the summary. If there are more, it has the largest topics and the earliest hours.
 MOST_LINES = 10_000
 
 _log = logging.getLogger("outbox_pipeline")
@@ -81,7 +81,7 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     output = Folder(spark, settings.output)
     if output.exists():
         raise OutboxError(f"--output {output} exists. Each audit needs a new folder")
-    job = _Job(spark, settings, open_table(settings.database_settings))
+    job = _Job(spark, settings, open_table(settings))
     rules, sources = job.rules_and_tasks()
     bodies, deliveries = job.deliveries()
     inbox = effects.records(spark, settings) if settings.inbox else None
@@ -94,16 +94,15 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
         done = job.report(rows, deliveries, rules, output, bodies=bodies, inbox=inbox)
     finally:
         rows.unpersist()
-    advice = f"{done.report} lists them and says what to do"
-    if done.lost:
-        tasks = "1 task is" if done.lost == 1 else f"{done.lost:,} tasks are"
-        extra = {"action": "lost", "fields": {"lost": done.lost}}
-        _log.error("%s lost: sent, but not received within --grace. %s", tasks, advice, extra=extra)
-    if done.not_applied:
-        tasks = "1 task has" if done.not_applied == 1 else f"{done.not_applied:,} tasks have"
-        extra = {"action": "not_applied", "fields": {"not_applied": done.not_applied}}
-        reason = "received, but not recorded in the inbox within --grace"
-        _log.error("%s no effect: %s. %s", tasks, reason, advice, extra=extra)
+    problems = {
+        "lost": "lost: sent, but not received within --grace",
+        "not_applied": "without effect: received, but not recorded in the inbox within --grace",
+    }
+    for name, problem in problems.items():
+        if count := getattr(done, name):
+            text = f"{count:,} {'task is' if count == 1 else 'tasks are'} {problem}"
+            extra = {"action": name, "fields": {name: count}}
+            _log.error("%s. %s lists them and says what to do", text, done.report, extra=extra)
     return done
 
 
@@ -151,7 +150,7 @@ class _Job:
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
         """Return the tasks that can have messages since `since`: unsent tasks, and tasks sent since then."""
-        tasks = read_tasks(self.spark, self.settings.database_settings, audit.OF_TASKS, at)
+        tasks = read_tasks(self.spark, self.settings, audit.OF_TASKS, at)
         return tasks if since is None else tasks.where(f.col("SentAt").isNull() | (f.col("SentAt") >= f.lit(since)))
 
     def deliveries(self) -> tuple[bool, DataFrame]:
@@ -225,7 +224,7 @@ class _Job:
         return done
 
     def _numbers(self, rows: DataFrame) -> tuple[_Line, dict[str, list[_Line]]]:
-        """Return the numbers of all tasks, and the lists of the summary: by topic, by hour, and by both."""
+        """Return the numbers of all tasks, and the lists of the summary: by topic and by hour."""
         found = collected(audit.numbers(audit.counted(rows), MOST_LINES))
 
         def lines(grouping: int, *names: str) -> list[_Line]:
@@ -236,11 +235,7 @@ class _Job:
         [total] = lines(audit.TOTAL, "unknown") or [nothing]
         topics = sorted(lines(audit.BY_TOPIC, "topic"), key=lambda line: (-line["tasks"], line["topic"]))
         hours = sorted(lines(audit.BY_HOUR, "hour"), key=lambda line: line["hour"])
-        # The largest topics, with all of their hours.
-        largest = {line["topic"] for line in topics[: max(1, MOST_LINES // max(1, len(hours)))]}
-        both = [line for line in lines(audit.BY_HOUR_AND_TOPIC, "hour", "topic") if line["topic"] in largest]
-        both.sort(key=lambda line: (line["hour"], line["topic"]))
-        return total, {"by_topic": topics, "by_hour": hours, "by_hour_and_topic": both}
+        return total, {"by_topic": topics, "by_hour": hours}
 
 
 def _by_class(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -210,18 +210,18 @@ def counted(rows: DataFrame) -> DataFrame:
     )
 
 
-#: What a row of `numbers` counts: the tasks of an hour and topic, of an hour, of a topic, or of the whole window. The
-#: value is Spark's grouping ID of (hour, topic).
-BY_HOUR_AND_TOPIC, BY_HOUR, BY_TOPIC, TOTAL = range(4)
+#: What a row of `numbers` counts: the tasks of an hour, of a topic, or of the whole window. The value is Spark's
+#: grouping ID of (hour, topic).
+BY_HOUR, BY_TOPIC, TOTAL = 1, 2, 3
 
 
 def numbers(counts: DataFrame, most: int) -> DataFrame:
-    """Return the counts, and the latencies in seconds, of the window's tasks, in one pass for all four groupings.
+    """Return the counts, and the latencies in seconds, of the window's tasks, in one pass for all groupings.
 
     Each grouping has at most `most` rows: the largest topics, and the earliest hours. Only TOTAL has `unknown`.
     """
     points = f.percentile("rounded", list(PERCENTILES.values()), f.col("tasks"))
-    summed = counts.groupingSets([[], ["hour"], ["topic"], ["hour", "topic"]], "hour", "topic").agg(
+    summed = counts.groupingSets([[], ["hour"], ["topic"]], "hour", "topic").agg(
         f.grouping_id("hour", "topic").alias("grouping"),
         *(f.sum(name).alias(name) for name in (*COUNTS, "unknown")),
         points.alias("points"),
@@ -230,10 +230,9 @@ def numbers(counts: DataFrame, most: int) -> DataFrame:
     named = {name: f.col("points")[place] / 1e6 for place, name in enumerate(PERCENTILES)}
     # A message of an unknown ID has no hour and no topic.
     tasks = summed.where((f.col("tasks") > 0) | (f.col("grouping") == TOTAL)).withColumns(named)
-    of_topic = f.sum("tasks").over(Window.partitionBy("grouping", "topic"))
-    order = Window.partitionBy("grouping").orderBy(f.desc("of_topic"), "topic", "hour")
-    ranked = tasks.withColumn("of_topic", of_topic).withColumn("place", f.row_number().over(order))
-    return ranked.where(f.col("place") <= most).drop("points", "of_topic", "place")
+    order = Window.partitionBy("grouping").orderBy("hour", f.desc("tasks"), "topic")
+    ranked = tasks.withColumn("place", f.row_number().over(order))
+    return ranked.where(f.col("place") <= most).drop("points", "place")
 
 
 def findings(rows: DataFrame, overtaken: DataFrame) -> DataFrame:

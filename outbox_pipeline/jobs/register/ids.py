@@ -30,15 +30,6 @@ def as_uuid5(name: Column) -> Column:
     """Return the uuid5 of a name (RFC 4122, 4.3), computed with Spark's built-in functions."""
     digest = f.sha1(f.concat(f.unhex(f.lit(NAMESPACE.hex)), f.encode(name, "UTF-8")))
     variant = f.translate(f.substring(digest, 17, 1), "0123456789abcdef", "89ab89ab89ab89ab")
-    return f.concat(
-        f.substring(digest, 1, 8),
-        f.lit("-"),
-        f.substring(digest, 9, 4),
-        f.lit("-5"),
-        f.substring(digest, 14, 3),
-        f.lit("-"),
-        variant,
-        f.substring(digest, 18, 3),
-        f.lit("-"),
-        f.substring(digest, 21, 12),
-    )
+    # The digits of the version, 5, and of the variant replace two digits of the digest.
+    parts = (f.substring(digest, 1, 12), f.lit("5"), f.substring(digest, 14, 3), variant, f.substring(digest, 18, 15))
+    return f.regexp_replace(f.concat(*parts), "^(.{8})(.{4})(.{4})(.{4})(.{12})$", "$1-$2-$3-$4-$5")

@@ -87,11 +87,11 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
     key = tuple(name.strip() for name in settings.key.split(",")) if settings.key else ()
     rows = read(spark, settings.input, settings.input_format, key)
     tasks = prepared(rows, topic=settings.topic, key=key)
-    done = _register(tasks, settings.database_settings, settings.rejects, settings.max_rows_per_second)
+    done = _register(tasks, settings, settings.rejects, settings.max_rows_per_second)
     if done.rejected:
         extra = {"action": "rejected", "fields": {"rejected": done.rejected}}
-        advice = "Correct the lines in %s and register that folder"
-        _log.warning(f"%s rows were rejected. {advice}", f"{done.rejected:,}", done.rejects, extra=extra)
+        text = "%s rows were rejected. Correct the lines in %s and register that folder"
+        _log.warning(text, f"{done.rejected:,}", done.rejects, extra=extra)
     return done
 
 

@@ -104,7 +104,7 @@ def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False,
     """
     begin = time.monotonic()
     _check_flags(settings, dry_run=dry_run, resume=resume)
-    table = open_table(settings.database_settings)
+    table = open_table(settings)
     now = table.now()
     selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
     _check(spark, selection)
@@ -200,7 +200,7 @@ class _Job:
         parts, rate = divided(self.spark, self.settings.max_rows_per_second)
         rows = in_order(self._selected(started_at), parts)
         rows = rows.select(*ARCHIVED_COLUMNS) if self.selection.archive else rows.select("Id")
-        answers = rows.mapInArrow(Replay(self.settings.database_settings, started_at, rate), _COUNTS)
+        answers = rows.mapInArrow(Replay(self.settings, started_at, rate), _COUNTS)
         [counts] = collected(totals(answers))
         return Replayed(selected=sum(counts.values()), **counts)
 
@@ -220,7 +220,7 @@ class _Job:
         columns = (*_OF_TABLE, "Topic", "SentAt", *(("Attributes",) if given.attribute else ()))
         columns = tuple(schemas.TASK.fieldNames()) if given.where else columns
         tasks = read_tasks(
-            self.spark, self.settings.database_settings, columns, at,
+            self.spark, self.settings, columns, at,
             state="sent", topic=given.topic or None, since=given.since, until=until,
         )  # fmt: skip
         return self._matching(tasks)
