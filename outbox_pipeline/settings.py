@@ -125,6 +125,7 @@ class AuditSettings(JobSettings):
 
     def __post_init__(self) -> None:
         """Check settings that depend on each other. Raises SettingError."""
+        DatabaseSettings.__post_init__(self)
         if self.inbox_database and not self.inbox:
             raise SettingError("--inbox-database needs --inbox. Pass both, or neither")
         if (self.tasks == "table") == bool(self.archive):

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _LOGGING = Path(__file__).with_name("log4j2.properties")
-#: The packages of the extra that a Spark without it can lack.
-PACKAGES = ("pyspark", "pandas", "pyarrow", "jinja2", "fastavro")
-HOW_TO_GET_THEM = "pip install 'spanner-outbox[spark]'"
+#: The packages of the extra that a cluster with its own Spark may lack.
+_PACKAGES = ("pyspark", "pandas", "pyarrow", "jinja2", "fastavro")
+_HOW_TO_GET_THEM = "pip install 'spanner-outbox[spark]'"
 
 #: Options that every job needs. Speculation would run the writes of a Spark task twice. Times are in UTC.
 _ALWAYS = {
@@ -90,11 +90,11 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
 
 def check_packages() -> None:
     """Check that the packages of the extra are installed. Raises NotReached."""
-    for name in PACKAGES:
+    for name in _PACKAGES:
         if find_spec(name) is None:
-            raise NotReached(f"Package {name} is not installed. Run: {HOW_TO_GET_THEM}")
+            raise NotReached(f"Package {name} is not installed. Run: {_HOW_TO_GET_THEM}")
     # The Spark of a cluster can be another version, because pip did not install it.
     from pyspark import __version__ as found  # noqa: PLC0415 - it may be missing
 
     if not found.startswith("4."):
-        raise NotReached(f"pyspark {found} is installed, but pyspark 4 is required. Run: {HOW_TO_GET_THEM}")
+        raise NotReached(f"pyspark {found} is installed, but pyspark 4 is required. Run: {_HOW_TO_GET_THEM}")

@@ -80,6 +80,7 @@ WRONG = (
     ("drain --database not-there", 3, "not-there"),
     ("archive --archive a --window 40d", 2, "--window: '40d' is not allowed"),
     ("archive --archive a --until 5s", 2, "less than a minute ago"),
+    ("audit --received a --output b --spanner-plaintext", 2, "--spanner-plaintext needs --spanner-endpoint"),
     ("replay", 2, "No tasks are selected"),
     ("replay --attribute =paid", 2, "--attribute: '=paid' is not allowed"),
     ("replay --where Color=1", 2, "[UNRESOLVED_COLUMN"),

@@ -14,7 +14,7 @@ from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import shown
 from outbox.storage.task_states import NEVER
 from outbox_pipeline.jobs.archive import job
-from outbox_pipeline.jobs.archive.job import CHUNK_ROWS, Purge, purge, run
+from outbox_pipeline.jobs.archive.job import CHUNK_ROWS, Purge, purge_chunk, run
 from outbox_pipeline.spanner import Table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, Sent, archived, purges, sent, settings_of
 from tests.support.operations import FUTURE, Watch, insert, row, rows_of, update
@@ -36,7 +36,7 @@ def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database
     watch = Watch(database)
     table = Table(watch.database)
     watch.requests.clear()
-    counts = purge(table, [(id, DAY) for id in ("same", "again", "reset", "dead", "gone")])
+    counts = purge_chunk(table, [(id, DAY) for id in ("same", "again", "reset", "dead", "gone")])
     assert counts == {"deleted": 1, "resent": 3, "missing": 1}
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
     assert {name for name, _ in watch.requests} == {"execute_streaming_sql", "commit"}
@@ -45,7 +45,7 @@ def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database
         assert options.priority == 1, (name, request)
         assert options.transaction_tag == "outbox-pipeline-purge", (name, request)
         assert name == "commit" or options.request_tag == "outbox-pipeline-purge"
-    assert purge(table, [("same", DAY), ("again", DAY)]) == {"deleted": 0, "resent": 1, "missing": 1}
+    assert purge_chunk(table, [("same", DAY), ("again", DAY)]) == {"deleted": 0, "resent": 1, "missing": 1}
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
 
 
@@ -53,7 +53,7 @@ def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Dat
     insert(database, [sent("a", DAY), sent("b", DAY)])
     table = Table(Watch(database).database)
     meddle(monkeypatch, table, lambda: update(database, "a", SentAt=None))
-    assert purge(table, [("a", DAY), ("b", DAY)]) == {"deleted": 1, "resent": 1, "missing": 0}
+    assert purge_chunk(table, [("a", DAY), ("b", DAY)]) == {"deleted": 1, "resent": 1, "missing": 0}
     assert list(rows_of(database)) == ["a"]
 
 

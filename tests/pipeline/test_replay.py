@@ -24,7 +24,7 @@ from outbox.storage import schema
 from outbox.storage.task_states import NEVER
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
-from outbox_pipeline.jobs.replay.job import CHUNK_ROWS, Replayed, replay, run
+from outbox_pipeline.jobs.replay.job import CHUNK_ROWS, Replayed, replay_chunk, run
 from outbox_pipeline.spanner import Table, open_table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, delete, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
@@ -239,7 +239,7 @@ def test_each_chunk_is_checked_under_its_locks(database: Database, monkeypatch: 
     meddle(monkeypatch, table, change)
     watch.requests.clear()
     rows = [{"Id": id} for id in ("sent", "unsent", "gone", "again", "at once", "just before")]
-    found = replay(table, rows, began)
+    found = replay_chunk(table, rows, began)
     assert found == {"replayed": 2, "registered": 0, "unsent": 1, "resent": 2, "missing": 1}
     stored = rows_of(database)
     assert {id for id, each in stored.items() if each["SentAt"] is None} == {"sent", "unsent", "just before"}

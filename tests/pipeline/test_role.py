@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from google.cloud.spanner_v1.database import Database
 
 from outbox.shared.settings import DatabaseSettings
-from outbox_pipeline.jobs.archive.job import purge
+from outbox_pipeline.jobs.archive.job import purge_chunk
 from outbox_pipeline.jobs.register.executor import Writer
-from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay
+from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay_chunk
 from outbox_pipeline.source.datasource import OutboxDataSource
 from outbox_pipeline.spanner import open_table
 from tests.support import pipeline
@@ -33,13 +33,13 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     for id in ("new", "sent"):
         writer.add(pipeline.row(task_id=id))
     writer.flush()
-    assert purge(table, [("sent", SENT)])["deleted"] == 1
+    assert purge_chunk(table, [("sent", SENT)])["deleted"] == 1
     insert(database, [row("replayed", SentAt=SENT)])
     began = table.begin_operation("id", "replay", "{}")
     assert table.replay("id") == (began, None, "{}")
     names = ARCHIVED_COLUMNS
     back = {**row("back", Topic="orders"), "Data": b""}
-    done = replay(table, [{"Id": "replayed"}, {name: back[name] for name in names}], began)
+    done = replay_chunk(table, [{"Id": "replayed"}, {name: back[name] for name in names}], began)
     assert (done["replayed"], done["registered"]) == (1, 1)
     table.end_operation("id", "replay", 2)
     assert rows_of(database).keys() == {"new", "replayed", "back", *(f"unsent{number}" for number in range(9))}

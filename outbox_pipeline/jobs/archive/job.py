@@ -221,11 +221,11 @@ class Purge:
             # In UTC, because in an hour that occurs twice Python never treats times of two time zones as equal.
             times = batch["SentAt"].cast(pa.timestamp("us", tz="UTC"))
             rows = list(zip(batch["Id"].to_pylist(), times.to_pylist(), strict=True))
-            counts = [purge(table, chunk) for chunk in chunked(rows, CHUNK_ROWS)]
+            counts = [purge_chunk(table, chunk) for chunk in chunked(rows, CHUNK_ROWS)]
             yield pa.RecordBatch.from_pylist(counts, answer)
 
 
-def purge(table: Table, rows: Sequence[tuple[str, datetime]]) -> dict[str, int]:
+def purge_chunk(table: Table, rows: Sequence[tuple[str, datetime]]) -> dict[str, int]:
     """Delete the tasks whose SentAt is still the archived one, in one transaction. Return the number of each outcome.
 
     A task with another SentAt, or none, is `resent` and stays in the table. A task that does not exist is `missing`.

@@ -17,6 +17,7 @@ MOST_ROWS = 200
 #: Counts that should be 0, the most serious first.
 _WRONG = ("lost", "not_applied", "mismatched", "unknown", "unregistered", "out_of_order", "dead", "unreadable")
 _LATENCIES = ("p50", "p95", "p99", "max")
+_HOUR = timedelta(hours=1)
 
 
 def page(summary: Mapping[str, Any]) -> str:
@@ -54,21 +55,21 @@ def _template() -> Template:
 
 def _bars(by_hour: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     """Return the bars of a plot: the hour, its value, and its place and height in percent of the plot."""
-    lines = [line for line in by_hour if line[name]]
-    if not lines:
-        return []
+    values = [line[name] or 0 for line in by_hour]
     hours = [datetime.fromisoformat(_time(line["hour"])) for line in by_hour]
-    first, length = min(hours), max(hours) - min(hours) + timedelta(hours=1)
-    most = max(line[name] for line in lines)
+    if not any(values):
+        return []
+    first, length, most = min(hours), max(hours) - min(hours) + _HOUR, max(values)
     return [
         {
-            "hour": line["hour"],
-            "value": line[name],
-            "left": 100 * ((datetime.fromisoformat(_time(line["hour"])) - first) / length),
-            "width": 100 * (timedelta(hours=1) / length),
-            "height": 100 * line[name] / most,
+            "hour": hour,
+            "value": value,
+            "left": 100 * ((hour - first) / length),
+            "width": 100 * (_HOUR / length),
+            "height": 100 * value / most,
         }
-        for line in lines
+        for hour, value in zip(hours, values, strict=True)
+        if value
     ]
 
 

@@ -287,11 +287,11 @@ class Replay:
             rows = batch.cast(wanted).to_pylist()
             for chunk in chunked(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row.get("Data", b""))):
                 pace.wait(len(chunk))
-                counts.append(replay(table, chunk, self.started_at))
+                counts.append(replay_chunk(table, chunk, self.started_at))
             yield pa.RecordBatch.from_pylist(counts, answer)
 
 
-def replay(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime) -> dict[str, int]:
+def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime) -> dict[str, int]:
     """Reset SentAt of tasks that were sent before `started_at`, in one transaction. Return the number of each outcome.
 
     A row with Data comes from the archive and is inserted again if its ID is not in the table. An unsent task is
