@@ -34,7 +34,7 @@ COLUMNS = ("Consumer", "TaskId", "ProcessedAt")
 #: The lengths of the columns.
 MAX_CONSUMER_CHARACTERS, MAX_ID_CHARACTERS = 256, 128
 
-#: With "task_id", a message without a task ID is an error. With "message_id", its message ID identifies it.
+#: A message without a task ID is an error with "task_id". With "message_id", its message ID identifies it.
 Key: TypeAlias = Literal["task_id", "message_id"]
 
 #: For a message without a task ID: "nack" asks Pub/Sub to redeliver it, "raise" ends the streaming pull.
@@ -110,7 +110,7 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
         return consumer, task_id
     message_id = message.message_id
     if key == "message_id" and message_id:
-        # Message IDs increase, so they must not begin the key: https://cloud.google.com/spanner/docs/schema-design
+        # Message IDs increase, so a TaskId that began with one would be a hot spot: https://cloud.google.com/spanner/docs/schema-design
         return consumer, f"{zlib.crc32(message_id.encode()):08x}-message-{message_id}"
     problem = f"no attribute {TASK_ID_ATTRIBUTE}"
     if task_id:
@@ -127,7 +127,7 @@ def table_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A driver raises its own error, with the client's error as the cause.
+        # The DB-API driver raises its own error, with the client's error as the cause.
         if not any(f"Table not found: {TABLE}" in str(each) for each in (error, error.__cause__)):
             raise
         raise NotReached(
@@ -179,7 +179,7 @@ Handle: TypeAlias = Callable[[Transaction, Any], object]
 
 
 class Handler:
-    """Wraps a function `handle(transaction, message)`, which then runs once for each task.
+    """Wraps a function `handle(transaction, message)`, whose changes are committed once for each task.
 
     A decorator. Its result is a `Receiver`: the callback for `SubscriberClient.subscribe`.
     """
@@ -241,7 +241,7 @@ class Receiver:
         Raises:
             NotReached: the table ProcessedTasks is missing. It ends the streaming pull, because no message can be
                 processed.
-            MissingTaskId: the same, if `missing_task_id` is "raise".
+            MissingTaskId: the message has no task ID, and `missing_task_id` is "raise".
         """
         try:
             self.process(message)
@@ -289,7 +289,7 @@ class Receiver:
             try:
                 return self._attempt(transaction, message)
             except GoogleAPICallError as error:
-                if not isinstance(error, Aborted):  # the client would keep the locks
+                if not isinstance(error, Aborted):  # after other errors the client keeps the locks
                     with suppress(GoogleAPIError):
                         transaction.rollback()
                 raise
@@ -297,7 +297,7 @@ class Receiver:
         try:
             return bool(database.run_in_transaction(attempt, **self._settings.transaction_options))
         except RuntimeError:
-            raise  # the client raises it if this thread is already in a transaction
+            raise  # this thread is already in a transaction, whose flag must not be reset below
         except Exception:
             if not begun:
                 # If the client gets no session, it refuses all later transactions of this thread:

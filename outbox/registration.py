@@ -147,7 +147,7 @@ def register_once(
             row, for 30 s.
     """
     check_transaction(transaction, "register_once", reads=True)
-    messages.check_task_id(task_id)  # None would become a random one
+    messages.check_task_id(task_id)  # `task_row` would replace None with a random ID
     row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
     is_new = insert_once(transaction, TABLE, COLUMNS, row, key=(task_id,), tag="outbox-register-once")
     if is_new:

@@ -94,7 +94,7 @@ class App:
             self._background.append(self._stream)
 
     def _idle_interval(self) -> float:
-        """Return the max seconds between polls, as long as the change stream announces new tasks."""
+        """Return the max seconds between polls: the longer interval only while the change stream works."""
         interval = self._settings.poll_interval
         return max(interval, self._settings.idle_interval) if self._stream and self._stream.works else interval
 

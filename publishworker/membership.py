@@ -85,7 +85,7 @@ class Membership:
     def heartbeat(self) -> None:
         """Write the heartbeat if it is due. After a lapse, write none before `learn`: the layouts may have changed.
 
-        A failure stops nothing: other workers take over this worker's shards, and the row locks keep them apart.
+        A failure is not raised. If failures go on, other workers take over the shards, and row locks keep them apart.
         """
         if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
@@ -103,12 +103,13 @@ class Membership:
         """Take this worker's part of the shards. Raises StoreError.
 
         The worker begins to poll a new layout before its heartbeat names the new layout. It stops polling the old one
-        after its heartbeat no longer names the old one. `outbox schema reshard` relies on both: it retires a layout
-        when the heartbeats of all live workers name the other one, and drops it when none names it. If the write of the
-        heartbeat fails, the worker polls both layouts until a later write succeeds, because the row may be written.
+        after its heartbeat no longer names the old one. `outbox schema reshard` relies on both: it retires the
+        old layout when all live heartbeats name the new one, and drops the old layout when no heartbeat names it. If
+        the write of the heartbeat fails, the worker polls both layouts until a later write succeeds, because the failed
+        write may have been committed.
         """
         self._learned_at = self._clock()
-        if self._failure is not None:  # the read succeeded, so this is no outage. The worker logs outages
+        if self._failure is not None:  # only the heartbeat failed, because the read succeeded. `Worker` logs outages
             self._throttled_log.log(
                 "heartbeat_failed",
                 "",
@@ -163,7 +164,7 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
     room. If there are more workers than shards, each worker has one shard, and a shard has several workers.
     """
     pairs = sorted(product(workers, shards), key=lambda pair: _score(*pair), reverse=True)
-    # A pair is (worker, shard). `many` is the position of the kind with more members, `few` of the other kind.
+    # `many` is the index in a pair of whatever is more numerous, workers or shards. `few` is the other index.
     many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)
     min_load, rest = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
     load: Counter[object] = Counter()

@@ -56,7 +56,7 @@ class Pause:
         self._next = self._first
 
     def next(self) -> float:
-        """Return the next wait in seconds: the doubled wait times a random factor between 0.85 and 1."""
+        """Return the current wait in seconds times a random factor between 0.85 and 1. Then double it."""
         nominal = min(self._next, self._longest())
         self._next = nominal * 2
         return nominal * self._random.uniform(0.85, 1)
@@ -127,7 +127,7 @@ class Worker:
             except StoreError as error:
                 self._touch_file()  # the poll alone may have taken 30 s
                 self._log_unavailable(error)
-                self._end_if_missing(error)
+                self._raise_if_missing_too_long(error)
                 stop.wait(self._outage.next())
                 continue
             self._log_available()
@@ -135,7 +135,7 @@ class Worker:
             if finished or stop.is_set():
                 return
             self._membership.idle = not (turn.made_progress or turn.in_flight)
-            self._membership.heartbeat()  # only here, because a worker whose turns fail must lose its shards
+            self._membership.heartbeat()  # not after a StoreError: a worker whose turns fail must lose its shards
             self._pause(stop, seconds)
 
     def _seconds_to_next(self, turn: Turn) -> float:
@@ -159,7 +159,7 @@ class Worker:
         began = self._clock()
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
-                if not stop.is_set():  # one poll for all tasks that are registered in this time
+                if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile
                     stop.wait(max(0.0, FIRST_WAIT - (self._clock() - began)))
                 return
             self._touch_file()
@@ -168,7 +168,7 @@ class Worker:
                 return
             self._membership.heartbeat()
 
-    def _end_if_missing(self, error: StoreError) -> None:
+    def _raise_if_missing_too_long(self, error: StoreError) -> None:
         if not isinstance(error, DatabaseMissing):
             self._missing_since = None
             return

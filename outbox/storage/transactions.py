@@ -13,8 +13,8 @@ from google.cloud.spanner_v1.transaction import Transaction
 from outbox.errors import InvalidTransaction
 from outbox.storage.connection import retry_and_timeout
 
-#: Seconds for the read of `insert_once`, also while another transaction holds the lock. Without a limit of our own, the
-#: client repeats the read without a pause while Spanner is unavailable.
+#: Max seconds for the read of `insert_once`, including the wait for another transaction's lock. Without a limit of our
+#: own, the client repeats the read without a pause while Spanner is unavailable.
 READ_SECONDS = 30.0
 
 #: A primary key.
@@ -42,10 +42,10 @@ class SupportsReadInsert(SupportsInsert, Protocol):
 
 
 def check_transaction(transaction: object, function: str, *, reads: bool = False) -> None:
-    """Check that `function` can insert into a transaction, and read it if it `reads`.
+    """Raise TypeError if `transaction` cannot insert, or if `reads` is true and it cannot read.
 
-    Refuse the transaction of a DB-API connection, whose replay after ABORTED drops mutations. Raises TypeError,
-    InvalidTransaction.
+    Raises InvalidTransaction for the transaction of a DB-API connection, whose replay after ABORTED drops mutations.
+    The errors name `function`.
     """
     read, insert = getattr(transaction, "read", None), getattr(transaction, "insert", None)
     # The client's AsyncTransaction inserts like the others, but its read must be awaited.
@@ -61,8 +61,8 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
             f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, Batch or MutationGroup. "
             f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
         )
-    # The transaction of `run_in_transaction` has both attributes, that of `session.transaction()` has neither, and that
-    # of DB-API has only `isolation_level`.
+    # `run_in_transaction` sets `isolation_level` and `read_lock_mode`. `session.transaction()` sets neither, and DB-API
+    # only `isolation_level`.
     if (
         "google.cloud.spanner_dbapi" in sys.modules
         and isinstance(transaction, Transaction)

@@ -1,6 +1,6 @@
-"""From a row to requests for Pub/Sub: pure.
+"""Pure functions that turn task rows into publish requests.
 
-Raw protobuf instead of proto-plus, for its cost (docs/decisions/0001-one-publish-request.md).
+They use raw protobuf messages, because proto-plus takes too much CPU (docs/decisions/0001-one-publish-request.md).
 """
 
 import re
@@ -35,7 +35,7 @@ def topic_name(topic: str, project: str) -> str:
 def topic_filter(patterns: str, project: str) -> Callable[[str], bool]:
     """Return a function that tells whether a full topic name matches one of the comma-separated `patterns`.
 
-    In a pattern * is any text. A pattern without a project is of `project`.
+    In a pattern, * is any text without a slash. A pattern without a project means a topic of `project`.
     """
     names = [topic_name(pattern, project) for pattern in patterns.split(",")]
     alternatives = "|".join("[^/]*".join(map(re.escape, name.split("*"))) for name in names)
@@ -91,7 +91,7 @@ class Lane:
 
     requests: deque[tuple[list[str], Any]]
     ordered: bool = False
-    #: IDs that were refused together last.
+    #: The IDs in this lane that Pub/Sub refused in the last shared request.
     refused: Sequence[str] = ()
 
     def smaller(self, ids: Sequence[str], request: Any) -> list["Lane"]:

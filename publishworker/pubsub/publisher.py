@@ -22,8 +22,8 @@ from publishworker.pubsub.errors import reason_of
 from publishworker.threads import REAL_THREADS, Queue, Threads
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
-#: Max task IDs to remember. If a task was refused in a shared request that there was no time to split, it is sent alone
-#: next time. The oldest IDs are forgotten.
+#: Max task IDs to remember. If a shared request is refused and no time is left to split it, each of its tasks is sent
+#: alone in its next batch. The oldest IDs are forgotten.
 MAX_REFUSED = 10_000
 
 

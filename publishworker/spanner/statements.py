@@ -40,8 +40,8 @@ POLLS = {
 }
 
 # Topic discovery: one unsent row in each gap between the known topics. The n-th gap begins with the n-th of @lows and
-# ends before the n-th of @highs. The first gap holds the empty name, which another writer may have inserted. One seek
-# into AsynchronousTasksToSend for each shard and gap.
+# ends before the n-th of @highs. The first gap begins with the empty name, which only other programs can insert. One
+# seek into AsynchronousTasksToSend for each shard and gap.
 _TOPICS = f"""
   SELECT found FROM UNNEST(@shards) AS in_shard, (
     SELECT low, high FROM UNNEST(@lows) AS low WITH OFFSET AS of_low

@@ -41,7 +41,7 @@ READ_SECONDS = 30.0
 LOCK_SECONDS = 10.0
 #: Seconds for a heartbeat, including aborts.
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
-#: Max seconds, counted from its start, for which a transaction is retried after ABORTED.
+#: Max seconds from the start of a transaction during which it is retried after ABORTED.
 ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED if Spanner names no delay. The client's default is at least 2 s.
 ABORTED_DELAY_SECONDS = 0.02
@@ -323,8 +323,8 @@ class SpannerStore:
                     frozenset(),
                 )
             else:
-                # A read can start at an index key, but not after a task. The next read returns the tasks at its start
-                # again, so skip the known ones.
+                # Several tasks may have the same index key, and a read starts at a key. So the next read returns the
+                # tasks at this key again. Skip them.
                 limit = limit * 2 if start == starts[0] else MORE_ROWS
                 known = frozenset(each.id for each in found if each.place == start)
             starts = [start, *(each for each in starts if each[0] > last.shard)]

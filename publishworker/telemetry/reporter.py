@@ -16,22 +16,23 @@ _log = logging.getLogger("publishworker")
 
 #: Seconds between two summaries.
 SUMMARY_SECONDS = 60.0
-#: Approximate number of latency samples of one batch. More would crowd the counts out of the agent's socket.
+#: Approximate number of latency samples of one batch. More samples could fill the agent's socket buffer, and counts
+#: would be dropped.
 LATENCY_SAMPLES = 20
 #: Max lines a minute about failed tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
-#: How the summary names the numbers of a turn: what is counted, and the rest.
+#: For each number of a turn, the noun and the words that follow it in the summary.
 _SUMMARY = {
     "published": ("task", "published"),
     "failed": ("attempt", "failed"),
     "already_sent": ("task", "sent by others"),
     "deferred": ("task", "deferred"),
-    "uncommitted": ("task", "published, but not committed"),
+    "uncommitted": ("task", "published without a commit"),
 }
 
 
 class Reporter:
-    """Counts and logs. A failure that repeats is logged once a minute."""
+    """Counts and logs. Repeated failures are throttled: one line a minute, or FAILURE_LINES if tasks failed."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         """Count in `metrics`."""
@@ -88,7 +89,7 @@ class Reporter:
                     extra={"action": "circuit_closed"},
                 )  # fmt: skip
             return
-        if not change.seconds:  # an earlier circuit may have been forgotten without a change
+        if not change.seconds:  # it has just opened; an earlier one may have been forgotten without a CircuitChange
             self._logged_open.discard(topic)
         tasks = "up to 10 tasks" if kind_of(failure.reason) is FailureKind.TARGET else "one task"
         if topic not in self._logged_open and self._throttled_log.log(

@@ -107,7 +107,7 @@ class CircuitBreakers:
         return {topic: now < circuit.probe_at for topic, circuit in self._open.items()}
 
     def depths(self) -> dict[str, int]:
-        """Return the topics to search for a task that has not been a probe, with the rows of each range to read."""
+        """Return the rows to read of each range of a topic, to find a task that has not been a probe."""
         now = self._clock()
         searched = (topic for topic, circuit in self._open.items() if circuit.needs_search and circuit.probe_at <= now)
         return dict.fromkeys(searched, SEARCH_DEPTH)
@@ -149,7 +149,7 @@ class CircuitBreakers:
     def prepare(self, batch: Batch) -> Batch:
         """Return the batch as a probe if the circuit is not closed, otherwise with its suspects.
 
-        Only tasks that failed in the topic's last outage are suspects. An exhausted quota counts as an outage here.
+        Only tasks that failed in the topic's last outage are suspects. A used-up quota counts as an outage here.
         """
         if (circuit := self._open.get(batch.topic)) is not None:
             circuit.probing = True
@@ -158,7 +158,7 @@ class CircuitBreakers:
         return replace(batch, suspects=frozenset(suspects), topic_accepts=batch.topic not in self._failing)
 
     def may_send_at_most_once(self, result: BatchResult) -> bool:
-        """Tell whether the at-most-once tasks that a batch has found may be sent now.
+        """Tell whether the at-most-once tasks that the claim of this batch returned may be sent now.
 
         In an outage, a failed publish loses such a task, so they wait until the circuit closes. After SPARED_PROBES
         draws, one of them becomes the probe, because there may be no other task.

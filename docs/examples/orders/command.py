@@ -21,7 +21,8 @@ def run(
 ) -> int:
     """Run a demo and return its exit code; an expected fault is one sentence on stderr."""
     # What the clients log while a service goes away is told by one sentence of our own.
-    logging.getLogger("google").setLevel(logging.CRITICAL)
+    for name in ("google", "py4j"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     # SIGTERM, and SIGHUP from a closed terminal, are Ctrl-C: everything is stopped on the way out.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
