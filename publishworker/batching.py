@@ -1,9 +1,10 @@
 """Choose batches from candidates. Pure functions, with an injected source of randomness.
 
-Priority comes first, over all candidates. Candidates are cut into slices by topic, shard and priority. Slices of equal
-priority are shuffled, so that workers that read the same backlog rarely choose the same tasks. A batch holds one topic.
-It is filled with whole slices and with the beginning of the next one, because a small batch takes as many requests as a
-full one. The sendable prefix of an ordering key is not split, unless a limit of its topic allows only a part.
+Priority comes first, over all candidates. Candidates are cut into slices by topic, shard and priority, and slices into
+pieces of at most a batch. Pieces of equal priority are shuffled, so that workers that read the same backlog rarely
+choose the same tasks. A batch holds one topic. It is filled with whole pieces and with the beginning of the next one,
+because a small batch takes as many requests as a full one. The sendable prefix of an ordering key is not split, unless
+a limit of its topic allows only a part.
 """
 
 from collections import Counter, defaultdict, deque
@@ -45,10 +46,10 @@ def choose_batches(
     """Return the batches to start in addition to those `in_flight` (counted by topic), the most urgent first.
 
     `limits.batches` is the number of places, and each batch in flight has one. Batches get places by priority. Among
-    equal priorities, one topic gets at most half of the places (rounded up) while another topic waits, and ready and
-    due tasks get half of the places each while both wait. A topic in `allowed` gets at most that many tasks. With
-    `leaves_place`, one topic never gets all of several places while another topic waits, even if the other topic has a
-    lower priority. Otherwise a slow topic would delay the others.
+    equal priorities, one topic gets at most half of the places (rounded up) while another topic waits. Ready and due
+    tasks get half of the places each while both wait. A topic in `allowed` gets at most that many tasks. With
+    `leaves_place` and several places, one topic never gets all of them while another topic waits, even if the other
+    topic has a lower priority. Otherwise a slow topic would delay the others.
     """
     packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
     return _share_places(packed, limits.batches, Counter(in_flight or {}), leaves_place=leaves_place)
@@ -162,7 +163,7 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
 
 
 def _shortened(prefix: Candidate, tasks: int) -> Candidate:
-    """Return the first tasks of a sendable prefix, which are a sendable prefix too."""
+    """Return the first tasks of a sendable prefix. The next task is released with them if it is deferred."""
     return prefix._replace(behind=prefix.behind[: tasks - 1], releases=prefix.behind[tasks - 1])
 
 

@@ -1,4 +1,7 @@
-"""Send one batch: claim, publish, mark. Each public method returns a BatchResult, which `Reporter` counts and logs."""
+"""Send one batch: claim, publish, mark.
+
+`Reporter` counts and logs the results of `run`. `InDoubt` uses those of `mark`.
+"""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -63,7 +66,8 @@ class Delivery:
         """Claim a batch, publish its tasks and mark them, in one transaction.
 
         After an abort the transaction function runs again, and only `result` is kept. The next attempt publishes only
-        tasks that have no answer yet, and failed tasks whose row has changed since. It marks the tasks of all attempts.
+        tasks that have no answer yet, and failed tasks whose row has changed since. It marks every task that any
+        attempt has published.
         """
         result = BatchResult(batch)
 
@@ -132,7 +136,7 @@ class Delivery:
         return result
 
     def _undo_marks(self, result: BatchResult, before: Mapping[str, LockedRow], committed: datetime) -> None:
-        """Clear SentAt of rows that no other transaction has changed since, and record the failed attempts."""
+        """Clear SentAt of rows that have not changed since the mark was committed, and record the failed attempts."""
         recorded_before = result.recorded
 
         def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
@@ -147,7 +151,9 @@ class Delivery:
             result.unconfirmed += before
 
     def _check(self, result: BatchResult, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
-        """Return the rows that may be published, in key order. Note why the others are skipped.
+        """Return the rows to publish or, if they are published, to mark. Note why the others are skipped.
+
+        They are in the order of their ordering keys.
 
         A task that failed in an earlier attempt loses its answer if its row has changed since.
         """
@@ -204,7 +210,7 @@ class Delivery:
                     recorded = marks[row.id] = result.recorded[row.id] = self._retries.record(row, outcome, now)
                 blocks_nothing = recorded is not None and recorded.dead and self._skip_dead
                 if blocks_nothing and kind_of(outcome.reason) is FailureKind.CONTENT:
-                    continue  # this dead task blocks nothing, so the key's later tasks get marks for their own outcomes
+                    continue  # Pub/Sub was not asked about this dead task, so the later tasks of its key were tried
                 if row.ordering_key is not None and stops_key(outcome):
                     stopped[row.ordering_key] = None if blocks_nothing else self._deferral_behind(row, recorded, now)
         result.traces |= _traces(eligible, result.recorded)

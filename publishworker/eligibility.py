@@ -1,8 +1,8 @@
 """Which of the locked rows may be sent. Pure functions.
 
-These functions keep the order of each ordering key (docs/guide/ordering.md). They skip sent and missing rows. The
-sendable prefix ends before the first unsent task that blocks its key and is neither due nor deferred. After a failure
-other than expiry, no later task of the key is published, not even in a later transaction attempt.
+These functions keep the order of each ordering key (docs/guide/ordering.md). Sent and missing rows do not end the
+sendable prefix. The first task that blocks its key and is neither due nor deferred ends it. After a failure other than
+expiry, no later task of the key is published, not even in a later transaction attempt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -103,7 +103,7 @@ def to_release(
 
 
 def stops_key(outcome: Outcome | None) -> bool:
-    """Tell whether no later task of the key may follow this outcome: true for every failure except expiry."""
+    """Tell whether this outcome stops the later tasks of its key this outcome: true for every failure except expiry."""
     return isinstance(outcome, Failed) and outcome.reason != "expired"
 
 

@@ -32,8 +32,8 @@ _log = logging.getLogger("publishworker")
 class _TaskInDoubt:
     """A task in doubt: its topic, its row when it was published, and the time at which its commit failed.
 
-    `retry_delay` is 0 until a transaction that marks this task fails while others commit. From then on, the
-    task is marked alone. After an attempt with this task alone fails, the next one waits this many seconds.
+    `retry_delay` is 0 until a batch that marks the task fails while others commit. The task is then marked alone, and
+    after each failure the next attempt waits this many seconds.
     """
 
     topic: str
@@ -112,10 +112,12 @@ class InDoubt:
 
     def limit_to_probe(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return `batches`, or only the first task while publishing is paused: a probe, whose commit ends the pause."""
-        if not self.is_paused or not batches:
+        if not self.is_paused:
             return list(batches)
+        first = next((batch for batch in batches if not batch.defers), None)
+        if first is None:
+            return []
         self._probed_at = self._clock()
-        first = batches[0]
         return [Batch(first.topic, first.ids[:1], keys=first.keys[:1], bytes=first.bytes)]
 
     def mark(self) -> None:

@@ -12,12 +12,13 @@ from publishworker.types import Batch, BatchResult, Key
 
 #: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
 STUCK_SECONDS = 120.0
-#: Max seconds that one check for stuck batches adds to a batch's time in flight. No step of the worker takes longer. If
-#: more time has passed since the last check, the process was suspended, so its batches could not run either.
+#: Max seconds that one check for stuck batches adds to a batch's time in flight. If more time has passed since the last
+#: check, the process was suspended and its batches did not run, because no step of the worker takes longer.
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
-#: Seconds between two calls of `touch_file` while waiting without a time limit. With None there are no calls.
+#: Seconds between two calls of `touch_file`, and checks for stuck batches, while waiting without a time limit. None: no
+#: calls.
 WATCH_SECONDS: float | None = 1.0
 
 

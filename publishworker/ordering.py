@@ -88,7 +88,7 @@ class Ordering:
             queues |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
             short = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
             rows += max((len(found[key]) - len(queues[key]) for key in short), default=0)
-            # A later poll reads the keys that are not chosen. A key that exceeds the limit by itself can never be read.
+            # A later poll reads the keys that are not chosen. A key over MAX_EXPIRED_ROWS can never be read.
             chosen = self._random.sample(short, min(len(short), MAX_EXPIRED_ROWS // rows))
             keys = {key: keys[key] for key in chosen}
             for key in short:

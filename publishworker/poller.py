@@ -11,8 +11,8 @@ from publishworker.spanner.store import Store
 from publishworker.topics.discovery import KnownTopics
 from publishworker.types import Candidate, Discovery, PollRequest
 
-#: A deep read is a query for a single topic. It reads more rows of each range than the query for all other topics does.
-#: This is its max number of ready rows, and of due rows. Together they take about 25 MB while they are decoded.
+#: A deep read is a query for a single topic. It reads more rows of each range than the query for all other topics does:
+#: at most this many ready rows, and this many due rows. Together they take about 25 MB while they are decoded.
 DEEP_ROWS = 2_500
 
 
@@ -71,19 +71,19 @@ class Poller:
     def discover(self) -> Discovery | None:
         """Return live workers, topic controls and unknown topics, or None before the interval ends. Raises StoreError.
 
-        If there are unknown topics, the next call reads again at once, because one read finds only one unknown topic
-        between two known ones.
+        If there are unknown topics, the next call reads again at once, because one read may find only one unknown topic
+        in each gap between the names of known topics.
         """
         shards = self._membership.shards
         if self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards:
             return None
         known = self._topics.polled
         found = self._store.discover(shards, known)
-        self._topics.discover(found.topics - known)
+        self._topics.discover(found.topics)
         self._reads_due_tasks = True
-        if not found.topics - known:
+        if not found.topics:
             self._discovered_at, self._discovered_shards = self._clock(), shards
-        return replace(found, topics=found.topics - known)
+        return found
 
     def poll(
         self,

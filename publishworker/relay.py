@@ -48,7 +48,7 @@ class Relay:
         touch_file: Callable[[], None] = lambda: None,
         threads: Threads = REAL_THREADS,
     ) -> None:
-        """Start batches within `limits`.
+        """Send the tasks of `store` in batches within `limits`.
 
         Args:
             store: where the tasks are.
@@ -56,13 +56,13 @@ class Relay:
             metrics: where counts and durations go.
             membership: which shards this worker polls.
             limits: tasks and bytes of a batch, and how many batches may be in flight.
-            discovery_seconds: seconds between two discoveries: reads of live workers, topic controls and unknown
-                topics. The first poll after each discovery also reads due tasks.
+            discovery_seconds: seconds between two discoveries. A discovery reads live workers, topic controls and
+                unknown topics, and the next poll also reads due tasks.
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
             skip_dead: a dead task does not block its ordering key.
-            stragglers: if the last selection left tasks that could start, a turn stops waiting once at most this many
-                of its batches are still in flight.
+            stragglers: how many of a turn's batches may still be in flight when it stops waiting. If no task is left to
+                start, it waits for all of them.
             shutdown_seconds: how long `finish` keeps trying to mark tasks in doubt. It tries at least once.
             clock: monotonic seconds.
             touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
@@ -83,7 +83,7 @@ class Relay:
         )  # fmt: skip
         self._ordering = Ordering(store, limits, random, skip_dead=skip_dead)
         self._selector = Selector(limits, self._topics, random, fair_share)
-        #: True from the first read of a turn until all of them have succeeded.
+        #: True while the reads of a turn run, and afterwards if one of them failed.
         self._reads_failed = False
         #: Set by `wake`. The worker then ends its pause.
         self.woken = threads.event()
@@ -153,7 +153,7 @@ class Relay:
         return self._topics.circuits.states()
 
     def _settle(self, finished: Sequence[BatchResult], stopping: Callable[[], bool]) -> bool:
-        """Report finished batches, and update the tasks in doubt and the circuits and limits of their topics.
+        """Report finished batches, update tasks in doubt, circuits and limits, and start the at-most-once tasks found.
 
         Returns whether the circuit of a topic has opened or closed, or a probe has failed.
         """
@@ -171,7 +171,7 @@ class Relay:
         return changed
 
     def _begin_reads(self) -> None:
-        """If a read of the last turn failed, read the layouts to poll: a reshard may have dropped the index it used."""
+        """If a read of the last turn failed, read the layouts to poll: a reshard may have dropped its index."""
         self._touch_file()
         if self._reads_failed:
             self._learn(self._store.discover((), ()))

@@ -22,8 +22,7 @@ class Selector:
         self._random = random
         self._fair_share = FairShare(fair_share)
         self._leaves_place = fair_share > 0
-        #: Whether the last selection left tasks, among the candidates or in the table, that wait for places or bytes. A
-        #: place is one of the batches that may be in flight.
+        #: Whether tasks are left, polled or not, only because the max number of batches or bytes is in flight.
         self.left_tasks = False
         #: Whether the last selection held back batches because too many bytes are in flight.
         self.lacks_bytes = False

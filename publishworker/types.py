@@ -1,6 +1,6 @@
 """A task on its way through the relay, and its outcomes. Plain data, in the order in which it is created.
 
-What is created for each task is a NamedTuple, which takes a quarter of the time of a frozen dataclass.
+Candidate, LockedRow and Version are NamedTuples, which take a quarter of the time of a frozen dataclass to create.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from outbox.storage.task_states import NEVER
 
 
 class Candidate(NamedTuple):
-    """An unsent task as the index shows it to the poll, without its message."""
+    """An unsent task as the index shows it to the poll, or the sendable prefix of an ordering key."""
 
     id: str
     topic: str
@@ -149,7 +149,7 @@ class LockedRow(NamedTuple):
     created_at: datetime
     available_at: datetime | None
     sent_at: datetime | None
-    clean: bool = False  # a mark would not change any other column, so it writes only SentAt and TimesSent
+    clean: bool = False  # the other columns have their defaults, so a mark writes only SentAt and TimesSent
     attempts: int = 0
     expires_at: datetime | None = None
     at_most_once: bool = False
@@ -170,8 +170,8 @@ class Version(NamedTuple):
 
     The version changes if an application registers the ID again (created_at), a worker records a failed attempt
     (attempts), or an operator repairs the message (message) or resets SentAt (times_sent). An answer for one version
-    does not hold for another. If a row is marked and SentAt is then reset, the row can equal its earlier self in
-    everything but `times_sent`, because a mark clears the other columns (`statements.MARK_COLUMNS`).
+    does not hold for another. A mark and a reset of SentAt may leave every other column as it was. Then only
+    `times_sent` shows that the task was sent.
     """
 
     topic: str
@@ -206,10 +206,13 @@ MARKED = Sent("")
 class Skipped:
     """The task is not published in this batch.
 
-    The reasons: another worker has sent it (`sent`), its row has changed since it was published (`changed`), the row
-    does not exist any more (`gone`), it is not due, its topic or key has changed (`moved`), it must be marked first in
-    a batch of at-most-once tasks (`at_most_once`), or an earlier task of its ordering key is not due or must be marked
-    first (`blocked`). Only `sent` is counted: see `BatchResult.already_sent` and `Reporter.batch`.
+    - `sent`: another worker has sent it. Only this reason is counted: see `BatchResult.already_sent`.
+    - `changed`: its row has changed since it was published.
+    - `gone`: the row does not exist any more.
+    - `not_due`: AvailableAt is in the future.
+    - `moved`: its topic or ordering key has changed since the poll.
+    - `at_most_once`: it must be marked first, in a batch of at-most-once tasks.
+    - `blocked`: an earlier task of its ordering key is not due or must be marked first.
     """
 
     reason: Literal["sent", "changed", "gone", "not_due", "moved", "at_most_once", "blocked"]
@@ -232,7 +235,7 @@ class NotSent:
 
     attempts: int
     available_at: datetime | None
-    expires_at: datetime | None  # unchanged
+    expires_at: datetime | None  # as before: the write covers all MARK_COLUMNS
     error: str | None
 
     @property
@@ -284,7 +287,7 @@ class BatchResult:
     waited: dict[str, float] = field(default_factory=dict)
     #: Seconds of each phase, over all attempts.
     phases: dict[str, float] = field(default_factory=dict)
-    #: All transaction attempts but the last were aborted.
+    #: Number of transaction attempts. All but the last were aborted.
     transaction_attempts: int = 0
     error: str | None = None
     commit_unknown: bool = False

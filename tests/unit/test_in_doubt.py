@@ -115,7 +115,9 @@ def test_nothing_is_published_until_a_transaction_commits_except_probes() -> Non
         doubts.seconds += PROBE_SECONDS
         assert doubts.may_publish
         assert doubts.limit_to_probe([]) == []
-        assert doubts.limit_to_probe(batches) == [Batch("orders", ("x",), keys=("k",), bytes=9)]
+        deferral = Batch("orders", ("head", "x"), keys=("k", "k"), defers=True)
+        assert doubts.limit_to_probe([deferral]) == []  # it publishes nothing
+        assert doubts.limit_to_probe([deferral, *batches]) == [Batch("orders", ("x",), keys=("k",), bytes=9)]
         assert not doubts.may_publish
         doubts.refused = lambda _id: False
         resume()
