@@ -34,7 +34,10 @@ Finding = tuple[str, str]
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print the findings; return 0 if all is well, 3 if a service, the table or a permission is missing, else 1."""
+    """Print the findings; return 0 if all is well.
+
+    Return 3 if a service cannot be reached, or the table or a permission is missing. Otherwise return 1.
+    """
     settings = WorkerSettings.read(vars(options))
     verdicts = set()
     for verdict, text in _findings(settings, options.topics):
@@ -61,7 +64,7 @@ def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Findi
 
 
 def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
-    """Check the table, permissions and topic controls, and add the topics that are in use. Raises NotReached."""
+    """Check the table, permissions and topic controls. Add the topics in use to `topics`. Raises NotReached."""
     database = open_database(settings)
     layout = schema.layout(database)
     if wrong := schema.differences(database, schema.statements(relay_only=True, suffix=layout.suffix)):
@@ -69,7 +72,7 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
         return
     yield "ok", f"table: {database.name}, {layout.shards} shards"
     verify_grants(database)
-    yield "ok", "permissions: the worker may write marks and heartbeats"
+    yield "ok", "permissions: the worker may write SentAt and heartbeats"
     store = SpannerStore(database, layout)
     working, ordered = store.topics_in_use()
     if ordered and not settings.pubsub_endpoint and not emulator_host(settings):

@@ -31,7 +31,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Publish tasks until a strong read finds none to send outside of paused topics; print the remaining ones."""
+    """Publish until a strong read finds no pending or retrying task, ignoring paused topics; return the exit code.
+
+    Then print the number of tasks that remain.
+    """
     settings = WorkerSettings.read(vars(options))
     with stop_on_signals() as stop, _worker(settings) as worker:
         if options.deadline is not None:
@@ -53,7 +56,7 @@ def drain(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _worker(settings: WorkerSettings) -> Iterator[App]:
-    """Configure this process for a worker, and yield it. Raises NotReached."""
+    """Configure this process for a worker, and yield the worker. Raises NotReached."""
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
         _log.warning("%s", sentence, extra={"action": "unknown_variable"})
@@ -95,5 +98,5 @@ def collect_garbage_rarely() -> None:
 
 
 def worker_id() -> str:
-    """Return an ID that is unique for all time: the host name for people, and a random part."""
+    """Return an ID that is unique for all time: the host name, so that people recognize it, and a random suffix."""
     return f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"

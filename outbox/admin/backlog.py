@@ -22,15 +22,16 @@ NO_LIMIT = 2**62
 #: Age of the snapshot that metrics read. Any replica can serve a snapshot of ten seconds ago.
 #: https://cloud.google.com/spanner/docs/timestamp-bounds
 STALENESS = timedelta(seconds=10)
-#: The counts of one state read at most MAX_TOTAL tasks together, but each may read MIN_COUNT_LIMIT.
+#: All ranges of one state together read at most MAX_TOTAL tasks, but the limit of a range is never below
+#: MIN_COUNT_LIMIT.
 MAX_TOTAL, MIN_COUNT_LIMIT = 1_000_000, 100
 #: Max topics that are counted.
 MAX_TOPICS = 1_000
 #: Max queries for the ready tasks of a topic. A query that stops at its limit of tasks is followed by one for the lower
 #: priorities.
 MAX_QUERIES = 20
-#: Due tasks of a shard and topic that are read to find the oldest. The first one by AvailableAt need not be the longest
-#: due: if AvailableAt was past at registration, the task has been due since CreatedAt.
+#: Due tasks of a shard and topic that are read to find the oldest. The first task by AvailableAt may not have been due
+#: the longest: if AvailableAt was past at registration, the task has been due since CreatedAt.
 FIRST_DUE = 100
 _HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
 COUNTS = (*UNSENT, "sent_last_minute")
@@ -112,11 +113,15 @@ class BacklogCounter:
         """Expect that each query stops counting at `limit` in each range."""
         self._limit = limit
         self._lines: dict[tuple[str, int], Line] = {}
-        #: By topic, or None for all topics: the counts that are incomplete, and from which priority on.
+        #: By topic, or None for all topics: each incomplete count, and the max priority at and below which it is
+        #: incomplete.
         self._incomplete: dict[str | None, set[tuple[str, int]]] = defaultdict(set)
 
     def add(self, rows: Iterable[Sequence[Any]], *names: str, by_topic: bool = True) -> None:
-        """Add rows. `names` are the counts in the rows. A range is a shard, and if `by_topic` a topic of it."""
+        """Add rows. `names` are the states that the rows count.
+
+        A range is one topic of a shard or, without `by_topic`, a whole shard.
+        """
         full: dict[tuple[int, str | None], int] = defaultdict(int)
         for shard, topic, priority, state, number, oldest in rows:
             self._add(topic, priority, state, number, oldest)
@@ -126,9 +131,10 @@ class BacklogCounter:
                 self._incomplete[topic] |= {(name, _HIGHEST) for name in names}
 
     def add_ready(self, rows: Iterable[Sequence[Any]]) -> dict[tuple[int, str], int]:
-        """Add rows of ready tasks, highest priorities first. Return the ranges that go on, with their max priorities.
+        """Add rows of ready tasks, highest priorities first.
 
-        A range that stopped early goes on below its last priority, whose count is incomplete.
+        Return the ranges with more tasks, each with the max priority of its next query. A query that stops at the limit
+        leaves the count of its lowest priority incomplete.
         """
         full: dict[tuple[int, str], int] = defaultdict(int)
         lowest: dict[tuple[int, str], int] = {}
@@ -142,7 +148,7 @@ class BacklogCounter:
         return {place: priority - 1 for place, priority in stopped.items() if priority > _LOWEST}
 
     def leave_out(self, max_priorities: Mapping[tuple[int, str], int]) -> None:
-        """Note that ready tasks of these ranges are not counted, from the given priority on."""
+        """Note the max priority of each range at and below which the count of ready tasks is incomplete."""
         for (_, topic), priority in max_priorities.items():
             self._incomplete[topic].add(("pending", priority))
 
@@ -180,7 +186,8 @@ def oldest_age(table: TaskTable) -> float:
 
     Seeks in the index find it, so the cost does not depend on the number of tasks of a priority. The result is exact
     unless there are more than MAX_TOPICS topics (only the first are read), or a shard and topic has more than
-    MAX_QUERIES priorities (only some tasks of the lower ones are read). Raises NotReached, OutboxError.
+    MAX_QUERIES priorities (only some tasks of the lower ones are read), or more than FIRST_DUE due tasks (only the
+    first by AvailableAt are read). Raises NotReached, OutboxError.
     """
     return _lately(table, lambda at: _oldest_age_at(table, at))
 

@@ -1,9 +1,9 @@
 """Change the number of shards of the table while workers run (docs/operations/reshard.md).
 
-The command adds a new layout, which contains all tasks from then on. Workers poll both layouts, then only the new one,
-and the command drops the old one. At every moment all live workers poll a common layout, so no unsent task is in a
-shard that no worker polls. Each step is one commit or one schema update. The next step follows from what is in the
-database, so any run can continue.
+The command adds a new layout (a shard column and its two indexes) and waits until it contains all tasks. Workers poll
+both layouts, then only the new one, and the command drops the old one. At every moment all live workers poll a common
+layout, so no unsent task is in a shard that no worker polls. Each step is one commit or one schema update. The next
+step follows from what is in the database, so any run can continue.
 """
 
 import json
@@ -45,7 +45,7 @@ class State:
 
     @property
     def layouts(self) -> list[Layout]:
-        """Return all layouts, the first one first."""
+        """Return all layouts, sorted by column name, so `Shard` comes first."""
         return sorted({*self.found, *self.recorded})
 
     def is_complete(self, layout: Layout) -> bool:
@@ -117,14 +117,16 @@ def _steps(state: State, target: Layout) -> Iterator[Step]:
 
 
 def _names(workers: list[str]) -> str:
-    return workers[0] if len(workers) == 1 else f"each of {len(workers)} workers ({', '.join(workers[:3])}, ...)"
+    if len(workers) == 1:
+        return workers[0]
+    return f"each of {len(workers)} workers ({', '.join(workers[:3])}{', ...' if len(workers) > 3 else ''})"
 
 
 class Resharding:
     """Reads the state, and runs steps. Every method raises NotReached or OutboxError."""
 
     def __init__(self, table: TaskTable) -> None:
-        """Change the layout of `table`."""
+        """`table` is the table to reshard. Nothing changes until `run`."""
         self._table = table
         self._database: Any = table.database  # its methods carry no types
 
@@ -134,7 +136,10 @@ class Resharding:
         return State(schema.layouts(self._database), self._recorded(), _polled_by(workers))
 
     def target(self, shards: int) -> Layout:
-        """Return the layout of so many shards. Raises OutboxError if another change is under way."""
+        """Return the layout with this number of shards: an existing one, or a new one.
+
+        Raises OutboxError if another change is under way.
+        """
         state = self.state()
         target = next((each for each in state.layouts if each.shards == shards), Layout(shards, str(shards)))
         others = [each for each in state.layouts if each != target]
@@ -217,7 +222,7 @@ class Resharding:
         transaction.insert_or_update(_TABLE, _COLUMNS, rows)
 
     def _record_operation(self, target: Layout) -> None:
-        """Record who changes the number of shards, once for each change and each return."""
+        """Record who changes the number of shards, once for each change and once for each abort."""
         state, latest = self.state(), self._latest()
         if next_step(state, target) is None or (latest and latest.target == target.shards):
             return
@@ -260,5 +265,5 @@ class Resharding:
 
 
 def _polled_by(rows: list[list[Any]]) -> dict[str, frozenset[str]]:
-    """Return the columns that each worker polls. Workers of versions without this column poll `Shard`."""
+    """Return the columns that each worker polls. A worker of a version that does not write Polls polls `Shard`."""
     return {worker: frozenset((polls or COLUMN).split(",")) for worker, polls in rows}

@@ -1,8 +1,8 @@
 """The statements of the operators' commands. Values are parameters.
 
 Tasks are read from ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
-CreatedAt), each with a limit, so the cost of a query does not depend on the backlog. In a WHERE clause, aliases
-differ from column names, because names are compared without case.
+CreatedAt), each with a limit, so the cost of a query does not depend on the backlog. An alias in a WHERE clause must
+not equal a column name: Spanner ignores case, so `shard` would mean the column.
 """
 
 from collections.abc import Collection
@@ -39,8 +39,8 @@ CONDITIONS = {
 }
 _STATE = "CASE {} END".format(" ".join(f"WHEN {CONDITIONS[state]} THEN '{state}'" for state in STATES))
 
-# In the index, a state lies in one range for each shard and topic, and pending tasks in two. Retrying, scheduled and
-# blocked tasks share one.
+# For each shard and topic, the index holds the tasks of a state in one range, and pending tasks in two. Retrying,
+# scheduled and blocked tasks share one.
 _RANGES = {
     "pending": ("AvailableAt IS NULL", "AvailableAt <= CURRENT_TIMESTAMP()"),
     "retrying": (_RETRIES,),
@@ -50,8 +50,8 @@ _RANGES = {
 }
 _AS_INDEXED = "AvailableAt, Priority DESC, CreatedAt"
 _PENDING_ORDER = "Priority DESC, CreatedAt"
-# Tasks that are marked in one transaction share a SentAt. The index has CreatedAt, but not Sequence. So the first order
-# selects a page, and the second one sorts the page as the tasks of an ordering key were published, newest first.
+# Tasks that are marked in one transaction share a SentAt. _SENT_ORDER selects a page from the index. _PUBLISH_ORDER
+# then sorts the page in reverse publish order, which needs Sequence.
 _SENT_ORDER = "SentAt DESC, CreatedAt DESC, Id DESC"
 _PUBLISH_ORDER = "SentAt DESC, CreatedAt DESC, Sequence DESC, Id DESC"
 
@@ -66,14 +66,14 @@ TYPES = {
 
 NOW = "SELECT CURRENT_TIMESTAMP()"
 
-#: The columns that each live worker polls. Reads a whole small table. A heartbeat may be older than twice the liveness
-#: timeout, so that a slow worker is not overlooked.
+#: The columns that each live worker polls. Reads a whole small table. Workers count until their heartbeat is 30 s old,
+#: more than twice the liveness timeout, so that a slow worker is not overlooked.
 WORKERS_POLL = """
 SELECT WorkerId, Polls FROM AsynchronousTaskWorkers
 WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 30 ORDER BY WorkerId"""
 #: The whole of a table with at most two rows.
 RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards ORDER BY ColumnName"
-#: A scan of the table: one row for each change by an operator.
+#: Scans the whole table, which has one row for each change by an operator.
 LATEST_RESHARD = """
 SELECT Selection, StartedAt FROM AsynchronousTaskOperations
 WHERE Operation = 'reshard' ORDER BY StartedAt DESC LIMIT 1"""
@@ -216,8 +216,8 @@ SELECT part.number FROM UNNEST(@shards) AS in_shard{_topic_join(state)}, UNNEST(
 def next_ids(state: str, names: Collection[str]) -> str:
     """Return the statement for the next @limit tasks (Id, SentAt) of @shard, and of @topics unless the state is sent.
 
-    A page of sent tasks begins at @after, in index order, because all tasks before it have been changed. A page of
-    other tasks begins after @after_id, so that a task that fails and is dead again is not selected twice.
+    Changed tasks leave the range of sent tasks, so the next page begins at @after. A retried task can become dead
+    again, so the pages of other states begin after @after_id.
     """
     narrowing = narrowed(state, names)
     if state == "sent":

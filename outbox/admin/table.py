@@ -65,7 +65,7 @@ class TaskTable:
         """Check that the table exists, and read its layout."""
         self._database: Any = database  # its methods carry no types
         self.layout = schema.layout(database, request_options=SCHEMA_OPTIONS)
-        #: The numbers of the shards, which parameters of statements contain.
+        #: The shard numbers, passed to statements as @shards.
         self.shards: Sequence[int] = range(self.layout.shards)
 
     @property
@@ -81,7 +81,10 @@ class TaskTable:
 
     @property
     def principal(self) -> str:
-        """Return the account of the credentials, or `USER on HOST` if they name none, like those of most people."""
+        """Return the account of the credentials.
+
+        Return `USER on HOST` if the credentials name no account, as is usual for gcloud user credentials.
+        """
         credentials = self._database._instance._client.credentials  # noqa: SLF001 - the client of a database
         names = (getattr(credentials, name, None) for name in ("service_account_email", "signer_email", "account"))
         # A VM's account is called `default` until its first token arrives.
@@ -117,8 +120,9 @@ class TaskTable:
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
         """Return the topics that have an unsent task or a row of AsynchronousTaskTopics, sorted, at most `count`."""
         topics = {name for (name,) in self.query(statements.CONTROLLED_TOPICS, "outbox-topics", at=at)}
-        seen: str | None = ""  # `topics` is complete up to this topic, and as a whole if this is None
-        begin = ""  # another writer may have inserted the empty name
+        seen: str | None = ""  # `topics` has every topic up to `seen`. If `seen` is None, it has all topics.
+        # Begin at the empty name: a writer that bypasses the library may have inserted an empty Topic.
+        begin = ""
         while seen is not None and (count is None or sum(name <= seen for name in topics) < count):
             values = {"shards": list(self.shards), "from_topic": begin, "limit": TOPIC_ROWS}
             rows = self.query(statements.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=SCAN_SECONDS)
@@ -143,7 +147,8 @@ class TaskTable:
             except Aborted:
                 raise  # the client runs the function again
             except GoogleAPIError:
-                # The client keeps the locks after an error of its own classes, and rolls back after any other.
+                # After a Google API error the client does not roll back, so the locks stay. It rolls back after other
+                # exceptions, so the error is translated here.
                 with schema.service_errors(self.name):
                     raise
 

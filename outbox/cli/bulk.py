@@ -20,7 +20,7 @@ PROGRESS_SECONDS = 10.0
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """The outcomes of all transactions, as `outbox.admin.changes.Outcome` has those of one."""
+    """The outcomes of all transactions together. `outbox.admin.changes.Outcome` is the outcome of one."""
 
     changed: int = 0
     unchanged: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -30,8 +30,8 @@ class Report:
     def explain(self, reasons: Mapping[str, str], otherwise: str) -> int:
         """Print on stderr which tasks were not changed, and why. Return 1 if one is missing or has the wrong state.
 
-        `reasons` has a text for each state in which a task need not be changed. `otherwise` is the text for the other
-        states, with the placeholder {state}.
+        `reasons` has the text for each state that is not an error. Other states use `otherwise`, a text with the
+        placeholder {state}, and make the result 1.
         """
         for state in sorted(set(self.unchanged.values())):
             ids = [id for id, its in self.unchanged.items() if its == state]
@@ -46,7 +46,7 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise SettingError(f"{question} Not a terminal. Pass --yes to confirm. Nothing was changed")
+        raise SettingError(f"Not a terminal. Pass --yes to confirm: {question} Nothing was changed")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise OutboxError("not confirmed. Nothing was changed")

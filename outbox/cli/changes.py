@@ -18,10 +18,10 @@ from outbox.storage.task_states import MARKS_FINAL_AFTER
 
 RETRY_DESCRIPTION = """\
 Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
-sent again with the same ID. A scheduled task is sent now if you pass its ID. Pending
-tasks and tasks blocked by the head of their ordering key are not changed. Expired tasks
-are sent only with --include-expired. While new tasks wait, retried tasks get at most
-half of the capacity.
+sent again with the same task ID and a new message ID. A scheduled task is sent now if
+you pass its ID. Pending tasks and tasks blocked by the head of their ordering key are
+not changed. Expired tasks are sent only with --include-expired. While new tasks wait,
+retried tasks get at most half of the capacity.
 
     outbox retry 0e3c... 7f21... --project my-project --instance main --database shop
     outbox retry --state dead --topic orders --dry-run ...
@@ -50,7 +50,7 @@ NOT_CHANGED = {
     "expired": "because ExpiresAt has passed; --include-expired sends them anyway",
     "blocked": "because blocked tasks wait for the head of their ordering key",
 }
-OUTSIDE = "because they are {state} and do not match --state, --topic, --since, --until or --error"
+OUTSIDE = "because they ({state}) do not match --state, --topic, --since, --until or --error"
 
 _log = logging.getLogger("outbox")
 
@@ -63,8 +63,8 @@ def add(commands: Any) -> None:
     flags.add_dry_run(retrying)
     retrying.add_argument(
         "--yes", action="store_true",
-        help="Do not ask for confirmation. The command asks for --state without --topic, and for more than "
-        f"{bulk.CONFIRM_ABOVE:,} tasks.",
+        help="Do not ask for confirmation. The command asks if you pass --state without --topic, or if more than "
+        f"{bulk.CONFIRM_ABOVE:,} tasks match.",
     )  # fmt: skip
     retrying.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
     retrying.set_defaults(run=run_retry)
@@ -93,13 +93,14 @@ def run_retry(options: argparse.Namespace) -> int:
     ids = ids and flags.full_ids(table, options.ids, ids)
     now = table.now()
     selection = flags.selection(options, now, ids)
-    # A task that is sent again meanwhile has a later SentAt, so it is not selected twice, now or when continued.
+    # Select only tasks before `now`. A task that this command sends again gets a later SentAt, so neither this run nor
+    # its continuation selects it twice.
     until = min(selection.until or now, now)
     selection = dataclasses.replace(selection, until=until, expired=options.include_expired)
     flags.check_window(selection.since, until)
     count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be sent again")
+        print(f"{count} would become due now")
         if not options.include_expired and options.state != "sent":
             note("expired tasks are not counted. --include-expired sends them, too")
         if not count.number and ids is None:
@@ -109,11 +110,11 @@ def run_retry(options: argparse.Namespace) -> int:
     if over_topics and not options.yes:
         note(f"tasks by topic and reason:{errors.text(errors.of_selection(table, selection))}")
     if over_topics or count.number > bulk.CONFIRM_ABOVE:
-        bulk.confirm(f"{count} will be sent again.", yes=options.yes)
+        bulk.confirm(f"{count} will become due now.", yes=options.yes)
     since = {} if selection.since is None else {"since": shown(selection.since)}
     go_on = flags.continue_command(options, **since, until=shown(until))
     report = bulk.carry_out(admin.changes.retry(table, selection), go_on)
-    print(f"will be sent again: {bulk.tasks(report.changed)}")
+    print(f"due now: {bulk.tasks(report.changed)}")
     if ids:
         code = report.explain(NOT_CHANGED, OUTSIDE)
         if heads := sorted(report.heads - set(ids)):

@@ -29,7 +29,7 @@ MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
 MIN_PREFIX = 4
 PREFIX_HELP = f"The first {MIN_PREFIX} or more characters are enough, if no other ID begins with them"
-#: Max topics that a misspelled one is compared with.
+#: Max known topics to compare a misspelled topic with.
 COMPARED = 100
 
 NARROWING = {
@@ -52,7 +52,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def global_flags() -> argparse.ArgumentParser:
     """Return a parent for the parsers of `outbox` and of its commands, with the flags that all of them have.
 
-    A flag that is not given is not in the namespace, so a command's parser never overwrites a flag that precedes it.
+    A flag that is not given is not in the namespace, so a command's parser does not overwrite a flag given before
+    the command.
     """
     parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     group = parent.add_argument_group("global options", "These options may precede or follow the command.")
@@ -167,7 +168,7 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
 
 
 def full_ids(table: "admin.table.TaskTable", prefixes: Sequence[str], wanted: Sequence[str]) -> tuple[str, ...]:
-    """Return `wanted` with the full ID in place of each of the `prefixes`, and print it. Raises OutboxError."""
+    """Replace each prefix in `wanted` with the full ID, and print each replacement on stderr. Raises OutboxError."""
     full = {}
     long_enough = [prefix for prefix in prefixes if len(prefix) >= MIN_PREFIX]
     for prefix, matches in admin.tasks.beginning_with(table, long_enough, 3).items():
@@ -215,7 +216,8 @@ def _id(line: str, where: str) -> str:
 def continue_command(options: argparse.Namespace, **changed: str) -> str:
     """Return the command line that continues with the same selection without a question, quoted for a shell.
 
-    `changed` are flags such as an absolute time. They follow the user's own, because the last value of a flag counts.
+    `changed` are flags with new values, such as an absolute time for `2h`. They come after the user's flags, because
+    argparse uses the last value.
     """
     words = list(options.command_line)
     arguments = words.index("--") if "--" in words else len(words)

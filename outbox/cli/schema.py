@@ -48,11 +48,11 @@ def add(commands: Any) -> None:
     _add_choices(printing, "")
     printing.set_defaults(run=run_print)
     applying = flags.command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION)
-    _add_choices(applying, "; an existing table keeps its value, and a different value is an error")
+    _add_choices(applying, "; if the table exists, omit this flag or pass the table's value")
     applying.set_defaults(run=run_apply)
     resharding = flags.command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION)
     choice = resharding.add_mutually_exclusive_group(required=True)
-    text = f"The new number of shards: {SHARDS.allowed}. Run it again with the same number to continue"
+    text = f"The new number of shards: {SHARDS.allowed}. To continue, run the command again with the same number"
     flags.add(choice, "--shards", SHARDS, text, metavar="N")
     text = "Print the layouts and the next step, and change nothing."
     choice.add_argument("--status", action="store_true", help=text)
@@ -61,7 +61,7 @@ def add(commands: Any) -> None:
 
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    # No default: if a flag is not given, an existing table may differ.
+    # argparse must not fill in the default: if a flag is not given, `run_apply` lets an existing table differ.
     text = f"Number of shards: {SHARDS.allowed} (default {DEFAULT_SHARDS}{otherwise})"
     flags.add(parser, "--shards", SHARDS, text, metavar="N", default=argparse.SUPPRESS)
     text = f"Days after which sent tasks are deleted: {RETENTION.allowed} (default {DEFAULT_RETENTION}{otherwise})"
@@ -87,8 +87,9 @@ def run_apply(options: argparse.Namespace) -> int:
     parts = {"shards": ddl.SHARD_COUNT, "retention": ddl.RETENTION}
     free = {part for flag, part in parts.items() if flag not in options}
 
-    from outbox.storage import schema  # noqa: PLC0415 - the Spanner client: half a second, for nothing if a flag is wrong
-    from outbox.storage.connection import open_database  # noqa: PLC0415 - the same
+    # Importing the Spanner client takes 0.5 s, so check the flags first.
+    from outbox.storage import schema  # noqa: PLC0415 - see above
+    from outbox.storage.connection import open_database  # noqa: PLC0415 - see above
 
     for name, state in schema.apply(open_database(settings), _statements(options), free=free):
         print(f"{state:<8} {name}")

@@ -22,8 +22,8 @@ from outbox.storage.task_states import NEVER, STATES
 
 LIST_DESCRIPTION = """\
 List the tasks of one state, or all unsent tasks. Pending tasks are sorted by priority
-and age, as workers select them, sent tasks newest first, and other tasks by the time
-at which they will be due. --json prints one object per line.
+and age, as workers select them. Sent tasks are sorted newest first. Other tasks are
+sorted by the time at which they will be due. --json prints one object per line.
 
     outbox list --state dead --project my-project --instance main --database shop
     outbox list --state sent --topic orders --since 2h --until 1h ...
@@ -231,5 +231,5 @@ def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:
     key = f", key {escaped(row['OrderingKey'])}" if row["OrderingKey"] else ""
     return (
         f"{shown(row['SentAt'])} {escaped(row['Topic'])} {escaped(row['Id'])} priority {row['Priority']}, "
-        f"{row['Bytes']:,} bytes, {spoken(after)} after its commit{key}"
+        f"{row['Bytes']:,} bytes, sent {spoken(after)} after registration{key}"
     )

@@ -26,12 +26,13 @@ applications can still register tasks.
 
     outbox pause orders --project my-project --instance main --database shop"""
 RESUME_DESCRIPTION = """\
-Publish tasks of these paused topics again. Their limits do not change.
+Resume publishing tasks of these paused topics. Their limits do not change.
 
     outbox resume orders --project my-project --instance main --database shop"""
 LIMIT_DESCRIPTION = """\
 Limit a topic. A limit that you do not pass keeps its value. Limits apply to all live
-workers together: each gets an equal part, at least 1.
+workers together. Each worker gets an equal part. Its burst and max in flight are at
+least 1.
 
     outbox limit orders --rate 10 --burst 20 --project my-project \\
         --instance main --database shop
@@ -39,7 +40,7 @@ workers together: each gets an equal part, at least 1.
     outbox limit orders --off ..."""
 
 FOLLOW = "workers apply this within 10 seconds"
-SHARED = "the limits are divided by the number of live workers, at least 1 each"
+SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"
 
 
 def _rate(text: str) -> float:
@@ -67,7 +68,7 @@ def add(commands: Any) -> None:
     showing.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
     showing.set_defaults(run=run_topics)
     pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION)
-    resuming = flags.command(commands, "resume", "publish paused topics again", RESUME_DESCRIPTION)
+    resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION)
     limiting = flags.command(commands, "limit", "limit a topic, or remove its limits", LIMIT_DESCRIPTION)
     for parser, run, count in ((pausing, run_pause, "+"), (resuming, run_resume, "+"), (limiting, run_limit, 1)):
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
@@ -135,7 +136,10 @@ def _open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTabl
 
 
 def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
-    """Write the values, by column, and print the new rows; returns 0. Note other names of the topics."""
+    """Write the values, by column, and print the new rows; returns 0.
+
+    Print a note if unsent tasks use the other name (ID or full name) of a topic.
+    """
     project = table.name.split("/")[1]
     names = {name: topic for topic in options.topics if (name := _other_name(topic, project)) not in options.topics}
     for name in sorted(admin.topics.waiting(table, names)):

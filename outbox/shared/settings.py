@@ -16,7 +16,7 @@ from typing import Any, Self
 from outbox.errors import SettingError
 
 PREFIX = "OUTBOX_"
-#: The names after PREFIX of all settings of all commands, so that each command can report a misspelled one.
+#: The variable names of all settings of all commands, without PREFIX. Each command reports a misspelled one.
 NAMES = frozenset(
     """ALLOWED_TOPICS ARCHIVE ATTRIBUTE BACKOFF_INITIAL BACKOFF_MAX BATCH_BYTES BATCH_SIZE CLOCK_SKEW COLOR CONCURRENCY
     DATABASE DATABASE_ROLE DEAD_AFTER FAIR_SHARE GRACE HEARTBEAT_FILE IDLE_INTERVAL INBOX INBOX_DATABASE INPUT
@@ -49,7 +49,7 @@ class SettingType:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the nearest of the `known` names, after a space, or nothing if none is near."""
+    """Return ` Did you mean 'NAME'?` with the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 

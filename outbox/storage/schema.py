@@ -39,7 +39,7 @@ def differences(
         database: is only read.
         expected: DDL from `statements`.
         free: names of parts that may differ; by default a database keeps its own shard count and retention.
-        request: `retry` and `timeout` of the Spanner client for each query.
+        request: other arguments of `execute_sql`, such as `request_options`, `retry` and `timeout`.
 
     Raises:
         NotReached: Spanner does not answer, or the database or the permission to read it is missing.
@@ -50,7 +50,7 @@ def differences(
 
 
 def layout(database: Database, **request: Any) -> Layout:
-    """Return a layout of the table in `database` that all tasks are in. Raises NotReached, SchemaDiffers.
+    """Return a complete layout of the table: one that contains all tasks. Raises NotReached, SchemaDiffers.
 
     While the number of shards changes, there may be two. If none is complete, return any.
     """
@@ -61,7 +61,7 @@ def layout(database: Database, **request: Any) -> Layout:
 
 
 def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
-    """Return the layouts of the table in `database`, and the state of each of their indexes that exists, by its name.
+    """Return each layout with the states of its existing indexes, by index name.
 
     A new index has the state READ_WRITE when it contains all rows. Raises NotReached, SchemaDiffers.
     """
@@ -95,10 +95,10 @@ def apply(
         database: a GoogleSQL database. Other objects, and additional columns and indexes, are not changed.
         wanted: DDL from `statements`.
         free: names of parts in which an object that exists may differ, such as SHARD_COUNT.
-        request: `retry` and `timeout` of the Spanner client for each query.
+        request: other arguments of `execute_sql`, such as `request_options`, `retry` and `timeout`.
 
     Returns:
-        "table AsynchronousTasks" and the like with "created" or "exists", in the order of the statements.
+        Pairs such as ("table AsynchronousTasks", "created"), with "created" or "exists", in statement order.
 
     Raises:
         SchemaDiffers: an object exists with another shape. Nothing was created.
@@ -120,7 +120,7 @@ def apply(
 
 
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"
-# Id, which every table of tasks has, and the columns Shard, Shard32 and the like.
+# The columns Shard, Shard32 and the like. Id is read too, to tell a missing table from a table without a shard column.
 _LAYOUTS = r"""
 SELECT
   ARRAY(SELECT AS STRUCT COLUMN_NAME, GENERATION_EXPRESSION FROM INFORMATION_SCHEMA.COLUMNS
@@ -215,7 +215,10 @@ _ADVICE: dict[type[Exception], str] = {
         "SPANNER_EMULATOR_HOST (`outbox emulators` prints it).",
     ),
     # The statements of one schema update are applied one by one, so those before the refused one stay.
-    **dict.fromkeys(_REFUSED, ": Spanner refused the request; part of it may have been applied."),
+    **dict.fromkeys(
+        _REFUSED,
+        ": Spanner refused the request. If it was a schema update, its first statements may have been applied.",
+    ),
     google.Aborted: ": Spanner kept aborting the transaction because others write the same rows. Nothing changed. "
     "Try again.",
     google.ResourceExhausted: ": a quota or the memory of Spanner is exhausted. Narrow the request (--topic, --since, "

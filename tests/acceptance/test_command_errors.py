@@ -71,7 +71,7 @@ def test_no_control_code_of_a_row_reaches_the_output(outbox: Commands, database:
     dry = outbox.shell("outbox list --json | outbox retry --ids-file - --dry-run")
     assert (dry.code, control_codes(dry.stdout + dry.stderr)) == (0, [])
     done = outbox.shell("outbox list --json | outbox retry --ids-file -")
-    assert (done.code, done.stdout, done.stderr) == (0, f"will be sent again: {len(HOSTILE)} tasks\n", "")
+    assert (done.code, done.stdout, done.stderr) == (0, f"due now: {len(HOSTILE)} tasks\n", "")
     assert set(table(database, "AvailableAt <= CURRENT_TIMESTAMP()")) == set(HOSTILE)
 
 
@@ -79,7 +79,7 @@ def test_hostile_ids_are_taken_literally(outbox: Commands, database: Database):
     """None is taken for a flag, a pattern or SQL: exactly these are changed, and an unknown one is named harmlessly."""
     insert(database, [row(each, "dead") for each in (*HOSTILE, "bystander")])
     done = outbox.run("retry", "--", *HOSTILE, "\x1b[2Jnobody")
-    assert (done.code, done.stdout) == (1, f"will be sent again: {len(HOSTILE)} tasks\n")
+    assert (done.code, done.stdout) == (1, f"due now: {len(HOSTILE)} tasks\n")
     assert done.stderr.endswith("not in the table: \\x1b[2Jnobody\n")
     assert list(table(database, "AvailableAt > '9999-01-01'")) == ["bystander"]
 

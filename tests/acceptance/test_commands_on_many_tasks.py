@@ -68,19 +68,19 @@ def test_changing_more_than_a_thousand_tasks_asks_first(outbox: Commands, large:
     kinds = {"pending": PENDING, "dead": DEAD, "unknown": 100, "not there's": 100}
     file.write_text("\n".join(f"{kind}-{n:05}" for kind, number in kinds.items() for n in range(number)))
     dry = outbox.run("retry", "--ids-file", str(file), "--dry-run")
-    assert (dry.code, dry.stdout) == (0, "1,001 tasks would be sent again\n")
+    assert (dry.code, dry.stdout) == (0, "1,001 tasks would become due now\n")
     unasked = outbox.run("retry", "--state", "dead", "--topic", "invoices")
     assert (unasked.code, unasked.stdout, unasked.stderr) == (
-        2, "", "outbox: 1,001 tasks will be sent again. Not a terminal. Pass --yes to confirm. Nothing was changed\n",
+        2, "", "outbox: Not a terminal. Pass --yes to confirm: 1,001 tasks will become due now. Nothing was changed\n",
     )  # fmt: skip
     for answer, code in (("n", 1), ("y", 0)):
         assert count(large, IS_DEAD) == DEAD
         with outbox.terminal("retry", "--state", "dead") as terminal:
-            terminal.wait_for_text("1,001 tasks will be sent again. [y/N] ")
+            terminal.wait_for_text("1,001 tasks will become due now. [y/N] ")
             terminal.type(f"{answer}\n")
             assert terminal.wait() == code, terminal.seen
             seen = terminal.seen
         assert ("not confirmed. Nothing was changed" in seen) == (answer == "n")
-    assert "will be sent again: 1,001 tasks" in seen
+    assert "due now: 1,001 tasks" in seen
     assert TRACE not in seen
     assert count(large, "SentAt IS NULL AND Attempts = 0 AND AvailableAt <= CURRENT_TIMESTAMP()") == DEAD

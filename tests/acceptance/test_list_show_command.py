@@ -108,7 +108,7 @@ def test_a_unique_prefix_is_an_id(filled: Commands):
     assert ambiguous.stderr == "outbox: several task IDs begin with 'dead-': dead-3, dead-5. Give more characters\n"
     assert "task 'you' does not exist" in short.stderr
     dry = filled.here("retry", "dead-5", "late", "--dry-run")
-    assert dry.stdout == "2 tasks would be sent again\n"
+    assert dry.stdout == "2 tasks would become due now\n"
     assert "outbox: late is task later\n" in dry.stderr
 
 

@@ -38,7 +38,7 @@ def test_tasks_arrive_again_with_their_id_and_data(
     dead, stays = register(database, topic, 2, b"dead data")
     execute(database, f"{MAKE_DEAD} SentAt IS NULL")
     done = outbox.run("retry", again, dead)
-    assert (done.code, done.stdout, done.stderr) == (0, "will be sent again: 2 tasks\n", "")
+    assert (done.code, done.stdout, done.stderr) == (0, "due now: 2 tasks\n", "")
     with worker(emulators, database, command="drain") as process:
         assert process.wait(SECONDS) == 0
     received = subscription.pull_until(7) + subscription.drain()
@@ -53,7 +53,7 @@ def test_a_retry_that_changes_nothing_says_why(outbox: Commands, database: Datab
     """An unknown topic with the nearest one, flags that exclude tasks, no task in the state, or a pending task."""
     insert(database, [row("a-dead-task", "dead"), row("a-pending-task")])
     before = table(database)
-    none, dead = "will be sent again: 0 tasks\n", "outbox: 1 task in the state dead, but none matches"
+    none, dead = "due now: 0 tasks\n", "outbox: 1 task in the state dead, but none matches"
     for words, reason in {
         "--state sent": "outbox: 0 tasks in the state sent\n",
         "--state dead --since 1s": f"{dead} --since\n",
@@ -71,13 +71,13 @@ def test_a_retry_of_a_blocked_task_names_the_head_to_retry(outbox: Commands, dat
     insert(database, [row("head", "dead", OrderingKey="key"), row("next", "blocked")])
     done = outbox.here("retry", "next")
     waits = "because blocked tasks wait for the head of their ordering key"
-    assert (done.code, done.stdout) == (0, "will be sent again: 0 tasks\n")
+    assert (done.code, done.stdout) == (0, "due now: 0 tasks\n")
     assert done.stderr == (
         f"outbox: 1 task not changed, {waits}: next\n"
         "outbox: retry the head of the ordering key, or discard it if it is dead: head\n"
     )
     done = outbox.here("retry", "head", "next")
-    assert (done.code, done.stdout) == (0, "will be sent again: 1 task\n")
+    assert (done.code, done.stdout) == (0, "due now: 1 task\n")
     assert done.stderr == f"outbox: 1 task not changed, {waits}: next\n"
 
 
@@ -95,9 +95,9 @@ def test_a_dry_run_counts_the_selection_and_changes_nothing(outbox: Commands, da
     before = table(database)
     words = ("retry", "--state", "dead", "--topic", "orders", "--since", "8h", "--error", quoted)
     dry = outbox.run(*words, "--dry-run")
-    assert (dry.code, dry.stdout) == (0, "3 tasks would be sent again\n")
+    assert (dry.code, dry.stdout) == (0, "3 tasks would become due now\n")
     assert table(database) == before
-    assert "again: 3 tasks" in outbox.run(*words).stdout
+    assert "due now: 3 tasks" in outbox.run(*words).stdout
     assert sorted(table(database, RETRIED)) == ["a-0", "a-1", "a-2"]
 
 
@@ -116,12 +116,12 @@ def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, dat
     done = outbox.here("retry", "--state", "dead")
     assert done.code == 2
     assert re.search(r"3 +dead +orders +not_found: no topic\n +1 +dead +invoices +internal: 500\n", done.stderr)
-    assert "4 tasks will be sent again. Not a terminal. Pass --yes to confirm. Nothing was changed" in done.stderr
+    assert "Not a terminal. Pass --yes to confirm: 4 tasks will become due now. Nothing was changed" in done.stderr
     assert table(database) == before
     assert "expired tasks are not counted" in outbox.here("retry", "--state", "dead", "--dry-run").stderr
     done = outbox.here("retry", "expired")
-    assert (done.code, done.stdout) == (0, "will be sent again: 0 tasks\n")
+    assert (done.code, done.stdout) == (0, "due now: 0 tasks\n")
     assert "because ExpiresAt has passed; --include-expired sends them anyway: expired" in done.stderr
-    assert outbox.here("retry", "--state", "dead", "--yes").stdout == "will be sent again: 4 tasks\n"
+    assert outbox.here("retry", "--state", "dead", "--yes").stdout == "due now: 4 tasks\n"
     done = outbox.here("retry", "--state", "dead", "--include-expired", "--yes")
-    assert done.stdout == "will be sent again: 1 task\n"
+    assert done.stdout == "due now: 1 task\n"

@@ -78,7 +78,7 @@ def test_tail_begins_at_since_and_shows_only_its_topic(emulators: Emulators, dat
         assert ids(process) == ["first", "second", "third"]
     with outbox.started("tail", "--since", "1h", "--topic", "people") as process:
         process.wait_for_text("key key\n")
-        assert " people task-1 priority 50, 0 bytes, 0.0s after its commit, key key\n" in process.stdout
+        assert " people task-1 priority 50, 0 bytes, sent 0.0s after registration, key key\n" in process.stdout
 
 
 def test_tail_prints_the_tasks_of_a_key_in_the_order_in_which_they_were_published(

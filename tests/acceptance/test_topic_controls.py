@@ -31,7 +31,8 @@ def test_the_commands_of_the_page_print_its_output(outbox: Commands, database: D
     insert(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
     unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")
     assert (unknown.code, wrong.code) == (2, 2)
-    assert "Known topics: invoices, orders. Pause 'ordres' anyway? Not a terminal. Pass --yes" in unknown.stderr
+    assert "Pass --yes to confirm: unknown topic 'ordres'" in unknown.stderr
+    assert "Known topics: invoices, orders. Pause 'ordres' anyway? Nothing was changed" in unknown.stderr
     assert {(each.stdout, each.stderr.count("\n")) for each in (unknown, wrong)} == {("", 1)}
     shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", blocks("console"), re.MULTILINE)
     assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]

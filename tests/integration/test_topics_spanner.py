@@ -15,8 +15,8 @@ from tests.support.spanner import INSTANCE, PROJECT
 COLUMNS = ("Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight")
 FOLLOW = "outbox: workers apply this within 10 seconds\n"
 SHARED = (
-    "outbox: workers apply this within 10 seconds; the limits are divided by the number of live workers, "
-    "at least 1 each\n"
+    "outbox: workers apply this within 10 seconds; each live worker gets an equal part. Its burst and max in flight "
+    "are at least 1\n"
 )
 FULL = f"projects/{PROJECT}/topics/orders"
 Command = Callable[[str], tuple[int, str, str]]
@@ -109,13 +109,13 @@ def test_a_topic_is_known_by_a_row_or_a_task(database: Database, command: Comman
 
 def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, command: Command) -> None:
     """So a typing error is noticed. Nothing is written, also not for known topics. At most ten names are printed."""
-    advice = "{} 'ordres' anyway? Not a terminal. Pass --yes to confirm. Nothing was changed\n"
+    advice = "{} 'ordres' anyway? Nothing was changed\n"
     assert command("pause ordres")[2].endswith(f"Known topics: none. {advice.format('Pause')}")
     have(database, "orders", "orders", "invoices")
     control(database, "reminders")
     refusal = (
-        "outbox: unknown topic 'ordres' (no unsent task, and no row in AsynchronousTaskTopics). Did you mean 'orders'? "
-        "Known topics: invoices, orders, reminders. "
+        "outbox: Not a terminal. Pass --yes to confirm: unknown topic 'ordres' (no unsent task, and no row in "
+        "AsynchronousTaskTopics). Did you mean 'orders'? Known topics: invoices, orders, reminders. "
     )
     for words, verb in (("pause orders ordres", "Pause"), ("limit ordres --max-in-flight 1", "Limit")):
         assert command(words) == (2, "", refusal + advice.format(verb))
