@@ -240,7 +240,7 @@ def _jobs() -> Iterator[str]:
 
 
 def _row(field: Field) -> tuple[str, ...]:
-    variables = [field.twin, *([field.variable] if field.variable else [])]
+    variables = [field.variable, *([field.fallback_variable] if field.fallback_variable else [])]
     default = "required" if field.default is None else f"`{field.default}`"
     return (
         f"`{field.flag}`",

@@ -98,10 +98,10 @@ class App:
         interval = self._settings.poll_interval
         return max(interval, self._settings.idle_interval) if self._stream and self._stream.works else interval
 
-    def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, late_exit_code: int) -> int:
+    def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, timeout_exit_code: int) -> int:
         """Run the worker until `stop` is set or `until(turn)` is true; return the exit code.
 
-        It is `late_exit_code` if the batches in flight do not end within --shutdown-timeout after `stop`.
+        It is `timeout_exit_code` if the batches in flight do not end within --shutdown-timeout after `stop`.
         """
         where = (self._settings.project, self._settings.instance, self._settings.database)
         _log.info("relaying %s/%s/%s, %d shards", *where, self.store.layouts[0].shards, extra={"action": "start"})
@@ -140,7 +140,7 @@ class App:
                 "Stopped after --shutdown-timeout with batches in flight. Their tasks are not marked as sent, so "
                 "another worker may publish them again.", extra={"action": "shutdown_timeout"},
             )  # fmt: skip
-            return late_exit_code
+            return timeout_exit_code
         finally:
             for each in self._background:
                 each.stop()

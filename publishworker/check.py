@@ -74,7 +74,7 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     verify_grants(database)
     yield "ok", "permissions: the worker may write SentAt and heartbeats"
     store = SpannerStore(database, layout)
-    working, ordered = store.topics_in_use()
+    topics_to_send, ordered = store.topics_in_use()
     if ordered and not settings.pubsub_endpoint and not emulator_host(settings):
         names = ", ".join(sorted(ordered))
         yield "warning", f"tasks have ordering keys (topics {names}), but --pubsub-endpoint is not set. {_ONE_REGION}"
@@ -84,7 +84,7 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     for topic, limit in sorted(controls.limits.items()):
         if error := problem(limit):
             yield "wrong", f"invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {error}"
-    topics |= working | controls.paused | controls.limits.keys()
+    topics |= topics_to_send | controls.paused | controls.limits.keys()
 
 
 def _topic(client: PublisherClient, topic: str, settings: WorkerSettings, allowed: Callable[[str], bool]) -> Finding:

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     """Publish tasks until a signal; return the exit code."""
     settings = WorkerSettings.read(vars(options))
     with stop_on_signals() as stop, _worker(settings) as worker:
-        return worker.until_stopped(stop, lambda _turn: False, late_exit_code=exits.FAILED)
+        return worker.until_stopped(stop, lambda _turn: False, timeout_exit_code=exits.FAILED)
 
 
 def drain(options: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def drain(options: argparse.Namespace) -> int:
             timer.start()
         store = worker.store
         drained = until_drained(store, lambda: store.layouts[0].ids, settings.poll_interval)
-        if (code := worker.until_stopped(stop, drained, late_exit_code=exits.WORK_LEFT)) != exits.DONE:
+        if (code := worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)) != exits.DONE:
             return code
     for each in store.unsent():
         print(f"{'at least ' if each.at_least else ''}{each.count} {each.state} in topic {each.topic}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from outbox.errors import SettingError
 from outbox.shared.settings import (
     PubSubSettings,
-    flag_of,
+    argparse_type,
     fraction,
     matching,
     metrics_setting,
@@ -103,7 +103,7 @@ def add_deadline(parser: argparse.ArgumentParser) -> None:
     """Add the flag of `drain` that is not a setting."""
     parser.add_argument(
         "--deadline",
-        type=flag_of("--deadline", seconds(0, 1e9)),
+        type=argparse_type("--deadline", seconds(0, 1e9)),
         metavar="SECONDS",
         help="Stop after this time with exit code 4 (default: never).",
     )

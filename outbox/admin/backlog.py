@@ -63,7 +63,7 @@ class Line:
         self.oldest = min((each for each in (self.oldest, other.oldest) if each), default=None)
         self.at_least |= other.at_least
 
-    def unpending(self) -> "Line":
+    def without_pending(self) -> "Line":
         """Return the line without pending tasks."""
         return dataclasses.replace(self, pending=0, oldest=None, at_least=self.at_least - {"pending"})
 
@@ -85,14 +85,14 @@ class Backlog:
         """Return the sum of all lines, without the pending tasks of paused topics."""
         merged = Line("", 0, at_least=set() if self.whole else set(COUNTS))
         for line in self.lines:
-            merged.add(line.unpending() if line.paused else line)
+            merged.add(line.without_pending() if line.paused else line)
         return merged
 
     @property
     def oldest(self) -> Line | None:
         """Return the line with the oldest pending task, ignoring paused topics."""
-        waiting = [line for line in self.lines if line.oldest and not line.paused]
-        return min(waiting, key=lambda line: line.oldest or self.as_of, default=None)
+        pending = [line for line in self.lines if line.oldest and not line.paused]
+        return min(pending, key=lambda line: line.oldest or self.as_of, default=None)
 
     def topics(self) -> dict[str, Line]:
         """Return the sum of each topic's lines, by topic."""
@@ -122,11 +122,11 @@ class BacklogCounter:
 
         A range is one topic of a shard or, without `by_topic`, a whole shard.
         """
-        full: dict[tuple[int, str | None], int] = defaultdict(int)
+        totals: dict[tuple[int, str | None], int] = defaultdict(int)
         for shard, topic, priority, state, number, oldest in rows:
             self._add(topic, priority, state, number, oldest)
-            full[shard, topic if by_topic else None] += number
-        for (_, topic), number in full.items():
+            totals[shard, topic if by_topic else None] += number
+        for (_, topic), number in totals.items():
             if number >= self._limit:
                 self._incomplete[topic] |= {(name, _HIGHEST) for name in names}
 
@@ -136,18 +136,18 @@ class BacklogCounter:
         Return the ranges with more tasks, each with the max priority of its next query. A query that stops at the limit
         leaves the count of its lowest priority incomplete.
         """
-        full: dict[tuple[int, str], int] = defaultdict(int)
+        totals: dict[tuple[int, str], int] = defaultdict(int)
         lowest: dict[tuple[int, str], int] = {}
         for shard, topic, priority, state, number, oldest in rows:
             self._add(topic, priority, state, number, oldest)
-            full[shard, topic] += number
+            totals[shard, topic] += number
             lowest[shard, topic] = min(priority, lowest.get((shard, topic), priority))
-        stopped = {place: lowest[place] for place, number in full.items() if number >= self._limit}
+        stopped = {range_: lowest[range_] for range_, number in totals.items() if number >= self._limit}
         for (_, topic), priority in stopped.items():
             self._lines[topic, priority].at_least.add("pending")
-        return {place: priority - 1 for place, priority in stopped.items() if priority > _LOWEST}
+        return {range_: priority - 1 for range_, priority in stopped.items() if priority > _LOWEST}
 
-    def leave_out(self, max_priorities: Mapping[tuple[int, str], int]) -> None:
+    def mark_incomplete(self, max_priorities: Mapping[tuple[int, str], int]) -> None:
         """Note the max priority of each range at and below which the count of ready tasks is incomplete."""
         for (_, topic), priority in max_priorities.items():
             self._incomplete[topic].add(("pending", priority))
@@ -176,9 +176,9 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> 
     return _read_at(table, table.now(), NO_LIMIT if exact else limit)
 
 
-def read_unsent_lately(table: TaskTable) -> Backlog:
+def read_unsent_stale(table: TaskTable) -> Backlog:
     """Return the backlog of ten seconds ago, without sent tasks and live workers. Raises NotReached, OutboxError."""
-    return _lately(table, lambda at: _read_at(table, at, None, of_sent=False))
+    return _read_stale(table, lambda at: _read_at(table, at, None, of_sent=False))
 
 
 def oldest_age(table: TaskTable) -> float:
@@ -189,10 +189,10 @@ def oldest_age(table: TaskTable) -> float:
     MAX_QUERIES priorities (only some tasks of the lower ones are read), or more than FIRST_DUE due tasks (only the
     first by AvailableAt are read). Raises NotReached, OutboxError.
     """
-    return _lately(table, lambda at: _oldest_age_at(table, at))
+    return _read_stale(table, lambda at: _oldest_age_at(table, at))
 
 
-def _lately(table: TaskTable, read_at: Callable[[datetime], T]) -> T:
+def _read_stale(table: TaskTable, read_at: Callable[[datetime], T]) -> T:
     """Call `read_at` with the time ten seconds ago, or now if the table was created since then."""
     now = table.now()
     try:
@@ -220,10 +220,10 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
 
 
 def _add_ready(
-    counter: BacklogCounter, ask: Callable[..., list[list[Any]]], places: Iterable[tuple[int, str]], limit: int
+    counter: BacklogCounter, ask: Callable[..., list[list[Any]]], ranges: Iterable[tuple[int, str]], limit: int
 ) -> dict[tuple[int, str], int]:
     """Add the ready tasks of all shards and topics. Return the ranges that are left, with their max priorities."""
-    left = dict.fromkeys(places, _HIGHEST)
+    left = dict.fromkeys(ranges, _HIGHEST)
     for _ in range(MAX_QUERIES):
         if left:
             left = counter.add_ready(ask(statements.COUNT_READY, **_range_values(left), limit=limit))
@@ -248,9 +248,9 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
         return table.query(statement, "outbox-status", parameters, at=at, seconds=seconds)
 
     counter = BacklogCounter(limit)
-    counter.leave_out(_add_ready(counter, ask, product(table.shards, topics), limit))
+    counter.mark_incomplete(_add_ready(counter, ask, product(table.shards, topics), limit))
     counter.add(ask(statements.COUNT_DUE, **values, topics=topics, now=at), "pending")
-    counter.add(ask(statements.COUNT_WAITING, **values, topics=topics, now=at), "retrying", "scheduled", "blocked")
+    counter.add(ask(statements.COUNT_LATER, **values, topics=topics, now=at), "retrying", "scheduled", "blocked")
     counter.add(ask(statements.COUNT_DEAD, **values, topics=topics), "dead")
     workers = 0
     if of_sent:

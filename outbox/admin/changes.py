@@ -38,8 +38,8 @@ class TaskSelection:
 
     `since` is inclusive, `until` exclusive. Both are compared with SentAt of sent tasks and CreatedAt of others.
     `error` is a part of LastError, ignoring case. With `ids` and no state, pending and blocked tasks are excluded: a
-    pending task needs no retry, and a blocked one is released by the head of its key. Without `expired`, unsent tasks
-    whose ExpiresAt has passed are excluded.
+    pending task needs no retry, and a blocked one is released by the head of its key. Without `include_expired`,
+    unsent tasks whose ExpiresAt has passed are excluded.
     """
 
     state: str | None = None
@@ -48,12 +48,12 @@ class TaskSelection:
     since: datetime | None = None
     until: datetime | None = None
     error: str | None = None
-    expired: bool = True
+    include_expired: bool = True
 
     @property
     def names(self) -> frozenset[str]:
         """Return the names of the conditions that narrow the selection."""
-        return frozenset(self.values) | (frozenset() if self.expired or self.state == "sent" else {"unexpired"})
+        return frozenset(self.values) | (frozenset() if self.include_expired or self.state == "sent" else {"unexpired"})
 
     @property
     def values(self) -> dict[str, Any]:
@@ -184,9 +184,9 @@ def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> st
         for chunk in chunked(keys, RELEASED_AT_ONCE):
             topics, names, shards = map(list, zip(*chunk, strict=True))
             values = {"topics": topics, "keys": names, "shards": shards}
-            heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-wake", values, seconds=SCAN_SECONDS)]
+            heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-release", values, seconds=SCAN_SECONDS)]
             if heads:
-                table.transact("outbox-wake", functools.partial(_release, sorted(heads)))
+                table.transact("outbox-release", functools.partial(_release, sorted(heads)))
     except OutboxError as error:
         return f"tasks behind the deleted ones were not released. They are sent when their deferral ends: {error}"
     return None

@@ -32,7 +32,7 @@ _TAG = "outbox-reshard"
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class Snapshot:
     """The layouts and the workers, as the database has them.
 
     `found` are the layouts of the table, each with the states of its indexes by name. `recorded` are the states of
@@ -52,7 +52,7 @@ class State:
         """Tell whether every task is in the layout."""
         return list(self.found.get(layout, {}).values()) == ["READ_WRITE"] * 2
 
-    def status(self, layout: Layout) -> str:
+    def layout_state(self, layout: Layout) -> str:
         """Return the state of a layout. Until the first change nothing is recorded, and workers poll the only one."""
         return self.recorded.get(layout, POLLED if not self.recorded else BUILDING)
 
@@ -83,35 +83,35 @@ class Change(NamedTuple):
     target: int
     since: datetime
 
-    def before(self, step: Step) -> str:
-        """Return what `outbox status` prints if `step` is next."""
-        return f"Changing from {self.former} to {self.target} shards since {shown(self.since)}. Next: {step.text}"
+    def describe(self, next_step: Step) -> str:
+        """Return what `outbox status` prints if `next_step` is next."""
+        return f"Changing from {self.former} to {self.target} shards since {shown(self.since)}. Next: {next_step.text}"
 
 
-def next_step(state: State, target: Layout) -> Step | None:
+def next_step(snapshot: Snapshot, target: Layout) -> Step | None:
     """Return the next step to a table whose only layout is `target`, or None if it is done. Pure."""
-    return next(_steps(state, target), None)
+    return next(_steps(snapshot, target), None)
 
 
-def _steps(state: State, target: Layout) -> Iterator[Step]:
+def _steps(snapshot: Snapshot, target: Layout) -> Iterator[Step]:
     """Yield what is left to do, in order."""
-    if target not in state.recorded and state.layouts != [target]:
+    if target not in snapshot.recorded and snapshot.layouts != [target]:
         yield Step("begin", target, f"Record that {target.column} is added", BUILDING)
-    if not state.is_complete(target):
+    if not snapshot.is_complete(target):
         yield Step("build", target, f"Add column {target.column} and its indexes; all tasks are written to them")
-    if state.status(target) != POLLED:
+    if snapshot.layout_state(target) != POLLED:
         yield Step("set", target, f"Let workers poll {target.column}", POLLED)
-    for other in (each for each in state.layouts if each != target):
-        retired = state.status(other) == RETIRED
-        if not retired and (workers := state.not_polling(target)):
+    for other in (each for each in snapshot.layouts if each != target):
+        retired = snapshot.layout_state(other) == RETIRED
+        if not retired and (workers := snapshot.not_polling(target)):
             text = f"Waiting until {_names(workers)} also polls {target.column}"
             yield Step("wait", target, text, waits_for=tuple(workers))
         if not retired:
             yield Step("set", other, f"Let workers stop polling {other.column}", RETIRED)
-        if workers := state.polling(other):
+        if workers := snapshot.polling(other):
             text = f"Waiting until {_names(workers)} no longer polls {other.column}"
             yield Step("wait", other, text, waits_for=tuple(workers))
-        if other in state.found:
+        if other in snapshot.found:
             yield Step("drop", other, f"Drop the indexes of {other.column} and the column")
         yield Step("forget", other, f"Remove {other.column} from {_TABLE}")
 
@@ -123,26 +123,26 @@ def _names(workers: list[str]) -> str:
 
 
 class Resharding:
-    """Reads the state, and runs steps. Every method raises NotReached or OutboxError."""
+    """Reads snapshots, and runs steps. Every method raises NotReached or OutboxError."""
 
     def __init__(self, table: TaskTable) -> None:
         """`table` is the table to reshard. Nothing changes until `run`."""
         self._table = table
         self._database: Any = table.database  # its methods carry no types
 
-    def state(self) -> State:
-        """Return the state as it is now."""
+    def snapshot(self) -> Snapshot:
+        """Return the layouts and the workers as they are now."""
         workers = self._table.query(statements.WORKERS_POLL, _TAG)
-        return State(schema.layouts(self._database), self._recorded(), _polled_by(workers))
+        return Snapshot(schema.layouts(self._database), self._recorded(), _polled_by(workers))
 
     def target(self, shards: int) -> Layout:
         """Return the layout with this number of shards: an existing one, or a new one.
 
         Raises OutboxError if another change is under way.
         """
-        state = self.state()
-        target = next((each for each in state.layouts if each.shards == shards), Layout(shards, str(shards)))
-        others = [each for each in state.layouts if each != target]
+        snapshot = self.snapshot()
+        target = next((each for each in snapshot.layouts if each.shards == shards), Layout(shards, str(shards)))
+        others = [each for each in snapshot.layouts if each != target]
         if len(others) > 1:
             raise OutboxError(
                 f"{self._table.name}: a change from {others[0].shards} to {others[1].shards} shards is under way. "
@@ -152,11 +152,11 @@ class Resharding:
 
     def former(self) -> Layout:
         """Return the layout before the change. Raises OutboxError if none is under way, or if it is too late."""
-        state, latest = self.state(), self._latest()
-        if len(state.layouts) < 2 or latest is None:
+        snapshot, latest = self.snapshot(), self._latest()
+        if len(snapshot.layouts) < 2 or latest is None:
             raise OutboxError(f"{self._table.name}: no change of the number of shards is under way.")
-        former = next((each for each in state.layouts if each.shards == latest.former), None)
-        if former is None or not state.is_complete(former):
+        former = next((each for each in snapshot.layouts if each.shards == latest.former), None)
+        if former is None or not snapshot.is_complete(former):
             raise OutboxError(
                 f"{self._table.name}: the former indexes are being dropped, so the change cannot be aborted. "
                 f"Continue it with --shards {latest.target}."
@@ -165,23 +165,23 @@ class Resharding:
 
     def report(self) -> Iterator[str]:
         """Yield a line for each layout, and one for a change that is under way."""
-        state = self.state()
-        workers = len(state.polled_by)
-        for each in state.layouts:
-            polling = f"{len(state.polling(each))} of {workers} workers poll it"
-            yield f"{each.column:<10} {each.shards:>4} shards  {state.status(each):<8}  {polling}"
-        if progress := self._progress(state):
+        snapshot = self.snapshot()
+        workers = len(snapshot.polled_by)
+        for each in snapshot.layouts:
+            polling = f"{len(snapshot.polling(each))} of {workers} workers poll it"
+            yield f"{each.column:<10} {each.shards:>4} shards  {snapshot.layout_state(each):<8}  {polling}"
+        if progress := self._progress(snapshot):
             change, step = progress
-            yield f"{change.before(step)}. Continue with: outbox schema reshard --shards {change.target}"
+            yield f"{change.describe(step)}. Continue with: outbox schema reshard --shards {change.target}"
 
     def progress(self) -> tuple[Change, Step] | None:
         """Return the change that is under way and its next step, if there is one."""
-        return self._progress(self.state()) if len(self._recorded()) > 1 else None
+        return self._progress(self.snapshot()) if len(self._recorded()) > 1 else None
 
-    def _progress(self, state: State) -> tuple[Change, Step] | None:
-        latest = self._latest() if len(state.layouts) > 1 else None
-        for target in state.layouts:
-            if latest and latest.target == target.shards and (step := next_step(state, target)):
+    def _progress(self, snapshot: Snapshot) -> tuple[Change, Step] | None:
+        latest = self._latest() if len(snapshot.layouts) > 1 else None
+        for target in snapshot.layouts:
+            if latest and latest.target == target.shards and (step := next_step(snapshot, target)):
                 return latest, step
         return None
 
@@ -189,7 +189,7 @@ class Resharding:
         """Run all steps to `target`, and yield a line before each. Can be interrupted anywhere and run again."""
         self._record_operation(target)
         waits = ""
-        while (step := next_step(self.state(), target)) is not None:
+        while (step := next_step(self.snapshot(), target)) is not None:
             if step.kind != "wait" or step.text != waits:
                 yield step.text
             waits = step.text if step.kind == "wait" else ""
@@ -223,10 +223,10 @@ class Resharding:
 
     def _record_operation(self, target: Layout) -> None:
         """Record who changes the number of shards, once for each change and once for each abort."""
-        state, latest = self.state(), self._latest()
-        if next_step(state, target) is None or (latest and latest.target == target.shards):
+        snapshot, latest = self.snapshot(), self._latest()
+        if next_step(snapshot, target) is None or (latest and latest.target == target.shards):
             return
-        former = next(each for each in state.layouts if each != target)
+        former = next(each for each in snapshot.layouts if each != target)
         change = {"from": former.shards, "to": target.shards}
 
         def work(transaction: Transaction) -> None:

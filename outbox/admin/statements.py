@@ -88,7 +88,7 @@ SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNES
     ORDER BY {TO_SEND_ORDER} LIMIT @limit)
   GROUP BY Topic)) AS part"""
 CONTROLLED_TOPICS = "SELECT Topic FROM AsynchronousTaskTopics"
-WAITING_TOPICS = f"""
+TOPICS_WITH_UNSENT = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
 CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics ORDER BY Topic"
@@ -137,7 +137,7 @@ COUNT_DUE = _count(
     "'pending'",
     "GREATEST(CreatedAt, AvailableAt)",
 )
-COUNT_WAITING = _count(
+COUNT_LATER = _count(
     _TOPICS,
     f"{_OF_TOPIC} AND AvailableAt > @now AND AvailableAt < {NEVER}",
     "CASE WHEN BlockedBy IS NOT NULL THEN 'blocked' WHEN Attempts > 0 THEN 'retrying' ELSE 'scheduled' END",

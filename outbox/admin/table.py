@@ -120,10 +120,11 @@ class TaskTable:
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
         """Return the topics that have an unsent task or a row of AsynchronousTaskTopics, sorted, at most `count`."""
         topics = {name for (name,) in self.query(statements.CONTROLLED_TOPICS, "outbox-topics", at=at)}
-        seen: str | None = ""  # `topics` has every topic up to `seen`. If `seen` is None, it has all topics.
+        # `topics` has every topic up to `complete_up_to`. If `complete_up_to` is None, it has all topics.
+        complete_up_to: str | None = ""
         # Begin at the empty name: a writer that bypasses the library may have inserted an empty Topic.
         begin = ""
-        while seen is not None and (count is None or sum(name <= seen for name in topics) < count):
+        while complete_up_to is not None and (count is None or sum(name <= complete_up_to for name in topics) < count):
             values = {"shards": list(self.shards), "from_topic": begin, "limit": TOPIC_ROWS}
             rows = self.query(statements.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=SCAN_SECONDS)
             last, number = dict[int, str](), Counter[int]()
@@ -131,8 +132,8 @@ class TaskTable:
                 last[shard] = max(topic, last.get(shard, ""))
                 number[shard] += tasks
                 topics.add(topic)
-            seen = min((last[shard] for shard in last if number[shard] == TOPIC_ROWS), default=None)
-            begin = f"{seen}\0"  # the next possible name
+            complete_up_to = min((last[shard] for shard in last if number[shard] == TOPIC_ROWS), default=None)
+            begin = f"{complete_up_to}\0"  # the next possible name
         return sorted(topics)[:count]
 
     def transact(self, tag: str, work: "Callable[[Transaction], T]") -> T:

@@ -38,7 +38,7 @@ def controls(table: TaskTable) -> dict[str, Control]:
 def waiting(table: TaskTable, topics: Iterable[str]) -> set[str]:
     """Return the `topics` that have an unsent task: ready, due, scheduled or dead."""
     values = {"topics": list(topics), "shards": list(table.shards)}
-    return {topic for (topic,) in table.query(statements.WAITING_TOPICS, _TAG, values)}
+    return {topic for (topic,) in table.query(statements.TOPICS_WITH_UNSENT, _TAG, values)}
 
 
 def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:

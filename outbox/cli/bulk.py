@@ -52,12 +52,12 @@ def confirm(question: str, *, yes: bool) -> None:
         raise OutboxError("not confirmed. Nothing was changed")
 
 
-def carry_out(outcomes: "Iterator[admin.changes.Outcome]", go_on: str) -> Report:
+def carry_out(outcomes: "Iterator[admin.changes.Outcome]", continue_command: str) -> Report:
     """Run all transactions and return their outcomes. Print the progress from time to time.
 
     The first SIGINT or SIGTERM stops after the current transaction, a second one at once. The current transaction then
     changes all of its tasks or none. Raises OutboxError after a signal, and the errors of a transaction. Their messages
-    contain the number of changed tasks and `go_on`, the command that continues.
+    contain the number of changed tasks and `continue_command`, the command that continues.
     """
     report, next_progress = Report(), time.monotonic() + PROGRESS_SECONDS
     with _stop_on_signals() as received:
@@ -79,10 +79,12 @@ def carry_out(outcomes: "Iterator[admin.changes.Outcome]", go_on: str) -> Report
         except OutboxError as error:
             raise type(error)(
                 f"{error}. {tasks(report.changed)} changed so far. The transaction in progress changed all of its "
-                f"tasks or none. To continue, run: {go_on}"
+                f"tasks or none. To continue, run: {continue_command}"
             ) from error
     name = signal.Signals(received[0]).name
-    raise OutboxError(f"stopped by {name}. {tasks(report.changed)} changed so far. To continue, run: {go_on}")
+    raise OutboxError(
+        f"stopped by {name}. {tasks(report.changed)} changed so far. To continue, run: {continue_command}"
+    )
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ are released.
         --project my-project --instance main --database shop"""
 
 #: Scheduled tasks have a time that the application chose, so they are retried only by ID. Pending ones need no retry.
-RETRIED = ("dead", "sent", "retrying")
+RETRY_STATES = ("dead", "sent", "retrying")
 BY_ID_ONLY = ". Retry scheduled tasks by ID"
 #: Why tasks are not changed.
 NOT_CHANGED = {
@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
     retrying = flags.command(commands, "retry", "send tasks again, or retry dead tasks", RETRY_DESCRIPTION)
     flags.add_ids(retrying)
-    flags.add_selection(retrying, *RETRIED, others=BY_ID_ONLY)
+    flags.add_selection(retrying, *RETRY_STATES, others=BY_ID_ONLY)
     flags.add_dry_run(retrying)
     retrying.add_argument(
         "--yes", action="store_true",
@@ -88,7 +88,7 @@ def run_retry(options: argparse.Namespace) -> int:
     """Change tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
     ids = flags.ids(options)
     if ids is None and options.state is None:
-        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*RETRIED).allowed}")
+        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*RETRY_STATES).allowed}")
     table = flags.open_table(options)
     ids = ids and flags.full_ids(table, options.ids, ids)
     now = table.now()
@@ -96,7 +96,7 @@ def run_retry(options: argparse.Namespace) -> int:
     # Select only tasks before `now`. A task that this command sends again gets a later SentAt, so neither this run nor
     # its continuation selects it twice.
     until = min(selection.until or now, now)
-    selection = dataclasses.replace(selection, until=until, expired=options.include_expired)
+    selection = dataclasses.replace(selection, until=until, include_expired=options.include_expired)
     flags.check_window(selection.since, until)
     count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
@@ -106,14 +106,14 @@ def run_retry(options: argparse.Namespace) -> int:
         if not count.number and ids is None:
             flags.explain_none(table, selection, options)
         return 0
-    over_topics = ids is None and options.topic is None and count.number > 0
-    if over_topics and not options.yes:
+    all_topics = ids is None and options.topic is None and count.number > 0
+    if all_topics and not options.yes:
         note(f"tasks by topic and reason:{errors.text(errors.of_selection(table, selection))}")
-    if over_topics or count.number > bulk.CONFIRM_ABOVE:
+    if all_topics or count.number > bulk.CONFIRM_ABOVE:
         bulk.confirm(f"{count} will become due now.", yes=options.yes)
     since = {} if selection.since is None else {"since": shown(selection.since)}
-    go_on = flags.continue_command(options, **since, until=shown(until))
-    report = bulk.carry_out(admin.changes.retry(table, selection), go_on)
+    continue_command = flags.continue_command(options, **since, until=shown(until))
+    report = bulk.carry_out(admin.changes.retry(table, selection), continue_command)
     print(f"due now: {bulk.tasks(report.changed)}")
     if ids:
         code = report.explain(NOT_CHANGED, OUTSIDE)
@@ -142,8 +142,8 @@ def run_purge(options: argparse.Namespace) -> int:
         return 0
     if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
         bulk.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
-    go_on = flags.continue_command(options, sent_before=shown(before))
-    report = bulk.carry_out(admin.changes.purge(table, selection), go_on)
+    continue_command = flags.continue_command(options, sent_before=shown(before))
+    report = bulk.carry_out(admin.changes.purge(table, selection), continue_command)
     print(f"deleted: {bulk.tasks(report.changed)}")
     return 0
 
@@ -160,8 +160,9 @@ def run_discard(options: argparse.Namespace) -> int:
         raise OutboxError(f"no dead task among the {len(ids):,} given IDs. Nothing was deleted")
     bulk.confirm(f"{count} (dead) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
-    go_on = flags.continue_command(options)
-    report = bulk.carry_out(_logged(admin.changes.discard(table, ids, options.reason), options.reason), go_on)
+    continue_command = flags.continue_command(options)
+    outcomes = _logged(admin.changes.discard(table, ids, options.reason), options.reason)
+    report = bulk.carry_out(outcomes, continue_command)
     print(f"deleted: {bulk.tasks(report.changed)}")
     return report.explain({}, "because they are not dead but {state}")
 

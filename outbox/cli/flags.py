@@ -16,9 +16,9 @@ from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import (
     DatabaseSettings,
     SettingType,
+    argparse_type,
     did_you_mean,
     fields_of,
-    flag_of,
     matching,
     one_of,
     whole_number,
@@ -30,7 +30,7 @@ MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 MIN_PREFIX = 4
 PREFIX_HELP = f"The first {MIN_PREFIX} or more characters are enough, if no other ID begins with them"
 #: Max known topics to compare a misspelled topic with.
-COMPARED = 100
+MAX_SUGGESTION_TOPICS = 100
 
 NARROWING = {
     "--topic": "Only tasks with this value in the Topic column",
@@ -87,7 +87,7 @@ LIMIT = whole_number(1, 100_000)
 def add(parser: argparse._ActionsContainer, name: str, kind: SettingType, text: str, **more: Any) -> None:
     """Add a flag with a value, or an argument. `text` is its help, `more` are other arguments of `add_argument`."""
     source = name if name.startswith("--") else more["metavar"]
-    parser.add_argument(name, type=flag_of(source, kind), help=f"{text}.", **more)
+    parser.add_argument(name, type=argparse_type(source, kind), help=f"{text}.", **more)
 
 
 def add_topic(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +196,7 @@ def explain_none(
 
 def unknown_topics(table: "admin.table.TaskTable", unknown: Sequence[str]) -> str:
     """Return a message about `unknown` topics that suggests known ones. Raises NotReached, OutboxError."""
-    known = table.topics(COMPARED)
+    known = table.topics(MAX_SUGGESTION_TOPICS)
     return (
         f"unknown topic {named(map(repr, unknown))} (no unsent task, and no row in AsynchronousTaskTopics)."
         f"{''.join(did_you_mean(topic, known) for topic in unknown)} Known topics: {named(known) or 'none'}"

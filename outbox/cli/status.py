@@ -52,34 +52,34 @@ def run(options: argparse.Namespace) -> int:
     if options.watch and (options.max_age is not None or options.max_pending is not None):
         raise SettingError("--watch has no exit code: pass --max-age and --max-pending without it")
 
-    tasks = flags.open_table(options)
+    task_table = flags.open_table(options)
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
-            _watch(tasks, options)
+            _watch(task_table, options)
         return 0
-    backlog = _read(tasks, options)
-    print(_rendered(tasks, backlog, options))
+    backlog = _read(task_table, options)
+    print(_rendered(task_table, backlog, options))
     beyond = _beyond(backlog, options)
     for sentence in beyond:
         note(sentence)
     return 1 if beyond else 0
 
 
-def _read(tasks: "admin.table.TaskTable", options: argparse.Namespace) -> "admin.backlog.Backlog":
+def _read(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> "admin.backlog.Backlog":
     # Count far enough to decide whether --max-pending is exceeded.
     limit = None if options.max_pending is None else max(admin.backlog.COUNT_LIMIT, options.max_pending + 1)
-    found = admin.backlog.read(tasks, exact=options.exact, limit=limit)
+    found = admin.backlog.read(task_table, exact=options.exact, limit=limit)
     if not found.whole:
         topics = f"{admin.backlog.MAX_TOPICS:,}"
         note(f"there are more than {topics} topics. Only the first {topics} are counted")
     return found
 
 
-def _watch(tasks: "admin.table.TaskTable", options: argparse.Namespace) -> None:
+def _watch(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> None:
     succeeded = False
     while True:
         try:
-            text = _rendered(tasks, _read(tasks, options), options)
+            text = _rendered(task_table, _read(task_table, options), options)
         except OutboxError as error:
             if not succeeded:
                 raise  # probably permanent, such as a missing table
@@ -108,8 +108,10 @@ def _beyond(backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> li
     return found
 
 
-def _rendered(tasks: "admin.table.TaskTable", backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> str:
-    groups, progress = errors.of_backlog(tasks, backlog), admin.reshard.Resharding(tasks).progress()
+def _rendered(
+    task_table: "admin.table.TaskTable", backlog: "admin.backlog.Backlog", options: argparse.Namespace
+) -> str:
+    groups, progress = errors.of_backlog(task_table, backlog), admin.reshard.Resharding(task_table).progress()
     if options.json:
         reshard = None
         if progress:
@@ -120,7 +122,7 @@ def _rendered(tasks: "admin.table.TaskTable", backlog: "admin.backlog.Backlog", 
     text = _text(backlog) + (f"\n{errors.text(groups)}" if groups else "")
     if progress:
         change, step = progress
-        text += f"\n\n{change.before(step)}"
+        text += f"\n\n{change.describe(step)}"
     return text
 
 

@@ -70,9 +70,9 @@ def add(commands: Any) -> None:
 
 def run_list(options: argparse.Namespace) -> int:
     """Print tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
-    database = flags.open_table(options)
-    selection = flags.selection(options, database.now())
-    matching = admin.tasks.listed(database, selection, options.limit + 1)
+    task_table = flags.open_table(options)
+    selection = flags.selection(options, task_table.now())
+    matching = admin.tasks.listed(task_table, selection, options.limit + 1)
     tasks = matching[: options.limit]
     if options.json:
         for task in tasks:
@@ -84,7 +84,7 @@ def run_list(options: argparse.Namespace) -> int:
             print(errors.text(counts))
     if not tasks:
         print("No matching tasks.", file=sys.stderr if options.json else sys.stdout)
-        flags.explain_none(database, selection, options)
+        flags.explain_none(task_table, selection, options)
     if len(matching) > options.limit:
         note(f"more tasks match than --limit {options.limit:,}. Raise it, or use --topic, --since, --until or --error")
     return 0
@@ -113,9 +113,9 @@ def _table(tasks: "list[admin.tasks.Task]") -> str:
 
 def run_show(options: argparse.Namespace) -> int:
     """Print a task; returns 0. Raises SettingError, NotReached, and OutboxError if there is no such task."""
-    database = flags.open_table(options)
-    [id] = flags.full_ids(database, options.ids, options.ids)
-    task = admin.tasks.task(database, id)
+    task_table = flags.open_table(options)
+    [id] = flags.full_ids(task_table, options.ids, options.ids)
+    task = admin.tasks.task(task_table, id)
     if task is None:
         raise OutboxError(
             f"task {id!r} does not exist. Either its transaction was not committed, or the task was deleted: "
@@ -195,15 +195,15 @@ def run_tail(options: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(database: "admin.table.TaskTable", options: argparse.Namespace) -> None:
-    now = database.now()
+def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> None:
+    now = task_table.now()
     position = admin.tasks.Position(now if options.since is None else resolved(options.since, now))
     flags.check_window(position.sent_at, now + timedelta(microseconds=1))
     note(f"following from {shown(position.sent_at)}. Press Ctrl-C to stop")
     succeeded = failed = False
     while True:
         try:
-            rows = admin.tasks.sent_after(database, position, options.topic, TAIL_ROWS)
+            rows = admin.tasks.sent_after(task_table, position, options.topic, TAIL_ROWS)
             succeeded, failed = True, False
         except OutboxError as error:
             if not succeeded:

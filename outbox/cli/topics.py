@@ -39,7 +39,7 @@ least 1.
     outbox limit orders --max-in-flight 5 ...
     outbox limit orders --off ..."""
 
-FOLLOW = "workers apply this within 10 seconds"
+APPLIED_SOON = "workers apply this within 10 seconds"
 SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"
 
 
@@ -149,7 +149,7 @@ def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operati
         )
     for topic, control in admin.topics.change(table, operation, options.topics, values).items():
         print(f"{topic}: {_described(control, 'resumed' if operation == 'resume' else '')}")
-    note(f"{FOLLOW}; {SHARED}" if operation == "limit" else FOLLOW)
+    note(f"{APPLIED_SOON}; {SHARED}" if operation == "limit" else APPLIED_SOON)
     return 0
 
 

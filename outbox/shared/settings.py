@@ -107,15 +107,17 @@ def _between(value: float, low: float, high: float) -> Any:
     return value
 
 
-def setting(default: str | None, kind: SettingType, help: str, *, variable: str = "") -> Any:
+def setting(default: str | None, kind: SettingType, help: str, *, fallback_variable: str = "") -> Any:
     """Declare one field. `default` is written as a user would write it; None means that a value is required.
 
-    `variable` names a second environment variable to fall back to, one that is not ours.
+    `fallback_variable` names an environment variable that is not ours. It is read if the setting's own is not set.
     """
-    return dataclasses.field(metadata={"default": default, "kind": kind, "help": help, "variable": variable})
+    return dataclasses.field(
+        metadata={"default": default, "kind": kind, "help": help, "fallback_variable": fallback_variable}
+    )
 
 
-def flag_of(name: str, kind: SettingType) -> Callable[[str], Any]:
+def argparse_type(name: str, kind: SettingType) -> Callable[[str], Any]:
     """Return argparse's `type` for a flag that is no setting, with the same sentence for a wrong value."""
     return lambda text: kind.value(text, name)
 
@@ -160,7 +162,7 @@ class DatabaseSettings(Settings):
         None,
         PROJECT_ID,
         "Project of the database, and of topics that name no project.",
-        variable="GOOGLE_CLOUD_PROJECT",
+        fallback_variable="GOOGLE_CLOUD_PROJECT",
     )
     instance: str = setting(None, INSTANCE_ID, "Spanner instance.")
     database: str = setting(None, DATABASE_ID, "Spanner database.")
@@ -219,7 +221,7 @@ class Field:
     default: str | None
     kind: SettingType
     help: str
-    variable: str
+    fallback_variable: str
 
     @property
     def flag(self) -> str:
@@ -227,7 +229,7 @@ class Field:
         return "--" + self.name.replace("_", "-")
 
     @property
-    def twin(self) -> str:
+    def variable(self) -> str:
         """Return `OUTBOX_BATCH_SIZE` for `batch_size`."""
         return PREFIX + self.name.upper()
 
@@ -239,20 +241,20 @@ class Field:
     @property
     def help_text(self) -> str:
         """Return the help of the flag: what it is, what is allowed, where else it comes from."""
-        variables = f"env {self.twin}" + (f" or {self.variable}" if self.variable else "")
+        variables = f"env {self.variable}" + (f" or {self.fallback_variable}" if self.fallback_variable else "")
         default = "required" if self.default is None else f"default {self.default or 'empty'}"
         return f"{self.help} Allowed: {self.kind.allowed} ({variables}; {default})."
 
     def value(self, flag: str | None, environment: Mapping[str, str]) -> Any:
         """Return the parsed value. Raises SettingError."""
-        sources = [(self.flag, flag), (self.twin, environment.get(self.twin))]
-        if self.variable:
-            sources.append((self.variable, environment.get(self.variable)))
+        sources = [(self.flag, flag), (self.variable, environment.get(self.variable))]
+        if self.fallback_variable:
+            sources.append((self.fallback_variable, environment.get(self.fallback_variable)))
         for name, text in sources:
             if text is not None:
                 return self.kind.value(text, name)
         if self.default is None:
-            raise SettingError(f"Pass {self.flag} or set {self.twin} ({self.kind.allowed})")
+            raise SettingError(f"Pass {self.flag} or set {self.variable} ({self.kind.allowed})")
         return self.kind.value(self.default, f"the default of {self.flag}")
 
 

@@ -137,7 +137,7 @@ def part(name: str, text: str) -> dict[str, str]:
     if re.fullmatch(r"column shard\d*", name.lower()) and (count := re.search(r"\b(\d+)(?=\W+STORED$)", text)):
         return {SHARD_COUNT: count[1], name: f"{text[: count.start()]}N{text[count.end() :]}"}
     if name == DELETION:
-        days = re.fullmatch(r"older_thansentat,interval(\d+)day", normal(text))
+        days = re.fullmatch(r"older_thansentat,interval(\d+)day", normalized(text))
         # Any other policy deletes unsent tasks, because only SentAt is NULL until a task is sent.
         return {RETENTION: f"{days[1]} days" if days else "for ever", name: "never" if days or not text else text}
     return {name: text}
@@ -148,22 +148,22 @@ def compare(
 ) -> Iterator[str]:
     """Yield a sentence for each object that is missing and each part that is missing or different.
 
-    The objects are by title and the parts by name. In `found` both are `normal`. The parts named in `free` may have any
-    text.
+    The objects are by title and the parts by name. In `found` both are `normalized`. The parts named in `free` may
+    have any text.
     """
     for title, parts in expected.items():
-        others = found.get(normal(title))
+        others = found.get(normalized(title))
         if others is None:
             yield f"{title} is missing"
             continue
         for name in [each for each in parts if each not in free]:
-            other, text = others.get(normal(name)), parts[name]
+            other, text = others.get(normalized(name)), parts[name]
             if other is None:
                 yield f"{title}, {name} is missing: expected {text}"
-            elif normal(other) != normal(text):
+            elif normalized(other) != normalized(text):
                 yield f"{title}, {name}: the database has {other}, expected {text}"
 
 
-def normal(text: str) -> str:
+def normalized(text: str) -> str:
     """Return a text in lower case without spaces and parentheses, so that equivalent texts become equal."""
     return re.sub(r"[\s()]", "", text).casefold()

@@ -18,7 +18,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.storage import ddl
 from outbox.storage.connection import retry_and_timeout
-from outbox.storage.ddl import OPERATIONS, OWN_CHOICES, RETENTION, SHARD_COUNT, normal, statements
+from outbox.storage.ddl import OPERATIONS, OWN_CHOICES, RETENTION, SHARD_COUNT, normalized, statements
 from outbox.storage.layout import COLUMN, Layout
 
 __all__ = [
@@ -107,7 +107,7 @@ def apply(
     """
     shapes = dict(map(ddl.parse, wanted))
     found = _read(database, shapes, request)
-    existing = {title: parts for title, parts in shapes.items() if normal(title) in found}
+    existing = {title: parts for title, parts in shapes.items() if normalized(title) in found}
     # An index whose backfill has not finished counts as existing.
     if wrong := list(ddl.compare(existing, found, {*free, "state"})):
         problem = f"{database.name}: nothing was created, because these objects have a different definition:"
@@ -174,11 +174,11 @@ WHERE LOWER(CHANGE_STREAM_NAME) IN UNNEST(@names)"""
 
 
 def _read(database: Database, titles: Iterable[str], request: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the parts of each object that exists: by the `normal` title of the object, then by the `normal` part."""
+    """Return the parts of each object that exists, by the `normalized` title of the object and name of the part."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     names = [title.rpartition(" ")[2].lower() for title in titles]
     for title, name, text in _query(database, _PARTS, request, names=names):
-        found[normal(title)] |= {normal(part): each for part, each in ddl.part(name, text).items()}
+        found[normalized(title)] |= {normalized(part): each for part, each in ddl.part(name, text).items()}
     return dict(found)
 
 

@@ -95,7 +95,7 @@ def backlog_counts(
     with_zeros = WithZeros[tuple[str, str]](clock)
 
     def send(table: TaskTable) -> None:
-        found = backlog.read_unsent_lately(table)
+        found = backlog.read_unsent_stale(table)
         metrics.gauge(m.PENDING, found.total.pending)
         none = {(topic, "pending"): 0 for topic in topics()}
         for (topic, state), number in (none | with_zeros(by_topic_and_state(found))).items():

@@ -107,6 +107,6 @@ def test_a_worker_of_an_older_version_delays_a_change_of_the_shards(
         assert any("also polls Shard4" in line for line in steps)  # waits
         register(own_database, topic, 20)
         wait_until_all_sent(own_database)
-        assert resharding.state().status(Layout(10)) == POLLED
+        assert resharding.snapshot().layout_state(Layout(10)) == POLLED
         old.end()
     assert list(steps)[-1] == "Remove Shard from AsynchronousTaskShards"

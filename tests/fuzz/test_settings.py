@@ -41,10 +41,10 @@ def _read(name: str, text: str, by_flag: bool) -> None:
         if by_flag:
             settings = WorkerSettings.read({**others, name: text}, {})
         else:
-            settings = WorkerSettings.read(others, {field.twin: text})
+            settings = WorkerSettings.read(others, {field.variable: text})
     except SettingError as error:
         named = str(error)
-        assert named.startswith((field.flag, field.twin, "--backoff-initial", "--backoff-max"))
+        assert named.startswith((field.flag, field.variable, "--backoff-initial", "--backoff-max"))
         assert "not allowed. It must" in named
         return
     value = getattr(settings, name)

@@ -208,9 +208,9 @@ def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, tabl
             row("without", **dead),
         ],
     )
-    unexpired = TaskSelection(state="dead", expired=False)
+    unexpired = TaskSelection(state="dead", include_expired=False)
     assert changes.count(table, unexpired, exact=True).number == 2
-    with_ids = TaskSelection(ids=("expired", "failed", "in time"), expired=False)
+    with_ids = TaskSelection(ids=("expired", "failed", "in time"), include_expired=False)
     assert changes.count(table, with_ids, exact=True).number == 1
     [outcome] = changes.retry(table, with_ids)
     assert (outcome.changed, outcome.unchanged) == (("in time",), {"expired": "expired", "failed": "expired"})

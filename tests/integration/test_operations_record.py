@@ -40,9 +40,9 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
     topics.change(table, "limit", ["orders"], {"RatePerSecond": 0.5, "Burst": 3, "MaxInFlight": None})
     found = recorded(table)
     assert [seen(each) for each in found] == [
-        ("retry", {"ids": ["a", "pending"], "expired": True}, 1),
-        ("discard", {"state": "dead", "ids": ["b"], "expired": True, "reason": "it's wrong"}, 1),
-        ("purge", {"state": "sent", "topic": "orders", "until": shown(FUTURE), "expired": True}, 1),
+        ("retry", {"ids": ["a", "pending"], "include_expired": True}, 1),
+        ("discard", {"state": "dead", "ids": ["b"], "include_expired": True, "reason": "it's wrong"}, 1),
+        ("purge", {"state": "sent", "topic": "orders", "until": shown(FUTURE), "include_expired": True}, 1),
         ("pause", {"topics": ["orders", "bills"], "values": {"Paused": True}}, None),
         (
             "limit",

@@ -179,7 +179,7 @@ def test_discard_releases_only_the_first_deferred_task_of_a_key(
     for id in released:
         assert after[id] == before[id] | {"AvailableAt": after[id]["AvailableAt"], "BlockedBy": None}
         assert begun <= after[id]["AvailableAt"] <= watch.table.now()
-    assert {"outbox-discard", "outbox-wake"} == watch.tags() - {"outbox-now"}
+    assert {"outbox-discard", "outbox-release"} == watch.tags() - {"outbox-now"}
 
 
 def test_a_release_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):

@@ -87,9 +87,9 @@ def test_apply_creates_everything_once(empty_database: Database, options: dict[s
     shapes = dict(map(ddl.parse, wanted))
     found = schema._read(empty_database, shapes, {})
     for title, expected in shapes.items():
-        parts = found[ddl.normal(title)]
-        assert {name: parts.get(ddl.normal(name)) for name in expected} == expected
-        further = set(parts) - {ddl.normal(name) for name in expected}
+        parts = found[ddl.normalized(title)]
+        assert {name: parts.get(ddl.normalized(name)) for name in expected} == expected
+        further = set(parts) - {ddl.normalized(name) for name in expected}
         assert further <= NOT_COMPARED
     assert schema.layout(empty_database).shards == options.get("shards", 10)
 

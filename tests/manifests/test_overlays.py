@@ -83,7 +83,7 @@ def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
     template = worker(objects)["spec"]["template"]
     found = container(worker(objects), "publishworker")
     values = environment(objects, template, found)
-    known = {field.twin for field in fields_of(WorkerSettings)} | FOREIGN
+    known = {field.variable for field in fields_of(WorkerSettings)} | FOREIGN
     assert {name for name in values if not name.startswith("DD_")} <= known
     settings = WorkerSettings.read({}, values)
     assert template["spec"]["terminationGracePeriodSeconds"] >= settings.shutdown_timeout + GRACE_MARGIN

@@ -47,7 +47,7 @@ def test_a_job_takes_its_arguments_and_variables(name: str) -> None:
     template = spec(name)["template"]
     assert template["arguments"][0] == name
     assert list(refusals(template["arguments"], settings())) == []
-    known = {field.twin for each in (ArchiveSettings, RegisterSettings) for field in fields_of(each)}
+    known = {field.variable for each in (ArchiveSettings, RegisterSettings) for field in fields_of(each)}
     assert settings().keys() <= known
     for role in ROLES:
         [container] = template[role]["template"]["spec"]["containers"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from outbox.admin.reshard import State
+from outbox.admin.reshard import Snapshot
 from publishworker import delivery, eligibility, in_doubt
 from publishworker.delivery import Delivery
 from publishworker.in_doubt import InDoubt
@@ -117,7 +117,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a worker goes on after an outage": (
         Worker, "_log_unavailable", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
     ),
-    "workers that do not poll the new layout are waited for": (State, "not_polling", always([])),
+    "workers that do not poll the new layout are waited for": (Snapshot, "not_polling", always([])),
     "workers poll the recorded layouts": (
         Membership, "learn", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
     ),

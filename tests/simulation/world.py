@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from outbox.admin.reshard import POLLED, RETIRED, State, next_step
+from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.storage.layout import Layout
 from publishworker.batching import Limits
 from publishworker.delivery import Delivery
@@ -302,8 +302,8 @@ class World:
         target = new = Layout(self.plan.reshard, str(self.plan.reshard))
         while True:
             self.clockwork.sleep(random.expovariate(1 / 3))
-            state = State(dict.fromkeys(table.built, COMPLETE), table.recorded, table.polled_by_live())
-            if (step := next_step(state, target)) is None:
+            snapshot = Snapshot(dict.fromkeys(table.built, COMPLETE), table.recorded, table.polled_by_live())
+            if (step := next_step(snapshot, target)) is None:
                 self._resharding = False
                 return
             if step.state != RETIRED and former in table.built and random.random() < 0.1:
@@ -316,7 +316,7 @@ class World:
                     table.build(*table.built, target)
                 case "set":
                     table.recorded[step.layout] = step.state
-                    self._known = frozenset(state.polled_by)
+                    self._known = frozenset(snapshot.polled_by)
                 case "drop":
                     table.build(target)
                 case "forget":

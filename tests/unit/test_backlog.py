@@ -48,7 +48,7 @@ class Task:
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Task], Any] | None]] = {
     statements.COUNT_READY: (("ready",), lambda task: (-task.priority, -task.since)),
     statements.COUNT_DUE: (("due",), lambda task: -task.since),
-    statements.COUNT_WAITING: (("retrying", "scheduled", "blocked"), None),
+    statements.COUNT_LATER: (("retrying", "scheduled", "blocked"), None),
     statements.COUNT_DEAD: (("dead",), None),
 }
 

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from outbox.admin.reshard import POLLED, RETIRED, State, next_step
+from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.storage.layout import Layout, by_suffix, renamed, suffix_of
 
 FIRST, NEW = Layout(10), Layout(32, "32")
@@ -21,8 +21,8 @@ class Database:
     recorded: dict[Layout, str] = field(default_factory=dict)
     workers: dict[str, frozenset[str]] = field(default_factory=lambda: {"a": frozenset({"Shard"})})
 
-    def state(self) -> State:
-        return State(self.found, self.recorded, self.workers)
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.found, self.recorded, self.workers)
 
     def polled(self) -> frozenset[str]:
         recorded = frozenset(each.column for each, state in self.recorded.items() if state == POLLED)
@@ -41,7 +41,7 @@ class Database:
                 self.found = dict.fromkeys(self.found, COMPLETE)
 
     def step(self, target: Layout) -> bool:
-        step = next_step(self.state(), target)
+        step = next_step(self.snapshot(), target)
         match step and step.kind:
             case None:
                 return False
@@ -96,7 +96,7 @@ def test_a_layout_is_retired_and_dropped_when_no_live_worker_depends_on_it(
     recorded: str, polls: str, expected: tuple[object, ...]
 ) -> None:
     workers = {"w": frozenset(polls.split(","))}
-    step = next_step(State({FIRST: COMPLETE, NEW: COMPLETE}, {FIRST: recorded, NEW: POLLED}, workers), NEW)
+    step = next_step(Snapshot({FIRST: COMPLETE, NEW: COMPLETE}, {FIRST: recorded, NEW: POLLED}, workers), NEW)
     assert step is not None
     assert (step.kind, step.layout, step.text) == expected
 

@@ -115,7 +115,7 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     """Apply again during a long backfill is no error, while the relay's check says why it cannot start."""
     wanted = schema.statements()
     found = {
-        ddl.normal(title): {ddl.normal(name): text for name, text in (parts | {"state": "WRITE_ONLY"}).items()}
+        ddl.normalized(title): {ddl.normalized(name): text for name, text in (parts | {"state": "WRITE_ONLY"}).items()}
         for title, parts in shapes().items()
     }
     database = mock.Mock()

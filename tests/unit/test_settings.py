@@ -32,7 +32,7 @@ def test_a_flag_overrides_its_variable_which_overrides_the_default() -> None:
     needed = {"instance": "main", "database": "orders"}
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g"}).project == "g"
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g", "OUTBOX_PROJECT": "o"}).project == "o"
-    assert {field.name for field in fields_of(WorkerSettings) if field.variable} == {"project"}
+    assert {field.name for field in fields_of(WorkerSettings) if field.fallback_variable} == {"project"}
 
 
 #: By the flag: the allowed values, values beyond them, and the boundaries inside.
@@ -114,7 +114,7 @@ def test_help_names_every_flag_its_variable_and_its_default() -> None:
     help_text = " ".join(parser.format_help().split())
     for field in fields_of(WorkerSettings):
         assert field.flag in help_text
-        assert field.twin in help_text
+        assert field.variable in help_text
         assert f"{field.flag} {field.metavar}".rstrip() + " " in help_text
         if field.default is not None:
             assert f"default {field.default}" in help_text

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from google.api_core.exceptions import GoogleAPIError
 
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.shared.settings import flag_of, whole_number
+from outbox.shared.settings import argparse_type, whole_number
 
 DONE, FAILED, USAGE, NOT_REACHED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -47,7 +47,7 @@ def add_tasks(parser: argparse.ArgumentParser, default: int, help: str) -> None:
     """Add `--tasks` to a parser; its value is a whole number that was looked at."""
     parser.add_argument(
         "--tasks",
-        type=flag_of("--tasks", whole_number(1, 1_000_000)),
+        type=argparse_type("--tasks", whole_number(1, 1_000_000)),
         default=default,
         metavar="N",
         help=f"{help} (default {default})",

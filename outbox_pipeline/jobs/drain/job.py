@@ -188,7 +188,7 @@ class Workers:
                 timer = threading.Timer(left.total_seconds(), stop.set)
                 timer.daemon = True
                 timer.start()
-            code = worker.until_stopped(stop, drained, late_exit_code=exits.WORK_LEFT)
+            code = worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)
         finally:
             if timer:
                 timer.cancel()  # Spark reuses the process for other Spark tasks
