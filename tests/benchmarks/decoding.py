@@ -62,7 +62,7 @@ def microseconds(columns: list[tuple[TypeCode, Any]], decode: Callable[[Any], ob
 
 
 def created(kind: Any, found: list[list[Any]]) -> list[object]:
-    columns = len(fields(kind))  # the first ones
+    columns = len(kind._fields)  # the first ones
     return [kind(*each[:columns]) for each in found]
 
 
