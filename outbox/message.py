@@ -224,7 +224,7 @@ def _trace(built: Any, topic: str) -> None:
     It is left out if it does not fit, because tracing must not make a message invalid.
     """
     context = tracing.current()
-    if context.keys() & built.attributes.keys():
+    if not context or context.keys() & built.attributes.keys():
         return
     context = {key: value for key, value in context.items() if len(value) <= MAX_ATTRIBUTE_VALUE_BYTES}
     if len(built.attributes) + len(context) > MAX_ATTRIBUTES:

@@ -3,7 +3,6 @@
 import gc
 from base64 import b64encode
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
