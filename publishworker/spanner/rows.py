@@ -1,8 +1,8 @@
 """Decodes Spanner's protobuf values into tasks. Pure, and written for speed.
 
 The Spanner client decodes each value with a function for its type and a datetime class of its own. This module needs
-half of that CPU: 5 us instead of 9 us for a candidate, and 6 us instead of 12 us for a locked row. The worker needs
-about 80 us for a task in total (`python -m tests.benchmarks --only decoding costs`, docs/benchmarks.md). Values are in
+about half of that CPU: 2 us instead of 4 us for a candidate, and 5 us instead of 8 us for a locked row. A task takes
+about 55 us of the worker's CPU (`python -m tests.benchmarks --only decoding costs`, docs/benchmarks.md). Values are in
 the order of the columns in `statements`.
 """
 
