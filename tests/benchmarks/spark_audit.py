@@ -24,17 +24,15 @@ from outbox_pipeline.spanner import open_table
 from tests.benchmarks.bench import Bench, fresh_table
 from tests.benchmarks.results import Section
 from tests.benchmarks.spark import (
-    CPU,
     DAY,
     LOOP,
     SPARK,
     TOPICS,
     Sample,
     beside_loops,
-    grows,
+    compares_cpu,
     here,
     in_turns,
-    of_spark_and_loop,
     timed,
 )
 from tests.support.spanner import INSTANCE, PROJECT
@@ -61,22 +59,18 @@ def auditing(bench: Bench) -> Section:
     section = beside_loops(
         "Auditing with Spark",
         samples,
-        dict.fromkeys(sizes),
         f"""\
 - A day's tasks in one window of an archive, {TOPICS} topics, messages of 150 bytes with two attributes, as Parquet that
   a subscription to BigQuery was exported to. Of a million, {LOST:,} are lost, {TWICE:,} were published twice, and
   {UNKNOWN} messages are of no task. The loop reads both with pyarrow in one process, keeps Python's `hash` of what was
   received, and counts the same classes by topic and hour in dictionaries; the job is all of the job, on `local[2]`,
   with findings, percentiles, samples and the page.
-- The bars compare CPU, because the ratio of times depends on the machine: the loop uses one core, so with n free cores
-  Spark is at most n / (its CPU / the loop's CPU) times as fast. An earlier bar asked for twice the speed of the loop.
-  On two cores that needs a job that takes no more CPU than the loop and keeps both cores busy all the time.""",
+- With n free cores, Spark is at most n / (its CPU / the loop's CPU) times as fast as the loop. An earlier bar asked for
+  twice the speed of the loop. On two cores that needs a job that takes no more CPU than the loop and keeps both cores
+  busy all the time.""",
         transfers="The ratio of CPU, roughly: executors on other machines also send the shuffle over a network.",
     )
-    small, large = sizes
-    ratio = of_spark_and_loop(section, large, CPU)
-    section.at_most(f"CPU of Spark / loop, {large:,} rows", ratio, 1.6)
-    return grows(section, small, large, 1.0, CPU)
+    return compares_cpu(section, *sizes, 1.6)
 
 
 def _id(number: Column) -> Column:

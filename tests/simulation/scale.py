@@ -289,19 +289,21 @@ def measure() -> tuple[Costs, Rows]:
             for workers, tasks in BACKLOGS:
                 with contextlib.closing(measured.drained(bench, workers, tasks)) as runs:
                     found = list(itertools.islice(runs, ROUNDS))
-                real = {column: statistics.median(each[column] for each in found) for column in found[0]}
+                real = _medians(found)
                 real["requests/1,000 tasks"] = measured.counted(bench, workers, tasks)
-                simulated = drained(costs, workers, tasks, seed=1)
+                simulated = _medians([drained(costs, workers, tasks, seed) for seed in range(1, ROUNDS)])
                 for column, value in real.items():
                     compare(f"{workers} worker{'s' * (workers > 1)}, {tasks:,} tasks", column, value, simulated[column])
             for rate in ARRIVALS:
-                tries = [percentiles(measured.received(bench, rate, SECONDS)) for _ in range(ROUNDS - 1)]
-                simulated = percentiles(received(costs, rate, SECONDS, seed=1))
-                for column, value in simulated.items():
-                    compare(
-                        f"1 worker, {rate} tasks/s", column, statistics.median(each[column] for each in tries), value
-                    )
+                real = _medians([percentiles(measured.received(bench, rate, SECONDS)) for _ in range(1, ROUNDS)])
+                simulated = _medians([percentiles(received(costs, rate, SECONDS, seed)) for seed in range(1, ROUNDS)])
+                for column, value in real.items():
+                    compare(f"1 worker, {rate} tasks/s", column, value, simulated[column])
     return costs, rows
+
+
+def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {column: statistics.median(each[column] for each in runs) for column in runs[0]}
 
 
 def checked() -> dict[str, Section]:
