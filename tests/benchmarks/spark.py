@@ -94,7 +94,7 @@ def read(bench: Bench) -> Section:
   table in one process, with the client's own decoding, and leaves `Data` as base64; Spark is the data source on
   `local[2]`, eight ranges of the key, every value decoded, written to nowhere.""",
     )
-    return compares_cpu(section, *sizes, 3.0)
+    return compares_cpu(section, *sizes)
 
 
 def registering(bench: Bench) -> Section:
@@ -114,7 +114,7 @@ def registering(bench: Bench) -> Section:
   `database.batch()`, with ids that are made beforehand, and the back-off of the job; the job makes the ids, sorts,
   writes with two tasks, and looks for rejects.""",
     )
-    return compares_cpu(section, *sizes, 3.0)
+    return compares_cpu(section, *sizes)
 
 
 def archiving(bench: Bench) -> Section:
@@ -135,7 +135,7 @@ def archiving(bench: Bench) -> Section:
   the table in one process and pyarrow's dataset writer, parted by day and topic; the job reads as of one time, shuffles
   the tasks of a day and topic together, writes, and notes their number and checksum in the window's manifest.""",
     )
-    return compares_cpu(section, *sizes, 3.0)
+    return compares_cpu(section, *sizes)
 
 
 @contextlib.contextmanager
@@ -190,11 +190,11 @@ def beside_loops(title: str, samples: list[Sample], conditions: str, *, transfer
     return Section(title, figures(samples), conditions, transfers, Plot(["rows/s", CPU]))
 
 
-def compares_cpu(section: Section, small: int, large: int, limit: float) -> Section:
-    """Add the bars that Spark takes at most `limit` times the loop's CPU, and that it grows no faster than the rows."""
+def compares_cpu(section: Section, small: int, large: int) -> Section:
+    """Add the bars that Spark takes at most 1.6 times the loop's CPU, and that it grows no faster than the rows."""
     of_spark = section.value(f"{SPARK}, {large:,} rows", CPU)
     ratio = of_spark / section.value(f"{LOOP}, {large:,} rows", CPU)
-    section.at_most(f"CPU of Spark / loop, {large:,} rows", ratio, limit)
+    section.at_most(f"CPU of Spark / loop, {large:,} rows", ratio, 1.6)
     growth = of_spark / section.value(f"{SPARK}, {small:,} rows", CPU)
     section.at_most(f"growth of CPU seconds over growth of rows, to {large:,}", growth / (large / small), 1.0)
     return section

@@ -70,7 +70,7 @@ def auditing(bench: Bench) -> Section:
   busy all the time.""",
         transfers="The ratio of CPU, roughly: executors on other machines also send the shuffle over a network.",
     )
-    return compares_cpu(section, *sizes, 1.6)
+    return compares_cpu(section, *sizes)
 
 
 def _id(number: Column) -> Column:
