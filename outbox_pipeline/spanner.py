@@ -53,13 +53,19 @@ class Table(TaskTable):
         """Return the earliest SentAt, or None if no task is sent."""
         now, index = self.now(), self.layout.sql(TO_SEND)
         ranges = (KeyRange(start_open=[shard, None], end_closed=[shard]) for shard in self.shards)
-        rows = [
-            row for each in ranges for row in self.rows(("SentAt",), KeySet(ranges=[each]), now, index=index, limit=1)
-        ]
+        options: Any = {"index": index, "limit": 1, "seconds": CALL_SECONDS}
+        rows = [row for each in ranges for row in self.rows(("SentAt",), KeySet(ranges=[each]), now, **options)]
         return min((datetime.fromisoformat(sent_at.string_value) for (sent_at,) in rows), default=None)
 
     def rows(
-        self, columns: Sequence[str], keys: KeySet, at: datetime, *, index: str = "", limit: int = 0
+        self,
+        columns: Sequence[str],
+        keys: KeySet,
+        at: datetime,
+        *,
+        index: str = "",
+        limit: int = 0,
+        seconds: float = READ_SECONDS,
     ) -> Iterator[list[Any]]:
         """Yield rows as of `at` while they arrive. Values are the client's undecoded protobuf values.
 
@@ -70,7 +76,7 @@ class Table(TaskTable):
             yield from snapshot.read(
                 TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
                 request_options={"priority": _LOW, "request_tag": "outbox-pipeline-read"},
-                **retry_and_timeout(READ_SECONDS),
+                **retry_and_timeout(seconds),
             )  # fmt: skip
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:

@@ -30,13 +30,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--max-age",
         metavar="SECONDS",
-        type=float,
+        type=_age,
         default=os.environ.get("OUTBOX_MAX_AGE", str(MAX_AGE)),
         help=f"Max age of the file of a worker that is alive (env OUTBOX_MAX_AGE; default {MAX_AGE:g}).",
     )
     options = parser.parse_args(arguments)
-    if not 0 < options.max_age < float("inf"):
-        parser.error(f"--max-age (or OUTBOX_MAX_AGE): {options.max_age:g} is not allowed. It must be seconds above 0")
     try:
         age = time.time() - Path(options.heartbeat_file).stat().st_mtime
     except OSError as error:
@@ -46,3 +44,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"The last heartbeat is {age:.0f} s old; --max-age is {options.max_age:g} s", file=sys.stderr)
         return 1
     return 0
+
+
+def _age(text: str) -> float:
+    try:
+        age = float(text)
+    except ValueError:
+        age = 0.0
+    if not 0 < age < float("inf"):
+        raise argparse.ArgumentTypeError(f"(or OUTBOX_MAX_AGE) {text} is not allowed. It must be seconds above 0")
+    return age

@@ -7,6 +7,7 @@ depends only on the row locks.
 
 import hashlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -15,17 +16,17 @@ from itertools import product
 
 from outbox.shared.throttled_log import ThrottledLog
 from outbox.storage.layout import Layout
-from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS
-from publishworker.spanner.store import Store, StoreError
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Store, StoreError
 from publishworker.types import Workers
 
 _log = logging.getLogger("publishworker")
 
-#: Max seconds between two heartbeats of a worker.
+#: Seconds between two heartbeats of a worker.
 HEARTBEAT_INTERVAL_SECONDS = 7.5
-#: The same while the worker has nothing to send. A late heartbeat then does no harm, because the shards that other
-#: workers take over are empty.
-IDLE_HEARTBEAT_INTERVAL_SECONDS = 11.0
+#: The same while the worker has nothing to send and waits for the change stream. It saves requests.
+IDLE_HEARTBEAT_INTERVAL_SECONDS = 20.0
+#: The liveness timeout after such a heartbeat. It leaves time for a second attempt if one takes 5 s and fails.
+IDLE_LIVENESS_TIMEOUT_SECONDS = 27
 #: Seconds from a heartbeat that failed to the next attempt.
 HEARTBEAT_RETRY_SECONDS = 2.0
 
@@ -43,8 +44,10 @@ class Membership:
         """Begin as if no other worker were live."""
         self._store = store
         self._worker = worker
-        #: Whether the worker has nothing to send. It then writes its heartbeat less often.
+        #: Whether the worker waits for the change stream. It then writes its heartbeat less often.
         self.idle = False
+        #: That of the last heartbeat that was written.
+        self._liveness_timeout = LIVENESS_TIMEOUT_SECONDS
         #: The layouts that this worker polls.
         self.layouts = tuple(store.layouts)
         self._clock = clock
@@ -55,6 +58,7 @@ class Membership:
         self._started_at = datetime.now(UTC)
         self._heartbeat_at = float("-inf")
         self._learned_at = clock()
+        self._next_timeout_at = math.inf
         self._living: frozenset[str] = frozenset({worker})
         self._gone: frozenset[str] = frozenset()
         #: The IDs of the shards that this worker polls.
@@ -73,14 +77,20 @@ class Membership:
     @property
     def seconds_to_heartbeat(self) -> float:
         """Return the seconds until the next heartbeat."""
-        interval = IDLE_HEARTBEAT_INTERVAL_SECONDS if self.idle else HEARTBEAT_INTERVAL_SECONDS
+        may_be_late = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
+        interval = IDLE_HEARTBEAT_INTERVAL_SECONDS if may_be_late else HEARTBEAT_INTERVAL_SECONDS
         seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
         return max(0.0, self._heartbeat_at + seconds - self._clock())
 
     @property
+    def seconds_to_next_timeout(self) -> float:
+        """Return the seconds until the next liveness timeout of another worker, unless it writes a heartbeat."""
+        return max(0.0, self._next_timeout_at - self._clock())
+
+    @property
     def lapsed(self) -> bool:
         """Tell whether this process was suspended for so long that it must call `learn` before its next heartbeat."""
-        return self._clock() - max(self._heartbeat_at, self._learned_at) > LIVENESS_TIMEOUT_SECONDS
+        return self._clock() - max(self._heartbeat_at, self._learned_at) > self._liveness_timeout
 
     def heartbeat(self) -> None:
         """Write the heartbeat if it is due. After a lapse, write none before `learn`: the layouts may have changed.
@@ -97,7 +107,9 @@ class Membership:
             self._failure = error
 
     def _write(self, polls: Sequence[Layout]) -> None:
-        self._store.heartbeat(self._worker, self._started_at, polls, self._gone)
+        liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS
+        self._store.heartbeat(self._worker, self._started_at, polls, self._gone, liveness_timeout)
+        self._liveness_timeout = liveness_timeout
 
     def learn(self, workers: Workers) -> None:
         """Take this worker's part of the shards. Raises StoreError.
@@ -119,9 +131,11 @@ class Membership:
         seen = self._worker in workers.live
         if self._was_seen and not seen:
             # After an outage no heartbeat is fresh. Keep the former workers until they have had time to write one.
-            self._keep_former_until = self._clock() + IDLE_HEARTBEAT_INTERVAL_SECONDS
+            self._keep_former_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
         self._was_seen = seen
-        living = workers.live | {self._worker}  # whatever its row says, this worker is alive
+        others = {id: seconds for id, seconds in workers.live.items() if id != self._worker}
+        self._next_timeout_at = self._clock() + min(others.values(), default=math.inf)
+        living = frozenset({*others, self._worker})  # this worker is live even if its row timed out
         if self._clock() < self._keep_former_until:
             living |= self._living
         layouts = workers.layouts or self.layouts

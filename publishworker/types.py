@@ -95,12 +95,14 @@ class TopicControls:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The IDs of live workers, and of workers whose heartbeat is so old that its row may be deleted.
+    """The live workers, and the IDs of workers whose heartbeat is so old that its row may be deleted.
 
-    `layouts` are the layouts to poll, as the database records them. They are empty until the table's first reshard.
+    `live` maps the ID of each live worker to the seconds until it is no longer live, if it writes no heartbeat until
+    then. `layouts` are the layouts to poll, as the database records them. They are empty until the table's first
+    reshard.
     """
 
-    live: frozenset[str] = frozenset()
+    live: Mapping[str, float] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
     layouts: tuple[Layout, ...] = ()
 

@@ -8,7 +8,7 @@ from random import Random
 from typing import Protocol
 
 from publishworker.in_flight import StuckBatch
-from publishworker.membership import Membership
+from publishworker.membership import IDLE_LIVENESS_TIMEOUT_SECONDS, Membership
 from publishworker.spanner.store import DatabaseMissing, StoreError
 from publishworker.threads import Event
 from publishworker.types import Turn
@@ -92,6 +92,7 @@ class Worker:
         self._outage = Pause(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
         self._unavailable = False
         self._missing_since: float | None = None
+        self._active_at = clock()  # the last time when there may have been new tasks, in any shard
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
         """Run turns until `stop` is set or `until(turn)` is true. Then finish the batches in flight.
@@ -126,6 +127,7 @@ class Worker:
                 seconds = self._seconds_to_next(turn)
             except StoreError as error:
                 self._touch_file()  # the poll alone may have taken 30 s
+                self._active_at = self._clock()
                 self._log_unavailable(error)
                 self._raise_if_missing_too_long(error)
                 stop.wait(self._outage.next())
@@ -134,21 +136,26 @@ class Worker:
             self._missing_since = None
             if finished or stop.is_set():
                 return
-            self._membership.idle = not (turn.made_progress or turn.in_flight)
+            self._membership.idle = seconds > self._poll_interval
             self._membership.heartbeat()  # not after a StoreError: a worker whose turns fail must lose its shards
             self._pause(stop, seconds)
 
     def _seconds_to_next(self, turn: Turn) -> float:
         """Return the seconds until the next poll."""
         if turn.made_progress:
+            self._active_at = self._clock()
             self._idle.reset()
             return 0.0
         if turn.still_waiting:
             return 0.0
         seconds = self._idle.next()
-        # The change stream reports inserts. It does not report that a scheduled task has become due.
-        if seconds > self._poll_interval and (due := self._relay.seconds_until_due()) is not None:
-            seconds = min(seconds, due)
+        if seconds > self._poll_interval:
+            # The change stream reports inserts. It does not report that a scheduled task has become due, or that a new
+            # task is in a shard of a worker that has crashed.
+            if (due := self._relay.seconds_until_due()) is not None:
+                seconds = min(seconds, due)
+            if self._clock() - self._active_at < IDLE_LIVENESS_TIMEOUT_SECONDS:
+                seconds = min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
         return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
 
     def _pause(self, stop: threading.Event, seconds: float) -> None:
@@ -159,6 +166,7 @@ class Worker:
         began = self._clock()
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
+                self._active_at = self._clock()
                 if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile
                     stop.wait(max(0.0, FIRST_WAIT - (self._clock() - began)))
                 return

@@ -75,11 +75,13 @@ CREATE TABLE AsynchronousTaskTopics (
 
 -- Heartbeats: one row for each worker, written every few seconds. The live workers divide the shards among themselves.
 CREATE TABLE AsynchronousTaskWorkers (
-  WorkerId  STRING(64) NOT NULL,
-  StartedAt TIMESTAMP  NOT NULL,
-  SeenAt    TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true),
+  WorkerId               STRING(64) NOT NULL,
+  StartedAt              TIMESTAMP  NOT NULL,
+  SeenAt                 TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true),
+  -- The worker is live until SeenAt is older than this.
+  LivenessTimeoutSeconds INT64      NOT NULL DEFAULT (14),
   -- The columns whose shards the worker polls, such as Shard,Shard32. NULL: Shard.
-  Polls     STRING(64)
+  Polls                  STRING(64)
 ) PRIMARY KEY (WorkerId);
 
 -- Shard columns, since `outbox schema reshard` ran for the first time. No row: workers poll the shards of column Shard.

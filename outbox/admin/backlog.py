@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import product
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotF
 from outbox.admin import statements
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
 from outbox.errors import OutboxError
+from outbox.storage.sql import chunked
 from outbox.storage.task_states import UNSENT
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ MAX_TOPICS = 1_000
 #: Max queries for the ready tasks of a topic. A query that stops at its limit of tasks is followed by one for the lower
 #: priorities.
 MAX_QUERIES = 20
+#: Max pairs of a shard and a topic in one request, because Spanner limits a request to 10 MiB.
+MAX_RANGES = 10_000
 #: Due tasks of a shard and topic that are read to find the oldest. The first task by AvailableAt may not have been due
 #: the longest: if AvailableAt was past at registration, the task has been due since CreatedAt.
 FIRST_DUE = 100
@@ -212,7 +215,8 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
     counter = BacklogCounter(1)  # the first ready task of each priority is its oldest
     if left := _add_ready(counter, ask, product(table.shards, topics), 1):
         limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // len(left)))
-        counter.add(ask(statements.COUNT_READY, **_range_values(left), limit=limit), "pending")
+        for rows in _ready(ask, left, limit):
+            counter.add(rows, "pending")
     due = ask(statements.COUNT_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)
     counter.add(due, "pending")
     backlog = Backlog(at, 0, counter.lines(()))
@@ -225,14 +229,23 @@ def _add_ready(
     """Add the ready tasks of all shards and topics. Return the ranges that are left, with their max priorities."""
     left = dict.fromkeys(ranges, _HIGHEST)
     for _ in range(MAX_QUERIES):
-        if left:
-            left = counter.add_ready(ask(statements.COUNT_READY, **_range_values(left), limit=limit))
+        ranges_left: dict[tuple[int, str], int] = {}
+        for rows in _ready(ask, left, limit):
+            ranges_left |= counter.add_ready(rows)
+        left = ranges_left
     return left
 
 
-def _range_values(max_priorities: Mapping[tuple[int, str], int]) -> dict[str, Any]:
-    shards, topics = [shard for shard, _ in max_priorities], [topic for _, topic in max_priorities]
-    return {"range_shards": shards, "range_topics": topics, "max_priorities": list(max_priorities.values())}
+def _ready(
+    ask: Callable[..., list[list[Any]]], max_priorities: Mapping[tuple[int, str], int], limit: int
+) -> Iterator[list[list[Any]]]:
+    """Yield the rows of ready tasks in these ranges, request by request."""
+    for chunk in chunked(max_priorities.items(), MAX_RANGES):
+        shards, topics = [shard for (shard, _), _ in chunk], [topic for (_, topic), _ in chunk]
+        priorities = [priority for _, priority in chunk]
+        yield ask(
+            statements.COUNT_READY, range_shards=shards, range_topics=topics, max_priorities=priorities, limit=limit
+        )
 
 
 def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool = True) -> Backlog:

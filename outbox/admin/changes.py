@@ -157,8 +157,14 @@ def purge(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
     return _change(table, selection, "purge", _delete)
 
 
-def discard(table: TaskTable, ids: Sequence[str], reason: str) -> Iterator[Outcome]:
-    """Delete the dead tasks among `ids`, and release the tasks that they blocked. The record contains the `reason`."""
+def discard(
+    table: TaskTable, ids: Sequence[str], reason: str, log: Callable[[Sequence[str]], None] = lambda _ids: None
+) -> Iterator[Outcome]:
+    """Delete the dead tasks among `ids`, and release the tasks that they blocked. The record contains the `reason`.
+
+    `log` gets the IDs that a transaction has deleted. It is called before the release, because a signal or a crash
+    during the release must not lose them.
+    """
     deleted: list[_Row] = []
 
     def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
@@ -168,6 +174,7 @@ def discard(table: TaskTable, ids: Sequence[str], reason: str) -> Iterator[Outco
     for outcome in _change(table, TaskSelection(state="dead", ids=tuple(ids)), "discard", write, reason=reason):
         keys = {(row.topic, row.ordering_key, row.shard) for row in deleted if row.ordering_key}
         deleted.clear()
+        log(outcome.changed)
         yield dataclasses.replace(outcome, warning=_release_heads(table, sorted(keys)) or outcome.warning)
 
 

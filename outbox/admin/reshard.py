@@ -144,9 +144,11 @@ class Resharding:
         target = next((each for each in snapshot.layouts if each.shards == shards), Layout(shards, str(shards)))
         others = [each for each in snapshot.layouts if each != target]
         if len(others) > 1:
+            latest = self._latest()
+            former, new = (latest.former, latest.target) if latest else (others[0].shards, others[1].shards)
             raise OutboxError(
-                f"{self._table.name}: a change from {others[0].shards} to {others[1].shards} shards is under way. "
-                f"Continue it with --shards {others[1].shards}, or end it with --abort."
+                f"{self._table.name}: a change from {former} to {new} shards is under way. "
+                f"Continue it with --shards {new}, or end it with --abort."
             )
         return target
 
@@ -202,7 +204,9 @@ class Resharding:
             case "build":
                 self._build(target)
             case "drop":
-                self._update(ddl.dropped_layout(step.layout.suffix, schema.layouts(self._database)[step.layout]))
+                found = schema.layouts(self._database)
+                if step.layout in found:  # otherwise another run has dropped it meanwhile
+                    self._update(ddl.dropped_layout(step.layout.suffix, found[step.layout]))
             case "forget":
                 keys = KeySet(keys=[[step.layout.column]])
                 self._table.transact(_TAG, lambda transaction: transaction.delete(_TABLE, keys))
@@ -224,9 +228,16 @@ class Resharding:
     def _record_operation(self, target: Layout) -> None:
         """Record who changes the number of shards, once for each change and once for each abort."""
         snapshot, latest = self.snapshot(), self._latest()
-        if next_step(snapshot, target) is None or (latest and latest.target == target.shards):
+        former = next((each for each in snapshot.layouts if each != target), None)
+        # `_build` completes a layout that an earlier change added. `Shard` is created by `outbox schema apply`.
+        if former is None and not target.suffix and not snapshot.is_complete(target):
+            raise OutboxError(
+                f"{self._table.name}: an index of {target.column} is missing or does not contain all tasks yet, and "
+                "workers poll no other layout. Run `outbox schema apply` to create a missing index. Then wait until "
+                "the state of both indexes is READ_WRITE."
+            )
+        if former is None or next_step(snapshot, target) is None or (latest and latest.target == target.shards):
             return
-        former = next(each for each in snapshot.layouts if each != target)
         change = {"from": former.shards, "to": target.shards}
 
         def work(transaction: Transaction) -> None:

@@ -13,7 +13,6 @@ from outbox.storage.sql import (
     BY_ID,
     IN_ORDER,
     IN_ORDER_ORDER,
-    LIVENESS_TIMEOUT_SECONDS,
     NEVER,
     SEEK,
     TO_SEND,
@@ -66,11 +65,11 @@ TYPES = {
 
 NOW = "SELECT CURRENT_TIMESTAMP()"
 
-#: The columns that each live worker polls. Reads a whole small table. Workers count until their heartbeat is 30 s old,
-#: more than twice the liveness timeout, so that a slow worker is not overlooked.
+#: The columns that each live worker polls. Reads a whole small table. A worker counts for twice its liveness timeout,
+#: so that a slow one is not overlooked.
 WORKERS_POLL = """
 SELECT WorkerId, Polls FROM AsynchronousTaskWorkers
-WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 30 ORDER BY WorkerId"""
+WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 2 * LivenessTimeoutSeconds ORDER BY WorkerId"""
 #: The whole of a table with at most two rows.
 RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards ORDER BY ColumnName"
 #: Scans the whole table, which has one row for each change by an operator.
@@ -99,9 +98,9 @@ FROM AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}
 ORDER BY StartedAt DESC, OperationId LIMIT @limit"""
 
 #: The number of live workers (docs/architecture/workers.md).
-LIVE_WORKERS = f"""
+LIVE_WORKERS = """
 SELECT COUNT(*) FROM AsynchronousTaskWorkers
-WHERE SeenAt > TIMESTAMP_SUB(@now, INTERVAL {LIVENESS_TIMEOUT_SECONDS} SECOND)"""
+WHERE TIMESTAMP_ADD(SeenAt, INTERVAL LivenessTimeoutSeconds SECOND) > @now"""
 
 
 _OF_TOPIC = "Shard = in_shard AND SentAt IS NULL AND Topic = of_topic"

@@ -69,7 +69,7 @@ def carry_out(outcomes: "Iterator[admin.changes.Outcome]", continue_command: str
                 report.heads |= outcome.heads
                 if time.monotonic() >= next_progress:
                     note(f"{tasks(report.changed)} changed so far")
-                    next_progress += PROGRESS_SECONDS
+                    next_progress = time.monotonic() + PROGRESS_SECONDS
                 if outcome.warning:
                     note(outcome.warning)
                 if received:

@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
+import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from outbox import admin
@@ -90,7 +91,7 @@ def run_retry(options: argparse.Namespace) -> int:
     if ids is None and options.state is None:
         raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*RETRY_STATES).allowed}")
     table = flags.open_table(options)
-    ids = ids and flags.full_ids(table, options.ids, ids)
+    ids = ids and flags.full_ids(table, options, ids)
     now = table.now()
     selection = flags.selection(options, now, ids)
     # Select only tasks before `now`. A task that this command sends again gets a later SentAt, so neither this run nor
@@ -116,7 +117,9 @@ def run_retry(options: argparse.Namespace) -> int:
     report = bulk.carry_out(admin.changes.retry(table, selection), continue_command)
     print(f"due now: {bulk.tasks(report.changed)}")
     if ids:
-        code = report.explain(NOT_CHANGED, OUTSIDE)
+        # With --include-expired, an expired task that was not changed does not match the selection.
+        ignored = {"expired"} if options.include_expired else set()
+        code = report.explain({state: NOT_CHANGED[state] for state in NOT_CHANGED.keys() - ignored}, OUTSIDE)
         if heads := sorted(report.heads - set(ids)):
             note(f"retry the head of the ordering key, or discard it if it is dead: {named(heads)}")
         return code
@@ -154,23 +157,22 @@ def run_discard(options: argparse.Namespace) -> int:
     if ids is None:
         raise SettingError("no tasks given. Pass IDs of dead tasks, or --ids-file")
     table = flags.open_table(options)
-    ids = flags.full_ids(table, options.ids, ids)
+    ids = flags.full_ids(table, options, ids, unasked=options.yes)
     count = admin.changes.count(table, admin.changes.TaskSelection(state="dead", ids=ids), exact=True)
     if not count.number:
         raise OutboxError(f"no dead task among the {len(ids):,} given IDs. Nothing was deleted")
     bulk.confirm(f"{count} (dead) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
     continue_command = flags.continue_command(options)
-    outcomes = _logged(admin.changes.discard(table, ids, options.reason), options.reason)
+    log = functools.partial(_log_discarded, options.reason)
+    outcomes = admin.changes.discard(table, ids, options.reason, log)
     report = bulk.carry_out(outcomes, continue_command)
     print(f"deleted: {bulk.tasks(report.changed)}")
     return report.explain({}, "because they are not dead but {state}")
 
 
-def _logged(outcomes: "Iterator[admin.changes.Outcome]", reason: str) -> "Iterator[admin.changes.Outcome]":
-    """Log the deleted tasks of each transaction."""
-    for outcome in outcomes:
-        for id in outcome.changed:
-            extra = {"action": "discarded", "fields": {"task_id": id, "reason": reason}}
-            _log.warning("discarded the dead task %s: %s", escaped(id), escaped(reason), extra=extra)
-        yield outcome
+def _log_discarded(reason: str, ids: Sequence[str]) -> None:
+    """Log the deleted tasks of a transaction."""
+    for id in ids:
+        extra = {"action": "discarded", "fields": {"task_id": id, "reason": reason}}
+        _log.warning("discarded the dead task %s: %s", escaped(id), escaped(reason), extra=extra)

@@ -167,17 +167,29 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys([*options.ids, *listed]))
 
 
-def full_ids(table: "admin.table.TaskTable", prefixes: Sequence[str], wanted: Sequence[str]) -> tuple[str, ...]:
-    """Replace each prefix in `wanted` with the full ID, and print each replacement on stderr. Raises OutboxError."""
+def full_ids(
+    table: "admin.table.TaskTable", options: argparse.Namespace, wanted: Sequence[str], *, unasked: bool = False
+) -> tuple[str, ...]:
+    """Replace each prefix in `wanted` and `options.ids` with the full ID, and print each replacement on stderr.
+
+    `unasked` refuses prefixes, because the user is not asked whether the full ID is right. Raises SettingError,
+    OutboxError.
+    """
     full = {}
-    long_enough = [prefix for prefix in prefixes if len(prefix) >= MIN_PREFIX]
+    long_enough = [prefix for prefix in options.ids if len(prefix) >= MIN_PREFIX]
     for prefix, matches in admin.tasks.beginning_with(table, long_enough, 3).items():
         full[prefix] = matches[0]
         if matches[0] == prefix:
             continue
         if len(matches) > 1:
             raise OutboxError(f"several task IDs begin with {prefix!r}: {named(matches)}. Give more characters")
+        if unasked:
+            raise SettingError(
+                f"{prefix!r} is only a prefix of task {escaped(matches[0])}. With --yes, pass full IDs. Nothing was "
+                "changed"
+            )
         note(f"{escaped(prefix)} is task {escaped(matches[0])}")
+    options.ids = [full.get(id, id) for id in options.ids]
     return tuple(dict.fromkeys(full.get(id, id) for id in wanted))
 
 
@@ -217,12 +229,29 @@ def continue_command(options: argparse.Namespace, **changed: str) -> str:
     """Return the command line that continues with the same selection without a question, quoted for a shell.
 
     `changed` are flags with new values, such as an absolute time for `2h`. They come after the user's flags, because
-    argparse uses the last value.
+    argparse uses the last value. The task IDs are `options.ids`: the prefixes that the user typed may belong to other
+    tasks by then.
     """
-    words = list(options.command_line)
-    arguments = words.index("--") if "--" in words else len(words)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in changed.items()]
-    words[arguments:arguments] = [*flags, "--yes"]
-    return shlex.join(["outbox", *words]) + (
+    command, flags = _command_and_flags(options)
+    flags += [*(f"--{name.replace('_', '-')}={value}" for name, value in changed.items()), "--yes"]
+    ids = vars(options).get("ids")
+    return shlex.join(["outbox", command, *flags, *(["--", *ids] if ids else [])]) + (
         "  # with the same task IDs on stdin" if vars(options).get("ids_file") == "-" else ""
     )
+
+
+def _command_and_flags(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """Return the name of the command, and the flags of the command line with their values."""
+    flags, arguments = list[str](), list[str]()
+    words = iter(options.command_line)
+    for word in words:
+        name, equals, _ = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if word == "--":
+            arguments += words
+        elif not word.startswith("--") or name not in vars(options):
+            arguments.append(word)
+        else:
+            is_switch = isinstance(vars(options)[name], bool)
+            flags += [word] if equals or is_switch else [word, next(words)]
+    return arguments[0], flags

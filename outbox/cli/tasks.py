@@ -114,7 +114,7 @@ def _table(tasks: "list[admin.tasks.Task]") -> str:
 def run_show(options: argparse.Namespace) -> int:
     """Print a task; returns 0. Raises SettingError, NotReached, and OutboxError if there is no such task."""
     task_table = flags.open_table(options)
-    [id] = flags.full_ids(task_table, options.ids, options.ids)
+    [id] = flags.full_ids(task_table, options, options.ids)
     task = admin.tasks.task(task_table, id)
     if task is None:
         raise OutboxError(

@@ -115,7 +115,7 @@ def run_limit(options: argparse.Namespace) -> int:
 
 def run_resume(options: argparse.Namespace) -> int:
     """Resume topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    table = flags.open_table(options)
+    table = _open(options)
     controls = admin.topics.controls(table)
     if missing := [topic for topic in options.topics if topic not in controls]:
         paused = [topic for topic, control in controls.items() if control.Paused]
@@ -128,18 +128,16 @@ def run_resume(options: argparse.Namespace) -> int:
 
 def _open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":
     """Return the table. If a topic is unknown, ask first. Raises SettingError, NotReached, OutboxError."""
-    table = flags.open_table(options)
+    table = _open(options)
     if not options.yes and (unknown := admin.topics.unknown(table, options.topics)):
         question = f"{flags.unknown_topics(table, unknown)}. {verb} {named(map(repr, unknown))} anyway?"
         bulk.confirm(question, yes=False)
     return table
 
 
-def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
-    """Write the values, by column, and print the new rows; returns 0.
-
-    Print a note if unsent tasks use the other name (ID or full name) of a topic.
-    """
+def _open(options: argparse.Namespace) -> "admin.table.TaskTable":
+    """Return the table. Print a note if unsent tasks use the other name (ID or full name) of a topic."""
+    table = flags.open_table(options)
     project = table.name.split("/")[1]
     names = {name: topic for topic in options.topics if (name := _other_name(topic, project)) not in options.topics}
     for name in sorted(admin.topics.waiting(table, names)):
@@ -147,6 +145,11 @@ def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operati
             f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "
             "its tasks are not affected"
         )
+    return table
+
+
+def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
+    """Write the values, by column, and print the new rows; returns 0."""
     for topic, control in admin.topics.change(table, operation, options.topics, values).items():
         print(f"{topic}: {_described(control, 'resumed' if operation == 'resume' else '')}")
     note(f"{APPLIED_SOON}; {SHARED}" if operation == "limit" else APPLIED_SOON)

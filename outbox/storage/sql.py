@@ -10,9 +10,6 @@ T = TypeVar("T")
 
 #: An AvailableAt from this time on: the task is dead.
 NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
-#: A worker is live if its last heartbeat is less than this many seconds old. Other workers that discover every second
-#: take over the shards of a dead worker within 15 s.
-LIVENESS_TIMEOUT_SECONDS = 14
 #: The index for polls: (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt).
 TO_SEND = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
 #: The whole key of that index. A statement that orders by it needs no sort, whatever the optimizer infers.

@@ -182,11 +182,14 @@ def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.La
     invalid. They are sent again in smaller requests.
     """
     ids, request = lane.requests.popleft()
-    try:
+    # `future.result()` would raise the future itself. Its traceback would be a reference cycle, which keeps the
+    # messages of the batch in memory until the next garbage collection.
+    error = future.exception()
+    if error is None:
         answer = _sent(ids, future.result().message_ids, call.name)
-    except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
-            return lane.smaller(ids, request)
+    elif error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
+        return lane.smaller(ids, request)
+    else:
         answer = dict.fromkeys(ids, failure_of(error, call.name, call.create_command))
     call.outcomes.update(answer)
     return [lane] if lane.requests and all(isinstance(each, Sent) for each in answer.values()) else []

@@ -13,7 +13,7 @@ from outbox.errors import NotReached
 from outbox.storage.connection import LimitedDatabase, retry_and_timeout
 from outbox.storage.schema import service_errors
 from publishworker.spanner.statements import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
-from publishworker.spanner.store import ABORTED_DELAY_SECONDS
+from publishworker.spanner.store import ABORTED_DELAY_SECONDS, LIVENESS_TIMEOUT_SECONDS
 
 #: Seconds for a read of one row.
 READ_SECONDS = 5.0
@@ -28,7 +28,7 @@ def verify_grants(database: LimitedDatabase) -> None:
     limited: Any = database  # its methods carry no types
     id = str(uuid.uuid4())
     mark = (id, COMMIT_TIMESTAMP, 1, None, None, None, None, 0)
-    heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, "")
+    heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, LIVENESS_TIMEOUT_SECONDS, "")
     with _permission(database, "read", "AsynchronousTasks", MARK_COLUMNS), limited.snapshot() as snapshot:
         types = {"id": param_types.STRING}
         list(

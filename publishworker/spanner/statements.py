@@ -49,9 +49,10 @@ _TOPICS = f"""
     SELECT Topic FROM {TO_SEND}
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
     LIMIT 1)) AS found"""
-# The seconds since each worker's last heartbeat.
+# The seconds since each worker's last heartbeat, and for how many seconds it makes the worker live.
 _WORKERS = """
-  SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) FROM AsynchronousTaskWorkers"""
+  SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND), LivenessTimeoutSeconds
+  FROM AsynchronousTaskWorkers"""
 # The number of shards of each layout to poll.
 _LAYOUTS = "SELECT AS STRUCT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
 # Pauses and limits.
@@ -132,7 +133,7 @@ READ_MARK_COLUMNS = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @
 #: The columns of a deferral.
 DEFER_COLUMNS = ("Id", "AvailableAt", "BlockedBy")
 
-HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "Polls")
+HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls")
 
 #: The database's time, and the paused topics.
 NOW_AND_PAUSED = "SELECT CURRENT_TIMESTAMP(), ARRAY(SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"

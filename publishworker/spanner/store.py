@@ -16,7 +16,7 @@ from google.rpc.error_details_pb2 import ResourceInfo
 from outbox.errors import NotReached
 from outbox.storage.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.storage.layout import COLUMN, Layout, by_suffix, first_id, renamed, suffix_of
-from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS, PESSIMISTIC
+from outbox.storage.sql import PESSIMISTIC
 from publishworker.spanner import rows, statements
 from publishworker.types import (
     Candidate,
@@ -39,6 +39,9 @@ from publishworker.types import (
 READ_SECONDS = 30.0
 #: Seconds for the lock query, which waits while a transaction of another worker holds a row.
 LOCK_SECONDS = 10.0
+#: A worker is live until its last heartbeat is this many seconds old. It is also the default of the column
+#: LivenessTimeoutSeconds.
+LIVENESS_TIMEOUT_SECONDS = 14
 #: Seconds for a heartbeat, including aborts.
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
 #: Max seconds from the start of a transaction during which it is retried after ABORTED.
@@ -128,8 +131,18 @@ class Store(Protocol):
         Returns the commit timestamp, which is the SentAt of the tasks that are marked as sent.
         """
 
-    def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
-        """Write the heartbeat of `worker`, started at `started_at`. Delete the rows of the workers in `remove`."""
+    def heartbeat(
+        self,
+        worker: str,
+        started_at: datetime,
+        polls: Sequence[Layout],
+        remove: Collection[str],
+        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
+    ) -> None:
+        """Write the heartbeat of `worker`, started at `started_at`, which makes it live for `liveness_timeout`.
+
+        Delete the rows of the workers in `remove`.
+        """
 
     def delete_heartbeat(self, worker: str) -> None:
         """Delete the worker's row."""
@@ -187,7 +200,7 @@ class SpannerStore:
         recorded = tuple(sorted(Layout(number, column.removeprefix(COLUMN)) for column, number in layouts))
         self.layouts = recorded or self.layouts
         return Discovery(
-            _workers(dict(seen), recorded),
+            _workers(seen, recorded),
             _controls(controls),
             frozenset(topic for topics, *_ in found for topic in topics),
         )
@@ -243,14 +256,21 @@ class SpannerStore:
         committed: datetime = transaction.committed
         return committed
 
-    def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
+    def heartbeat(
+        self,
+        worker: str,
+        started_at: datetime,
+        polls: Sequence[Layout],
+        remove: Collection[str],
+        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
+    ) -> None:
         """See Store. One request, a commit without reads.
 
         It sets no request priority, which Spanner treats as high. Otherwise an overloaded Spanner could delay
         heartbeats, and other workers would take over the shards.
         """
         with self._store_errors(), self._heartbeat_batch() as batch:
-            row = (worker, started_at, COMMIT_TIMESTAMP, ",".join(layout.column for layout in polls))
+            row = (worker, started_at, COMMIT_TIMESTAMP, liveness_timeout, ",".join(layout.column for layout in polls))
             batch.insert_or_update("AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [row])
             if remove:
                 batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))
@@ -408,10 +428,10 @@ class SpannerStore:
             raise (NotWritten if isinstance(error, Aborted) else StoreError)(describe(error)) from error
 
 
-def _workers(ages: Mapping[str, int], layouts: tuple[Layout, ...]) -> Workers:
+def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:
     return Workers(
-        live=frozenset(id for id, age in ages.items() if age < LIVENESS_TIMEOUT_SECONDS),
-        gone=frozenset(id for id, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
+        live={id: liveness_timeout - age for id, age, liveness_timeout in found if age < liveness_timeout},
+        gone=frozenset(id for id, age, _ in found if age > statements.FORGET_WORKER_SECONDS),
         layouts=layouts,
     )
 

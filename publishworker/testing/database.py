@@ -33,15 +33,20 @@ def created(files: Sequence[Path]) -> Iterator[Database]:
     """
     names = {"project": f"test-{uuid.uuid4().hex[:12]}", "instance": "test-instance", "database": "outbox"}
     statements = [each for file in files for each in ddl.cut(file.read_text(encoding="utf-8"))]
+    settings = DatabaseSettings.read(names)
     try:
-        database: Any = resources.create(DatabaseSettings.read(names), statements)
+        database: Any = resources.create(settings, statements)
     except OutboxError as error:
-        raise OutboxError(f"the setting outbox_ddl ({', '.join(map(str, files))}): {error}") from error
-    yield database
-    instance = database._instance  # noqa: SLF001 - the client has no other way
-    for each in instance.list_databases():
-        instance.database(each.name.rpartition("/")[2]).drop()
-    instance.delete()
+        if not files:
+            raise
+        raise type(error)(f"with the setting outbox_ddl ({', '.join(map(str, files))}): {error}") from error
+    try:
+        yield database
+    finally:
+        instance = database._instance  # noqa: SLF001 - the client has no other way
+        for each in instance.list_databases():
+            instance.database(each.name.rpartition("/")[2]).drop()
+        instance.delete()
 
 
 def deletion_order(database: Database) -> list[str]:

@@ -26,14 +26,14 @@ MAX_OUTAGE_PROBE_SECONDS = 10.0
 #: Max tasks of one probe.
 TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
-#: Max suspects of a topic that are remembered. The oldest are forgotten.
+#: Max suspects that are remembered, of a topic and of all topics together. The oldest are forgotten.
 MAX_SUSPECTS = 1_000
 #: Max IDs of probes that are remembered for one outage. Beyond this number any task can be drawn again.
 MAX_PROBED = 100
 #: Seconds after which an open circuit is forgotten if no task was left to probe the topic with.
 FORGET_SECONDS = 600.0
-#: Rows that a poll reads from a range while it searches for a task that has not been a probe.
-SEARCH_DEPTH = 2_500
+#: Rows that a poll first reads from a range when it searches for a task that has not been a probe. They double.
+FIRST_SEARCH_DEPTH, MAX_SEARCH_DEPTH = 250, 2_500
 #: In an outage, a failed probe loses an at-most-once task, so the first draws of such tasks are skipped. After this
 #: many skipped draws, the next one is published.
 SPARED_PROBES = 3
@@ -50,8 +50,8 @@ class _OpenCircuit:
     probing: bool = False
     #: IDs of earlier probes: other tasks go first.
     probed: set[str] = field(default_factory=set)
-    #: All tasks that a poll returned have been probes, and the table may have others.
-    needs_search: bool = False
+    #: Rows of each range to read, if all tasks that a poll returned have been probes and the table may have others.
+    search_depth: int = 0
     #: How many draws of an at-most-once task were skipped.
     spared: int = 0
 
@@ -109,8 +109,11 @@ class CircuitBreakers:
     def depths(self) -> dict[str, int]:
         """Return the rows to read of each range of a topic, to find a task that has not been a probe."""
         now = self._clock()
-        searched = (topic for topic, circuit in self._open.items() if circuit.needs_search and circuit.probe_at <= now)
-        return dict.fromkeys(searched, SEARCH_DEPTH)
+        return {
+            topic: circuit.search_depth
+            for topic, circuit in self._open.items()
+            if circuit.is_outage and circuit.search_depth and circuit.probe_at <= now
+        }
 
     def seconds_to_probe(self) -> float | None:
         """Return the seconds until the next topic may be probed, or None if no circuit is open."""
@@ -138,7 +141,7 @@ class CircuitBreakers:
             circuit = self._open[topic]
             fresh = [each for each in tasks if each.id not in circuit.probed]
             if not fresh and topic in cut_off:
-                circuit.needs_search = True
+                circuit.search_depth = min(max(2 * circuit.search_depth, FIRST_SEARCH_DEPTH), MAX_SEARCH_DEPTH)
             ready = [each for each in fresh if each.available_at is None]
             kept.append(self._random.choice(ready or fresh or tasks))
         return kept, {
@@ -206,6 +209,7 @@ class CircuitBreakers:
         circuit.probe_at = now + circuit.delay * self._random.uniform(0.85, 1)
         if len(circuit.probed) > MAX_PROBED:
             circuit.probed.clear()
+            circuit.search_depth = 0
         return CircuitChange(topic, failure, now - circuit.since)
 
     def _learn_suspects(self, topic: str, published: Iterable[str], failed: Sequence[str], *, is_new: bool) -> None:
@@ -213,9 +217,12 @@ class CircuitBreakers:
 
         Batches that fail while the circuit is open belong to the same outage.
         """
-        suspects = self._suspects.get(topic, {})
+        suspects = self._suspects.pop(topic, {})
         for id in published:
             suspects.pop(id, None)
         if failed:
-            earlier = () if is_new else suspects
-            self._suspects[topic] = dict.fromkeys([*earlier, *failed][-MAX_SUSPECTS:])
+            suspects = dict.fromkeys([*(() if is_new else suspects), *failed][-MAX_SUSPECTS:])
+        if suspects:
+            self._suspects[topic] = suspects  # at the end: the topics are in the order of their last change
+        while sum(map(len, self._suspects.values())) > MAX_SUSPECTS:
+            del self._suspects[next(iter(self._suspects))]

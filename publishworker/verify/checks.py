@@ -119,17 +119,18 @@ def _plans(scratch: Scratch) -> Finding:
 
 
 def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]]:
-    """Execute the queries of the relay and the commands, and return each once, with its plan and statistics."""
+    """Execute the queries of the relay and the commands; return one execution for each text and tag, with its plan."""
     database = open_database(scratch.settings)
     api: Any = database.spanner_api
     send = api.execute_streaming_sql
-    profiled: dict[str, tuple[ExecuteSqlRequest, ResultSetStats]] = {}
+    profiled: dict[tuple[str, str], tuple[ExecuteSqlRequest, ResultSetStats]] = {}
 
     def profile(request: ExecuteSqlRequest, **more: Any) -> Iterator[Any]:
         request.query_mode = ExecuteSqlRequest.QueryMode.PROFILE
         for part in send(request=request, **more):
             if part.stats.query_plan.plan_nodes and "INFORMATION_SCHEMA" not in request.sql.upper():
-                profiled[request.sql] = request, part.stats
+                # The first execution of a statement reads most.
+                profiled.setdefault((request.sql, request.request_options.request_tag), (request, part.stats))
             yield part
 
     api.execute_streaming_sql = profile

@@ -10,8 +10,14 @@ from itertools import takewhile
 
 from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
-#: The tables that are read as a whole, because they have one row for each topic, worker or operation.
-SMALL_TABLES = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskOperations")
+#: The tables that are read as a whole, because they have few rows: for topics, workers, layouts and
+#: operations.
+SMALL_TABLES = (
+    "AsynchronousTaskTopics",
+    "AsynchronousTaskWorkers",
+    "AsynchronousTaskShards",
+    "AsynchronousTaskOperations",
+)
 _FORCED = re.compile(r"(\w+)@\{FORCE_INDEX=(\w+)\}")
 
 

@@ -40,10 +40,11 @@ CREATE TABLE AsynchronousTaskTopics (
 ) PRIMARY KEY (Topic);
 
 CREATE TABLE AsynchronousTaskWorkers (
-  WorkerId  STRING(64) NOT NULL,
-  StartedAt TIMESTAMP  NOT NULL,
-  SeenAt    TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true),
-  Polls     STRING(64)
+  WorkerId               STRING(64) NOT NULL,
+  StartedAt              TIMESTAMP  NOT NULL,
+  SeenAt                 TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true),
+  LivenessTimeoutSeconds INT64      NOT NULL DEFAULT (14),
+  Polls                  STRING(64)
 ) PRIMARY KEY (WorkerId);
 
 CREATE TABLE AsynchronousTaskShards (

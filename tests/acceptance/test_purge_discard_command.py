@@ -93,6 +93,10 @@ def test_discard_asks_and_deletes_dead_tasks_only(outbox: Commands, database: Da
             assert ("discarded the dead task dead: cancelled" in terminal.seen) == (answer == "y")
     del before["dead"]
     assert table(database) == before
+    prefix = outbox.here("discard", "pend", "dead-2", "--yes", "--reason", "x")
+    assert (prefix.code, prefix.stdout) == (2, "")
+    assert "'pend' is only a prefix of task pending. With --yes, pass full IDs" in prefix.stderr
+    assert table(database) == before
     done = outbox.run("discard", *before, "missing", "--yes", "--reason", "cancelled, ticket 4711")
     assert (done.code, done.stdout) == (1, "deleted: 2 tasks\n")
     logged = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]

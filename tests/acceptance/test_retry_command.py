@@ -122,6 +122,9 @@ def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, dat
     done = outbox.here("retry", "expired")
     assert (done.code, done.stdout) == (0, "due now: 0 tasks\n")
     assert "because ExpiresAt has passed; --include-expired sends them anyway: expired" in done.stderr
+    done = outbox.here("retry", "expired", "--include-expired", "--topic", "other")
+    assert (done.code, done.stdout) == (1, "due now: 0 tasks\n")
+    assert "because they (expired) do not match --state, --topic" in done.stderr
     assert outbox.here("retry", "--state", "dead", "--yes").stdout == "due now: 4 tasks\n"
     done = outbox.here("retry", "--state", "dead", "--include-expired", "--yes")
     assert done.stdout == "due now: 1 task\n"

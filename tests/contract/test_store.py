@@ -178,17 +178,24 @@ def test_topic_controls(harness: Harness) -> None:
 
 
 def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: Harness) -> None:
-    """By the database's clock. A worker that was silent for an hour may be deleted."""
+    """By the database's clock and the seconds that the heartbeat names.
+
+    A worker that was silent for an hour may be deleted.
+    """
     harness.store.heartbeat("here", NOW, (), [])
     harness.store.heartbeat("here", NOW, (), [])
+    harness.store.heartbeat("quiet", NOW, (), [], 27)
     harness.store.heartbeat("leaving", NOW, (), [])
-    for name, seconds in (("fresh", 5), ("silent", 20), ("gone", 7200)):
-        harness.seen(name, seconds)
-    assert discovered(harness).workers == Workers(frozenset({"here", "leaving", "fresh"}), frozenset({"gone"}))
+    for name, seconds, liveness_timeout in (("fresh", 5, 14), ("silent", 20, 14), ("late", 20, 50), ("gone", 7200, 14)):
+        harness.seen(name, seconds, liveness_timeout)
+    workers = discovered(harness).workers
+    assert workers == Workers(workers.live, frozenset({"gone"}))
+    expected = {"here": 14, "quiet": 27, "leaving": 14, "fresh": 9, "late": 30}
+    assert workers.live == {name: pytest.approx(seconds, abs=4) for name, seconds in expected.items()}
     harness.store.delete_heartbeat("leaving")
     harness.store.delete_heartbeat("never came")
     harness.store.heartbeat("here", NOW, (), ["gone", "not there"])
-    assert discovered(harness).workers == Workers(frozenset({"here", "fresh"}))
+    assert discovered(harness).workers.live.keys() == {"here", "quiet", "fresh", "late"}
 
 
 LATE = NEVER - timedelta(microseconds=1)

@@ -17,8 +17,8 @@ from outbox.admin import table as operations_table
 from outbox.admin.backlog import COUNTS, Line
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
-from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS
 from outbox.storage.task_states import NEVER
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS
 from tests.support.operations import (
     CREATED,
     DAY,
@@ -114,11 +114,13 @@ def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
     seen = [("live", now), ("just live", now - timeout + MICROSECOND), ("gone", now - timeout), ("long gone", PAST)]
     with database.batch() as batch:
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [(id, at, at) for id, at in seen])
+        idle = ("idle", now, now - timeout, LIVENESS_TIMEOUT_SECONDS + 1)
+        batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds"), [idle])
     found = backlog._read_at(Later(watch.database), now, backlog.COUNT_LIMIT)
     [line] = found.lines
     assert numbers(line) == {"pending": 1, "scheduled": 1, "retrying": 1, "sent_last_minute": 1}
     assert (line.oldest, found.age(line)) == (now, 0.0)
-    assert (found.workers, found.as_of) == (2, now)
+    assert (found.workers, found.as_of) == (3, now)
 
 
 def test_the_backlog_is_read_at_one_timestamp(database: Database, watch: Watch):

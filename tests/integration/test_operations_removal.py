@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
@@ -182,6 +183,19 @@ def test_discard_releases_only_the_first_deferred_task_of_a_key(
     assert {"outbox-discard", "outbox-release"} == watch.tags() - {"outbox-now"}
 
 
+def test_deleted_tasks_are_logged_before_others_are_released(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """A second Ctrl-C during the release loses no log line."""
+    insert(database, line("a", DEAD, DEFERRED))
+    monkeypatch.setattr(changes, "_release_heads", mock.Mock(side_effect=KeyboardInterrupt))
+    logged: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        list(changes.discard(table, ["orders a 0", "orders a 1"], REASON, logged.extend))
+    assert logged == ["orders a 0"]
+    assert list(rows_of(database)) == ["orders a 1"]
+
+
 def test_a_release_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """The dead task is deleted all the same; a head that was sent meanwhile is not made due."""
     insert(database, [*line("a", DEAD, DEFERRED), *line("b", DEAD, DEFERRED, DEFERRED)])
@@ -196,8 +210,10 @@ def test_a_release_that_fails_is_a_warning(database: Database, table: TaskTable,
         return found
 
     monkeypatch.setattr(TaskTable, "query", key_heads)
-    [outcome] = changes.discard(table, ["orders a 0"], REASON)
+    logged: list[str] = []
+    [outcome] = changes.discard(table, ["orders a 0"], REASON, logged.extend)
     assert outcome.changed == ("orders a 0",)
+    assert logged == ["orders a 0"]
     assert (
         outcome.warning
         == "tasks behind the deleted ones were not released. They are sent when their deferral ends: no answer"

@@ -58,6 +58,6 @@ def test_each_step_is_in_the_status(own_database: Database) -> None:
         assert shown == {"from": 10, "to": 4, "next_step": step, "waits_for": waits_for}
         assert status_of(database, as_json=False).endswith(f"Next: {step}")
         polls = POLLS.get(step, polls)
-        write_heartbeat(database, polls)  # again at each step, because it counts for 30 s
+        write_heartbeat(database, polls)  # again at each step, because it counts for 28 s
     assert steps == STEPS
     assert json.loads(status_of(database, as_json=True))["reshard"] is None

@@ -178,6 +178,18 @@ def test_another_object_of_our_name_is_refused(empty_database: Database) -> None
     assert tables(empty_database) == {"AsynchronousTasks"}
 
 
+def test_an_index_that_leaves_out_unsent_tasks_is_refused(empty_database: Database) -> None:
+    """Polls cannot use a NULL_FILTERED index, because SentAt is NULL until a task is sent."""
+    wanted = schema.statements()
+    filtered = [
+        each.replace(f"CREATE INDEX {TO_SEND[6:]}", f"CREATE NULL_FILTERED INDEX {TO_SEND[6:]}") for each in wanted
+    ]
+    change(empty_database, *filtered)
+    [sentence] = schema.differences(empty_database, wanted)
+    assert sentence.startswith(f"{TO_SEND}, definition: the database has ON AsynchronousTasks (Shard, SentAt")
+    assert f"{STORING} NULL_FILTERED, expected" in sentence
+
+
 def test_names_in_another_case_are_the_same_object(empty_database: Database) -> None:
     """Spanner's names have no case, so a table typed in another case is recognized, not created again."""
     change(empty_database, *[statement.replace("Asynchronous", "asynchronous") for statement in schema.statements()])

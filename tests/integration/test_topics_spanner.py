@@ -170,3 +170,14 @@ def test_tasks_under_the_other_spelling_are_reported(
     assert "the same topic" not in command(words.format("projects/other/topics/orders"))[2]
     assert command(f"pause orders {FULL}") == (0, f"orders: {state}\n{FULL}: {state}\n", FOLLOW)
     assert f"unsent tasks also use {FULL}, which is the same topic as orders" in command("resume orders")[2]
+
+
+def test_tasks_under_the_other_spelling_are_reported_before_a_refusal(database: Database, command: Command) -> None:
+    """Once, because the other name is probably the right one."""
+    have(database, FULL)
+    for words, code in {"pause orders": 2, "limit orders --max-in-flight 5": 2, "resume orders": 1}.items():
+        refused = command(words)
+        first, second = refused[2].splitlines()
+        assert (refused[0], refused[1]) == (code, "")
+        assert first.startswith(f"outbox: unsent tasks also use {FULL}, which is the same topic as orders.")
+        assert "orders" in second

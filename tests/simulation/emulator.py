@@ -18,6 +18,8 @@ from tests.simulation.spanner import Aborted, Latencies, Spanner, Transaction
 
 #: How often the emulator aborts the older transaction: `--abort_current_transaction_probability`, in percent 20.
 ABORT_OLDER = 0.2
+#: Seconds for which a request keeps a core while others want it, as a thread of Linux does.
+SLICE_SECONDS = 0.004
 #: Seconds after which the application of the benchmark tries its aborted commit again.
 APPLICATION_RETRY_SECONDS = 0.005
 
@@ -53,7 +55,10 @@ class Emulator(Spanner):
         return 0.0, 0.0
 
     def _run(self, kind: str, rows: int) -> None:
-        self._use_core(self._times[kind].seconds(len(self.table.rows), rows))
+        seconds = self._times[kind].seconds(len(self.table.rows), rows)
+        while seconds > 0:
+            self._use_core(min(seconds, SLICE_SECONDS))
+            seconds -= SLICE_SECONDS
 
     def _use_core(self, seconds: float, earliest: float = 0.0) -> float:
         """Wait for a core and use it. Return when it is free again."""
@@ -79,7 +84,8 @@ class Emulator(Spanner):
             self._run("commit", max(1, rows))
             self._release(transaction)
         else:
-            self._run(kind, rows)
+            for _ in range(rows):  # each scans the table
+                self._run(kind, 0)
 
     def book(self, kind: str, rows: int, *, urgent: bool) -> float:
         """Take the time that the rows of a poll take."""

@@ -1,19 +1,20 @@
 """Runs of real workers on the emulators: what the requests cost, and the figures that the simulation must repeat."""
 
 import contextlib
+import functools
 import os
+import signal
 import statistics
+import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from google.cloud.spanner_v1 import KeySet
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.message import TASK_ID_ATTRIBUTE
@@ -23,25 +24,29 @@ from tests.benchmarks.backlogs import insert
 from tests.benchmarks.bench import MESSAGE, Bench, Table, fresh_table, stopwatch
 from tests.simulation.emulator import Time
 from tests.simulation.spanner import Cpu
-from tests.support.counting import Counting
+from tests.support import counted_worker
 from tests.support.processes import Process
 from tests.support.relays import divided, wait_until_all_sent, worker
 from tests.support.spanner import query
 from tests.support.waiting import eventually
 
+#: Tasks of a batch in the runs that are compared. A backlog then has many batches, so that it hardly matters which of
+#: two transactions the emulator aborts.
+BATCH_SIZE = 50
 #: Rows of the table, tasks of a batch, and tasks that are sent, of the runs that give the costs of transactions. On the
-#: emulator a commit takes time with the square of its rows, so the large batches have the default size.
-TRANSACTIONS = ((500, 200, 400), (2_000, 200, 800), (500, 20, 200))
+#: emulator a commit takes time with the square of its rows, so the large batches have the size that is compared.
+TRANSACTIONS = ((500, BATCH_SIZE, 400), (2_000, BATCH_SIZE, 800), (500, 10, 200))
 #: Rows of the table, and rows that a poll returns.
 POLLS = ((500, 100), (500, 400), (2_000, 100), (2_000, 800))
-#: How often each of them runs.
-ROUNDS = 5
-#: Seconds within which the workers learn that a topic is paused or no longer paused.
-LEARNED = 2.0
-#: Requests to Spanner that tasks cause.
-SENT_BY_TASKS = ("ExecuteStreamingSql", "Commit")
+#: Seconds between two checks whether all tasks are sent. A check takes the emulator a tenth of a second, so the first
+#: one comes when they probably are.
+CHECK_SECONDS = 4.0
 _UNSENT = "SELECT COUNT(*) FROM AsynchronousTasks WHERE SentAt IS NULL"
 _SENT = "SELECT SentAt FROM AsynchronousTasks WHERE SentAt IS NOT NULL ORDER BY SentAt"
+
+
+#: By kind of request: rows of the table, rows of the request, seconds.
+_Seconds = dict[str, list[tuple[int, int, float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +60,48 @@ class Costs:
     delivery: float
 
 
-def costs(bench: Bench) -> Costs:
-    """Time each request of one worker, on tables and batches of different sizes."""
-    samples: dict[str, list[tuple[int, int, float]]] = defaultdict(list)  # rows of the table, of the request, seconds
-    work: dict[tuple[int, ...], list[tuple[int, float]]] = defaultdict(list)  # requests, CPU seconds
-    for case in TRANSACTIONS * ROUNDS:
-        rows, size, tasks = case
-        found: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
-        with fresh_table(bench) as table:
-            worker = relaying.warm_worker(bench.emulators, table, batch_size=f"{size}", concurrency="1")
-            insert(table, rows)
-            with _timed(worker.store, rows, found), stopwatch() as watch:
-                relaying.drive(worker, tasks)
-        work[case].append((sum(map(len, found.values())), watch.cpu_seconds))
-        for kind in ("lock", "publish", "commit"):
-            samples[kind] += found[kind]
-    for rows in sorted({rows for rows, _ in POLLS}):
-        with fresh_table(bench) as table:
-            worker = relaying.warm_worker(bench.emulators, table)
-            insert(table, rows)
-            topics = frozenset({table.topic})
-            with _timed(worker.store, rows, samples):
-                for number in [number for each, number in POLLS if each == rows] * ROUNDS:
-                    worker.store.discover(range(10), ())
-                    worker.store.poll(PollRequest(shards=tuple(range(10)), topics=topics, per_range=number // 10))
-    runs = [(requests, case[-1], seconds) for case, values in work.items() for requests, seconds in values]
-    request, task = _fitted([run[:2] for run in runs], [run[2] for run in runs])
-    times = {kind: _time(found, request) for kind, found in samples.items()}
-    return Costs(Cpu(request, task), times, times["publish"].seconds(0, 100), delivery(bench))
+class Samples:
+    """Timed requests of one worker, on tables and batches of different sizes.
+
+    Rounds of them alternate with the runs that are compared, because the speed of a shared machine changes.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        """Begin without samples."""
+        self._bench = bench
+        self._seconds: _Seconds = defaultdict(list)
+        self._work: list[tuple[int, int, float]] = []  # requests, tasks, CPU seconds
+        self._deliveries: list[float] = []
+
+    def add_round(self) -> None:
+        """Time every request."""
+        for rows, size, tasks in TRANSACTIONS:
+            found: _Seconds = defaultdict(list)
+            with fresh_table(self._bench) as table:
+                worker = relaying.warm_worker(self._bench.emulators, table, batch_size=f"{size}", concurrency="1")
+                insert(table, rows)
+                with _timed(worker.store, rows, found), stopwatch() as watch:
+                    relaying.drive(worker, tasks)
+            self._work.append((sum(map(len, found.values())), tasks, watch.cpu_seconds))
+            for kind in ("lock", "publish", "commit"):
+                self._seconds[kind] += found[kind]
+        for rows in sorted({rows for rows, _ in POLLS}):
+            with fresh_table(self._bench) as table:
+                worker = relaying.warm_worker(self._bench.emulators, table)
+                insert(table, rows)
+                topics = frozenset({table.topic})
+                with _timed(worker.store, rows, self._seconds):
+                    for number in [number for each, number in POLLS if each == rows]:
+                        worker.store.discover(range(10), ())
+                        worker.store.poll(PollRequest(shards=tuple(range(10)), topics=topics, per_range=number // 10))
+        self._deliveries += deliveries(self._bench)
+
+    def costs(self) -> Costs:
+        """Fit the costs to all rounds."""
+        request, task = _fitted([each[:2] for each in self._work], [each[2] for each in self._work])
+        times = {kind: _time(found, request) for kind, found in self._seconds.items()}
+        publish = times["publish"].seconds(0, 100)
+        return Costs(Cpu(request, task), times, publish, statistics.median(self._deliveries))
 
 
 def _time(samples: Sequence[tuple[int, int, float]], request: float) -> Time:
@@ -94,7 +113,7 @@ def _time(samples: Sequence[tuple[int, int, float]], request: float) -> Time:
 
 
 @contextlib.contextmanager
-def _timed(store: Any, rows: int, samples: dict[str, list[tuple[int, int, float]]]) -> Iterator[None]:
+def _timed(store: Any, rows: int, samples: _Seconds) -> Iterator[None]:
     """Add the seconds of each request of a store to `samples`. A publish request is within a claim."""
     last = threading.local()
 
@@ -136,71 +155,68 @@ def _fitted(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
     return [max(0.0, float(each)) for each in found]
 
 
-def delivery(bench: Bench) -> float:
+def deliveries(bench: Bench) -> list[float]:
+    """Return the seconds from the answer to a publish request to the subscriber."""
     topic = bench.pubsub.new_topic()
     waits = []
     with latency.receiving(bench, topic) as received:
-        for number in range(30):
+        for number in range(10):
             id = f"{number}"
             message = PubsubMessage(data=MESSAGE, attributes={TASK_ID_ATTRIBUTE: id})
             bench.pubsub.publisher.publish(topic=topic, messages=[message])
             published = time.monotonic()
-            eventually(partial(received.__contains__, id), seconds=10, message="the message received")
+            eventually(functools.partial(received.__contains__, id), seconds=10, message="the message received")
             waits.append(received[id] - published)
-    return statistics.median(waits)
+    return waits
 
 
-def drained(bench: Bench, workers: int, tasks: int) -> Generator[dict[str, float], None, None]:
-    """Send backlogs by `publishworker run` processes. The middle of each is measured, by the times of the commits."""
-    with _started(bench, workers) as (table, processes):
-        while True:
-            with _backlog(table, tasks):
-                before = sum(map(_cpu_seconds, processes))
-            cpu = sum(map(_cpu_seconds, processes)) - before
-            sent = [at for [at] in query(table.database, _SENT)]
-            first, last = sent[round(0.1 * tasks)], sent[round(0.8 * tasks) - 1]
-            yield {"tasks/s": 0.7 * tasks / (last - first).total_seconds(), "CPU us/task": 1e6 * cpu / tasks}
+def drained(bench: Bench, workers: int, tasks: int) -> dict[str, float]:
+    """Send a backlog by `publishworker run` processes. The middle of it is measured, by the times of the commits.
 
-
-def counted(bench: Bench, workers: int, tasks: int) -> float:
-    """Do it once behind a proxy, which is slow and counts; return the requests per 1,000 tasks."""
-    with Counting(bench.emulators.spanner_host) as proxy:
-        behind = replace(bench, emulators=replace(bench.emulators, spanner_host=proxy.address))
-        with _started(behind, workers) as (table, _):
-            with _backlog(table, tasks):
-                proxy.clear()
-            requests = sum(number for (method, _), number in proxy.counts.items() if method in SENT_BY_TASKS)
-    return 1000 * requests / tasks
+    On a new table, because the emulator slows down with each row that was deleted from a table.
+    """
+    with _started(bench, workers) as (table, processes, used):
+        with _backlog(table, processes, tasks):
+            cpu, requests = used()
+        cpu, requests = used()[0] - cpu, used()[1] - requests
+        _learned_the_topic, *sent = [at for [at] in query(table.database, _SENT)]
+    first, last = sent[round(0.1 * tasks)], sent[round(0.8 * tasks) - 1]
+    return {
+        "tasks/s": 0.7 * tasks / (last - first).total_seconds(),
+        "CPU us/task": 1e6 * cpu / tasks,
+        "requests/1,000 tasks": 1000 * requests / tasks,
+    }
 
 
 @contextlib.contextmanager
-def _started(bench: Bench, workers: int) -> Iterator[tuple[Table, list[Process]]]:
+def _started(bench: Bench, workers: int) -> Iterator[tuple[Table, list[Process], Callable[[], tuple[float, int]]]]:
+    """Start workers on a table. Yield both with a function for their CPU seconds and requests to Spanner so far."""
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         table = stack.enter_context(fresh_table(bench))
-        processes = [stack.enter_context(worker(bench.emulators, table.database)) for _ in range(workers)]
+        files = [counted_worker.new_file(folder / f"{number}") for number in range(workers)]
+        start = functools.partial(worker, bench.emulators, table.database, "--batch-size", f"{BATCH_SIZE}")
+        processes = [
+            stack.enter_context(start(module="tests.support.counted_worker", COUNT_FILE=f"{file}")) for file in files
+        ]
         table.fill(1)
         wait_until_all_sent(table.database)
         eventually(lambda: divided(processes), seconds=60, message=f"{workers} workers know of each other")
-        yield table, processes
+        yield table, processes, lambda: (sum(map(_cpu_seconds, processes)), sum(map(counted_worker.count, files)))
 
 
 @contextlib.contextmanager
-def _backlog(table: Table, tasks: int) -> Iterator[None]:
-    """Register tasks of a paused topic, beside no others. Afterwards wait until all are sent."""
-    with table.database.batch(default_retry_delay=0.02) as batch:
-        batch.delete("AsynchronousTasks", KeySet(all_=True))
-    _pause(table, paused=True)
-    time.sleep(LEARNED)
+def _backlog(table: Table, processes: Sequence[Process], tasks: int) -> Iterator[None]:
+    """Register tasks while the workers are stopped, so that they begin together. Afterwards wait until all are sent."""
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)
     insert(table, tasks)
     yield
-    _pause(table, paused=False)
+    for process in processes:
+        os.kill(process.pid, signal.SIGCONT)
+    time.sleep(CHECK_SECONDS)
     while query(table.database, _UNSENT) != [[0]]:
-        time.sleep(0.5)
-
-
-def _pause(table: Table, *, paused: bool) -> None:
-    with table.database.batch(default_retry_delay=0.02) as batch:
-        batch.insert_or_update("AsynchronousTaskTopics", ("Topic", "Paused"), [(table.topic, paused)])
+        time.sleep(CHECK_SECONDS)
 
 
 def _cpu_seconds(process: Process) -> float:

@@ -93,10 +93,11 @@ class _Answer:
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self.callbacks.append(callback)
 
-    def result(self) -> "_Answer":
+    def exception(self) -> "Refused | None":
         assert self.answered is not None
-        if self.answered is not grpc.StatusCode.OK:
-            raise Refused(self.answered)
+        return None if self.answered is grpc.StatusCode.OK else Refused(self.answered)
+
+    def result(self) -> "_Answer":
         return self
 
 

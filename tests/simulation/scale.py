@@ -4,11 +4,11 @@ import argparse
 import contextlib
 import functools
 import io
-import itertools
 import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -50,6 +50,10 @@ TAIL = 2
 TAIL_WRITES = ROW_WRITES * RECOMMENDED
 #: Of the latencies, in rows that show what they do.
 SLOW = 3
+#: Tasks of each shard that are sent before a run.
+WARMING = 10
+#: Seconds of a run that do not count. The workers' pauses are long then.
+BEGINNING = 1.0
 #: As docs/operations/cost.md assumes: bytes of a message and of a row with its index entries, days that rows are
 #: stored, and the price of Pub/Sub. Hours of a month.
 MESSAGE_BYTES, ROW_BYTES, STORED_DAYS, DOLLARS_PER_TIB, HOURS = 300, 700, 10, 40, 730
@@ -83,9 +87,16 @@ def arrive(world: World, rate: float, seconds: float, *, retries: bool = False) 
             register()
 
 
-def waits(world: World) -> list[float]:
-    """Return the seconds from each commit to the receipt by Pub/Sub."""
-    return sorted(task.last_at - task.at for task in world.audit.tasks.values() if task.received)
+def warm(world: World, tasks: int) -> float:
+    """Send tasks, so that the workers know the topic. Return the time afterwards."""
+    world.clockwork.run(DIVIDED)
+    world.load(tasks)
+    return world.run_until(unsent=0)
+
+
+def waits(world: World, since: float) -> list[float]:
+    """Return the seconds from each commit to the receipt by Pub/Sub, of tasks registered since then."""
+    return sorted(task.last_at - task.at for task in world.audit.tasks.values() if task.received and task.at >= since)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -97,7 +108,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def on_emulator(costs: Costs, workers: int, seed: int) -> World:
-    plan = replace(BASE, seed=seed, workers=workers, cpu=costs.cpu)
+    plan = replace(BASE, seed=seed, workers=workers, cpu=costs.cpu, batch_size=measured.BATCH_SIZE)
     latencies = Latencies(read=0, lock=0, commit=0, participant=0, publish=costs.publish, sigma=0)
     plan = replace(plan, latencies=latencies)
     times = {**costs.times, **dict.fromkeys(("key_heads", "next_due", "has_work"), costs.times["discover"])}
@@ -105,20 +116,22 @@ def on_emulator(costs: Costs, workers: int, seed: int) -> World:
 
 
 def drained(costs: Costs, workers: int, tasks: int, seed: int) -> dict[str, float]:
-    """Do in the simulation what `measured.drained` and `measured.counted` do on the emulator."""
+    """Do in the simulation what `measured.drained` does on the emulator."""
     world = on_emulator(costs, workers, seed)
     with quiet():
-        world.clockwork.run(DIVIDED)
-        world.spanner.table.paused.add("orders")
-        world.clockwork.run(DIVIDED + 2)
+        world.clockwork.run(warm(world, WARMING * world.plan.shards) + 1)
         world.load(tasks)
         requests = sum(world.spanner.requests.values())
         worked = sum(node.process.worked for node in world.nodes)
-        world.spanner.table.paused.clear()
+        for node in world.nodes:  # they begin together, as in `measured`
+            node.relay.wake()
+        began = world.clockwork.now
         first = world.run_until(unsent=round(0.9 * tasks))
         seconds = world.run_until(unsent=round(0.2 * tasks)) - first
-        while world.spanner.table.unsent_count:
-            world.clockwork.run(world.clockwork.now + 0.5)  # as `measured` looks
+        checks_at = began
+        while checks_at < world.clockwork.now or world.spanner.table.unsent_count:
+            checks_at += measured.CHECK_SECONDS
+            world.clockwork.run(checks_at)
         requests = sum(world.spanner.requests.values()) - requests
         worked = sum(node.process.worked for node in world.nodes) - worked
         world.clockwork.close()
@@ -132,11 +145,11 @@ def drained(costs: Costs, workers: int, tasks: int, seed: int) -> dict[str, floa
 def received(costs: Costs, rate: float, seconds: float, seed: int) -> list[float]:
     world = on_emulator(costs, 1, seed)
     with quiet():
-        world.clockwork.run(DIVIDED)
+        begin = warm(world, 1)
         world.clockwork.spawn(world.application, lambda: arrive(world, rate, seconds, retries=True))
-        world.clockwork.run(DIVIDED + seconds + 5)
+        world.clockwork.run(begin + seconds + 5)
         world.clockwork.close()
-    return [each + costs.delivery for each in waits(world)]
+    return [each + costs.delivery for each in waits(world, begin)]
 
 
 # --- loads
@@ -168,21 +181,23 @@ def carried(load: Load, cpu: Cpu, seed: int = 1, factor: float = 1.0) -> dict[st
     splits = load.units // 1000  # at least one for each server
     spanner.split_of = lambda row: crc32(row.id.encode()) % splits
     with quiet():
-        clockwork.run(DIVIDED)
+        begin = warm(world, WARMING * load.shards) + BEGINNING
+        clockwork.spawn(world.application, lambda: arrive(world, load.rate, BEGINNING + load.seconds))
+        clockwork.run(begin)
         requests, done = sum(spanner.requests.values()), spanner.worked
         worked = [node.process.worked for node in world.nodes]
-        clockwork.spawn(world.application, lambda: arrive(world, load.rate, load.seconds))
-        clockwork.run(DIVIDED + load.seconds)
+        clockwork.run(begin + load.seconds)
         backlog = spanner.table.unsent_count
         done, requests = spanner.worked - done, sum(spanner.requests.values()) - requests
         busiest = max(node.process.worked - before for node, before in zip(world.nodes, worked, strict=True))
         world.run_until(unsent=0)
         clockwork.close()
-    tasks = len(world.audit.tasks)
+    seconds = waits(world, begin)
+    tasks = len(seconds)
     all_work = done + TTL_DELETE[0] * load.rate * load.seconds
     return {
         "received/s": (tasks - backlog) / load.seconds,
-        **percentiles(waits(world)),
+        **percentiles(seconds),
         "requests/1,000 tasks": 1000 * requests / tasks,
         "CPU of the busiest worker, %": 100 * busiest / load.seconds,
         "CPU of Spanner, %": 100 * all_work / load.seconds / (load.units / 1000 * ROW_WRITES),
@@ -253,10 +268,14 @@ PAGE = ROOT / "docs/architecture/scale.md"
 FOLDER = PAGE.with_suffix("")
 FILE = FOLDER / "results.json"
 
-#: Workers and tasks of the measured backlogs, and their rounds.
-BACKLOGS, ROUNDS = ((1, 2_000), (2, 2_000)), 6
+#: Workers and tasks of the measured backlogs.
+BACKLOGS = ((1, 2_000), (2, 2_000))
 #: Tasks per second of the measured arrivals, and seconds.
 ARRIVALS, SECONDS = (10, 20), 20
+#: How often each is measured.
+ROUNDS = 5
+#: The histories of which the simulated figures are medians.
+SEEDS = range(1, 16)
 LOADS = {
     rate: Load(rate, workers, shards, units(rate), seconds)
     for rate, workers, shards, seconds in ((1_000, 2, 10, 20.0), (10_000, 4, 20, 10.0), (100_000, 40, 200, 4.0))
@@ -277,29 +296,41 @@ def measure() -> tuple[Costs, Rows]:
     """Measure on the emulators, and repeat it in the simulation with the measured costs."""
     rows: Rows = []
 
-    def compare(case: str, column: str, real: float, simulated: float) -> None:
-        name = f"{case}: {column}"
-        rows.extend([(name, "measured", real), (name, "simulated", simulated)])
-        rows.append((name, "deviation, %", 100 * (simulated / real - 1)))
+    def compare(case: str, real: Sequence[dict[str, float]], simulated: Sequence[dict[str, float]]) -> None:
+        for column, value in _medians(real).items():
+            name, other = f"{case}: {column}", _medians(simulated)[column]
+            rows.extend([(name, "measured", value), (name, "simulated", other)])
+            rows.append((name, "deviation, %", 100 * (other / value - 1)))
+            measured_values = [each[column] for each in real]
+            rows.extend([(name, "min", min(measured_values)), (name, "max", max(measured_values))])
 
     with emulators.running() as hosts, mock.patch.dict(os.environ, hosts.environment()):
         bench = Bench(hosts, 1, quick=False)
+        samples = measured.Samples(bench)
+        runs: dict[str, list[dict[str, float]]] = defaultdict(list)
         with contextlib.redirect_stdout(io.StringIO()):  # processes of tests.support print a report at their end
-            costs = measured.costs(bench)
-            for workers, tasks in BACKLOGS:
-                with contextlib.closing(measured.drained(bench, workers, tasks)) as runs:
-                    found = list(itertools.islice(runs, ROUNDS))
-                real = _medians(found)
-                real["requests/1,000 tasks"] = measured.counted(bench, workers, tasks)
-                simulated = _medians([drained(costs, workers, tasks, seed) for seed in range(1, ROUNDS)])
-                for column, value in real.items():
-                    compare(f"{workers} worker{'s' * (workers > 1)}, {tasks:,} tasks", column, value, simulated[column])
-            for rate in ARRIVALS:
-                real = _medians([percentiles(measured.received(bench, rate, SECONDS)) for _ in range(1, ROUNDS)])
-                simulated = _medians([percentiles(received(costs, rate, SECONDS, seed)) for seed in range(1, ROUNDS)])
-                for column, value in real.items():
-                    compare(f"1 worker, {rate} tasks/s", column, value, simulated[column])
+            for _ in range(ROUNDS):
+                samples.add_round()
+                for workers, tasks in BACKLOGS:
+                    runs[_backlog_name(workers, tasks)].append(measured.drained(bench, workers, tasks))
+                for rate in ARRIVALS:
+                    runs[_arrivals_name(rate)].append(percentiles(measured.received(bench, rate, SECONDS)))
+    costs = samples.costs()
+    for workers, tasks in BACKLOGS:
+        name = _backlog_name(workers, tasks)
+        compare(name, runs[name], [drained(costs, workers, tasks, seed) for seed in SEEDS])
+    for rate in ARRIVALS:
+        name = _arrivals_name(rate)
+        compare(name, runs[name], [percentiles(received(costs, rate, SECONDS, seed)) for seed in SEEDS])
     return costs, rows
+
+
+def _backlog_name(workers: int, tasks: int) -> str:
+    return f"{workers} worker{'s' * (workers > 1)}, {tasks:,} tasks"
+
+
+def _arrivals_name(rate: int) -> str:
+    return f"1 worker, {rate} tasks/s"
 
 
 def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:

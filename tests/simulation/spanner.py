@@ -18,7 +18,7 @@ from sortedcontainers import SortedList
 
 from outbox.storage.layout import Layout
 from publishworker.spanner import store as product
-from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, NotWritten, StoreError, UnsentCount
 from publishworker.types import (
     Candidate,
     Discovery,
@@ -36,7 +36,7 @@ from tests.support.fakes import NO_SEQUENCE, FakeStore, StoredTask, candidate
 #: https://cloud.google.com/spanner/docs/reference/rest/v1/TransactionOptions
 IDLE_SECONDS = 10.0
 #: The client's CPU for an aborted lock query and its error, in requests: 2.1 ms where a request takes 1.0 to 1.5 ms.
-ABORTED_REQUESTS = 1.5
+ABORTED_REQUESTS = 1.3
 #: Seconds that a request may wait for capacity. Then Spanner pushes back with ABORTED.
 MAX_QUEUE_SECONDS = 2.0
 
@@ -168,7 +168,8 @@ class Table(FakeStore):
     def polled_by_live(self) -> dict[str, frozenset[str]]:
         """Return the columns that live workers poll, as `outbox schema reshard` reads them: for twice the timeout."""
         self.time()
-        live = [worker for worker, at in self.seen_at.items() if (self.now - at).total_seconds() < 30]
+        ages = {worker: (self.now - at).total_seconds() for worker, at in self.seen_at.items()}
+        live = [worker for worker, age in ages.items() if age < 2 * self.live_for(worker)]
         return {worker: frozenset(each.column for each in self.polled_by[worker]) for worker in live}
 
     def time(self) -> datetime:
@@ -442,10 +443,10 @@ class Connection:
             raise result
         return result
 
-    def _read(self, kind: str, execute: Callable[[], Any]) -> Any:
+    def _read(self, kind: str, execute: Callable[[], Any], scans: int = 1) -> Any:
         self._work(self._cpu.request)
         try:
-            return self._call(kind, self._spanner.latencies.read, execute, product.READ_SECONDS)
+            return self._call(kind, self._spanner.latencies.read, execute, product.READ_SECONDS, rows=scans)
         except Aborted as error:
             raise StoreError(str(error)) from error
 
@@ -455,7 +456,8 @@ class Connection:
             self._spanner.book("rows", len(found), urgent=False)
             return found
 
-        found: Sequence[Candidate] = self._read("poll", execute)
+        scans = 1 + request.due + (request.below is not None)
+        found: Sequence[Candidate] = self._read("poll", execute, scans)
         return found
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
@@ -496,10 +498,17 @@ class Connection:
         found: list[UnsentCount] = self._read("unsent", self._spanner.table.unsent)
         return found
 
-    def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
+    def heartbeat(
+        self,
+        worker: str,
+        started_at: datetime,
+        polls: Sequence[Layout],
+        remove: Collection[str],
+        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
+    ) -> None:
         def execute() -> None:
             self._spanner.table.time()
-            self._spanner.table.heartbeat(worker, started_at, polls, remove)
+            self._spanner.table.heartbeat(worker, started_at, polls, remove, liveness_timeout)
 
         self._write("heartbeat", execute)
 

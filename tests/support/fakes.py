@@ -12,12 +12,11 @@ from typing import Any
 
 from outbox.message import RawPubsubMessage
 from outbox.storage.layout import Layout, suffix_of
-from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.spanner import statements
-from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
+from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, NotWritten, StoreError, UnsentCount
 from publishworker.types import (
     Candidate,
     Deferred,
@@ -84,6 +83,7 @@ class FakeStore:
         self.away = False
         #: When each worker was last seen.
         self.seen_at: dict[str, datetime] = {}
+        self.liveness_timeout: dict[str, int] = {}
         self.heartbeats = 0
         #: How often each task has been claimed.
         self.claimed: Counter[str] = Counter()
@@ -156,15 +156,26 @@ class FakeStore:
         recorded = tuple(sorted(layout for layout, state in self.recorded.items() if state == "polled"))
         self.layouts = recorded or self.layouts
         return Workers(
-            live=frozenset(worker for worker, age in ages.items() if age < LIVENESS_TIMEOUT_SECONDS),
+            live={worker: left for worker, age in ages.items() if (left := self.live_for(worker) - age) > 0},
             gone=frozenset(worker for worker, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
             layouts=recorded,
         )
 
-    def heartbeat(self, worker: str, started_at: datetime, polls: Sequence[Layout], remove: Collection[str]) -> None:
+    def live_for(self, worker: str) -> int:
+        """Return the seconds for which the worker's heartbeat makes it live, by default as the column's default."""
+        return self.liveness_timeout.get(worker, LIVENESS_TIMEOUT_SECONDS)
+
+    def heartbeat(
+        self,
+        worker: str,
+        started_at: datetime,
+        polls: Sequence[Layout],
+        remove: Collection[str],
+        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
+    ) -> None:
         self._answer()
         self.heartbeats += 1
-        self.seen_at[worker] = self.now
+        self.seen_at[worker], self.liveness_timeout[worker] = self.now, liveness_timeout
         self.polled_by[worker] = tuple(polls)
         for each in remove:
             self.seen_at.pop(each, None)

@@ -51,8 +51,9 @@ class FakeHarness:
         self._fake.build(*self._fake.built, *layouts)
         self._fake.recorded = dict.fromkeys(self._fake.built, "polled")
 
-    def seen(self, worker: str, seconds: float) -> None:
+    def seen(self, worker: str, seconds: float, liveness_timeout: int) -> None:
         self._fake.seen_at[worker] = self._fake.now - timedelta(seconds=seconds)
+        self._fake.liveness_timeout[worker] = liveness_timeout
 
 
 class SpannerHarness:
@@ -101,9 +102,10 @@ class SpannerHarness:
         for layout in (Layout(10), *layouts):
             self._insert("AsynchronousTaskShards", ColumnName=layout.column, Shards=layout.shards, State="polled")
 
-    def seen(self, worker: str, seconds: float) -> None:
+    def seen(self, worker: str, seconds: float, liveness_timeout: int) -> None:
         seen_at = datetime.now(UTC) - timedelta(seconds=seconds)
-        self._insert("AsynchronousTaskWorkers", WorkerId=worker, StartedAt=seen_at, SeenAt=seen_at)
+        row = {"WorkerId": worker, "StartedAt": seen_at, "SeenAt": seen_at, "LivenessTimeoutSeconds": liveness_timeout}
+        self._insert("AsynchronousTaskWorkers", **row)
 
     def _insert(self, table: str, **columns: Any) -> None:
         with self._database.batch() as batch:

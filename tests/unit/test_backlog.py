@@ -154,6 +154,25 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(tasks: list[Task], limit:
         assert number == whole or (number < whole and name in found.total.at_least)
 
 
+def test_a_request_has_a_limited_number_of_ranges():
+    """Spanner limits a request to 10 MiB. The rows of all requests are added up."""
+    numbers: list[int] = []
+
+    def ask(_statement: str, **parameters: Any) -> list[list[Any]]:
+        shards, topics = parameters["range_shards"], parameters["range_topics"]
+        assert len(shards) == len(topics) == len(parameters["max_priorities"])
+        numbers.append(len(shards))
+        return [[shards[0], topics[0], 50, "pending", 1, NOW]]
+
+    ranges = [(shard, f"topic-{number}") for number in range(1_000) for shard in range(25)]
+    counter = backlog.BacklogCounter(1)
+    with mock.patch.object(backlog, "MAX_QUERIES", 1):
+        left = backlog._add_ready(counter, ask, ranges, 1)
+    assert numbers == [10_000, 10_000, 5_000]
+    assert left == {(0, "topic-0"): 49, (0, "topic-400"): 49, (0, "topic-800"): 49}
+    assert [line.pending for line in counter.lines(())] == [1, 1, 1]
+
+
 @given(TASKS)
 def test_without_a_limit_everything_is_counted(tasks: list[Task]):
     """`--exact` reports no lower bound, runs each query once, and finds every oldest task."""

@@ -263,6 +263,19 @@ def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -
     assert watch.next("a", "20") == Batch("orders", ("a", "20"))
 
 
+def test_a_thousand_suspects_are_remembered(watch: Watch) -> None:
+    """Of all topics together, because an outage of Pub/Sub concerns all topics. The oldest are forgotten."""
+    for topic in range(30):
+        batch = Batch(f"topic {topic}", tuple(f"{topic}/{number}" for number in range(100)))
+        watch.learn(BatchResult(batch, answers=dict.fromkeys(batch.ids, AWAY)))
+    remembered = [topic for topic, ids in watch._suspects.items() if ids]
+    assert remembered == [f"topic {topic}" for topic in range(20, 30)]
+    for topic in range(20, 30):
+        batch = Batch(f"topic {topic}", tuple(f"{topic}/{number}" for number in range(100)), probe=True)
+        watch.learn(BatchResult(batch, answers=dict.fromkeys(batch.ids, Sent("1"))))
+    assert watch._suspects == {}
+
+
 def test_the_poll_reads_deeper_after_it_has_returned_only_probed_tasks(watch: Watch) -> None:
     """Only where the topic has more than the poll returned, and until the circuit closes."""
     watch.fail(AWAY, "a")
@@ -271,10 +284,17 @@ def test_the_poll_reads_deeper_after_it_has_returned_only_probed_tasks(watch: Wa
     for ids, cut_off in ((["probe", "fresh"], {"orders"}), (["probe"], {"invoices"})):
         watch.probes(candidates(ids), cut_off)
         assert watch.depths() == {}
-    watch.probes(candidates(["probe"]), {"orders"})
-    assert watch.depths() == {"orders": circuit_breaker.SEARCH_DEPTH}
+    depth = circuit_breaker.FIRST_SEARCH_DEPTH
+    while depth < circuit_breaker.MAX_SEARCH_DEPTH:
+        watch.probes(candidates(["probe"]), {"orders"})
+        assert watch.depths() == {"orders": depth}
+        depth *= 2
     watch.probe(AWAY)
     assert watch.depths() == {}  # not before the next probe
+    watch.seconds += MAX_OUTAGE_PROBE_SECONDS
+    watch.probe(MISSING)
+    watch.seconds += circuit_breaker.MAX_TARGET_PROBE_SECONDS
+    assert watch.depths() == {}  # a missing topic is probed with any task
     watch.probe(Sent("1"))
     watch.seconds += MAX_OUTAGE_PROBE_SECONDS
     assert watch.depths() == {}

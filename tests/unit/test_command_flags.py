@@ -10,14 +10,14 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outbox import cli
-from outbox.cli.flags import continue_command, ids, selection
+from outbox import admin, cli
+from outbox.cli.flags import continue_command, full_ids, ids, selection
 from outbox.cli.output import as_json
 from outbox.errors import SettingError
 from outbox.shared.settings import DatabaseSettings
@@ -308,6 +308,25 @@ def test_the_printed_command_to_continue_has_the_same_selection(  # noqa: PLR091
     assert selection(read, NOW, tuple(read.ids)) == selection(wanted, NOW, tuple(options.ids))
     for name in ("ids_file", "include_expired", *DatabaseSettings.__slots__):
         assert vars(read).get(name) == vars(options).get(name)
+
+
+def test_the_printed_command_to_continue_has_full_ids(monkeypatch: pytest.MonkeyPatch):
+    """Wherever the prefixes are among the flags. A value of a flag that equals a prefix is not changed."""
+    full = {"0e3c": ["0e3c-1"], "7f21": ["7f21-2"], "exact-id": ["exact-id", "exact-id-3"]}
+    monkeypatch.setattr(admin.tasks, "beginning_with", lambda _table, prefixes, _limit: {p: full[p] for p in prefixes})
+    table = cast("Any", None)
+    for words in (
+        ("--database", "0e3c", "discard", "--reason", "7f21", "0e3c", "7f21", "exact-id"),
+        ("--database=0e3c", "discard", "--reason=7f21", "--", "0e3c", "7f21", "exact-id"),
+    ):
+        options = parsed(*words)
+        assert full_ids(table, options, [*options.ids, "in file"]) == ("0e3c-1", "7f21-2", "exact-id", "in file")
+        read = parsed(*shlex.split(continue_command(options))[1:])
+        assert (read.database, read.reason, read.yes) == ("0e3c", "7f21", True)
+        assert read.ids == ["0e3c-1", "7f21-2", "exact-id"]
+        assert full_ids(table, parsed("discard", "--reason=x", "exact-id"), ["exact-id"], unasked=True) == ("exact-id",)
+    with pytest.raises(SettingError, match=r"'0e3c' is only a prefix of task 0e3c-1. With --yes, pass full IDs"):
+        full_ids(table, parsed("discard", "--reason=x", "0e3c"), ["0e3c"], unasked=True)
 
 
 def test_the_printed_command_to_continue_has_absolute_times():

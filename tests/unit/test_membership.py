@@ -1,6 +1,7 @@
 """How live workers divide the shards, write their heartbeats, and claim only tasks of their shards."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
@@ -11,16 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.storage.layout import Layout
-from outbox.storage.sql import LIVENESS_TIMEOUT_SECONDS
 from publishworker.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
     HEARTBEAT_RETRY_SECONDS,
     IDLE_HEARTBEAT_INTERVAL_SECONDS,
+    IDLE_LIVENESS_TIMEOUT_SECONDS,
     Membership,
     divide,
 )
 from publishworker.spanner import statements
-from publishworker.spanner.store import NotWritten, StoreError
+from publishworker.spanner.store import (
+    HEARTBEAT_TIMEOUT_SECONDS,
+    LIVENESS_TIMEOUT_SECONDS,
+    NotWritten,
+    StoreError,
+)
+from publishworker.types import Workers
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench, run_at_once
 
@@ -81,7 +88,7 @@ def test_after_an_outage_no_worker_takes_all_shards() -> None:
     watch.seconds += 60
     assert watch.see() == mine != ALL
     assert watch.see("me") == mine
-    watch.seconds += IDLE_HEARTBEAT_INTERVAL_SECONDS
+    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
     assert watch.see("me") == ALL
 
 
@@ -117,16 +124,40 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
 
 
 def test_an_idle_worker_writes_its_heartbeat_less_often() -> None:
-    """But with time for a second attempt before the others take over. With work, an old heartbeat is due at once."""
-    assert IDLE_HEARTBEAT_INTERVAL_SECONDS + HEARTBEAT_RETRY_SECONDS < LIVENESS_TIMEOUT_SECONDS
+    """After one that says so. With work, an old heartbeat is due at once, and makes the worker live for a shorter time.
+
+    A failed attempt changes nothing. A second one comes before the others take over.
+    """
+    second_attempt = HEARTBEAT_TIMEOUT_SECONDS + HEARTBEAT_RETRY_SECONDS
+    assert IDLE_HEARTBEAT_INTERVAL_SECONDS + second_attempt <= IDLE_LIVENESS_TIMEOUT_SECONDS
     watch = Watch()
+    watch.heartbeat()
     watch.idle = True
+    assert watch.seconds_to_heartbeat == HEARTBEAT_INTERVAL_SECONDS
+    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
+    watch.store.away = True
+    watch.heartbeat()
+    watch.store.away = False
+    watch.seconds += HEARTBEAT_RETRY_SECONDS
     watch.heartbeat()
     assert watch.seconds_to_heartbeat == IDLE_HEARTBEAT_INTERVAL_SECONDS
+    assert watch.store.liveness_timeout["me"] == IDLE_LIVENESS_TIMEOUT_SECONDS
     watch.seconds += HEARTBEAT_INTERVAL_SECONDS
     assert watch.seconds_to_heartbeat > 0
     watch.idle = False
     assert watch.seconds_to_heartbeat == 0
+    watch.heartbeat()
+    assert watch.store.liveness_timeout["me"] == LIVENESS_TIMEOUT_SECONDS
+
+
+def test_a_worker_knows_when_another_one_may_no_longer_be_live() -> None:
+    watch = Watch()
+    assert watch.seconds_to_next_timeout == math.inf
+    watch.learn(Workers({"me": 1.0, "other": 9.0, "third": 20.0}))
+    watch.seconds += 4
+    assert watch.seconds_to_next_timeout == 5
+    watch.seconds += 6
+    assert watch.seconds_to_next_timeout == 0
 
 
 def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 """The publisher against a server that refuses, hangs and fails, as the emulator cannot."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from unittest import mock
 import grpc
 import pytest
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
-from google.pubsub_v1.types import PublishResponse
+from google.pubsub_v1.types import PublishRequest, PublishResponse
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from publishworker.pubsub import messages
@@ -48,6 +49,21 @@ def test_a_batch_is_one_request(publisher: PubSubPublisher, server: PubSubServer
     """A thousand tasks cost one round trip; a bare topic ID belongs to the worker's project."""
     assert len(sent(publisher.publish("orders", [row(str(n)) for n in range(1000)], 5))) == 1000
     assert [(request.topic, len(request.messages)) for request in server.requests] == [(TOPIC, 1000)]
+
+
+def test_a_failed_request_leaves_no_reference_cycle(publisher: PubSubPublisher, server: PubSubServer) -> None:
+    """It would keep the messages of the batch in memory, because the worker collects garbage rarely."""
+    server.publish = refuse(grpc.StatusCode.UNAVAILABLE)
+    publisher.publish("orders", rows("ab"), 5)  # the first call imports
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        assert reasons(publisher.publish("orders", rows("ab"), 5)) == {"a": "unavailable", "b": "unavailable"}
+        gc.collect()
+        assert [each for each in gc.garbage if isinstance(each, PublishRequest.pb() | grpc.RpcError)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
 
 
 def test_a_request_refused_as_invalid_is_published_task_by_task(

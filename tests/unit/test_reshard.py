@@ -1,11 +1,16 @@
 """The steps of a change of the number of shards: whatever happens between them, some polled layout has every task."""
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from random import Random
+from unittest import mock
 
 import pytest
 
-from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
+from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, next_step
+from outbox.admin.table import TaskTable
+from outbox.errors import OutboxError
+from outbox.storage import schema
 from outbox.storage.layout import Layout, by_suffix, renamed, suffix_of
 
 FIRST, NEW = Layout(10), Layout(32, "32")
@@ -109,3 +114,48 @@ def test_statements_and_shard_ids_name_the_layout() -> None:
     for layout in (Layout(1000), Layout(1, "1"), Layout(1000, "1000")):
         assert {suffix_of(id) for id in layout.ids} == {layout.suffix}
         assert len(layout.ids) == layout.shards
+
+
+def resharding(snapshot: Snapshot, latest: Change | None, monkeypatch: pytest.MonkeyPatch) -> Resharding:
+    """Return a Resharding of a database that looks like this."""
+    table = mock.Mock(TaskTable)
+    table.name = "shop"
+    table.database = mock.Mock()
+    monkeypatch.setattr(Resharding, "snapshot", lambda _self: snapshot)
+    monkeypatch.setattr(Resharding, "_latest", lambda _self: latest)
+    monkeypatch.setattr(schema, "layouts", lambda _database: snapshot.found)
+    return Resharding(table)
+
+
+def test_a_change_under_way_is_reported_with_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the order of the names of the columns, which is Shard16 before Shard32."""
+    found = {Layout(32, "32"): COMPLETE, Layout(16, "16"): COMPLETE}
+    change = Change(32, 16, datetime(2026, 11, 21, tzinfo=UTC))
+    sentence = "a change from 32 to 16 shards is under way. Continue it with --shards 16, or end it with --abort"
+    with pytest.raises(OutboxError, match=sentence):
+        resharding(Snapshot(found, {}, {}), change, monkeypatch).target(64)
+
+
+@pytest.mark.parametrize(
+    "indexes", [{"AsynchronousTasksToSend": "READ_WRITE"}, COMPLETE | {"AsynchronousTasksToSend": "WRITE_ONLY"}]
+)
+def test_the_only_layout_must_be_complete(indexes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to do, and nothing is written."""
+    its = resharding(Snapshot({FIRST: indexes}, {}, {}), None, monkeypatch)
+    with pytest.raises(OutboxError, match=r"an index of Shard is missing .* Run `outbox schema apply`"):
+        list(its.run(its.target(10)))
+
+
+def test_the_only_layout_is_completed_if_a_change_added_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`outbox schema apply` cannot create the indexes of `Shard32`."""
+    snapshot = Snapshot({NEW: {"AsynchronousTasksInOrder32": "READ_WRITE"}}, {NEW: POLLED}, {})
+    its = resharding(snapshot, None, monkeypatch)
+    assert next(iter(its.run(NEW))) == "Add column Shard32 and its indexes; all tasks are written to them"
+
+
+def test_a_layout_that_another_run_dropped_is_not_dropped_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    its = resharding(Snapshot({NEW: COMPLETE}, {}, {}), None, monkeypatch)
+    its._do(Step("drop", FIRST, "Drop"), NEW)
+    its._database.update_ddl.assert_not_called()
+    its._do(Step("drop", NEW, "Drop"), FIRST)
+    its._database.update_ddl.assert_called_once()

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import inf
 from random import Random
@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 from publishworker.in_flight import StuckBatch
-from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS, IDLE_HEARTBEAT_INTERVAL_SECONDS, Membership
+from publishworker.membership import (
+    HEARTBEAT_INTERVAL_SECONDS,
+    IDLE_HEARTBEAT_INTERVAL_SECONDS,
+    IDLE_LIVENESS_TIMEOUT_SECONDS,
+    Membership,
+)
 from publishworker.spanner.store import DatabaseMissing, StoreError
-from publishworker.types import Batch, Turn
+from publishworker.types import Batch, Turn, Workers
 from publishworker.worker import MAX_MISSING_SECONDS, Pause, Worker
 from tests.support.fakes import FakeStore
 
@@ -74,11 +79,14 @@ class Script:
         interval: float = 1.0,
         beats: bool = False,
         idle: Callable[[], float] | None = None,
+        live: Mapping[str, float] | None = None,
     ) -> list[float]:
         """Run the loop and return its waits; with `beats` time passes for the heartbeat row, too."""
+        membership = Membership(self.store, "me", clock=lambda: self.stop.seconds if beats else 0.0)
+        membership.learn(Workers(live or {}))
         Worker(
             self,
-            Membership(self.store, "me", clock=lambda: self.stop.seconds if beats else 0.0),
+            membership,
             poll_interval=interval,
             idle_interval=idle,
             touch_file=lambda: self.events.append("beat"),
@@ -136,6 +144,37 @@ def test_a_relay_that_is_woken_polls_before_the_wait_is_over() -> None:
     script = Woken(*[IDLE] * 4)
     script.woken = threading.Event()
     assert script.run(interval=30.0) == pytest.approx([0.05] * 3, rel=0.1)
+
+
+@pytest.mark.parametrize("activity", ["woken", WORK, AWAY])
+def test_after_activity_the_worker_checks_whether_the_others_are_live(activity: str | Turn | Exception) -> None:
+    """One may have crashed with a new task in one of its shards. Without activity no task waits for a takeover."""
+    times: list[float] = []
+    active_at = 100.0
+
+    class Active(Script):
+        def turn(self, stopping: Callable[[], bool]) -> Turn:
+            times.append(self.stop.seconds)
+            if self.stop.seconds >= active_at and activity in self._steps:
+                self._steps.remove(activity)  # it comes now
+                self._steps.insert(0, activity)
+            return super().turn(stopping)
+
+        def wait(self, timeout: float) -> bool:
+            was_active = self.stop.seconds >= active_at
+            self.stop.wait(timeout)
+            return self.stop.is_set() or (activity == "woken" and self.stop.seconds >= active_at and not was_active)
+
+    script = Active(*[IDLE] * 45)
+    if not isinstance(activity, str):
+        script._steps.insert(40, activity)
+    script.woken = script
+    script.run(idle=lambda: 15.0, live={"other": 3.0})
+    gaps = [(earlier, later - earlier) for earlier, later in pairwise(times)]
+    active = [gap for at, gap in gaps if at < 27 or active_at + 15 <= at < active_at + 27]
+    idle = [gap for at, gap in gaps if 27 <= at < active_at - 15 or at > active_at + 15 + 27]
+    assert max(active) <= 3.01
+    assert min(idle) > 12
 
 
 def test_two_workers_poll_at_different_times() -> None:
@@ -249,8 +288,15 @@ def test_the_heartbeat_row_is_written_in_long_waits() -> None:
     script.store.heartbeat = noted
     script.run(interval=30, beats=True)
     assert script.stop.seconds > 60
-    assert len(beats) >= 60 / IDLE_HEARTBEAT_INTERVAL_SECONDS
-    assert max(later - earlier for earlier, later in pairwise(beats)) <= IDLE_HEARTBEAT_INTERVAL_SECONDS + 0.01
+    assert max(later - earlier for earlier, later in pairwise(beats)) <= HEARTBEAT_INTERVAL_SECONDS + 0.01
+
+
+def test_a_worker_that_waits_for_the_change_stream_writes_its_heartbeat_row_less_often() -> None:
+    script = Script(*[IDLE] * 14)
+    script.run(idle=lambda: 15.0, beats=True)
+    assert script.stop.seconds > 60
+    assert script.store.heartbeats <= 3 + script.stop.seconds / IDLE_HEARTBEAT_INTERVAL_SECONDS
+    assert script.store.liveness_timeout == {"me": IDLE_LIVENESS_TIMEOUT_SECONDS}
 
 
 def test_a_worker_that_is_never_idle_writes_its_heartbeat_row() -> None:

@@ -126,7 +126,7 @@ class _Job:
         archive = Archive(self.spark, settings.archive) if settings.tasks != "table" else None
         windows = archive.windows() if archive else []
         if settings.tasks == "archive" and not windows:
-            raise OutboxError(f"--archive {archive} has no finished window. Check the path")
+            raise OutboxError(f"--archive {settings.archive} has no finished window. Check the path")
         read_at = windows[-1].manifest.until if settings.tasks == "archive" else now
         horizon = min(read_at, resolved(settings.received_until, now))
         grace, skew = timedelta(seconds=settings.grace), timedelta(seconds=settings.clock_skew)
