@@ -78,10 +78,11 @@ class Service:
         answer = mock.Mock()
         answer.add_done_callback.side_effect = lambda callback: callback(answer)
         if request.topic not in EXISTS:
-            answer.result.side_effect = Refused(grpc.StatusCode.NOT_FOUND)
+            answer.exception.return_value = Refused(grpc.StatusCode.NOT_FOUND)
         elif len(keys) > 1 or any(_is_refused(message) for message in request.messages):
-            answer.result.side_effect = Refused(grpc.StatusCode.INVALID_ARGUMENT)
+            answer.exception.return_value = Refused(grpc.StatusCode.INVALID_ARGUMENT)
         else:
+            answer.exception.return_value = None
             self.published += [(request.topic, message) for message in request.messages]
             answer.result.return_value.message_ids = [str(number) for number in range(len(request.messages))]
         return answer
