@@ -1,5 +1,6 @@
 """Create what an application needs on the emulators: an instance, a database, topics and subscriptions."""
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -14,10 +15,13 @@ from outbox.storage import schema
 
 #: Timeout of one call in seconds. The emulators take milliseconds.
 SECONDS = 30.0
+_CREATES_TASKS = re.compile(r"CREATE\s+TABLE\s+(IF\s+NOT\s+EXISTS\s+)?`?AsynchronousTasks\b", re.IGNORECASE)
 
 
 def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[str, str]] = ()) -> Database:
     """Create the database with the outbox's tables and `ddl`, and topics and subscriptions. Return the database.
+
+    If `ddl` creates the outbox's tables itself, those that it leaves out are added.
 
     `pubsub` has pairs such as ("topic", "orders") and ("subscription", "billing"). A subscription belongs to the topic
     before it and keeps the order of ordering keys. What exists already is kept, and a database that exists does not get
@@ -26,7 +30,8 @@ def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[s
     client = spanner.Client(project=place.project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
     config = f"projects/{place.project}/instanceConfigs/emulator-config"
     instance = client.instance(place.instance, configuration_name=config)
-    database: Database = instance.database(place.database, ddl_statements=[*schema.statements(), *ddl])
+    own = [] if any(map(_CREATES_TASKS.match, ddl)) else schema.statements()
+    database: Database = instance.database(place.database, ddl_statements=[*own, *ddl])
     what, topic = f"instance {place.instance}", ""
     try:
         with suppress(AlreadyExists):

@@ -15,6 +15,7 @@ import pytest
 
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
+from outbox.storage import schema
 from tests.support import processes
 from tests.support.commands import TRACE, here
 from tests.support.processes import Process, children, gone, started
@@ -147,6 +148,18 @@ def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubS
     ]
     topics = pubsub.publisher.list_topics(project=f"projects/{project}")
     assert {each.name.rpartition("/")[2] for each in topics} == {"orders", "mails"}
+
+
+def test_a_ddl_file_may_contain_the_tables_of_the_outbox(emulators: Emulators, tmp_path: Path) -> None:
+    """As printed by `outbox schema print`, for example in a user's own migrations. What it leaves out is added."""
+    ddl, project = tmp_path / "shop.sql", f"create-{uuid.uuid4().hex[:8]}"
+    ddl.write_text(";\n".join(schema.statements()[:3]))
+    create = ("emulators", "--create", f"{project}/main/shop", "--ddl-file", str(ddl))
+    assert here(*create, environment=emulators.environment()).code == 0
+    tables = {
+        table.table_id for table in instance(emulators.spanner_host, "main", project).database("shop").list_tables()
+    }
+    assert {"AsynchronousTasks", "AsynchronousTaskWorkers"} <= tables
 
 
 def test_ddl_that_the_emulator_refuses_is_a_sentence(emulators: Emulators, tmp_path: Path) -> None:

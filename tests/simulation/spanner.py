@@ -35,7 +35,7 @@ from tests.support.fakes import NO_SEQUENCE, FakeStore, StoredTask, candidate
 #: Seconds without a request after which Spanner may abort a transaction.
 #: https://cloud.google.com/spanner/docs/reference/rest/v1/TransactionOptions
 IDLE_SECONDS = 10.0
-#: The client's CPU for an aborted lock query and its error, in requests: 2.1 ms where a request takes 1.0 to 1.5 ms.
+#: The client's CPU for an aborted lock query and its error, in requests: 1.9 to 2.1 ms where a request takes 1.5 ms.
 ABORTED_REQUESTS = 1.3
 #: Seconds that a request may wait for capacity. Then Spanner pushes back with ABORTED.
 MAX_QUEUE_SECONDS = 2.0
