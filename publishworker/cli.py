@@ -1,7 +1,7 @@
 """The `publishworker` command.
 
-Exit codes: 0 success, 1 failed, 2 usage, 3 a service, the table or a permission is missing, 4 a drain ended with work
-left; 130 and 143 after a second signal.
+Exit codes: 0 success, 1 failed, 2 usage, 3 a service cannot be reached, or a table or permission is missing, 4 a drain
+ended with work left; 130 and 143 after a second signal.
 """
 
 import argparse

@@ -75,7 +75,7 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
 
     Raises:
         SettingError: the window ends too late, or columns of the messages are missing.
-        NotReached: Spanner, the database, the table or a permission is missing.
+        NotReached: Spanner does not answer, or the database, the table or a permission is missing.
         OutboxError: the output folder exists, or the archive has no finished window.
     """
     output = Folder(spark, settings.output)
