@@ -16,8 +16,8 @@ from itertools import product
 
 from outbox.shared.throttled_log import ThrottledLog
 from outbox.storage.layout import Layout
-from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Store, StoreError
-from publishworker.types import Workers
+from publishworker.spanner.store import Store, StoreError
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
 
 _log = logging.getLogger("publishworker")
 
@@ -44,7 +44,7 @@ class Membership:
         """Begin as if no other worker were live."""
         self._store = store
         self._worker = worker
-        #: Whether the worker waits for the change stream. It then writes its heartbeat less often.
+        #: Whether the worker has no tasks and waits for the change stream. It then writes its heartbeat less often.
         self.idle = False
         #: That of the last heartbeat that was written.
         self._liveness_timeout = LIVENESS_TIMEOUT_SECONDS
@@ -108,7 +108,7 @@ class Membership:
 
     def _write(self, polls: Sequence[Layout]) -> None:
         liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS
-        self._store.heartbeat(self._worker, self._started_at, polls, self._gone, liveness_timeout)
+        self._store.heartbeat(Heartbeat(self._worker, self._started_at, polls, liveness_timeout), self._gone)
         self._liveness_timeout = liveness_timeout
 
     def learn(self, workers: Workers) -> None:

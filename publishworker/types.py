@@ -93,6 +93,22 @@ class TopicControls:
     limits: Mapping[str, TopicLimit] = field(default_factory=dict)
 
 
+#: A worker is live until its last heartbeat is this many seconds old. It is also the default of the column
+#: LivenessTimeoutSeconds.
+LIVENESS_TIMEOUT_SECONDS = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The row of a worker, which makes the worker live for `liveness_timeout` seconds after the commit."""
+
+    worker: str
+    started_at: datetime
+    #: The layouts that the worker polls.
+    polls: Sequence[Layout]
+    liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class Workers:
     """The live workers, and the IDs of workers whose heartbeat is so old that its row may be deleted.

@@ -136,12 +136,12 @@ class Worker:
             self._missing_since = None
             if finished or stop.is_set():
                 return
-            self._membership.idle = seconds > self._poll_interval
             self._membership.heartbeat()  # not after a StoreError: a worker whose turns fail must lose its shards
             self._pause(stop, seconds)
 
     def _seconds_to_next(self, turn: Turn) -> float:
-        """Return the seconds until the next poll."""
+        """Return the seconds until the next poll, and tell the membership whether this worker is idle."""
+        self._membership.idle = False
         if turn.made_progress:
             self._active_at = self._clock()
             self._idle.reset()
@@ -152,8 +152,9 @@ class Worker:
         if seconds > self._poll_interval:
             # The change stream reports inserts. It does not report that a scheduled task has become due, or that a new
             # task is in a shard of a worker that has crashed.
-            if (due := self._relay.seconds_until_due()) is not None:
-                seconds = min(seconds, due)
+            due = self._relay.seconds_until_due()
+            self._membership.idle = due is None
+            seconds = seconds if due is None else min(seconds, due)
             if self._clock() - self._active_at < IDLE_LIVENESS_TIMEOUT_SECONDS:
                 seconds = min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
         return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)

@@ -13,7 +13,8 @@ from outbox.errors import NotReached
 from outbox.storage.connection import LimitedDatabase, retry_and_timeout
 from outbox.storage.schema import service_errors
 from publishworker.spanner.statements import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
-from publishworker.spanner.store import ABORTED_DELAY_SECONDS, LIVENESS_TIMEOUT_SECONDS
+from publishworker.spanner.store import ABORTED_DELAY_SECONDS
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 
 #: Seconds for a read of one row.
 READ_SECONDS = 5.0

@@ -22,6 +22,7 @@ from publishworker.types import (
     Candidate,
     Deferred,
     Discovery,
+    Heartbeat,
     Key,
     KeyHeads,
     LockedRow,
@@ -39,9 +40,6 @@ from publishworker.types import (
 READ_SECONDS = 30.0
 #: Seconds for the lock query, which waits while a transaction of another worker holds a row.
 LOCK_SECONDS = 10.0
-#: A worker is live until its last heartbeat is this many seconds old. It is also the default of the column
-#: LivenessTimeoutSeconds.
-LIVENESS_TIMEOUT_SECONDS = 14
 #: Seconds for a heartbeat, including aborts.
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
 #: Max seconds from the start of a transaction during which it is retried after ABORTED.
@@ -131,18 +129,8 @@ class Store(Protocol):
         Returns the commit timestamp, which is the SentAt of the tasks that are marked as sent.
         """
 
-    def heartbeat(
-        self,
-        worker: str,
-        started_at: datetime,
-        polls: Sequence[Layout],
-        remove: Collection[str],
-        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
-    ) -> None:
-        """Write the heartbeat of `worker`, started at `started_at`, which makes it live for `liveness_timeout`.
-
-        Delete the rows of the workers in `remove`.
-        """
+    def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
+        """Write a heartbeat. Delete the rows of the workers in `remove`."""
 
     def delete_heartbeat(self, worker: str) -> None:
         """Delete the worker's row."""
@@ -256,21 +244,15 @@ class SpannerStore:
         committed: datetime = transaction.committed
         return committed
 
-    def heartbeat(
-        self,
-        worker: str,
-        started_at: datetime,
-        polls: Sequence[Layout],
-        remove: Collection[str],
-        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
-    ) -> None:
+    def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
         """See Store. One request, a commit without reads.
 
         It sets no request priority, which Spanner treats as high. Otherwise an overloaded Spanner could delay
         heartbeats, and other workers would take over the shards.
         """
         with self._store_errors(), self._heartbeat_batch() as batch:
-            row = (worker, started_at, COMMIT_TIMESTAMP, liveness_timeout, ",".join(layout.column for layout in polls))
+            polls = ",".join(layout.column for layout in heartbeat.polls)
+            row = (heartbeat.worker, heartbeat.started_at, COMMIT_TIMESTAMP, heartbeat.liveness_timeout, polls)
             batch.insert_or_update("AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [row])
             if remove:
                 batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))

@@ -18,7 +18,7 @@ from outbox.admin.backlog import COUNTS, Line
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 from tests.support.operations import (
     CREATED,
     DAY,

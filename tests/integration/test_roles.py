@@ -17,7 +17,7 @@ from outbox.admin.table import TaskTable
 from outbox.storage import schema
 from outbox.storage.connection import open_database
 from outbox.storage.task_states import NEVER
-from publishworker.types import Deferred, Key, NotSent, Sent
+from publishworker.types import Deferred, Heartbeat, Key, NotSent, Sent
 from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
@@ -60,7 +60,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     marks = {"clean": Sent("1"), "recorded": recorded, "deferred": Deferred(FUTURE, "recorded"), "old": Sent("2")}
     store.claim(list(marks), lambda _rows, _now: marks)
     store.claim(["recorded"], lambda _rows, _now: {"recorded": Sent("3")})
-    store.heartbeat("me", datetime.now(UTC), (), ["gone"])
+    store.heartbeat(Heartbeat("me", datetime.now(UTC), ()), ["gone"])
     store.delete_heartbeat("me")
     store.has_work()
     store.topics_in_use()

@@ -34,6 +34,7 @@ from publishworker.settings import WorkerSettings
 from publishworker.spanner import statements
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import DatabaseMissing, NotWritten, SpannerStore, StoreError
+from publishworker.types import Heartbeat
 from tests.benchmarks.cost import cost
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of
@@ -219,7 +220,7 @@ def test_the_request_priority_is_that_of_the_flag(
     flags = {"project": "p", "instance": "inst", "database": "db"} | ({"request_priority": name} if name else {})
     store = open_store(WorkerSettings.read(flags, {}))
     assert make_relay(store).turn().published == len(ids)
-    store.heartbeat("me", datetime.now(UTC), (), ())
+    store.heartbeat(Heartbeat("me", datetime.now(UTC), ()))
     *sent, heartbeat = [each for each in mock.requests if hasattr(each, "request_options")]
     assert {tag(each) for each in sent} == {"outbox-poll", "outbox-order", "outbox-claim", *INTERVAL_TAGS, ""}
     assert {each.request_options.priority.name for each in sent} == {f"PRIORITY_{(name or 'medium').upper()}"}

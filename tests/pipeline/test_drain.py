@@ -31,6 +31,7 @@ from outbox_pipeline.settings import AuditSettings, DrainSettings
 from publishworker.app import open_store
 from publishworker.spanner.store import StoreError
 from publishworker.telemetry import metrics as m
+from publishworker.types import Heartbeat
 from tests.support.fakes import Counted
 from tests.support.operations import FUTURE, insert, pause, row
 from tests.support.pipeline import options
@@ -62,7 +63,7 @@ def living(settings: DrainSettings, id: str) -> Iterator[None]:
     store, ended = open_store(settings), threading.Event()
 
     def beat() -> None:
-        store.heartbeat(id, datetime.now(UTC), (), ())
+        store.heartbeat(Heartbeat(id, datetime.now(UTC), ()))
 
     def go_on() -> None:
         while not ended.wait(1):

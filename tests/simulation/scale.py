@@ -269,12 +269,12 @@ FOLDER = PAGE.with_suffix("")
 FILE = FOLDER / "results.json"
 
 #: Workers and tasks of the measured backlogs.
-BACKLOGS = ((1, 2_000), (2, 2_000))
+BACKLOGS = {"1 worker, 2,000 tasks": (1, 2_000), "2 workers, 2,000 tasks": (2, 2_000)}
 #: Tasks per second of the measured arrivals, and seconds.
-ARRIVALS, SECONDS = (10, 20), 20
+ARRIVALS, SECONDS = {"1 worker, 10 tasks/s": 10, "1 worker, 20 tasks/s": 20}, 20
 #: How often each is measured.
 ROUNDS = 5
-#: The histories of which the simulated figures are medians.
+#: Simulated figures are medians of the histories with these seeds.
 SEEDS = range(1, 16)
 LOADS = {
     rate: Load(rate, workers, shards, units(rate), seconds)
@@ -301,8 +301,8 @@ def measure() -> tuple[Costs, Rows]:
             name, other = f"{case}: {column}", _medians(simulated)[column]
             rows.extend([(name, "measured", value), (name, "simulated", other)])
             rows.append((name, "deviation, %", 100 * (other / value - 1)))
-            measured_values = [each[column] for each in real]
-            rows.extend([(name, "min", min(measured_values)), (name, "max", max(measured_values))])
+            values = [each[column] for each in real]
+            rows.extend([(name, "min", min(values)), (name, "max", max(values))])
 
     with emulators.running() as hosts, mock.patch.dict(os.environ, hosts.environment()):
         bench = Bench(hosts, 1, quick=False)
@@ -311,26 +311,16 @@ def measure() -> tuple[Costs, Rows]:
         with contextlib.redirect_stdout(io.StringIO()):  # processes of tests.support print a report at their end
             for _ in range(ROUNDS):
                 samples.add_round()
-                for workers, tasks in BACKLOGS:
-                    runs[_backlog_name(workers, tasks)].append(measured.drained(bench, workers, tasks))
-                for rate in ARRIVALS:
-                    runs[_arrivals_name(rate)].append(percentiles(measured.received(bench, rate, SECONDS)))
+                for name, backlog in BACKLOGS.items():
+                    runs[name].append(measured.drained(bench, *backlog))
+                for name, rate in ARRIVALS.items():
+                    runs[name].append(percentiles(measured.received(bench, rate, SECONDS)))
     costs = samples.costs()
-    for workers, tasks in BACKLOGS:
-        name = _backlog_name(workers, tasks)
-        compare(name, runs[name], [drained(costs, workers, tasks, seed) for seed in SEEDS])
-    for rate in ARRIVALS:
-        name = _arrivals_name(rate)
+    for name, backlog in BACKLOGS.items():
+        compare(name, runs[name], [drained(costs, *backlog, seed) for seed in SEEDS])
+    for name, rate in ARRIVALS.items():
         compare(name, runs[name], [percentiles(received(costs, rate, SECONDS, seed)) for seed in SEEDS])
     return costs, rows
-
-
-def _backlog_name(workers: int, tasks: int) -> str:
-    return f"{workers} worker{'s' * (workers > 1)}, {tasks:,} tasks"
-
-
-def _arrivals_name(rate: int) -> str:
-    return f"1 worker, {rate} tasks/s"
 
 
 def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:

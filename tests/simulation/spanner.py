@@ -18,10 +18,11 @@ from sortedcontainers import SortedList
 
 from outbox.storage.layout import Layout
 from publishworker.spanner import store as product
-from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, NotWritten, StoreError, UnsentCount
+from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
 from publishworker.types import (
     Candidate,
     Discovery,
+    Heartbeat,
     Key,
     KeyHeads,
     Mark,
@@ -498,17 +499,10 @@ class Connection:
         found: list[UnsentCount] = self._read("unsent", self._spanner.table.unsent)
         return found
 
-    def heartbeat(
-        self,
-        worker: str,
-        started_at: datetime,
-        polls: Sequence[Layout],
-        remove: Collection[str],
-        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
-    ) -> None:
+    def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
         def execute() -> None:
             self._spanner.table.time()
-            self._spanner.table.heartbeat(worker, started_at, polls, remove, liveness_timeout)
+            self._spanner.table.heartbeat(heartbeat, remove)
 
         self._write("heartbeat", execute)
 

@@ -16,12 +16,14 @@ from outbox.storage.task_states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.spanner import statements
-from publishworker.spanner.store import LIVENESS_TIMEOUT_SECONDS, Decide, NotWritten, StoreError, UnsentCount
+from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
 from publishworker.types import (
+    LIVENESS_TIMEOUT_SECONDS,
     Candidate,
     Deferred,
     Discovery,
     Failed,
+    Heartbeat,
     Key,
     KeyHeads,
     LockedRow,
@@ -165,18 +167,12 @@ class FakeStore:
         """Return the seconds for which the worker's heartbeat makes it live, by default as the column's default."""
         return self.liveness_timeout.get(worker, LIVENESS_TIMEOUT_SECONDS)
 
-    def heartbeat(
-        self,
-        worker: str,
-        started_at: datetime,
-        polls: Sequence[Layout],
-        remove: Collection[str],
-        liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS,
-    ) -> None:
+    def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
         self._answer()
         self.heartbeats += 1
-        self.seen_at[worker], self.liveness_timeout[worker] = self.now, liveness_timeout
-        self.polled_by[worker] = tuple(polls)
+        worker = heartbeat.worker
+        self.seen_at[worker], self.liveness_timeout[worker] = self.now, heartbeat.liveness_timeout
+        self.polled_by[worker] = tuple(heartbeat.polls)
         for each in remove:
             self.seen_at.pop(each, None)
 

@@ -21,13 +21,8 @@ from publishworker.membership import (
     divide,
 )
 from publishworker.spanner import statements
-from publishworker.spanner.store import (
-    HEARTBEAT_TIMEOUT_SECONDS,
-    LIVENESS_TIMEOUT_SECONDS,
-    NotWritten,
-    StoreError,
-)
-from publishworker.types import Workers
+from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS, NotWritten, StoreError
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Workers
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench, run_at_once
 

@@ -18,7 +18,7 @@ from publishworker.membership import (
     Membership,
 )
 from publishworker.spanner.store import DatabaseMissing, StoreError
-from publishworker.types import Batch, Turn, Workers
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Batch, Turn, Workers
 from publishworker.worker import MAX_MISSING_SECONDS, Pause, Worker
 from tests.support.fakes import FakeStore
 
@@ -297,6 +297,15 @@ def test_a_worker_that_waits_for_the_change_stream_writes_its_heartbeat_row_less
     assert script.stop.seconds > 60
     assert script.store.heartbeats <= 3 + script.stop.seconds / IDLE_HEARTBEAT_INTERVAL_SECONDS
     assert script.store.liveness_timeout == {"me": IDLE_LIVENESS_TIMEOUT_SECONDS}
+
+
+def test_a_worker_with_scheduled_tasks_is_not_idle() -> None:
+    """The change stream does not report that they become due, so others must take over its shards earlier."""
+    script = Script(*[IDLE] * 14)
+    script.due = 1000.0
+    script.run(idle=lambda: 15.0, beats=True)
+    assert script.store.heartbeats >= script.stop.seconds / (HEARTBEAT_INTERVAL_SECONDS + 1)
+    assert script.store.liveness_timeout == {"me": LIVENESS_TIMEOUT_SECONDS}
 
 
 def test_a_worker_that_is_never_idle_writes_its_heartbeat_row() -> None:

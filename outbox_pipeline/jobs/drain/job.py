@@ -29,6 +29,7 @@ from publishworker.spanner.store import SpannerStore, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Client, Metric, Metrics
+from publishworker.types import Heartbeat
 from publishworker.worker import Pause
 
 #: Max seconds to wait after a round that published nothing. The first wait is --poll-interval, and each further one is
@@ -135,7 +136,7 @@ def _round(
     try:
         # Write all heartbeats before the first worker polls. Otherwise it polls all shards until it reads the others.
         for id in ids:
-            store.heartbeat(id, datetime.now(UTC), store.layouts, ())
+            store.heartbeat(Heartbeat(id, datetime.now(UTC), store.layouts))
         numbers = spark.range(0, workers, 1, workers)
         counts = Counter[str]()
         for row in numbers.mapInArrow(Workers(settings, ids, until), _COUNTS).collect():
