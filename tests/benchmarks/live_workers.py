@@ -49,7 +49,7 @@ ALONE = """\
 - Long partitions: another emulator, with a flag that lets each partition live for at least 10 minutes. Then a partition
   costs a request a minute."""
 #: An emulator whose partitions of change streams live long.
-LONG_PARTITIONS = ("--override_change_stream_partition_token_aliveness_timeout", "600")
+LONG_PARTITIONS = ("--override_change_stream_partition_token_alive_seconds", "600")
 
 
 @dataclass(frozen=True, slots=True)
