@@ -7,6 +7,7 @@ import collections
 import contextlib
 import functools
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -37,8 +38,6 @@ STALE_SECONDS = 10.5
 MANY_ROWS = 300
 #: Databases that wait to be lent again; the emulator allows 100 in an instance.
 POOL_SIZE = 25
-#: The tables that are emptied.
-TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskOperations")
 
 
 def place(database: str = "unused", *, project: str = PROJECT, instance: str = INSTANCE, **more: str) -> PubSubSettings:
@@ -157,7 +156,8 @@ class Pool:
         changed = _ddl(database) != self._ddl
         try:
             if not changed and len(self._emptied) < POOL_SIZE:
-                database.run_in_transaction(_empty, timeout_secs=EMPTY_SECONDS, default_retry_delay=0.02)
+                tables = re.findall(r"^CREATE TABLE (\w+)", "\n".join(self._ddl), re.MULTILINE)
+                database.run_in_transaction(_empty, tables, timeout_secs=EMPTY_SECONDS, default_retry_delay=0.02)
                 self._emptied.append((time.monotonic(), database_id))
                 return
         except (_ManyRows, GoogleAPICallError):  # or the test has left a transaction open
@@ -170,11 +170,11 @@ class _ManyRows(Exception):
     """Emptying the database takes longer than creating another one: a commit's time is quadratic in its rows."""
 
 
-def _empty(transaction: Any) -> None:
+def _empty(transaction: Any, tables: Sequence[str]) -> None:
     everything = KeySet(all_=True)
     if len(list(transaction.read("AsynchronousTasks", ("Id",), everything, limit=MANY_ROWS))) == MANY_ROWS:
         raise _ManyRows
-    for table in TABLES:
+    for table in tables:
         transaction.delete(table, everything)
 
 
