@@ -24,9 +24,9 @@ _log = logging.getLogger("publishworker")
 #: Seconds between two heartbeats of a worker.
 HEARTBEAT_INTERVAL_SECONDS = 7.5
 #: The same while the worker has nothing to send and waits for the change stream. It saves requests.
-IDLE_HEARTBEAT_INTERVAL_SECONDS = 20.0
+IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
 #: The liveness timeout after such a heartbeat. It leaves time for a second attempt if one takes 5 s and fails.
-IDLE_LIVENESS_TIMEOUT_SECONDS = 27
+IDLE_LIVENESS_TIMEOUT_SECONDS = 29
 #: Seconds from a heartbeat that failed to the next attempt.
 HEARTBEAT_RETRY_SECONDS = 2.0
 
@@ -40,8 +40,9 @@ class Membership:
         worker: str,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin as if no other worker were live."""
+        """Begin as if no other worker were live. `wall_clock` need not be right: see `seconds_to_heartbeat`."""
         self._store = store
         self._worker = worker
         #: Whether the worker has no tasks and waits for the change stream. It then writes its heartbeat less often.
@@ -50,13 +51,14 @@ class Membership:
         self._liveness_timeout = LIVENESS_TIMEOUT_SECONDS
         #: The layouts that this worker polls.
         self.layouts = tuple(store.layouts)
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
         self._was_seen = True
         self._keep_former_until = float("-inf")
         self._started_at = datetime.now(UTC)
         self._heartbeat_at = float("-inf")
+        self._idle_interval = IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._learned_at = clock()
         self._next_timeout_at = math.inf
         self._living: frozenset[str] = frozenset({worker})
@@ -76,9 +78,13 @@ class Membership:
 
     @property
     def seconds_to_heartbeat(self) -> float:
-        """Return the seconds until the next heartbeat."""
+        """Return the seconds until the next heartbeat.
+
+        Idle workers write theirs at the same time if their clocks agree. Then the next liveness timeout is far away,
+        and a worker discovers less often for the sake of `seconds_to_next_timeout`.
+        """
         may_be_late = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
-        interval = IDLE_HEARTBEAT_INTERVAL_SECONDS if may_be_late else HEARTBEAT_INTERVAL_SECONDS
+        interval = self._idle_interval if may_be_late else HEARTBEAT_INTERVAL_SECONDS
         seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
         return max(0.0, self._heartbeat_at + seconds - self._clock())
 
@@ -100,6 +106,8 @@ class Membership:
         if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
         self._heartbeat_at = self._clock()
+        # To the next multiple of 21 s of the wall clock, but at least 1 s, because the two clocks drift apart a little.
+        self._idle_interval = 1 + (-1 - self._wall_clock()) % IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._failure = None
         try:
             self._write(self.layouts)

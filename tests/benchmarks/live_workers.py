@@ -44,8 +44,9 @@ CONDITIONS = f"""\
 WAKE = ("--wake", "change-stream")
 ALONE = """\
 - Requests per minute of all `publishworker run` processes, with default settings and 10 shards, half a minute after the
-  last task, without an agent for metrics. Counted by a proxy that forwards every call to the emulator, by method and
-  tag. The emulator ends each partition of a change stream after 20 s, and two or three are open. Each costs a request.
+  last task, without an agent for metrics. Counted for three minutes, by method and tag, by a proxy that forwards every
+  call to the emulator. The emulator ends each partition of a change stream after 20 s, and two or three are open. Each
+  costs a request.
 - Long partitions: another emulator, with a flag that lets each partition live for at least 10 minutes. Then a partition
   costs a request a minute."""
 #: An emulator whose partitions of change streams live long.
@@ -128,7 +129,7 @@ def alone(bench: Bench) -> Section:
 
 def idle_requests(bench: Bench, size: int, *flags: str) -> dict[str, float]:
     """Return the requests per minute of idle workers, all and by method and tag."""
-    seconds = bench.choose(60, 5)
+    seconds = bench.choose(180, 5)
     with live_workers(bench, size, *flags, with_agent=False) as created:
         time.sleep(bench.choose(30, 1))  # topics are forgotten, and pauses are at their longest
         created.proxy.clear()

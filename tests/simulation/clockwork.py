@@ -152,7 +152,8 @@ class Event:
     def wait(self, timeout: float | None = None) -> bool:
         if not self._set:
             self._waiters.append(self._clockwork.waiter())
-            self._clockwork.park(timeout)
+            # A shorter time may vanish when it is added to the clock, and the caller would wait for it forever.
+            self._clockwork.park(None if timeout is None else max(timeout, 1e-6))
         return self._set
 
 

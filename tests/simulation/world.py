@@ -137,7 +137,7 @@ class Node:
             only=(Layout(plan.shards),) if previous else (),
         )  # fmt: skip
         publisher = world.pubsub.publisher(process, self.clock, plan.latencies.publish, self._fate("pubsub"))
-        membership = self.membership = Membership(store, process.name, clock=self.clock)
+        membership = self.membership = Membership(store, process.name, clock=self.clock, wall_clock=self.clock)
         retries = RetryPolicy(initial=1, longest=LONGEST_BACKOFF, max_attempts=10, dead_after=86_400, random=random)
         relay = self.relay = Relay(
             store,
