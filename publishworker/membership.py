@@ -80,8 +80,8 @@ class Membership:
     def seconds_to_heartbeat(self) -> float:
         """Return the seconds until the next heartbeat.
 
-        Idle workers write theirs at the same time if their clocks agree. Then the next liveness timeout is far away,
-        and a worker discovers less often for the sake of `seconds_to_next_timeout`.
+        Idle workers write theirs at the same time if their clocks agree. Then one discovery serves for all their
+        liveness timeouts.
         """
         may_be_late = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
         interval = self._idle_interval if may_be_late else HEARTBEAT_INTERVAL_SECONDS
@@ -106,7 +106,8 @@ class Membership:
         if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
         self._heartbeat_at = self._clock()
-        # To the next multiple of 21 s of the wall clock, but at least 1 s, because the two clocks drift apart a little.
+        # To the next multiple of 21 s of the wall clock. If that is less than 1 s away, to the one after it, because
+        # this heartbeat may have come slightly early.
         self._idle_interval = 1 + (-1 - self._wall_clock()) % IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._failure = None
         try:

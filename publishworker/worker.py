@@ -56,7 +56,7 @@ class Pause:
         self._next = self._first
 
     def next(self) -> float:
-        """Return the current wait in seconds, at random up to 15 % and 0.5 s shorter. Then double it."""
+        """Return the current wait less a random part: at most 15 % of it, and at most 0.5 s. Then double it."""
         nominal = min(self._next, self._longest())
         self._next = nominal * 2
         return nominal - self._random.uniform(0, min(0.15 * nominal, 0.5))

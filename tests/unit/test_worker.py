@@ -151,7 +151,7 @@ def test_a_relay_that_is_woken_polls_before_the_wait_is_over() -> None:
 
 
 def test_an_idle_worker_polls_when_another_one_may_no_longer_be_live() -> None:
-    """That one may have crashed, and the change stream says nothing of its retried and scheduled tasks."""
+    """The other one may have crashed. The change stream does not report that, nor tasks that are retried or due."""
     script = Script(*[IDLE] * 20)
     script.run(idle=lambda: 15.0, live={"other": 7.0})
     assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1.6 + 3.2 + 6.4 + 11 * 7, rel=0.15)
