@@ -147,6 +147,7 @@ class Membership:
         living = frozenset({*others, self._worker})  # this worker is live even if its row timed out
         if self._clock() < self._keep_former_until:
             living |= self._living
+            self._next_timeout_at = min(self._next_timeout_at, self._keep_former_until)
         layouts = workers.layouts or self.layouts
         if layouts != self.layouts:
             self._divide(living, tuple(sorted({*layouts, *self.layouts})))

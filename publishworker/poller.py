@@ -43,8 +43,9 @@ class Poller:
     ) -> None:
         """Poll this worker's shards for about `target_rows` rows.
 
-        `discover` reads every `discovery_seconds`. It reads earlier if the worker's shards have changed, or if the last
-        read returned an unknown topic. After each read, the next poll also reads due tasks.
+        `discover` reads every `discovery_seconds`. It reads earlier if the worker's shards have changed, if the last
+        read returned an unknown topic, or if the polls since `wake` have found no task. After each read, the next poll
+        also reads due tasks.
         """
         self._store = store
         self._membership = membership
@@ -56,6 +57,8 @@ class Poller:
         self._discovered_shards: tuple[int, ...] = ()
         #: True for the first poll, for the first one after each discovery, and as long as polls find due tasks.
         self._reads_due_tasks = True
+        #: True from `wake` until the next discovery.
+        self._woken = False
         self._next_shard = 0
 
     @property
@@ -63,10 +66,9 @@ class Poller:
         """Return the topics that have, or recently had, unsent tasks."""
         return self._topics.recent
 
-    @property
-    def topics_to_poll(self) -> frozenset[str]:
-        """Return the topics that the next poll reads. Some of them may have only scheduled tasks."""
-        return self._topics.polled
+    def wake(self) -> None:
+        """Note that a task was inserted, perhaps one of an unknown topic."""
+        self._woken = True
 
     def discover(self) -> Discovery | None:
         """Return live workers, topic controls and unknown topics, or None before the interval ends. Raises StoreError.
@@ -79,6 +81,7 @@ class Poller:
             return None
         known = self._topics.polled
         found = self._store.discover(shards, known)
+        self._woken = False
         self._topics.discover(found.topics)
         self._reads_due_tasks = True
         if not found.topics:
@@ -112,7 +115,20 @@ class Poller:
             self._reads_due_tasks = any(each.available_at is not None for each in candidates)
         self._topics.see({each.topic for each in candidates})
         self._topics.forget(unavailable)
-        return Polled([each for each in candidates if each.id not in in_flight], cut_off)
+        startable = [each for each in candidates if each.id not in in_flight]
+        if self._woken and not startable:
+            self._discovered_at = float("-inf")
+        return Polled(startable, cut_off)
+
+    def seconds_until_due(self, unavailable: Collection[str]) -> float | None:
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
+
+        Tasks of `unavailable` topics do not count. The next poll reads due tasks. Raises StoreError.
+        """
+        topics = self._topics.polled.difference(unavailable)
+        seconds = self._store.seconds_until_due(self._membership.shards, topics) if topics else None
+        self._reads_due_tasks |= seconds is not None
+        return seconds
 
     def _read(
         self, request: PollRequest, room: int, in_flight: Collection[str], depths: Mapping[str, int]

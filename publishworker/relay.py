@@ -97,7 +97,7 @@ class Relay:
         Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. After a
         StoreError, batches in flight go on, and a later turn reports them.
         """
-        self.woken.clear()
+        self._take_wake_up()
         finished = self._in_flight.collect()
         poll_again = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.raise_if_stuck()
@@ -118,9 +118,11 @@ class Relay:
         self.woken.set()
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until another task becomes due, or None if none will. Raises StoreError."""
-        topics = self._poller.topics_to_poll
-        return self._store.seconds_until_due(self._membership.shards, topics) if topics else None
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
+
+        Tasks of topics that are unavailable now do not count. Raises StoreError.
+        """
+        return self._poller.seconds_until_due(self._topics.unavailable(self._in_flight.tasks_by_topic()))
 
     def finish(self) -> Turn:
         """Wait for all batches in flight, try to mark tasks in doubt, and return the numbers.
@@ -169,6 +171,11 @@ class Relay:
             if not stopping() and (at_most_once := self._topics.at_most_once_batch(result)) is not None:
                 self._start([at_most_once])
         return changed
+
+    def _take_wake_up(self) -> None:
+        if self.woken.is_set():
+            self.woken.clear()  # before the poll, so that an insert during the turn starts another one
+            self._poller.wake()
 
     def _begin_reads(self) -> None:
         """If a read of the last turn failed, read the layouts to poll: a reshard may have dropped its index."""

@@ -35,7 +35,10 @@ class TurnRunner(Protocol):
         """
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until another task becomes due, or None if none will. Raises StoreError."""
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
+
+        Raises StoreError.
+        """
 
     def finish(self) -> Turn:
         """Wait for the batches in flight."""
@@ -134,8 +137,9 @@ class Worker:
             self._missing_since = None
             if finished or stop.is_set():
                 return
+            began = self._clock()
             self._membership.heartbeat()  # not after a StoreError: a worker whose turns fail must lose its shards
-            self._pause(stop, seconds)
+            self._pause(stop, began, seconds)
 
     def _seconds_to_next(self, turn: Turn) -> float:
         """Return the seconds until the next poll, and tell the membership whether this worker is idle."""
@@ -147,20 +151,24 @@ class Worker:
             return 0.0
         seconds = self._idle.next()
         if seconds > self._poll_interval:
-            # The change stream reports inserts. It does not report that a scheduled task has become due, or that
-            # another worker has crashed.
-            due = self._relay.seconds_until_due()
-            self._membership.idle = due is None
-            seconds = seconds if due is None else min(seconds, due)
-            seconds = min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
+            seconds = self._limit_long_pause(seconds, turn)
         return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
 
-    def _pause(self, stop: threading.Event, seconds: float) -> None:
-        """Wait until `seconds` have passed or the relay is woken, and send heartbeats.
+    def _limit_long_pause(self, seconds: float, turn: Turn) -> float:
+        """Return at most the seconds until there may be work that the change stream does not report."""
+        if turn.in_flight:
+            return self._poll_interval
+        due = self._relay.seconds_until_due()
+        self._membership.idle = due is None and turn.seconds_to_retry is None
+        if due is not None:
+            seconds = min(seconds, due or self._poll_interval)  # 0: the poll may have just missed the task
+        return min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
+
+    def _pause(self, stop: threading.Event, began: float, seconds: float) -> None:
+        """Wait until `seconds` after `began`, or until the relay is woken, and send heartbeats.
 
         If the change stream fails meanwhile, the pause is cut to the poll interval.
         """
-        began = self._clock()
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile

@@ -43,12 +43,15 @@ class Partitions:
         """Know none."""
         #: Set when a thread has failed. The others end then.
         self.given_up = False
-        #: The token of a partition that has ended, or the error of one that has failed.
-        self.events: queue.SimpleQueue[Exception | str] = queue.SimpleQueue()
+        #: The token of a partition that has ended, the error of one that has failed, or None when each of those that
+        #: are read has sent a record.
+        self.events: queue.SimpleQueue[Exception | str | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._ended: set[str] = set()
         self._waiting: dict[str, tuple[datetime, frozenset[str]]] = {}
+        #: Those that are read and have sent no record yet.
+        self._silent: set[str] = set()
 
     def add(self, token: str, start: datetime, parents: Iterable[str]) -> None:
         """Note a child partition. Each of its parents reports it."""
@@ -61,7 +64,16 @@ class Partitions:
         """Note that a partition has been read to its end."""
         with self._lock:
             self._ended.add(token)
+            self._silent.discard(token)
         self.events.put(token)
+
+    def note_record(self, token: str) -> None:
+        """Note that a partition has sent a record."""
+        with self._lock:
+            if token in self._silent:
+                self._silent.remove(token)
+                if not self._silent:
+                    self.events.put(None)
 
     def pop(self) -> list[tuple[str, datetime]]:
         """Return the partitions that can be read from now on, each once, with the time of their first record."""
@@ -73,6 +85,7 @@ class Partitions:
             ]
             for token, _ in readable:
                 del self._waiting[token]
+                self._silent.add(token)
             return readable
 
 
@@ -92,6 +105,7 @@ class ChangeStream:
         self._stopped = threading.Event()
         self._heard: dict[str, float] = {}  # by partition: when its last record came
         self._failed = False
+        self._retry = Pause(FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Random())  # noqa: S311 - it spreads load
 
     @property
     def works(self) -> bool:
@@ -108,12 +122,10 @@ class ChangeStream:
         self._stopped.set()
 
     def _run(self) -> None:
-        pause = Pause(FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Random())  # noqa: S311 - it spreads load
         while not self._stopped.is_set():
             partitions = Partitions()
             try:
                 self._find_partitions(partitions)
-                pause.reset()
                 self._follow(partitions)
             except Exception as error:
                 partitions.given_up = True
@@ -125,15 +137,12 @@ class ChangeStream:
                         extra={"action": "change_stream_failed"},
                     )  # fmt: skip
             self._inserted()
-            self._stopped.wait(pause.next())
+            self._stopped.wait(self._retry.next())
 
     def _find_partitions(self, partitions: Partitions) -> None:
         self._heard = {}
         [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
         self._read(partitions, "", now, None)
-        if self._failed:
-            self._failed = False
-            _log.info("The change stream can be read again", extra={"action": "change_stream_works"})
 
     def _follow(self, partitions: Partitions) -> None:
         """Read the partitions, each on a thread, until one fails. Raises its error."""
@@ -151,7 +160,16 @@ class ChangeStream:
                 continue
             if isinstance(event, Exception):
                 raise event
-            del self._heard[event]  # its children follow
+            if event is None:
+                self._note_success()
+            else:
+                del self._heard[event]  # its children follow
+
+    def _note_success(self) -> None:
+        self._retry.reset()
+        if self._failed:
+            self._failed = False
+            _log.info("The change stream can be read again", extra={"action": "change_stream_works"})
 
     def _read_all(self, partitions: Partitions, token: str, start: datetime) -> None:
         """Read a partition to its end, one request after the other."""
@@ -174,6 +192,7 @@ class ChangeStream:
                 break
             if token in self._heard:
                 self._heard[token] = self._clock()
+                partitions.note_record(token)
             for changes, _heartbeats, children in records:
                 if changes:
                     self._inserted()

@@ -49,9 +49,9 @@ _TOPICS = f"""
     SELECT Topic FROM {TO_SEND}
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
     LIMIT 1)) AS found"""
-# The seconds since each worker's last heartbeat, and for how many seconds it makes the worker live.
+# The milliseconds since each worker's last heartbeat, and for how many seconds it makes the worker live.
 _WORKERS = """
-  SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND), LivenessTimeoutSeconds
+  SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, MILLISECOND), LivenessTimeoutSeconds
   FROM AsynchronousTaskWorkers"""
 # The number of shards of each layout to poll.
 _LAYOUTS = "SELECT AS STRUCT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
@@ -63,12 +63,12 @@ DISCOVER = f"SELECT ARRAY({_TOPICS}), ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRA
 #: The same without topics, for a worker that polls a layout whose index has been dropped.
 DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
 
-#: When another task becomes due. One seek into AsynchronousTasksToSend for each shard and topic.
+#: When the first task that is not ready becomes due, or became due. One seek into AsynchronousTasksToSend for each
+#: shard and topic.
 NEXT_DUE = f"""
 SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
   SELECT AvailableAt FROM {TO_SEND}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt > CURRENT_TIMESTAMP()
-    AND AvailableAt < {NEVER}
+  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt < {NEVER}
   ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS next_at"""
 
 #: The records of a partition of the change stream. A partition without changes returns a record every 1,000 ms, the

@@ -115,7 +115,10 @@ class Store(Protocol):
         """
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        """Return the seconds until another task becomes due, or None if none will."""
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
+
+        Unlike `poll`, it finds a task that has become due since the last poll.
+        """
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Return the first unsent tasks of each key in order, at most `per_key`. Takes no locks.
@@ -196,7 +199,7 @@ class SpannerStore:
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         """See Store. A strong single-use read at the request priority, one request for each layout."""
         found = self._query_layouts(statements.NEXT_DUE, "outbox-next-due", shards, {"topics": sorted(topics)})
-        return min(((at - now).total_seconds() for at, now in found if at is not None), default=None)
+        return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """See Store. A strong single-use read at the request priority, one request for each layout.
@@ -412,8 +415,8 @@ class SpannerStore:
 
 def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:
     return Workers(
-        live={id: liveness_timeout - age for id, age, liveness_timeout in found if age < liveness_timeout},
-        gone=frozenset(id for id, age, _ in found if age > statements.FORGET_WORKER_SECONDS),
+        live={id: left for id, age, timeout in found if (left := timeout - age / 1000) > 0},
+        gone=frozenset(id for id, age, _ in found if age / 1000 > statements.FORGET_WORKER_SECONDS),
         layouts=layouts,
     )
 

@@ -11,6 +11,7 @@ from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
+import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.storage import schema
 from outbox.storage.connection import open_database
@@ -131,6 +132,24 @@ def test_an_idle_worker_polls_at_an_insert_and_when_a_task_is_due(
         register(streamed, topic, 1)
         register(streamed, topic, 1, available_at=datetime.now(UTC) + timedelta(seconds=4))
         subscription.pull_until(2, seconds=25)
+
+
+def test_the_first_task_of_a_topic_is_found_soon_after_a_wake_up_in_vain(
+    streamed: Database, emulators: Emulators, pubsub: PubSub
+) -> None:
+    """Each wake-up in vain doubles the pause, and the worker has just looked for topics."""
+    topic = pubsub.new_topic()
+    subscription = pubsub.new_subscription(topic)
+    flags = ("--wake", "change-stream", "--poll-interval", "30", "--idle-interval", "300")
+    with worker(emulators, streamed, *flags) as process:
+        process.wait_for_text("relaying")
+        for _ in range(10):
+            with streamed.batch() as batch:
+                id = outbox.register(batch, "nobody", b"")
+                batch.update("AsynchronousTasks", ["Id", "SentAt"], [[id, datetime.now(UTC)]])
+            time.sleep(0.3)
+        register(streamed, topic, 1)
+        subscription.pull_until(1, seconds=25)
 
 
 def test_a_child_partition_begins_when_all_its_parents_have_ended() -> None:

@@ -146,8 +146,8 @@ class FakeStore:
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         self._answer()
         of = (row for row in self._unsent() if row.topic in topics and _is_in(row, shards))
-        later = [row.available_at for row in of if row.available_at and self.now < row.available_at < NEVER]
-        return (min(later) - self.now).total_seconds() if later else None
+        due = [row.available_at for row in of if row.available_at and row.available_at < NEVER]
+        return max(0.0, (min(due) - self.now).total_seconds()) if due else None
 
     def topic_controls(self) -> TopicControls:
         limits = {topic: limit for topic, limit in self.limits.items() if limit != TopicLimit()}

@@ -64,6 +64,24 @@ def test_topics_are_discovered_at_an_interval_and_again_until_none_is_unknown(wa
     assert watch.store.discoveries == [frozenset(), frozenset(), {"orders"}]
 
 
+def test_a_wake_up_lets_the_next_discovery_read_at_once_if_polls_find_nothing(watch: Watch) -> None:
+    """The new task may be of an unknown topic. At the interval alone, it could wait for a long pause."""
+    watch.poller.wake()
+    watch.turn()
+    assert len(watch.store.discoveries) == 2
+    watch.find()
+    watch.turn(), watch.turn()
+    watch.poller.wake()
+    reads = len(watch.store.discoveries)
+    watch.turn()
+    assert len(watch.store.discoveries) == reads  # the poll has found a task
+    del watch.store.rows["a"]
+    watch.turn()
+    assert len(watch.store.discoveries) == reads + 1  # the task that was found may not be the new one
+    watch.turn()
+    assert len(watch.store.discoveries) == reads + 1
+
+
 def test_other_shards_are_searched_for_topics_at_once(watch: Watch) -> None:
     watch.membership.shards = (1, 2)
     watch.turn()
@@ -79,6 +97,20 @@ def test_due_tasks_are_read_with_each_discovery_and_as_long_as_there_are_any(wat
     watch.store.rows["a"].available_at = None
     watch.poll()
     assert not watch.poll().due
+
+
+def test_due_tasks_are_read_if_one_is_due_soon(watch: Watch) -> None:
+    watch.find()
+    watch.turn(), watch.turn()
+    watch.poller.poll(100, None, ())
+    assert watch.poller.seconds_until_due(()) is None
+    watch.poller.poll(100, None, ())
+    assert not watch.store.polls[-1].due
+    watch.store.insert("later", "orders", available_at=watch.store.now + timedelta(hours=1))
+    assert watch.poller.seconds_until_due(["orders"]) is None
+    assert watch.poller.seconds_until_due(()) == pytest.approx(3600)
+    watch.poller.poll(100, None, ())
+    assert watch.store.polls[-1].due
 
 
 def test_an_idle_topic_costs_nothing_and_is_found_again_by_the_next_poll(watch: Watch) -> None:

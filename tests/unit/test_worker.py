@@ -139,6 +139,14 @@ def test_with_a_change_stream_the_wait_doubles_up_to_the_idle_interval() -> None
     assert script.stop.seconds == pytest.approx(5 + 4, rel=0.3)
 
 
+def test_a_task_that_is_due_already_is_polled_after_the_poll_interval() -> None:
+    """The poll may have just missed it. It may also wait for something else, so polls at once would be many."""
+    script = Script(*[IDLE] * 8)
+    script.due = 0.0
+    script.run(idle=lambda: 15.0)
+    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1 + 1, rel=0.15)
+
+
 def test_a_relay_that_is_woken_polls_before_the_wait_is_over() -> None:
     class Woken(Script):
         def turn(self, stopping: Callable[[], bool]) -> Turn:
@@ -289,6 +297,21 @@ def test_a_worker_with_scheduled_tasks_is_not_idle() -> None:
     script.run(idle=lambda: 15.0, beats=True)
     assert script.store.heartbeats >= script.stop.seconds / (HEARTBEAT_INTERVAL_SECONDS + 1)
     assert script.store.liveness_timeout == {"me": LIVENESS_TIMEOUT_SECONDS}
+
+
+@pytest.mark.parametrize("turn", [Turn(in_flight=1), Turn(seconds_to_retry=1000.0)])
+def test_a_worker_with_batches_or_topics_that_wait_is_not_idle(turn: Turn) -> None:
+    """A batch that failed, or a topic whose circuit was open, has tasks to send after the worker has crashed."""
+    script = Script(*[turn] * 14)
+    script.run(idle=lambda: 15.0, beats=True)
+    assert script.store.liveness_timeout == {"me": LIVENESS_TIMEOUT_SECONDS}
+
+
+def test_with_a_batch_in_flight_no_pause_exceeds_the_poll_interval() -> None:
+    """The change stream does not report that the batch has ended."""
+    script = Script(*[Turn(in_flight=1)] * 8)
+    script.run(idle=lambda: 15.0)
+    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1 + 1, rel=0.15)
 
 
 def test_a_worker_that_is_never_idle_writes_its_heartbeat_row() -> None:

@@ -1,0 +1,135 @@
+"""The reader of the change stream on a scripted database: what it logs, and how often it reads a stream that fails."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from google.api_core.exceptions import InvalidArgument, OutOfRange, ServiceUnavailable
+
+from publishworker.spanner import change_stream
+from publishworker.spanner.change_stream import ChangeStream
+from publishworker.worker import Pause
+from tests.support.waiting import eventually
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+#: Long enough for many attempts if there were no back-off.
+ATTEMPTS = 8
+
+
+class Scripted:
+    """A database whose change stream has the partitions a and b.
+
+    A partition answers with its error, or sends heartbeats as long as it has none.
+    """
+
+    def __init__(self) -> None:
+        self.now = NOON
+        self.errors: dict[str, Exception] = {}
+        self.starts: list[datetime] = []
+        self.attempts = 0
+        self.closed = threading.Event()
+
+    def __call__(self) -> "Scripted":
+        return self
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator["Scripted"]:
+        yield self
+
+    def execute_sql(self, statement: str, values: Any, *_: Any, **_options: Any) -> Iterator[Any]:
+        if "READ_" not in statement:
+            self.now += timedelta(seconds=1)
+            yield [self.now]
+        elif values["token"] is None:
+            self.attempts += 1
+            self.starts.append(values["start"])
+            yield [[([], [], [(values["start"], "1", [("a", []), ("b", [])])])]]
+        else:
+            while not self.closed.is_set():
+                if values["token"] in self.errors:
+                    raise self.errors[values["token"]]
+                yield [[([], [NOON], [])]]
+                self.closed.wait(0.01)
+
+
+@pytest.fixture
+def database(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
+    monkeypatch.setattr(change_stream, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(change_stream, "MAX_RETRY_SECONDS", 0.05)
+    created = Scripted()
+    yield created
+    created.closed.set()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """The actions that are logged, as they come."""
+    caplog.set_level(logging.INFO, "publishworker")
+    found: list[str] = []
+
+    class Actions(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(str(vars(record).get("action")))
+
+    handler = Actions()
+    logging.getLogger("publishworker").addHandler(handler)
+    yield found
+    logging.getLogger("publishworker").removeHandler(handler)
+
+
+@contextlib.contextmanager
+def reading(database: Scripted) -> Iterator[ChangeStream]:
+    stream = ChangeStream(database, lambda: None)
+    stream.start()
+    yield stream
+    stream.stop()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("invalid change stream partition token"),
+        OutOfRange("start_timestamp is before the retention period"),
+        ServiceUnavailable("connection reset"),
+    ],
+)
+def test_a_partition_that_cannot_be_read_is_logged_once_until_it_can(
+    error: Exception, database: Scripted, lines: list[str]
+) -> None:
+    """A lost token and an expired retention, too. Each attempt begins now, so neither can come again."""
+    database.errors["b"] = error
+    with reading(database) as stream:
+        eventually(lambda: database.attempts >= ATTEMPTS, seconds=20)
+        assert not stream.works
+        assert lines == ["change_stream_failed"]
+        database.errors.clear()
+        eventually(lambda: len(lines) == 2, seconds=20)
+        assert stream.works
+        database.errors["a"] = error
+        eventually(lambda: len(lines) == 3, seconds=20)
+    assert lines == ["change_stream_failed", "change_stream_works", "change_stream_failed"]
+    assert sorted(set(database.starts)) == database.starts
+
+
+def test_a_partition_that_fails_is_read_with_growing_pauses(
+    database: Scripted, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the first request of each attempt, for the partitions, succeeds."""
+    monkeypatch.setattr(change_stream, "MAX_RETRY_SECONDS", 1000.0)
+    database.errors["a"] = ServiceUnavailable("connection reset")
+    pauses: list[float] = []
+    following = Pause.next
+
+    def noted(pause: Pause) -> float:
+        pauses.append(following(pause))
+        return 0.001
+
+    monkeypatch.setattr(Pause, "next", noted)
+    with reading(database):
+        eventually(lambda: len(pauses) >= 5, seconds=20)
+    assert pauses[:5] == [pytest.approx(0.01 * 2**n, rel=0.16) for n in range(5)]
+    assert lines == ["change_stream_failed"]
