@@ -1,8 +1,8 @@
 """Shard assignment: the live workers divide the shards among themselves, without a leader.
 
 Each worker writes a heartbeat row and reads those of the others. Workers that read the same rows compute
-the same assignment. A wrong assignment costs collisions, or a delay of at most the liveness timeout. Correctness
-depends only on the row locks.
+the same assignment. A wrong assignment costs collisions, or a delay until the liveness timeout and the next poll.
+Correctness depends only on the row locks.
 """
 
 import hashlib

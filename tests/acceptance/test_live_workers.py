@@ -3,23 +3,31 @@
 import contextlib
 import signal
 
+import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
+from outbox.storage import ddl
 from tests.support.pubsub import PubSub
 from tests.support.relays import account, divided, register, wait_until_all_sent, worker
-from tests.support.spanner import query
+from tests.support.spanner import ADMIN_SECONDS, query
 from tests.support.waiting import eventually
 
-#: Seconds after which the liveness timeout assigns a silent worker's shards to others, and a little for a busy machine.
-TIMEOUT = 15.0
+#: For a busy machine.
 SLACK = 10.0
 
 
+@pytest.mark.parametrize(
+    ("flags", "seconds"), [((), 15.0), pytest.param(("--wake", "change-stream"), 30.0, marks=pytest.mark.extended)]
+)
 def test_workers_join_crash_freeze_come_back_and_leave(
-    emulators: Emulators, database: Database, topic: str, pubsub: PubSub
+    flags: tuple[str, ...], seconds: float, emulators: Emulators, own_database: Database, pubsub: PubSub
 ) -> None:
-    """After each event the shards are assigned anew within the liveness timeout; tasks of every shard are sent."""
+    """After each event the shards are assigned anew within the promised seconds; tasks of every shard are sent."""
+    database = own_database
+    if flags:
+        database.update_ddl(ddl.statements(change_stream=True)[-1:]).result(ADMIN_SECONDS)
+    topic = pubsub.new_topic()
     subscription = pubsub.new_subscription(topic)
     ids: list[str] = []
 
@@ -28,20 +36,20 @@ def test_workers_join_crash_freeze_come_back_and_leave(
         wait_until_all_sent(database)
 
     with contextlib.ExitStack() as stack:
-        first, crashing, freezing = (stack.enter_context(worker(emulators, database)) for _ in range(3))
+        first, crashing, freezing = (stack.enter_context(worker(emulators, database, *flags)) for _ in range(3))
         eventually(lambda: divided([first, crashing, freezing]), seconds=30, message="three workers divide the shards")
         send_some()
 
         crashing.stop(signal.SIGKILL)
         ids.extend(register(database, topic, 40))
         eventually(
-            lambda: divided([first, freezing]), seconds=TIMEOUT + SLACK, message="two have the dead one's shards"
+            lambda: divided([first, freezing]), seconds=seconds + SLACK, message="two have the dead one's shards"
         )
         wait_until_all_sent(database)
 
         freezing.stop(signal.SIGSTOP)
         ids.extend(register(database, topic, 40))
-        eventually(lambda: divided([first]), seconds=TIMEOUT + SLACK, message="one worker has all shards")
+        eventually(lambda: divided([first]), seconds=seconds + SLACK, message="one worker has all shards")
         wait_until_all_sent(database)
 
         freezing.stop(signal.SIGCONT)

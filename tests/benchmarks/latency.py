@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from random import Random
 from statistics import quantiles
 
@@ -15,15 +16,14 @@ import outbox
 from outbox.storage.ddl import statements
 from tests.benchmarks.bench import MESSAGE, Bench, Table, connecting_to, fresh_table
 from tests.benchmarks.results import Plot, Section, figures
-from tests.support.relays import worker
+from tests.support.relays import divided, worker
 from tests.support.spanner import ADMIN_SECONDS
 from tests.support.waiting import eventually
 
-#: Tasks a second that are offered, and for how many seconds; fewer in a quick run.
-OFFERED = ((1, 45, 3), (10, 45, 3), (100, 20, 2))
-#: The same with early polls.
-WOKEN = ((1, 40, 3), (10, 30, 3))
 WAKE = ("--wake", "change-stream")
+#: Seconds between two tasks so that each is the first for long, and how many of them; fewer in a quick run.
+SELDOM = (20.0, 30.0)
+SELDOM_TASKS = (15, 1)
 #: Messages that are published without an outbox, one a second, to see how much of the latency is Pub/Sub's.
 PUBLISHED = (30, 3)
 #: Threads that register, so that one slow commit does not delay the next arrivals.
@@ -33,12 +33,13 @@ ALONE = "publish alone"
 RETRY_DELAY = 0.005
 
 CONDITIONS = f"""\
-- A `publishworker run` process with default settings, a fresh table for each rate. Arrivals are a seeded
-  Poisson process. One of {REGISTRARS} threads commits each arrival on its own, so no arrival waits for an earlier
-  commit.
+- `publishworker run` processes with default settings, one unless the row says four, and a fresh table for each row.
+  Arrivals are a seeded Poisson process. One of {REGISTRARS} threads commits each arrival on its own, so no arrival
+  waits for an earlier commit.
 - The time runs from the return of the commit call to the callback of a streaming pull in the same process, by the same
   clock.
-- One run of each rate: {", ".join(f"{seconds} s at {rate}/s" for rate, seconds, _ in OFFERED)}.
+- First tasks: {SELDOM_TASKS[0]} tasks, each {SELDOM[0]:.0f} to {SELDOM[1]:.0f} s after the one before. By then, the
+  workers have forgotten its topic, and their pauses are long.
 - Publish alone: from the answer to a publish request without an outbox to the callback, one message after the other.
   The other rows include this. With the change stream they also include the time until the emulator reports an insert,
   which it does about every 100 ms.
@@ -46,22 +47,47 @@ CONDITIONS = f"""\
   which they do not on Spanner. Its polls scan the table, which at 100/s grows to some 2,000 rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Tasks a second for some seconds; or, without a rate, single tasks with long pauses."""
+
+    rate: float | None
+    seconds: int = 0
+    quick_seconds: int = 3
+    workers: int = 1
+    wake: bool = True
+
+    @property
+    def name(self) -> str:
+        what = "first tasks" if self.rate is None else "1 task/s" if self.rate == 1 else f"{self.rate:g} tasks/s"
+        workers = f", {self.workers} workers" if self.workers > 1 else ""
+        return f"{what}{', change stream' if self.wake else ''}{workers}"
+
+    def arrivals(self, bench: Bench) -> Iterator[None]:
+        """Yield when a task arrives."""
+        if self.rate is not None:
+            return arrivals(self.rate, bench.choose(self.seconds, self.quick_seconds))
+        return seldom(bench.choose(*SELDOM_TASKS))
+
+
+ONE, TEN, FOUR, FIRST = Offer(1, 100), Offer(10, 40), Offer(1, 100, workers=4), Offer(None, workers=4)
+OFFERS = (Offer(1, 100, wake=False), Offer(10, 45, wake=False), Offer(100, 20, 2, wake=False), ONE, TEN, FOUR, FIRST)
+
+
 def run(bench: Bench) -> Section:
     samples: list[tuple[str, str, float]] = []
-    runs = [*((each, ()) for each in OFFERED), *((each, WAKE) for each in WOKEN)]
-    for (rate, seconds, quick_seconds), flags in tqdm(runs, desc="latency", disable=None):
-        with fresh_table(bench) as table:
-            if flags:
-                table.database.update_ddl(statements(change_stream=True)[-1:]).result(ADMIN_SECONDS)
-            waits = latencies(bench, table, rate, bench.choose(seconds, quick_seconds), *flags)
-        cuts = quantiles(waits, n=100, method="inclusive")
-        row = (f"{rate} tasks/s" if rate > 1 else "1 task/s") + (", change stream" if flags else "")
-        samples += [(row, f"p{share} ms", cuts[share - 1] * 1000) for share in (50, 95, 99)]
+
+    def add(row: str, waits: list[float]) -> None:
+        cuts = quantiles(waits, n=100, method="inclusive") if len(waits) > 1 else waits * 99
+        samples.extend((row, f"p{share} ms", cuts[share - 1] * 1000) for share in (50, 95, 99))
         samples.append((row, "tasks", len(waits)))
-    waits = publishing_alone(bench, bench.choose(*PUBLISHED))
-    cuts = quantiles(waits, n=100, method="inclusive")
-    samples += [(ALONE, f"p{share} ms", cuts[share - 1] * 1000) for share in (50, 95, 99)]
-    samples.append((ALONE, "tasks", len(waits)))
+
+    for offer in tqdm(OFFERS, desc="latency", disable=None):
+        with fresh_table(bench) as table:
+            if offer.wake:
+                table.database.update_ddl(statements(change_stream=True)[-1:]).result(ADMIN_SECONDS)
+            add(offer.name, latencies(bench, table, offer))
+    add(ALONE, publishing_alone(bench, bench.choose(*PUBLISHED)))
     section = Section(
         "Latency",
         figures(samples),
@@ -71,13 +97,14 @@ def run(bench: Bench) -> Section:
     )
     section.at_most("p50 at 10/s, ms", section.value("10 tasks/s", "p50 ms"), 150)
     section.at_most("p95 at 10/s, ms", section.value("10 tasks/s", "p95 ms"), 600)
-    for row in ("1 task/s, change stream", "10 tasks/s, change stream"):
+    for offer in (ONE, TEN, FOUR, FIRST):
         for column, limit in (("p50 ms", 100), ("p95 ms", 250), ("p99 ms", 400)):
-            section.at_most(f"{column} at {row}", section.value(row, column), limit)
+            section.at_most(f"{column} at {offer.name}", section.value(offer.name, column), limit)
     return section
 
 
-def latencies(bench: Bench, table: Table, rate: int, seconds: int, *flags: str) -> list[float]:
+def latencies(bench: Bench, table: Table, offer: Offer) -> list[float]:
+    """Return the seconds from each task's commit to its receipt."""
     committed: dict[str, float] = {}
 
     def register() -> None:
@@ -85,12 +112,16 @@ def latencies(bench: Bench, table: Table, rate: int, seconds: int, *flags: str) 
             id = outbox.register(batch, table.topic, MESSAGE)
         committed[id] = time.monotonic()
 
-    with worker(bench.emulators, table.database, *flags), receiving(bench, table.topic) as received:
+    with contextlib.ExitStack() as stack:
+        flags = WAKE if offer.wake else ()
+        workers = [stack.enter_context(worker(bench.emulators, table.database, *flags)) for _ in range(offer.workers)]
+        received = stack.enter_context(receiving(bench, table.topic))
+        eventually(lambda: divided(workers), seconds=60, message="the workers know of each other")
         register()
         eventually(lambda: received.keys() >= committed.keys(), seconds=30, message="the first task received")
         committed.clear()
         with ThreadPoolExecutor(REGISTRARS) as pool:
-            done = [pool.submit(register) for _ in arrivals(rate, seconds)]
+            done = [pool.submit(register) for _ in offer.arrivals(bench)]
         for each in done:
             each.result()
         eventually(lambda: received.keys() >= committed.keys(), seconds=60, message="every task received")
@@ -111,11 +142,18 @@ def publishing_alone(bench: Bench, count: int) -> list[float]:
     return waits
 
 
-def arrivals(rate: int, seconds: int) -> Iterator[float]:
+def arrivals(rate: float, seconds: int) -> Iterator[None]:
     random, begin, at = Random(rate), time.monotonic(), 0.0
     while (at := at + random.expovariate(rate)) < seconds:
         time.sleep(max(0.0, begin + at - time.monotonic()))
-        yield at
+        yield
+
+
+def seldom(tasks: int) -> Iterator[None]:
+    random = Random(tasks)
+    for _ in range(tasks):
+        time.sleep(random.uniform(*SELDOM))
+        yield
 
 
 @contextlib.contextmanager

@@ -76,15 +76,18 @@ def _kill_at(step: str, trial: Trial, stack: contextlib.ExitStack) -> None:
 def test_reshard_killed(trial: Trial) -> None:
     """SIGKILL of the command at each step and of a worker at every other one, under load.
 
-    Promised: No task is lost, and at most the in-flight batches of the killed workers are published again. The command
-    continues where it was.
+    Promised: No task is lost. The command continues where it was. At most the in-flight batches of the killed workers
+    are published again, and those of one worker at each of the two switches, because the emulator aborts one of two
+    transactions that meet.
     """
+    kills = 0
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(trial.workers(2))
         with trial.load(per_second=2):
             for number, step in enumerate(STEPS):
                 _kill_at(step, trial, stack)
                 if number % 2:
+                    kills += 1
                     victim = trial.random.randrange(2)
                     workers[victim].stop(signal.SIGKILL)
                     workers[victim].wait()
@@ -93,7 +96,7 @@ def test_reshard_killed(trial: Trial) -> None:
         trial.register(8)
         trial.settle()
     assert [*schema.layouts(trial.database)] == [NEW]
-    assert trial.audit(duplicates=(len(STEPS) + 1) * IN_FLIGHT).kept()
+    assert trial.audit(duplicates=(kills + 2) * IN_FLIGHT).kept()
 
 
 @pytest.mark.extended
@@ -101,7 +104,7 @@ def test_reshard_beside_an_older_worker(trial: Trial, tmp_path: Path) -> None:
     """A worker of an older version, which polls the former shards only, runs during the change, and is then killed.
 
     Promised: No task is lost. The change waits for the older worker. At most its in-flight batches are published again,
-    and those of a worker that meets it while shards change hands.
+    and those of a worker that meets it, because the emulator aborts one of two transactions that meet.
     """
     with contextlib.ExitStack() as stack:
         older = stack.enter_context(trial.worker(directory=str(older_version(tmp_path))))
@@ -123,11 +126,12 @@ def test_reshard_beside_an_older_worker(trial: Trial, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("step", ["Add", "Let workers stop"])
-def test_reshard_aborted(step: str, trial: Trial) -> None:
+@pytest.mark.parametrize(("step", "switches"), [("Add", 0), ("Let workers poll", 2), ("Let workers stop", 2)])
+def test_reshard_aborted(step: str, switches: int, trial: Trial) -> None:
     """The operator returns to the former number of shards, before and after workers were told to switch.
 
-    Promised: No task is lost or published twice by it; batches may meet while two workers poll different layouts.
+    Promised: No task is lost. At most the in-flight batches of one worker are published again at each switch, because
+    the emulator aborts one of two transactions that meet.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(trial.workers(2))
@@ -139,4 +143,4 @@ def test_reshard_aborted(step: str, trial: Trial) -> None:
             assert "The table has 10 shards" in _finish(trial, stack, "--abort")
         trial.settle()
     assert [*schema.layouts(trial.database)] == [Layout(10)]
-    assert trial.audit(duplicates=2 * IN_FLIGHT).kept()
+    assert trial.audit(duplicates=switches * IN_FLIGHT).kept()

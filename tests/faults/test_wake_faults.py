@@ -27,7 +27,7 @@ POLL, IDLE = 0.5, 300
 #: double, so this pause is one of 44 to 51 s.
 LONG_PAUSE = 26.0
 #: The promise is one poll interval plus 3 s; the rest is for a busy machine.
-MAX_WAIT = POLL + 3 + 13
+MAX_WAIT = POLL + 3 + 6
 
 
 class Gate(Forwarding):
@@ -129,6 +129,7 @@ def test_heartbeats_frozen_with_wake(trial: Trial, fault_seconds: float) -> None
         with trial.load(), freezing_heartbeats(trial, workers):
             lasting(fault_seconds)
         trial.settle()
+        assert not any(log_count(each, "change_stream_failed") for each in workers)
     assert trial.audit(duplicates=IN_FLIGHT).kept()
 
 

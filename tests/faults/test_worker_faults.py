@@ -40,7 +40,7 @@ def test_workers_killed(trial: Trial, long: bool) -> None:
 
 @pytest.mark.extended
 def test_worker_sleeps(trial: Trial, long: bool) -> None:
-    """SIGSTOP, and SIGCONT after Spanner's 10 s for an idle transaction and the 13 s of the liveness timeout.
+    """SIGSTOP, and SIGCONT after Spanner's 10 s for an idle transaction and the 14 s of the liveness timeout.
 
     Promised: No task is lost. Other workers take over the shards. The paused worker publishes at most its in-flight
     batches again.

@@ -227,4 +227,4 @@ def _cpu_seconds(process: Process) -> float:
 def received(bench: Bench, rate: int, seconds: int) -> list[float]:
     """Return the seconds from each commit to its receipt by a subscriber, of tasks that one worker sends."""
     with fresh_table(bench) as table:
-        return latency.latencies(bench, table, rate, seconds)
+        return latency.latencies(bench, table, latency.Offer(rate, seconds, seconds, wake=False))

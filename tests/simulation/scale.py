@@ -57,6 +57,9 @@ BEGINNING = 1.0
 #: As docs/operations/cost.md assumes: bytes of a message and of a row with its index entries, days that rows are
 #: stored, and the price of Pub/Sub. Hours of a month.
 MESSAGE_BYTES, ROW_BYTES, STORED_DAYS, DOLLARS_PER_TIB, HOURS = 300, 700, 10, 40, 730
+#: Dollars for a node and an hour, and for a GB and a month: the example of
+#: https://kindatechnical.com/google-cloud-spanner-guide/understanding-pricing-models.html, undated.
+DOLLARS_PER_NODE, DOLLARS_PER_GB = 0.90, 0.30
 
 
 def work(kind: str, rows: int) -> float:
@@ -187,16 +190,16 @@ def carried(load: Load, cpu: Cpu, seed: int = 1, factor: float = 1.0) -> dict[st
         requests, done = sum(spanner.requests.values()), spanner.worked
         worked = [node.process.worked for node in world.nodes]
         clockwork.run(begin + load.seconds)
-        backlog = spanner.table.unsent_count
         done, requests = spanner.worked - done, sum(spanner.requests.values()) - requests
         busiest = max(node.process.worked - before for node, before in zip(world.nodes, worked, strict=True))
         world.run_until(unsent=0)
         clockwork.close()
     seconds = waits(world, begin)
+    received_at = [task.last_at for task in world.audit.tasks.values()]
     tasks = len(seconds)
     all_work = done + TTL_DELETE[0] * load.rate * load.seconds
     return {
-        "received/s": (tasks - backlog) / load.seconds,
+        "received/s": sum(begin <= at < begin + load.seconds for at in received_at) / load.seconds,
         **percentiles(seconds),
         "requests/1,000 tasks": 1000 * requests / tasks,
         "CPU of the busiest worker, %": 100 * busiest / load.seconds,
@@ -349,29 +352,38 @@ def section(title: str, rows: Rows) -> Section:
 
 
 def loads() -> dict[str, Section]:
-    """Simulate each load, also with all latencies three times as long, and compute what it costs."""
-    cpu, rows = kept_cpu(), Rows()
+    """Simulate each load, also with all latencies three times as long, and calculate what else it needs."""
+    cpu, rows, needs = kept_cpu(), Rows(), Rows()
     for rate, load_ in tqdm(LOADS.items(), desc="loads", disable=None):
         column = f"{rate:,}/s"
         found = carried(load_, cpu)
         slow = carried(load_, cpu, factor=SLOW) if rate < 100_000 else {}
-        stored = rate * 86_400 * STORED_DAYS
         values = {
             "workers": load_.workers,
             "shards": load_.shards,
             "processing units": load_.units,
             **found,
             **{f"{name}, with latencies three times as long": slow[name] for name in ("p50 ms", "p99 ms") if slow},
+        }
+        rows += [(name, column, value) for name, value in values.items()]
+        node_hours = load_.units / 1000 * HOURS
+        gigabytes = rate * 86_400 * STORED_DAYS * ROW_BYTES / 1e9
+        pubsub = rate * 3600 * HOURS * MESSAGE_BYTES / 2**40 * DOLLARS_PER_TIB
+        spanner = node_hours * DOLLARS_PER_NODE + gigabytes * DOLLARS_PER_GB
+        values = {
             "writes to the tail of a shard, % of a server": 100 * TAIL * rate / load_.shards / TAIL_WRITES,
             "heartbeats/s": load_.workers / HEARTBEAT_INTERVAL_SECONDS,
             "MB/s to Pub/Sub": rate * MESSAGE_BYTES / 1e6,
-            "Spanner: node hours per month": load_.units / 1000 * HOURS,
-            "Spanner: TB stored": stored * ROW_BYTES / 1e12,
-            "Pub/Sub: $ per month to publish": rate * 3600 * HOURS * MESSAGE_BYTES / 2**40 * DOLLARS_PER_TIB,
+            "change stream: records/s that the workers read in all": rate * load_.workers,
             "workers: core hours per month": load_.workers * HOURS,
+            "Spanner: node hours per month": node_hours,
+            "Spanner: TB stored": gigabytes / 1000,
+            "Pub/Sub: $ per month to publish": pubsub,
+            "Spanner: $ per month, at the example prices": spanner,
+            "both: $ per month": spanner + pubsub,
         }
-        rows += [(name, column, value) for name, value in values.items()]
-    return {"loads": section("Loads", rows)}
+        needs += [(name, column, value) for name, value in values.items()]
+    return {"loads": section("Loads", rows), "needs": section("Needs", needs)}
 
 
 def slices() -> dict[str, Section]:
@@ -460,7 +472,7 @@ def text(results: dict[str, Section], page: str) -> str:
     return page
 
 
-TABLES = ("costs", "check", "loads", "slices", "autoscaler")
+TABLES = ("costs", "check", "loads", "needs", "slices", "autoscaler")
 SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {
     "check": checked,
     "loads": loads,

@@ -264,6 +264,14 @@ class World:
             self.spanner.table.insert(id, topic, GOOD, created_at=self.spanner.table.commit_time())
             self.audit.committed(id, Known(topic, "", self.clockwork.now, self.clockwork.now))
 
+    def schedule(self, shard: int, seconds: float) -> None:
+        """Register a task of a shard that becomes due after some seconds, and wake no worker."""
+        at = self.spanner.table.commit_time()
+        table = self.spanner.table
+        id = next(id for id in map(str, itertools.count()) if shard in table.shards_of(id))
+        table.insert(id, "orders", GOOD, created_at=at, available_at=at + timedelta(seconds=seconds))
+        self.audit.committed(id, Known("orders", "", self.clockwork.now, self.clockwork.now + seconds))
+
     def applications(self) -> None:
         """Register until the end of the history."""
         random = Random(f"{self.plan.seed}/application")
