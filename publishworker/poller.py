@@ -44,7 +44,7 @@ class Poller:
         """Poll this worker's shards for about `target_rows` rows.
 
         `discover` reads every `discovery_seconds`. It reads earlier if the worker's shards have changed, if the last
-        read returned an unknown topic, or if the polls since `wake` have found no task. After each read, the next poll
+        read returned an unknown topic, or if a turn after `wake` had nothing to start. After each read, the next poll
         also reads due tasks.
         """
         self._store = store
@@ -70,22 +70,23 @@ class Poller:
         """Note that a task was inserted, perhaps one of an unknown topic."""
         self._woken = True
 
-    def discover(self) -> Discovery | None:
-        """Return live workers, topic controls and unknown topics, or None before the interval ends. Raises StoreError.
+    def discover(self, *, in_vain: bool) -> Discovery | None:
+        """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
 
-        If there are unknown topics, the next call reads again at once, because one read may find only one unknown topic
-        in each gap between the names of known topics.
+        `in_vain` says that this turn had nothing to start, although it could. If there are unknown topics, the next
+        call reads again, because one read may find only one unknown topic in each gap between the names of known ones.
         """
         shards = self._membership.shards
-        if self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards:
+        is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
+        if is_early and not (self._woken and in_vain):
             return None
         known = self._topics.polled
         found = self._store.discover(shards, known)
         self._woken = False
         self._topics.discover(found.topics)
         self._reads_due_tasks = True
-        if not found.topics:
-            self._discovered_at, self._discovered_shards = self._clock(), shards
+        self._discovered_at = float("-inf") if found.topics else self._clock()
+        self._discovered_shards = shards
         return found
 
     def poll(
@@ -115,15 +116,13 @@ class Poller:
             self._reads_due_tasks = any(each.available_at is not None for each in candidates)
         self._topics.see({each.topic for each in candidates})
         self._topics.forget(unavailable)
-        startable = [each for each in candidates if each.id not in in_flight]
-        if self._woken and not startable:
-            self._discovered_at = float("-inf")
-        return Polled(startable, cut_off)
+        return Polled([each for each in candidates if each.id not in in_flight], cut_off)
 
     def seconds_until_due(self, unavailable: Collection[str]) -> float | None:
         """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
 
-        Tasks of `unavailable` topics do not count. The next poll reads due tasks. Raises StoreError.
+        Tasks of `unavailable` topics do not count. If there is one, the next poll also reads due tasks. Raises
+        StoreError.
         """
         topics = self._topics.polled.difference(unavailable)
         seconds = self._store.seconds_until_due(self._membership.shards, topics) if topics else None

@@ -106,7 +106,7 @@ class Relay:
         polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         started = self._start(self._select(polled, ready, stopping))
-        poll_again |= self._discover()  # live workers, pauses and limits, unknown topics, for the next poll
+        poll_again |= self._discover(in_vain=not (started or polled.no_room))  # live workers, controls, unknown topics
         self._reads_failed = False
         waits = len(self._in_flight) > 0 and (polled.no_room or started or ready.busy or self._selector.lacks_bytes)
         ended = self._wait() if waits else self._in_flight.collect()
@@ -184,10 +184,10 @@ class Relay:
             self._learn(self._store.discover((), ()))
         self._reads_failed = True  # `turn` resets it if no read raises StoreError
 
-    def _discover(self) -> bool:
+    def _discover(self, *, in_vain: bool) -> bool:
         """Discover if it is time, and return whether there are new topics or shards to poll."""
         self._touch_file()
-        shards, found = self._membership.shards, self._poller.discover()
+        shards, found = self._membership.shards, self._poller.discover(in_vain=in_vain)
         if found is None:
             return False
         self._learn(found)
@@ -252,6 +252,7 @@ class Relay:
             deferred=sum(len(result.deferred) for result in committed),
             uncommitted=sum(len(result.published()) for result in finished if result.error is not None),
             in_flight=self.in_flight,
+            unfinished=bool(polled.candidates or polled.no_room or finished or self.in_flight or self._in_doubt.ids()),
             still_waiting=waits and not finished,
             poll_again=poll_again,
             seconds_to_retry=self._topics.seconds_until_available(),

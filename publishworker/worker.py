@@ -155,8 +155,11 @@ class Worker:
         return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
 
     def _limit_long_pause(self, seconds: float, turn: Turn) -> float:
-        """Return at most the seconds until there may be work that the change stream does not report."""
-        if turn.in_flight:
+        """Shorten `seconds` to the next event that the change stream does not report.
+
+        A batch may end, a task may become due, and another worker may crash.
+        """
+        if turn.unfinished:
             return self._poll_interval
         due = self._relay.seconds_until_due()
         self._membership.idle = due is None and turn.seconds_to_retry is None

@@ -23,7 +23,8 @@ _log = logging.getLogger("publishworker")
 
 #: If a partition, which sends a record each second, is silent for this long, the worker polls at --poll-interval.
 MAX_SILENCE_SECONDS = 3.0
-#: If it is silent for this long, the stream is read again from now on.
+#: If it is silent for this long, the stream is read again from now on. After this time without a failure, the stream
+#: counts as readable again.
 STUCK_SECONDS = 10.0
 #: Seconds of one request, so that none is open for long. The emulator ends each partition sooner.
 REQUEST_SECONDS = 60.0
@@ -43,49 +44,34 @@ class Partitions:
         """Know none."""
         #: Set when a thread has failed. The others end then.
         self.given_up = False
-        #: The token of a partition that has ended, the error of one that has failed, or None when each of those that
-        #: are read has sent a record.
-        self.events: queue.SimpleQueue[Exception | str | None] = queue.SimpleQueue()
+        #: The token of a partition that has ended, or the error of one that has failed.
+        self.events: queue.SimpleQueue[Exception | str] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._known: set[str] = set()
-        self._ended: set[str] = set()
+        #: The tokens of partitions that have not ended.
+        self._open: set[str] = set()
         self._waiting: dict[str, tuple[datetime, frozenset[str]]] = {}
-        #: Those that are read and have sent no record yet.
-        self._silent: set[str] = set()
 
     def add(self, token: str, start: datetime, parents: Iterable[str]) -> None:
         """Note a child partition. Each of its parents reports it."""
         with self._lock:
-            if token not in self._known:
-                self._known.add(token)
+            if token not in self._open:
+                self._open.add(token)
                 self._waiting[token] = start, frozenset(parents)
 
     def end(self, token: str) -> None:
         """Note that a partition has been read to its end."""
         with self._lock:
-            self._ended.add(token)
-            self._silent.discard(token)
+            self._open.discard(token)
         self.events.put(token)
-
-    def note_record(self, token: str) -> None:
-        """Note that a partition has sent a record."""
-        with self._lock:
-            if token in self._silent:
-                self._silent.remove(token)
-                if not self._silent:
-                    self.events.put(None)
 
     def pop(self) -> list[tuple[str, datetime]]:
         """Return the partitions that can be read from now on, each once, with the time of their first record."""
         with self._lock:
             readable = [
-                (token, start)
-                for token, (start, parents) in self._waiting.items()
-                if parents & self._known <= self._ended
+                (token, start) for token, (start, parents) in self._waiting.items() if parents.isdisjoint(self._open)
             ]
             for token, _ in readable:
                 del self._waiting[token]
-                self._silent.add(token)
             return readable
 
 
@@ -109,7 +95,7 @@ class ChangeStream:
 
     @property
     def works(self) -> bool:
-        """Tell whether every partition is being read, and each has sent a record in the last 3 s."""
+        """Tell whether each partition has sent a record, or was first read, in the last 3 s."""
         oldest = min(list(self._heard.values()), default=float("-inf"))
         return self._clock() - oldest <= MAX_SILENCE_SECONDS
 
@@ -146,6 +132,7 @@ class ChangeStream:
 
     def _follow(self, partitions: Partitions) -> None:
         """Read the partitions, each on a thread, until one fails. Raises its error."""
+        began = self._clock()
         while not self._stopped.is_set():
             for token, start in partitions.pop():
                 self._heard[token] = self._clock()
@@ -154,16 +141,15 @@ class ChangeStream:
             silence = self._clock() - min(list(self._heard.values()), default=float("-inf"))
             if silence > STUCK_SECONDS:
                 raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
+            if self.works and self._clock() - began > STUCK_SECONDS:
+                self._note_success()
             try:
                 event = partitions.events.get(timeout=MAX_SILENCE_SECONDS)
             except queue.Empty:
                 continue
             if isinstance(event, Exception):
                 raise event
-            if event is None:
-                self._note_success()
-            else:
-                del self._heard[event]  # its children follow
+            del self._heard[event]  # its children follow
 
     def _note_success(self) -> None:
         self._retry.reset()
@@ -192,7 +178,6 @@ class ChangeStream:
                 break
             if token in self._heard:
                 self._heard[token] = self._clock()
-                partitions.note_record(token)
             for changes, _heartbeats, children in records:
                 if changes:
                     self._inserted()

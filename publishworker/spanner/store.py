@@ -117,7 +117,7 @@ class Store(Protocol):
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
 
-        Unlike `poll`, it finds a task that has become due since the last poll.
+        A task that is due already counts, because it may have become due after the last poll.
         """
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:

@@ -45,4 +45,4 @@ def test_a_hosted_relay_sends_a_task_when_it_is_woken(
         subscription.pull_until(1, seconds=10)
     finally:
         exec(f"stop.set(){end}", names)
-    assert not names["relay"].is_alive()
+    assert not names["thread"].is_alive()

@@ -16,18 +16,19 @@ from publishworker.worker import Pause
 from tests.support.waiting import eventually
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-#: Long enough for many attempts if there were no back-off.
+#: Attempts to read the stream after which it would have been logged more than once.
 ATTEMPTS = 8
 
 
 class Scripted:
     """A database whose change stream has the partitions a and b.
 
-    A partition answers with its error, or sends heartbeats as long as it has none.
+    A partition sends `first` heartbeats. Then it answers with its error, or goes on as long as it has none.
     """
 
     def __init__(self) -> None:
         self.now = NOON
+        self.first = 0
         self.errors: dict[str, Exception] = {}
         self.starts: list[datetime] = []
         self.attempts = 0
@@ -49,10 +50,12 @@ class Scripted:
             self.starts.append(values["start"])
             yield [[([], [], [(values["start"], "1", [("a", []), ("b", [])])])]]
         else:
+            sent = 0
             while not self.closed.is_set():
-                if values["token"] in self.errors:
+                if sent >= self.first and values["token"] in self.errors:
                     raise self.errors[values["token"]]
                 yield [[([], [NOON], [])]]
+                sent += 1
                 self.closed.wait(0.01)
 
 
@@ -60,6 +63,8 @@ class Scripted:
 def database(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
     monkeypatch.setattr(change_stream, "FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(change_stream, "MAX_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(change_stream, "MAX_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(change_stream, "STUCK_SECONDS", 1.0)
     created = Scripted()
     yield created
     created.closed.set()
@@ -90,21 +95,24 @@ def reading(database: Scripted) -> Iterator[ChangeStream]:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "first"),
     [
-        InvalidArgument("invalid change stream partition token"),
-        OutOfRange("start_timestamp is before the retention period"),
-        ServiceUnavailable("connection reset"),
+        (InvalidArgument("invalid change stream partition token"), 0),
+        (OutOfRange("start_timestamp is before the retention period"), 0),
+        (ServiceUnavailable("connection reset"), 3),
     ],
 )
 def test_a_partition_that_cannot_be_read_is_logged_once_until_it_can(
-    error: Exception, database: Scripted, lines: list[str]
+    error: Exception, first: int, database: Scripted, lines: list[str]
 ) -> None:
-    """A lost token and an expired retention, too. Each attempt begins now, so neither can come again."""
-    database.errors["b"] = error
+    """Also one that sends a few records each time, a lost token, and an expired retention.
+
+    Each attempt begins now, so the last two cannot come again.
+    """
+    database.errors["b"], database.first = error, first
     with reading(database) as stream:
         eventually(lambda: database.attempts >= ATTEMPTS, seconds=20)
-        assert not stream.works
+        eventually(lambda: not stream.works, seconds=20)
         assert lines == ["change_stream_failed"]
         database.errors.clear()
         eventually(lambda: len(lines) == 2, seconds=20)

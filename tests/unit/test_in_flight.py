@@ -218,7 +218,7 @@ def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher
     bench = bench_of(slow, 40, batches=2, stragglers=0)
     bench.relay.turn(), bench.relay.turn()
     polls = len(bench.store.polls)
-    assert bench.relay.turn() == Turn(in_flight=2, still_waiting=True)
+    assert bench.relay.turn() == Turn(in_flight=2, unfinished=True, still_waiting=True)
     assert len(bench.store.polls) == polls
     slow.release.set()
     while bench.unsent():

@@ -27,7 +27,7 @@ class Watch:
     def turn(self, unavailable: Collection[str] = ()) -> Polled:
         """Poll, and discover if it is time."""
         polled = self.poller.poll(100, None, (), unavailable)
-        found = self.poller.discover()
+        found = self.poller.discover(in_vain=not polled.candidates)
         self.discovered = found is not None and bool(found.topics)
         return polled
 

@@ -87,7 +87,7 @@ class Script:
             return self.stop.seconds if beats else 0.0
 
         membership = Membership(self.store, "me", clock=clock, wall_clock=clock)
-        membership.learn(Workers(live or {}))
+        membership.learn(Workers({"me": inf, **(live or {})}))
         Worker(
             self,
             membership,
@@ -299,17 +299,17 @@ def test_a_worker_with_scheduled_tasks_is_not_idle() -> None:
     assert script.store.liveness_timeout == {"me": LIVENESS_TIMEOUT_SECONDS}
 
 
-@pytest.mark.parametrize("turn", [Turn(in_flight=1), Turn(seconds_to_retry=1000.0)])
-def test_a_worker_with_batches_or_topics_that_wait_is_not_idle(turn: Turn) -> None:
-    """A batch that failed, or a topic whose circuit was open, has tasks to send after the worker has crashed."""
+@pytest.mark.parametrize("turn", [Turn(unfinished=True), Turn(seconds_to_retry=1000.0)])
+def test_a_worker_with_unsent_tasks_is_not_idle(turn: Turn) -> None:
+    """If it crashes, other workers must send the tasks of its batches, and of topics whose circuit was open."""
     script = Script(*[turn] * 14)
     script.run(idle=lambda: 15.0, beats=True)
     assert script.store.liveness_timeout == {"me": LIVENESS_TIMEOUT_SECONDS}
 
 
-def test_with_a_batch_in_flight_no_pause_exceeds_the_poll_interval() -> None:
-    """The change stream does not report that the batch has ended."""
-    script = Script(*[Turn(in_flight=1)] * 8)
+def test_with_unfinished_tasks_no_pause_exceeds_the_poll_interval() -> None:
+    """The change stream does not report that a batch has ended, or that a task can be tried again."""
+    script = Script(*[Turn(unfinished=True)] * 8)
     script.run(idle=lambda: 15.0)
     assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1 + 1, rel=0.15)
 
