@@ -103,7 +103,7 @@ def to_release(
 
 
 def stops_key(outcome: Outcome | None) -> bool:
-    """Tell whether this outcome stops the later tasks of its key this outcome: true for every failure except expiry."""
+    """Tell whether this outcome stops the later tasks of its key: true for every failure except expiry."""
     return isinstance(outcome, Failed) and outcome.reason != "expired"
 
 

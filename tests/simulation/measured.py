@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.api_core.exceptions import Aborted
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.message import TASK_ID_ATTRIBUTE
@@ -208,15 +209,26 @@ def _started(bench: Bench, workers: int) -> Iterator[tuple[Table, list[Process],
 @contextlib.contextmanager
 def _backlog(table: Table, processes: Sequence[Process], tasks: int) -> Iterator[None]:
     """Register tasks while the workers are stopped, so that they begin together. Afterwards wait until all are sent."""
-    for process in processes:
-        os.kill(process.pid, signal.SIGSTOP)
-    insert(table, tasks)
+    _signal(processes, signal.SIGSTOP)
+    while True:
+        try:
+            insert(table, tasks)
+        except Aborted:  # by the first commit: a worker was stopped in its heartbeat's transaction
+            _signal(processes, signal.SIGCONT)
+            time.sleep(CHECK_SECONDS)
+            _signal(processes, signal.SIGSTOP)
+        else:
+            break
     yield
-    for process in processes:
-        os.kill(process.pid, signal.SIGCONT)
+    _signal(processes, signal.SIGCONT)
     time.sleep(CHECK_SECONDS)
     while query(table.database, _UNSENT) != [[0]]:
         time.sleep(CHECK_SECONDS)
+
+
+def _signal(processes: Sequence[Process], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(process.pid, number)
 
 
 def _cpu_seconds(process: Process) -> float:
