@@ -75,6 +75,20 @@ def test_a_failed_commit_is_marked_later_without_publishing_again(bench: Bench, 
     assert (bench.count(m.UNCOMMITTED), bench.count(m.ALREADY_PUBLISHED)) == (1, 0)
 
 
+def test_a_turn_is_unfinished_until_its_tasks_are_settled(bench: Bench) -> None:
+    """No insert and no due time would report them after a long pause."""
+    bench.insert("a")
+    bench.relay.turn()
+    bench.commits(*[NO_ANSWER] * 100)
+    for seconds in (0, 31, 31):  # published; then only marks and probes, which fail as well
+        bench.wait(seconds)
+        assert bench.relay.turn().unfinished
+    bench.commits()
+    bench.wait(31)
+    assert not bench.turns()[-1].unfinished
+    assert bench.unsent() == []
+
+
 @pytest.mark.parametrize(
     "act",
     [
