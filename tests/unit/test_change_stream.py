@@ -29,7 +29,7 @@ class Scripted:
     def __init__(self) -> None:
         self.now = NOON
         self.first = 0
-        self.errors: dict[str, Exception] = {}
+        self.errors: dict[str, BaseException] = {}
         self.starts: list[datetime] = []
         self.attempts = 0
         self.closed = threading.Event()
@@ -121,6 +121,19 @@ def test_a_partition_that_cannot_be_read_is_logged_once_until_it_can(
         eventually(lambda: len(lines) == 3, seconds=20)
     assert lines == ["change_stream_failed", "change_stream_works", "change_stream_failed"]
     assert sorted(set(database.starts)) == database.starts
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_thread_of_a_partition_that_ends_without_an_error_is_replaced(database: Scripted, lines: list[str]) -> None:
+    """As if it had been killed: the partition is silent, which counts as a failure."""
+    with reading(database) as stream:
+        eventually(lambda: stream.works, seconds=20)
+        database.errors["b"] = SystemExit()
+        eventually(lambda: not stream.works, seconds=20)
+        eventually(lambda: lines == ["change_stream_failed"], seconds=20)
+        database.errors.clear()
+        eventually(lambda: lines == ["change_stream_failed", "change_stream_works"], seconds=20)
+        assert stream.works
 
 
 def test_a_partition_that_fails_is_read_with_growing_pauses(
