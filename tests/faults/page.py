@@ -38,7 +38,7 @@ This page shows what happens to tasks while workers are killed and services fail
 a rolled-back transaction is published. The first messages of an ordering key arrive in the order of their registration.
 Duplicates are rare and carry the same task ID.
 
-Each line of the first table is a test in `tests/faults`. The test breaks something under load. Then it compares the IDs
+Each line of the first two tables is a test in `tests/faults`. The test breaks something under load. Then it compares the IDs
 that the application registered with the messages that the subscribers received. Workers are real processes on both
 emulators. The random choices are the same each time, unless `--seed` changes them.
 
@@ -52,7 +52,7 @@ $ make soak MINUTES=30        # all faults at random, while the memory of one wo
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json). Do not edit it. The
 emulators share two cores with workers and tests, so times are long, but counts are exact. Ten scenarios ran again with
 the same seed after the first run: five with a longer time limit, four with a bound that is counted instead of
-estimated, and one with arrivals that follow the capacity. The table shows their last figures.
+estimated, and one with arrivals that follow the capacity. The first table shows their last figures.
 """
 
 WHY = """\
@@ -97,6 +97,7 @@ FOUND = Path(__file__).with_name("found.md")
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.page", description=__doc__)
     parser.add_argument("--scenarios", type=Path, help="what --figures of a test run wrote")
+    parser.add_argument("--more", type=Path, help="the same of test_wake_faults.py and test_reshard_faults.py alone")
     parser.add_argument("--comparison", type=Path, help="what --output of tests.faults.comparison wrote")
     parser.add_argument("--soak", type=Path, help="the folder that a soak wrote")
     options = parser.parse_args(arguments)
@@ -109,6 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for line in lines:
             if line["scenario"] == INBOX:
                 results |= {INBOX: line, "inbox_ran": _circumstances()}
+    if options.more:
+        lines = [json.loads(line) for line in options.more.read_text(encoding="utf-8").splitlines()]
+        results |= {"more": sorted(lines, key=lambda line: str(line["scenario"])), "more_ran": _circumstances()}
     if options.comparison:
         results["comparison"] = json.loads(options.comparison.read_text(encoding="utf-8"))
         results["comparison_ran"] = _circumstances()
@@ -134,6 +138,10 @@ def text(results: dict[str, Any]) -> str:
     if lines := results.get("scenarios"):
         command = f"python -m pytest --long --seed {lines[0]['seed']} --numprocesses 3 tests/faults"
         parts += ["## Scenarios\n", _ran(results["scenarios_ran"], command), _scenarios(lines)]
+        if more := results.get("more"):
+            files = "tests/faults/test_wake_faults.py tests/faults/test_reshard_faults.py"
+            command = f"python -m pytest --long --seed {more[0]['seed']} --numprocesses 3 {files}"
+            parts += ["### Change stream and number of shards\n", _ran(results["more_ran"], command), _scenarios(more)]
         parts += ["## Load\n", LOAD_SAYS, _load(lines)]
     if line := results.get(INBOX):
         command = f"python -m pytest --long --seed {line['seed']} tests/faults/test_subscriber_faults.py"
