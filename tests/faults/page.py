@@ -38,9 +38,9 @@ This page shows what happens to tasks while workers are killed and services fail
 a rolled-back transaction is published. The first messages of an ordering key arrive in the order of their registration.
 Duplicates are rare and carry the same task ID.
 
-Each line of the first two tables is a test in `tests/faults`. The test breaks something under load. Then it compares the IDs
-that the application registered with the messages that the subscribers received. Workers are real processes on both
-emulators. The random choices are the same each time, unless `--seed` changes them.
+Each line of the first two tables is a test in `tests/faults`. The test breaks something under load. Then it compares
+the IDs that the application registered with the messages that the subscribers received. Workers are real processes on
+both emulators. The random choices are the same each time, unless `--seed` changes them.
 
 ```console
 $ make test                   # some scenarios, a few seconds each
