@@ -1,6 +1,7 @@
 """How long a task takes from its commit to a subscriber, at several offered rates."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 import outbox
 from outbox.storage.ddl import statements
+from publishworker.spanner.change_stream import ChangeStream
 from tests.benchmarks.bench import MESSAGE, Bench, Table, connecting_to, fresh_table
 from tests.benchmarks.results import Plot, Section, figures
 from tests.support.relays import divided, worker
@@ -28,7 +30,9 @@ SELDOM_TASKS = (15, 1)
 PUBLISHED = (30, 3)
 #: Threads that register, so that one slow commit does not delay the next arrivals.
 REGISTRARS = 8
-ALONE = "publish alone"
+ALONE, STREAM_ALONE = "publish alone", "change stream alone"
+#: Tasks that are registered without a worker, one or two a second, to see how much of it is the change stream's.
+REPORTED = (60, 3)
 #: The pause after ABORTED, which the emulator answers while a relay's transaction is open.
 RETRY_DELAY = 0.005
 
@@ -41,8 +45,9 @@ CONDITIONS = f"""\
 - First tasks: {SELDOM_TASKS[0]} tasks, each {SELDOM[0]:.0f} to {SELDOM[1]:.0f} s after the one before. By then, the
   workers have forgotten its topic, and their pauses are long.
 - Publish alone: from the answer to a publish request without an outbox to the callback, one message after the other.
-  The other rows include this. With the change stream they also include the time until the emulator reports an insert,
-  which it does about every 100 ms.
+  The other rows include this.
+- Change stream alone: from the return of the commit call until a reader in this process hears of it, without a worker.
+  The rows with the change stream include this. The emulator reports inserts about every 100 ms.
 - The emulator runs one transaction at a time in a database and aborts the others: registrations and relay take turns,
   which they do not on Spanner. Its polls scan the table, which at 100/s grows to some 2,000 rows."""
 
@@ -87,6 +92,7 @@ def run(bench: Bench) -> Section:
             if offer.wake:
                 table.database.update_ddl(statements(change_stream=True)[-1:]).result(ADMIN_SECONDS)
             add(offer.name, latencies(bench, table, offer))
+    add(STREAM_ALONE, reporting_alone(bench, bench.choose(*REPORTED)))
     add(ALONE, publishing_alone(bench, bench.choose(*PUBLISHED)))
     section = Section(
         "Latency",
@@ -139,6 +145,26 @@ def publishing_alone(bench: Bench, count: int) -> list[float]:
             published = time.monotonic()
             eventually(lambda sent=id: sent in received, seconds=10, message="received")  # type: ignore[misc]  # a default of a lambda
             waits.append(received[id] - published)
+    return waits
+
+
+def reporting_alone(bench: Bench, count: int) -> list[float]:
+    """Return the seconds from each commit until a reader of the change stream hears of it."""
+    random, reported, waits = Random(count), threading.Event(), []
+    with fresh_table(bench) as table:
+        table.database.update_ddl(statements(change_stream=True)[-1:]).result(ADMIN_SECONDS)
+        stream = ChangeStream(lambda: table.database, reported.set)
+        stream.start()
+        eventually(lambda: stream.works, seconds=30, message="the change stream is read")
+        for _ in range(count):
+            time.sleep(random.uniform(0.5, 1))
+            reported.clear()
+            with table.database.batch(default_retry_delay=RETRY_DELAY) as batch:
+                outbox.register(batch, table.topic, MESSAGE)
+            committed = time.monotonic()
+            reported.wait(10)
+            waits.append(time.monotonic() - committed)
+        stream.stop()
     return waits
 
 
