@@ -121,8 +121,8 @@ class Poller:
     def seconds_until_due(self, unavailable: Collection[str]) -> float | None:
         """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
 
-        Tasks of `unavailable` topics do not count. If there is one, the next poll also reads due tasks. Raises
-        StoreError.
+        Tasks of `unavailable` topics do not count. Unless the result is None, the next poll also reads due tasks.
+        Raises StoreError.
         """
         topics = self._topics.polled.difference(unavailable)
         seconds = self._store.seconds_until_due(self._membership.shards, topics) if topics else None

@@ -358,9 +358,8 @@ class Turn:
     deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # batches that a later turn will report
-    unfinished: bool = (
-        False  # candidates, failed batches, batches in flight or tasks in doubt: a later turn must try again
-    )
+    #: Whether there are candidates, failed batches, in-flight batches or tasks in doubt: a later turn must try again.
+    unfinished: bool = False
     still_waiting: bool = False  # the turn waited for batches, and none ended, so the next turn starts at once
     poll_again: bool = False  # new topics or shards to poll, or a circuit opened, closed or failed a probe
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again

@@ -147,7 +147,7 @@ def test_the_first_task_of_a_topic_is_found_soon_after_a_wake_up_in_vain(
         process.wait_for_text("relaying")
         for _ in range(15):
             with streamed.batch() as batch:
-                id = outbox.register(batch, "nobody", b"")
+                id = outbox.register(batch, "orders", b"")
                 batch.update("AsynchronousTasks", ["Id", "SentAt"], [[id, datetime.now(UTC)]])
             time.sleep(0.3)
         register(streamed, topic, 1)
