@@ -115,12 +115,18 @@ def test_a_broken_or_hung_stream_is_noticed_and_read_anew(
         assert inserted.wait(20)
 
 
+def _empty(database: Database) -> None:
+    """Delete the tasks of other tests, which have no topic, and the heartbeats of their workers, which have shards."""
+    with database.batch() as batch:
+        for table in ("AsynchronousTasks", "AsynchronousTaskWorkers"):
+            batch.delete(table, KeySet(all_=True))
+
+
 def test_an_idle_worker_polls_at_an_insert_and_when_a_task_is_due(
     streamed: Database, emulators: Emulators, pubsub: PubSub
 ) -> None:
     """Long before its poll interval, and the longer idle interval, are over."""
-    with streamed.batch() as batch:
-        batch.delete("AsynchronousTasks", KeySet(all_=True))  # those of other tests have no topic
+    _empty(streamed)
     topic = pubsub.new_topic()
     subscription = pubsub.new_subscription(topic)
     flags = ("--wake", "change-stream", "--poll-interval", "30", "--idle-interval", "300")
@@ -140,8 +146,7 @@ def test_the_first_task_of_a_topic_is_found_soon_after_a_wake_up_in_vain(
     """Each wake-up in vain doubles the pause. Before the last one, the worker has probably just discovered."""
     topic = pubsub.new_topic()
     subscription = pubsub.new_subscription(topic)
-    with streamed.batch() as batch:
-        batch.delete("AsynchronousTasks", KeySet(all_=True))  # those of other tests have no topic
+    _empty(streamed)
     flags = ("--wake", "change-stream", "--poll-interval", "30", "--idle-interval", "300")
     with worker(emulators, streamed, *flags) as process:
         process.wait_for_text("relaying")
