@@ -73,7 +73,7 @@ coverage: $(STAMP) ## measure branch coverage of outbox and publishworker, inclu
 		--ignore tests/acceptance/test_demo_pipeline.py --ignore tests/acceptance/test_kubernetes_confined.py \
 		--deselect tests/integration/test_imports.py::test_the_health_check_imports_the_standard_library_only
 
-mutants: $(STAMP) ## run mutation tests of the core; writes mutants (docs/architecture/mutants.md)
+mutants: $(STAMP) ## run mutation tests of the core; writes mutants (docs/acceptance.md)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutants
 	@PATH=$(CURDIR)/$(BIN):$$PATH mutmut run --max-children 2
 	@$(BIN)/mutmut results

@@ -153,7 +153,7 @@ PYTHON_INTRO = """\
 
 This page lists the public names that an application imports, with their signatures and errors. The guides show how to
 use them: [register](../guide/register.md), [drivers](../guide/drivers.md), [subscribe](../guide/subscribe.md),
-[unit tests](../guide/unit-tests.md) and [test](../guide/testing.md). [Versions](versions.md) says what is public."""
+[test](../guide/testing.md). [Versions](versions.md) says what is public."""
 
 DBAPI = ("register", "register_once", "register_many", "process_once")
 #: The public names of each module, in the order of the page.

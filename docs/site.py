@@ -26,11 +26,16 @@ SOURCE = ROOT / "build/site-source"
 SITE = ROOT / "build/site"
 #: What the site itself shows.
 SHOWN = {".md", ".png", ".svg"}
+#: Folders and pages of `docs` for contributors. The site links to them in the repository.
+NOT_SHOWN = {"examples", "decisions.md", "acceptance.md"}
 #: Draws the diagrams. Zensical's own scripts expect this major version.
 MERMAID = "mermaid@12.3.0"
 #: The name of the working tree in the version selector.
 UNRELEASED = "dev"
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+#: The tests at the end of a page, which the site folds.
+_PROOF = re.compile(r"^## Verified by\n(.+?)\s*\Z", re.MULTILINE | re.DOTALL)
+_FOLDED = r'<details id="verified-by" markdown="1"><summary>Verified by</summary>\n\1\n\n</details>\n'
 _TAG = re.compile(r"v(\d+)\.(\d+)\.(\d+)")
 
 
@@ -89,7 +94,7 @@ def prepare(ref: str, source: Path = SOURCE) -> None:
     shutil.rmtree(source, ignore_errors=True)
     for path in sorted((ROOT / "docs").rglob("*")):
         relative = path.relative_to(ROOT / "docs")
-        if path.suffix not in SHOWN or relative.parts[0] == "examples":
+        if path.suffix not in SHOWN or relative.parts[0] in NOT_SHOWN:
             continue
         target = source / relative
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,11 +111,11 @@ def on_site(text: str, folder: Path, repository: str, ref: str) -> str:
     def link(match: re.Match[str]) -> str:
         target, anchor = Path(os.path.normpath(folder / match[1])), match[2] or ""
         inside = target.relative_to(ROOT)
-        if inside.parts[0] == "docs" and "examples" not in inside.parts and target.suffix in SHOWN:
+        if inside.parts[0] == "docs" and inside.parts[1] not in NOT_SHOWN and target.suffix in SHOWN:
             return match[0]
         return f"{repository}/{'tree' if target.is_dir() else 'blob'}/{ref}/{inside.as_posix()}{anchor}"
 
-    return _LINK.sub(link, text)
+    return _PROOF.sub(_FOLDED, _LINK.sub(link, text))
 
 
 def add_mermaid(assets: Path) -> None:

@@ -20,7 +20,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", int(RECONNECT_SECONDS * 1000)),
     ("grpc.keepalive_time_ms", 30_000),
     # The thread that reads a query's result also waits for it. By default gRPC hands each message over from a thread of
-    # the channel, which costs a tenth of the relay's CPU (docs/decisions/0009-the-speed-of-one-worker.md).
+    # the channel, which costs a tenth of the relay's CPU (docs/decisions.md, 0009).
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 

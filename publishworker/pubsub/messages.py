@@ -1,6 +1,6 @@
 """Pure functions that turn task rows into publish requests.
 
-They use raw protobuf messages, because proto-plus takes too much CPU (docs/decisions/0001-one-publish-request.md).
+They use raw protobuf messages, because proto-plus takes too much CPU (docs/decisions.md, 0001).
 """
 
 import re

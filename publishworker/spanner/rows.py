@@ -2,7 +2,7 @@
 
 The Spanner client decodes each value with a function for its type and a datetime class of its own. This module needs
 about half of that CPU: 2 us instead of 4 us for a candidate, and 5 us instead of 8 us for a locked row. A task takes
-about 55 us of the worker's CPU (`python -m tests.benchmarks --only decoding costs`, docs/benchmarks.md). Values are in
+about 55 us of the worker's CPU (`python -m tests.benchmarks --only costs`, docs/benchmarks.md). Values are in
 the order of the columns in `statements`.
 """
 

@@ -111,7 +111,7 @@ AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT_NAME_SUFFIX
 
 # The claim. The lock hint makes a second worker wait here until the first has committed. Without it, both would read,
 # and one would be aborted at its commit. The other hints fix the plan: one seek into the table for each ID, so no other
-# row is ever locked (docs/decisions/0004-what-made-the-relay-fast.md). Data is not read from a row that was sent since
+# row is ever locked (docs/decisions.md, 0004). Data is not read from a row that was sent since
 # the poll.
 # The client requires that the result is read to its end before the next statement.
 LOCK = f"""

@@ -481,7 +481,7 @@ def _mark(transaction: Any, locked: Sequence[LockedRow], marks: Mapping[str, Mar
             case Deferred() as deferral:
                 deferred.append((row.id, deferral.available_at, deferral.head))
     if clean:
-        # The client's `update` takes eight times the CPU (docs/decisions/0009-the-speed-of-one-worker.md).
+        # The client's `update` takes eight times the CPU (docs/decisions.md, 0009).
         transaction._mutations.append(rows.clean_marks(clean))  # noqa: SLF001 - no public method takes a mutation
     for columns, values in ((statements.MARK_COLUMNS, others), (statements.DEFER_COLUMNS, deferred)):
         if values:  # an update without rows is an error

@@ -111,7 +111,7 @@ def run_here(emulators: Emulators, words: list[str]) -> Finished:
 
 
 def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
-    """Emulators, a registration, a worker, a subscriber; sent again by the page's command and SQL, and handled once.
+    """Emulators, a registration, a worker, a subscriber; sent again by the page's command, and handled once.
 
     Each is a process that knows only the variables that `outbox emulators` prints. With INSTALLED, the Python of an
     environment with the wheel (`make dist`), the processes do not see the repository.
@@ -122,21 +122,16 @@ def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
         if os.environ.get("CI") or "INSTALLED" in os.environ:
             raise
         pytest.skip(str(error))
-    tables, update = blocks("docs/quick-start.md", "sql")
-    for name, text in zip(
-        ("shop.sql", "register_order.py", "receive_orders.py"),
-        (tables, *blocks("docs/quick-start.md", "python")),
-        strict=True,
-    ):
-        (tmp_path / name).write_text(text)
-    ours = [words for words in commands("docs/quick-start.md") if words[0] in PARSERS]
+    for block in (*blocks("README.md", "sql"), *blocks("README.md", "python")):
+        (tmp_path / re.findall(r"\A(?:#|--) (\S+)\n", block)[0]).write_text(block)
+    ours = [words for words in commands("README.md") if words[0] in PARSERS]
     assert [words[:2] for words in ours] == [
         ["outbox", "emulators"],
-        ["outbox", "schema"],
-        ["publishworker", "check"],
         ["publishworker", "run"],
         ["outbox", "list"],
         ["outbox", "retry"],
+        ["outbox", "schema"],
+        ["publishworker", "check"],
     ]
     installed = os.environ.get("INSTALLED")
     environment = {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / "heartbeat")}
@@ -161,33 +156,28 @@ def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
         assert query(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 1999]]
         [[task_id, sent_at]] = query(shop, "SELECT Id, SentAt FROM AsynchronousTasks")
         assert sent_at is None
-        applied, checked = map(finished, ours[1:3])
+        applied, checked = map(finished, ours[4:])
         assert applied.stdout.splitlines()[0] == "exists   table AsynchronousTasks"
         assert (checked.code, checked.stdout.count("ok  ")) == (0, 4)
-        with process(*ours[3]) as worker, process("receive_orders") as receiving:
-            receiving.wait_for_text(f"task {task_id}: invoice written")
+        with process(*ours[1]) as worker, process("receive_orders") as receiving:
+            receiving.wait_for_text("order-1: invoice written")
             eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
-            listed, retried = (finished([task_id if word == "THE-ID" else word for word in each]) for each in ours[4:])
+            listed, retried = (finished([task_id if word == "THE-ID" else word for word in each]) for each in ours[2:4])
             assert task_id in listed.stdout
             assert retried.code == 0
-            receiving.wait_for_text(f"task {task_id}: already processed")
-            eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
-            shop.run_in_transaction(send_again, update, task_id, default_retry_delay=0.02)
-            eventually(lambda: receiving.stderr.count(f"task {task_id}: already processed") == 2, seconds=10)
-            eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
+            eventually(lambda: one(shop, "SELECT TimesSent FROM AsynchronousTasks") == 2, seconds=10)
             pubsub = PubSub.on(environment["PUBSUB_EMULATOR_HOST"])
-            for id in pubsub.publish(f"projects/{PROJECT}/topics/orders", b"{}", b"{}"):  # no task IDs
-                receiving.wait_for_text(f"message {id} has no task ID")
+            pubsub.publish(f"projects/{PROJECT}/topics/orders", b"{}")  # no task ID
+            receiving.wait_for_text("did not come from the outbox")
             assert receiving.child.poll() is None
             worker.end()
-        assert query(shop, "SELECT TaskId, OrderJson FROM Invoices") == [[task_id, '{"order": "order-1"}']]
+        assert query(shop, "SELECT OrderId FROM Invoices") == [["order-1"]]
         running.end()
 
 
-def test_the_readme_shows_the_code_and_commands_of_the_quick_start() -> None:
-    for language in ("python", "console", "sql"):
-        shown = "".join(blocks("docs/quick-start.md", language))
-        assert all(line in shown for block in blocks("README.md", language) for line in block.splitlines())
+def test_the_home_page_shows_the_code_of_the_quick_start() -> None:
+    shown = "".join(blocks("README.md", "python"))
+    assert all(line in shown for block in blocks("docs/README.md", "python") for line in block.splitlines())
 
 
 def send_again(transaction: Any, statement: str, task_id: str) -> None:
@@ -196,12 +186,12 @@ def send_again(transaction: Any, statement: str, task_id: str) -> None:
 
 
 def test_the_guide_to_registering(emulators: Emulators, shop: Database) -> None:
-    """All blocks of three pages in their order: tasks, metrics, cancellations, and the recording transaction."""
+    """All blocks of the page in their order, and then the recording transaction of the page about tests."""
     assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
     names: dict[str, Any] = {}
     try:
-        for page in ("register", "register-once", "unit-tests"):
-            for block in blocks(f"docs/guide/{page}.md", "python"):
+        for block in (*blocks("docs/guide/register.md", "python"), *blocks("docs/guide/testing.md", "python")):
+            if not block.startswith("# "):  # a file of the example of the page about tests
                 execute(block, names)
     finally:
         outbox.set_metrics(None)

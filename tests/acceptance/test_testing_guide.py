@@ -14,10 +14,10 @@ PAGE = (ROOT / "docs/guide/testing.md").read_text(encoding="utf-8")
 def write_files(folder: Path, *, inbox: bool) -> None:
     """Write the files of the page. Without the inbox, the service's last function is the one that the page shows."""
     for text in re.findall(r"^```(?:python|sql|ini)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
-        name, remark = re.findall(r"\A(?:#|--) ([\w.]+)(.*)", text)[0]
-        if inbox and remark == ", without the inbox":
+        head = re.match(r"(?:#|--) ([\w.]+)(.*)", text)
+        if not head or (inbox and head[2] == ", without the inbox"):  # without a name, it is a unit test
             continue
-        with (folder / name).open("a", encoding="utf-8") as file:
+        with (folder / head[1]).open("a", encoding="utf-8") as file:
             file.write(text)
 
 

@@ -12,17 +12,12 @@ from datetime import UTC, datetime
 from outbox.devtools import emulators
 from tests.benchmarks import (
     costs,
-    decoding,
     delayed,
-    inbox,
+    idle,
     latency,
-    live_workers,
-    marks,
     memory,
     ordering,
     page,
-    pipeline,
-    polls,
     registering,
     results,
     spark,
@@ -37,16 +32,9 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "ordering": ordering.run,
     "costs": costs.run,
     "latency": latency.run,
-    "marks": marks.run,
-    "decoding": decoding.run,
     "registering": registering.run,
-    "inbox": inbox.run,
-    "pipeline": pipeline.run,
-    "idle": live_workers.alone,
-    "workers": live_workers.run,
+    "idle": idle.run,
     "memory": memory.run,
-    "poll-sent": polls.beside_sent,
-    "poll-topics": polls.with_topics,
 }
 
 #: Of the pipeline, which `make bench-pipeline` runs. Registering comes last: many commits that the emulator aborts put

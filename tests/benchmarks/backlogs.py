@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 from uuid import uuid4
@@ -15,15 +14,13 @@ from tests.benchmarks.bench import MESSAGE, Table
 #: Rows of a commit: the emulator's commit grows with the square of it.
 ROWS_A_COMMIT = 100
 
-COLUMNS = ("Id", "Topic", "Data", "Priority", "CreatedAt", "SentAt", "AvailableAt")
-LATER = datetime(9000, 1, 1, tzinfo=UTC)
+COLUMNS = ("Id", "Topic", "Data", "Priority", "CreatedAt")
 
 
-def insert(table: Table, count: int, *, sent: bool = False, scheduled: bool = False, topic: str = "") -> None:
-    """Insert so many tasks: pending, sent, or scheduled for much later."""
+def insert(table: Table, count: int) -> None:
+    """Insert so many pending tasks."""
     data = base64.b64encode(RawPubsubMessage(data=MESSAGE).SerializeToString()).decode()
-    state = (COMMIT_TIMESTAMP if sent else None, LATER if scheduled else None)
-    rest = (topic or table.topic, data, 50, COMMIT_TIMESTAMP, *state)
+    rest = (table.topic, data, 50, COMMIT_TIMESTAMP)
     insert_rows(table.database, COLUMNS, ((str(uuid4()), *rest) for _ in range(count)))
 
 

@@ -91,11 +91,7 @@ def stopwatch() -> Iterator[Stopwatch]:
 class Speed:
     tasks: int
     watch: Stopwatch
-    #: Messages that went to Pub/Sub; more than the tasks where aborted transactions ran again.
-    published: int | None = None
 
     def samples(self, row: str) -> Iterator[tuple[str, str, float]]:
         yield row, "tasks/s", self.tasks / self.watch.seconds
         yield row, "client CPU us/task", self.watch.cpu_seconds / self.tasks * 1e6
-        if self.published is not None:
-            yield row, "published/task", self.published / self.tasks

@@ -11,7 +11,7 @@ from unittest import mock
 from outbox.devtools.emulators import Emulators
 from tests.benchmarks.bench import Bench, Table, fresh_table
 from tests.benchmarks.relaying import PATIENT_SECONDS, drive, warm_worker
-from tests.benchmarks.results import Plot, Section, figures
+from tests.benchmarks.results import Section, figures
 from tests.support.counting import Counting
 from tests.support.processes import Finished, Process, started
 
@@ -32,20 +32,15 @@ def run(bench: Bench) -> Section:
         with fresh_table(bench) as table:  # not the same: the emulator scans sent rows, too
             samples += counted(bench.emulators, table, backlog)
     conditions = f"""\
-- A backlog of {backlog:,} tasks of 300 bytes, one topic, 10 shards, default settings; the start of the worker and its
-  first task are excluded.
-- CPU: all threads of a process that only relays, with the client's default sessions.
-- Requests, rows and bytes: counted by a proxy that forwards every call to the emulator; bytes are those of the answers'
-  protobuf messages. The poll returns candidates. The claim returns the same tasks under the lock, with their
-  messages.
-- A turn may wait for its batches for a minute instead of 0.25 s. The emulator runs one transaction at a time. Most
-  batches would still be in flight after 0.25 s, and each poll would read their tasks again."""
+- A backlog of {backlog:,} tasks of 300 bytes, one topic, 10 shards, default settings, without the worker's start.
+- CPU: all threads of a process that only relays. The others are counted by a proxy. The poll returns candidates, and
+  the claim the same tasks under the lock, with their messages. A turn may wait for its batches for a minute instead of
+  0.25 s, because the emulator runs one transaction at a time."""
     section = Section(
         "Costs per task",
         figures(samples),
         conditions,
-        "All of it: none of these depends much on how fast the services answer.",
-        Plot([REQUESTS, ROWS, BYTES]),
+        "all of it.",
     )
     for what, column, limit in ((REQUESTS, REQUESTS, 15), ("rows to the worker/task", ROWS, 2.2)):
         section.at_most(what, section.value("all of it", column), limit)

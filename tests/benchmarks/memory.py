@@ -5,7 +5,7 @@ from tqdm import tqdm
 from tests.benchmarks.backlogs import insert
 from tests.benchmarks.bench import Bench, fresh_table
 from tests.benchmarks.costs import answer_of
-from tests.benchmarks.results import Plot, Section, figures
+from tests.benchmarks.results import Section, figures
 from tests.support.processes import run as run_process
 
 BACKLOGS, QUICK_BACKLOGS = (5_000, 20_000, 100_000), (500, 1_000)
@@ -30,11 +30,9 @@ def run(bench: Bench) -> Section:
             took = answer_of(done, done.code)
         samples += [(row, RSS, took["rss_bytes"] / 1e6), (row, TRACED, took["traced_bytes"] / 1e6)]
     conditions = f"""\
-- One process for each backlog, which only relays, with default settings and messages of 300 bytes. It runs from its
-  start until it has sent {tasks} tasks: the first polls, and two turns or more.
-- RSS is that of the process. It includes Python, the clients' modules, and the bookkeeping of `tracemalloc`. The second
-  figure is the max memory that Python allocated meanwhile."""
-    section = Section("Memory", figures(samples), conditions, "All of it.", Plot([RSS, TRACED]))
+- One process for each backlog, with default settings and messages of 300 bytes, until it has sent {tasks:,} tasks. RSS
+  includes Python, the clients' modules and `tracemalloc`."""
+    section = Section("Memory", figures(samples), conditions, "all of it.")
     for column in (RSS, TRACED):
         values = [figure.median for figure in section.figures if figure.column == column]
         section.at_most(f"{column}, largest backlog / smallest", values[-1] / values[0], 1.2)

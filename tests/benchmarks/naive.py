@@ -1,9 +1,7 @@
-"""The baselines: user code without a relay. A transaction a task, the clients with their default settings."""
+"""The baseline: user code without a relay. A transaction for each task, the clients with their default settings."""
 
 import base64
 import contextlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from google.cloud import pubsub_v1
@@ -12,7 +10,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
-from tests.benchmarks.bench import ROWS, Bench, Speed, Table, connecting_to, fresh_table, stopwatch
+from tests.benchmarks.bench import ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, client
 
 LOCK = """
@@ -28,7 +26,6 @@ class Naive:
         with connecting_to(hosts):
             self._database: Any = client(hosts.spanner_host).instance(INSTANCE).database(database_id)
             self._publisher = pubsub_v1.PublisherClient()
-        self.published = 0
 
     def relay(self, id: str) -> None:
         def work(transaction: Any) -> None:
@@ -37,7 +34,6 @@ class Naive:
                 message = RawPubsubMessage.FromString(base64.b64decode(data))
                 attributes = {**message.attributes, outbox.TASK_ID_ATTRIBUTE: id}
                 self._publisher.publish(topic, message.data, **attributes).result()
-                self.published += 1
                 transaction.update("AsynchronousTasks", ["Id", "SentAt"], [[id, COMMIT_TIMESTAMP]])
 
         self._database.run_in_transaction(work, default_retry_delay=RETRY_DELAY)
@@ -47,28 +43,12 @@ class Naive:
         self._publisher.transport.close()
 
 
-def relay(bench: Bench, hosts: Emulators, *, threads: int, tables: int) -> Speed:
-    with contextlib.ExitStack() as stack:
-        created = [stack.enter_context(fresh_table(bench)) for _ in range(tables)]
-        naive = [stack.enter_context(_connected(hosts, created[n % tables])) for n in range(threads)]
-        filled = [table.fill(ROWS) for table in created]
-        part = bench.choose(60, 12) // threads
-        shares = [filled[n % tables][n // tables * part :][:part] for n in range(threads)]
-        for each in naive:
-            each.published = 0
-        with stopwatch() as watch, ThreadPoolExecutor(threads) as pool:
-            list(pool.map(_relay_each, naive, shares))
-        return Speed(part * threads, watch, sum(each.published for each in naive))
-
-
-@contextlib.contextmanager
-def _connected(hosts: Emulators, table: Table) -> Iterator[Naive]:
-    naive = Naive(hosts, table.id)
-    _relay_each(naive, table.fill(1))
-    yield naive
-    naive.close()
-
-
-def _relay_each(naive: Naive, ids: list[str]) -> None:
-    for id in ids:
-        naive.relay(id)
+def relay(bench: Bench, hosts: Emulators) -> Speed:
+    tasks = bench.choose(60, 12)
+    with fresh_table(bench) as table, contextlib.closing(Naive(hosts, table.id)) as naive:
+        naive.relay(table.fill(1)[0])
+        ids = table.fill(ROWS)[:tasks]
+        with stopwatch() as watch:
+            for id in ids:
+                naive.relay(id)
+        return Speed(tasks, watch)

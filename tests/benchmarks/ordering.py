@@ -7,7 +7,7 @@ import outbox
 from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Table, fresh_table
 from tests.benchmarks.costs import CLAIM, POLL
 from tests.benchmarks.relaying import drive, relay, warm_worker
-from tests.benchmarks.results import Plot, Section, figures
+from tests.benchmarks.results import Section, figures
 from tests.support.counting import Counting
 
 #: The tag of the query for the key_heads of keys.
@@ -24,10 +24,7 @@ REQUESTS = {
     "commits": ("Commit", "outbox-relay"),
 }
 
-TRANSFERS = (
-    "The requests and the length of the runs, and the CPU of the client. Of tasks/s only what the keys cost at most: "
-    "the emulator scans the table for each key at whose front the relay looks, where Spanner seeks."
-)
+TRANSFERS = "the requests, the tasks in a request, and the CPU of the client."
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ def run(bench: Bench) -> Section:
         for load in loads:
             samples += relay(bench, bench.emulators, load.fill, load.count).samples(load.name)
             samples += counted(bench, load)
-    section = Section("Ordering keys", figures(samples), conditions(loads), TRANSFERS, Plot([SPEED, RUN]))
+    section = Section("Ordering keys", figures(samples), conditions(loads), TRANSFERS)
     ratio = section.value(TWENTY.name, SPEED) / section.value(UNORDERED.name, SPEED)
     section.at_least(f"{TWENTY.name} / {UNORDERED.name}: tasks/s", ratio, 0.5)
     section.at_least(f"{HOT.name}: tasks/publish request", section.value(HOT.name, RUN), 50)
@@ -93,11 +90,6 @@ def counted(bench: Bench, load: Load) -> Iterator[tuple[str, str, float]]:
 def conditions(loads: list[Load]) -> str:
     sizes = " or ".join(sorted({f"{load.count:,}" for load in loads}, key=lambda text: (len(text), text)))
     return f"""\
-- Fresh tables of {sizes} rows, messages of 300 bytes, one topic, one worker with default settings; one task
-  is sent before the clock starts. Each commit registers {COMMIT} tasks, of different keys in turn.
-- Polls, key_heads (the query for the first unsent tasks of each key), locks, commits and publish requests: for 1,000
-  tasks, on a table of their own, counted by proxies that forward every call to the emulators. A poll returns tasks of
-  many keys, and one query returns the key heads of all of them.
-- Tasks/publish request: without keys, the size of a batch; with keys, the length of the sendable prefixes. A request
-  holds tasks of one key, because Pub/Sub refuses a mixture. The next request of a key waits for the answer and the
-  commit of this one."""
+- Fresh tables of {sizes} rows, messages of 300 bytes, one topic, one worker with default settings. Each commit
+  registers {COMMIT} tasks, of different keys in turn. Requests are those for 1,000 tasks, counted by proxies.
+- A publish request has tasks of one key. The next request of a key waits for the answer and the commit of this one."""

@@ -1,45 +1,62 @@
-"""From results to a table on stdout, the page docs/benchmarks.md and its plots."""
+"""From results to a table on stdout, and to the page docs/benchmarks.md."""
 
+from collections import Counter
 from pathlib import Path
-
-import matplotlib as mpl
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 from tests.benchmarks.results import ROOT, Bar, Figure, Section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+SAME = ("machine", "versions", "emulators")
 
 HEAD = """\
 # Benchmarks
 
-`make bench` writes this page from [results.json](benchmarks/results.json). Do not edit it. To run one section, use
-`python -m tests.benchmarks --only NAME`. With `--quick`, all sections together take a minute.
+This page has measured costs and speeds of the relay and of the Spark jobs. The emulators ran on the same machine as the
+measured code. So times and tasks per second say nothing about the services. These results are valid for them, too:
+requests, rows, bytes and client CPU for each task, and ratios between variants that were measured in turns.
 
-The emulators share the machine with the measured code, so absolute times and tasks per second say nothing about the
-services. These results transfer to them: requests, rows, bytes and client CPU per task, and ratios between variants
-that were measured in turns in the same run. Each section says which of these it has. Figures are medians over the
-rounds, with min and max in brackets.
+| question | result |
+|---|---|
+| What does a task cost? | {cpu} us of CPU, {requests} requests to Spanner per 1,000 tasks ([costs](#costs-per-task)) |
+| How much is that compared with one transaction for each task? | a {ratio}th of the CPU ([throughput](#throughput)) |
+| How long does a task wait at 10 tasks/s? | {p50} ms (p50), {p99} ms (p99) on the emulators ([latency](#latency)) |
+| Does memory grow with the backlog? | no: {small} MB with 5,000 tasks, {large} MB with 100,000 ([memory](#memory)) |
+| What does Spark cost? | between {least} and {most} times the CPU of a loop in one process |
+
+`make bench` and `make bench-pipeline` write this page. Do not edit it. [results.json](benchmarks/results.json) has the
+values of each round; the tables show medians.
+
+Unless a section says otherwise: {where}.
 """
 
 
 def write(sections: dict[str, Section], page: Path = PAGE) -> None:
-    parts = [HEAD, summary(sections)]
-    for name, section in sections.items():
-        image = draw(name, section, page.with_suffix("") / f"{name}.png") if section.plot else None
-        parts.append(_text(section, image))
+    where, _ = Counter(_where(section) for section in sections.values()).most_common(1)[0]
+    parts = [HEAD.format(where=where, **_results(sections))]
+    parts += [_text(name, section, where) for name, section in sections.items()]
     page.write_text("\n".join(parts), encoding="utf-8")
 
 
-def summary(sections: dict[str, Section]) -> str:
-    rows = [
-        [f"[{section.title}](#{section.title.lower().replace(' ', '-')})", *_bar(bar)]
-        for section in sections.values()
-        for bar in section.bars
-    ]
-    return markdown(["section", "what", "measured", "bar", ""], rows)
+def _results(sections: dict[str, Section]) -> dict[str, str]:
+    costs, memory, latency = (sections[name] for name in ("costs", "memory", "latency"))
+    spark = [bar.value for section in sections.values() for bar in section.bars if bar.what.startswith("CPU of Spark")]
+    sizes = [figure.median for figure in memory.figures if figure.column.startswith("peak RSS")]
+    found = {
+        "cpu": costs.value("all of it", "client CPU us/task"),
+        "requests": costs.value("all of it", "requests/1,000 tasks"),
+        "p50": latency.value("10 tasks/s", "p50 ms"),
+        "p99": latency.value("10 tasks/s", "p99 ms"),
+        "small": sizes[0],
+        "large": sizes[-1],
+        "least": min(spark),
+        "most": max(spark),
+    }
+    ratio = sections["throughput"].bars[0].value
+    return {name: number(value) for name, value in found.items()} | {"ratio": f"{ratio:.0f}"}
+
+
+def _where(section: Section) -> str:
+    return "; ".join(section.ran[name] for name in SAME)
 
 
 def text(section: Section) -> str:
@@ -48,14 +65,14 @@ def text(section: Section) -> str:
     lines = []
     for first, *others in [header, *rows]:
         lines.append("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
-    lines += [f"{what}: {measured}, bar {bar}, {reached}" for what, measured, bar, reached in map(_bar, section.bars)]
+    lines += [f"{_bar(bar)}, {'reached' if bar.reached else 'not reached'}" for bar in section.bars]
     return "\n".join([f"{section.title}", *(f"  {line}" for line in lines), ""])
 
 
 def grid(figures: list[Figure]) -> tuple[list[str], list[list[str]]]:
     columns = list(dict.fromkeys(figure.column for figure in figures))
     rows = list(dict.fromkeys(figure.row for figure in figures))
-    cells = {(figure.row, figure.column): _cell(figure) for figure in figures}
+    cells = {(figure.row, figure.column): number(figure.median) for figure in figures}
     return ["", *columns], [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
 
 
@@ -64,72 +81,25 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def draw(name: str, section: Section, file: Path) -> Path:
-    assert section.plot is not None
-    columns = section.plot.columns
-    rows = list(dict.fromkeys(figure.row for figure in section.figures if figure.column in columns))
-    size = (4.2 * len(columns) + 2.4, 0.36 * len(rows) + 1.1)
-    figure, axes = plt.subplots(1, len(columns), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for axis, column in zip(axes[0], columns, strict=True):
-        _bars(axis, rows, [each for each in section.figures if each.column == column], log=section.plot.log)
-        axis.set_xlabel(column)
-    axes[0][0].set_yticks(range(len(rows)), rows)
-    axes[0][0].invert_yaxis()
-    figure.suptitle(section.title, fontsize="medium")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110, metadata={"Software": None, "Title": name})
-    plt.close(figure)
-    return file
-
-
-def _bars(axis: Axes, rows: list[str], figures: list[Figure], *, log: bool) -> None:
-    places = [rows.index(figure.row) for figure in figures]
-    medians = [figure.median for figure in figures]
-    largest = [max(figure.values) for figure in figures]
-    below = [figure.median - min(figure.values) for figure in figures]
-    above = [most - median for most, median in zip(largest, medians, strict=True)]
-    colors = ["tab:orange" if figure.row.startswith(("relay", "Spark")) else "tab:blue" for figure in figures]
-    axis.barh(places, medians, xerr=[below, above], color=colors, ecolor="0.3", height=0.65)
-    axis.grid(axis="x", color="0.85")
-    axis.set_axisbelow(True)
-    for place, most, median in zip(places, largest, medians, strict=True):
-        axis.annotate(f" {number(median)}", (most, place), va="center", fontsize="small")
-    if log:
-        axis.set_xscale("log")
-        axis.set_xlim(min(medians) / 3, max(largest) * 4)
-    else:
-        axis.set_xlim(0, max(largest) * 1.2)
-
-
-def _text(section: Section, image: Path | None) -> str:
-    header, rows = grid(section.figures)
-    parts = [f"## {section.title}", markdown(header, rows).rstrip()]
-    if section.bars:
-        parts.append(markdown(["bar", "measured", "must be", ""], [list(_bar(bar)) for bar in section.bars]).rstrip())
-    if image is not None:
-        parts.append(f"![{section.title}](benchmarks/{image.name})")
+def _text(name: str, section: Section, where: str) -> str:
     ran = section.ran
-    machine = f"{ran['machine']}, load before {ran['load before']}"
+    parts = [f"## {section.title}", markdown(*grid(section.figures)).rstrip(), section.conditions]
+    if section.bars:
+        missed = "; ".join(f"**not reached: {_bar(bar)}**" for bar in section.bars if not bar.reached)
+        reached = "; ".join(_bar(bar) for bar in section.bars if bar.reached) if len(section.bars) < 5 else "the others"
+        parts.append(f"Bars: {missed}{'; ' * bool(missed and reached)}{reached}.")
     rounds = max(len(figure.values) for figure in section.figures)  # some sections run once, whatever was asked for
     often = f"{rounds} rounds" if rounds > 1 else "once"
-    parts += [
-        section.conditions,
-        f"Transfers: {section.transfers}",
-        f"Ran {ran['date']}, {often}, in {ran['seconds']} s, by `{ran['command']}`.",
-        f"Commit {ran['commit']}; {machine}; {ran['versions']}; {ran['emulators']}.",
-    ]
+    ending = "" if _where(section) == where else f" {_where(section)}."
+    parts.append(
+        f"Valid for the services: {section.transfers} Ran {ran['date']}, {often}, commit {ran['commit']}, load before "
+        f"{ran['load before']}: `python -m tests.benchmarks --only {name}`.{ending}"
+    )
     return "\n\n".join(parts) + "\n"
 
 
-def _cell(figure: Figure) -> str:
-    if len(figure.values) == 1:
-        return number(figure.median)
-    return f"{number(figure.median)} ({number(min(figure.values))}-{number(max(figure.values))})"
-
-
-def _bar(bar: Bar) -> tuple[str, str, str, str]:
-    limit = f"{'>=' if bar.at_least else '<='} {number(bar.limit)}"
-    return bar.what, number(bar.value), limit, "reached" if bar.reached else "**not reached**"
+def _bar(bar: Bar) -> str:
+    return f"{bar.what} {number(bar.value)} ({'>=' if bar.at_least else '<='} {number(bar.limit)})"
 
 
 def number(value: float) -> str:

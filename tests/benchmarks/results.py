@@ -45,14 +45,6 @@ class Bar:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plot:
-    """Which columns to draw, and whether on a logarithmic scale."""
-
-    columns: list[str]
-    log: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Section:
     """The result of one section; its conditions are a list in Markdown."""
 
@@ -60,7 +52,6 @@ class Section:
     figures: list[Figure]
     conditions: str
     transfers: str
-    plot: Plot | None = None
     bars: list[Bar] = dataclasses.field(default_factory=list)
     ran: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -93,9 +84,8 @@ def save(sections: dict[str, Section], file: Path = FILE) -> None:
 
 
 def _section(data: dict[str, Any]) -> Section:
-    plot = Plot(**data["plot"]) if data["plot"] else None
     created = {"figures": [Figure(**each) for each in data["figures"]], "bars": [Bar(**each) for each in data["bars"]]}
-    return Section(**{**data, **created, "plot": plot})
+    return Section(**{**data, **created})
 
 
 def circumstances() -> dict[str, str]:

@@ -32,7 +32,7 @@ from outbox_pipeline.source.datasource import register_source
 from outbox_pipeline.spark.session import session
 from tests.benchmarks.backlogs import insert_rows
 from tests.benchmarks.bench import Bench, Stopwatch, connecting_to, fresh_table, stopwatch
-from tests.benchmarks.results import Plot, Section, figures
+from tests.benchmarks.results import Section, figures
 from tests.support.processes import children
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -47,7 +47,7 @@ BODY = b"x" * 150
 #: Columns that are filled and read.
 READ = ("Id", "Topic", "Data", "Priority", "CreatedAt", "SentAt")
 LOOP, SPARK, CPU = "plain loop", "Spark", "CPU seconds"
-TRANSFERS = "The ratios, roughly: on the service reading and writing scale with executors, which here share two cores."
+TRANSFERS = "the ratios of CPU, roughly."
 #: The day on which everything was sent.
 DAY, TICK = datetime(2026, 11, 1, tzinfo=UTC), timedelta(milliseconds=1)
 
@@ -90,9 +90,8 @@ def read(bench: Bench) -> Section:
         "Reading with Spark",
         samples,
         f"""\
-- One table of sent tasks with messages of {len(BODY)} bytes, six columns. The loop is `snapshot.read` of the whole
-  table in one process, with the client's own decoding, and leaves `Data` as base64; Spark is the data source on
-  `local[2]`, eight ranges of the key, every value decoded, written to nowhere.""",
+- A table of sent tasks with messages of {len(BODY)} bytes. The loop is `snapshot.read`. Spark is the data source on
+  `local[2]`.""",
     )
     return compares_cpu(section, *sizes)
 
@@ -110,9 +109,7 @@ def registering(bench: Bench) -> Section:
         "Registering with Spark",
         samples,
         f"""\
-- A fresh table each time, {COMMIT} rows in a commit, messages of {len(BODY)} bytes. The loop is `outbox.register` in
-  `database.batch()`, with ids that are made beforehand, and the back-off of the job; the job makes the ids, sorts,
-  writes with two tasks, and looks for rejects.""",
+- {COMMIT} rows in a commit, messages of {len(BODY)} bytes. The loop is `outbox.register` in `database.batch()`.""",
     )
     return compares_cpu(section, *sizes)
 
@@ -131,9 +128,8 @@ def archiving(bench: Bench) -> Section:
         "Archiving with Spark",
         samples,
         f"""\
-- Sent tasks of one day and {TOPICS} topics, all columns, messages of {len(BODY)} bytes. The loop is `snapshot.read` of
-  the table in one process and pyarrow's dataset writer, parted by day and topic; the job reads as of one time, shuffles
-  the tasks of a day and topic together, writes, and notes their number and checksum in the window's manifest.""",
+- Sent tasks of one day, {TOPICS} topics, messages of {len(BODY)} bytes. The loop is `snapshot.read` and pyarrow's
+  dataset writer.""",
     )
     return compares_cpu(section, *sizes)
 
@@ -163,8 +159,7 @@ def in_turns(bench: Bench, engine: SparkSession, size: int, ways: dict[str, Way]
             assert rows == size, (name, rows)
             if turn:
                 row = f"{name}, {size:,} rows"
-                samples += [(row, "rows/s", rows / watch.seconds), (row, "seconds", watch.seconds)]
-                samples.append((row, CPU, watch.cpu_seconds + spark_cpu))
+                samples += [(row, "rows/s", rows / watch.seconds), (row, CPU, watch.cpu_seconds + spark_cpu)]
     return samples
 
 
@@ -182,12 +177,11 @@ def _cpu_of_spark(engine: SparkSession) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def beside_loops(title: str, samples: list[Sample], conditions: str, *, transfers: str = TRANSFERS) -> Section:
+def beside_loops(title: str, samples: list[Sample], conditions: str) -> Section:
     conditions += """
-- Warm: each way has run once before it counts. Loop, Spark and emulator share the cores.
-- CPU seconds: of the process, and for Spark also of the JVM and its Python workers; the emulator's are not in them. The
-  bars compare them, because the ratio of times depends on the machine: the loop uses one core, Spark all of them."""
-    return Section(title, figures(samples), conditions, transfers, Plot(["rows/s", CPU]))
+- Each way has run once before it counts. Loop, Spark and emulator share the cores. CPU is that of the process, and for
+  Spark also of the JVM and its Python workers. The loop uses one core, Spark all of them."""
+    return Section(title, figures(samples), conditions, TRANSFERS)
 
 
 def compares_cpu(section: Section, small: int, large: int) -> Section:

@@ -60,15 +60,9 @@ def auditing(bench: Bench) -> Section:
         "Auditing with Spark",
         samples,
         f"""\
-- A day's tasks in one window of an archive, {TOPICS} topics, messages of 150 bytes with two attributes, as Parquet that
-  a subscription to BigQuery was exported to. Of a million, {LOST:,} are lost, {TWICE:,} were published twice, and
-  {UNKNOWN} messages are of no task. The loop reads both with pyarrow in one process, keeps Python's `hash` of what was
-  received, and counts the same classes by topic and hour in dictionaries; the job is all of the job, on `local[2]`,
-  with findings, percentiles, samples and the page.
-- With n free cores, Spark is at most n / (its CPU / the loop's CPU) times as fast as the loop. An earlier bar asked for
-  twice the speed of the loop. On two cores that needs a job that takes no more CPU than the loop and keeps both cores
-  busy all the time.""",
-        transfers="The ratio of CPU, roughly: executors on other machines also send the shuffle over a network.",
+- A day's tasks in an archive, {TOPICS} topics, messages of 150 bytes, and received messages as Parquet. Of a million
+  tasks, {LOST:,} are lost, {TWICE:,} were published twice, and {UNKNOWN} messages are of no task. The loop reads both
+  with pyarrow and counts the same classes in dictionaries.""",
     )
     return compares_cpu(section, *sizes)
 

@@ -33,7 +33,6 @@ from tests.manifests.test_dockerfile import STAGES, variables
 from tests.manifests.test_spark import refusals
 
 WORKER, PIPELINE = "docs/operations/deploy.md", "docs/operations/pipeline-deploy.md"
-LOCAL = "docs/operations/pipeline-run.md"
 PAGES = (WORKER, PIPELINE, "k8s/README.md")
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
 TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", "outbox-pipeline", "spark-submit", *PARSERS)
@@ -263,7 +262,7 @@ def test_the_agents_values_fit_the_page() -> None:
 def test_jobs_take_the_arguments_of_the_pipelines_pages() -> None:
     """Both the job on one machine and the batch have no variables; the batch's image has its main file."""
     [batch] = calls(PIPELINE, *BATCH)
-    local = [words[1:] for words in calls(LOCAL, "outbox-pipeline")]
+    local = [words[1:] for words in calls(PIPELINE, "outbox-pipeline")]
     for words in [*local, batch[batch.index("--") + 1 :]]:
         assert list(refusals(list(words), {})) == []
     assert len(local) == 1

@@ -67,7 +67,7 @@ def test_the_patch_replaces_values_that_the_autoscaler_has() -> None:
     [block] = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     [patch] = yaml.safe_load(block)["patches"]
     scaler = the(rendered(OVERLAYS["production"]), patch["target"]["kind"], patch["target"]["name"])
-    example = (ROOT / "docs/operations/sizing.md").read_text(encoding="utf-8")
+    example = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")
     for change in yaml.safe_load(patch["patch"]):
         *parents, last = change["path"].strip("/").split("/")
         found = scaler

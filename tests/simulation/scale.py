@@ -464,15 +464,14 @@ def text(results: dict[str, Section], page: str) -> str:
     for name in TABLES:
         header, rows = grid(results[name].figures)
         ran = results[name].ran
-        made = f"{ran['date']}, by `{ran['command']}`, in {ran['seconds']} s"
-        line = f"{made}; {ran['machine']}, load before {ran['load before']}."
+        line = f"{ran['date']}, {ran['machine']}, load before {ran['load before']}: `{ran['command']}`"
         begin, end = f"<!-- {name}: written from results.json -->\n", "<!-- end -->"
         before, _, rest = page.partition(begin)
         page = before + begin + "\n" + markdown(header, rows) + "\n" + line + "\n\n" + end + rest.partition(end)[2]
     return page
 
 
-TABLES = ("costs", "check", "loads", "needs", "slices", "autoscaler")
+TABLES = ("costs", "check", "loads", "needs", "autoscaler")
 SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {
     "check": checked,
     "loads": loads,

@@ -216,8 +216,6 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "A stop takes too long": slow_stop,
         "An at-most-once task is in doubt": in_doubt,
         "A deploy goes wrong": bad_deploy,
-    },
-    "recovery.md": {
         "A subscriber acknowledged by mistake": acked_by_mistake,
         "The database was restored or cloned": restored,
     },

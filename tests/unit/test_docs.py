@@ -67,13 +67,17 @@ def row_cells(page: Path) -> list[list[str]]:
 
 
 @functools.cache
-def generate() -> Any:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+def script(name: str) -> Any:
+    """Return a script of docs as a module; `site` is also a module of Python."""
+    spec = importlib.util.spec_from_file_location(f"{name}_pages", ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+generate, site = functools.partial(script, "generate"), functools.partial(script, "site")
 
 
 def test_generated_pages_match_the_code() -> None:
@@ -110,9 +114,8 @@ def test_docstrings_of_public_functions_have_one_form() -> None:
                 assert not re.search(r"\bRaises:? [A-Z]", section.value), function.path
 
 
-def test_result_pages_match_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_pages_match_the_results(tmp_path: Path) -> None:
     """Their figures are not edited by hand, and each fault scenario has its promise."""
-    monkeypatch.setattr(benchmarks, "draw", lambda _name, _section, file: file)
     benchmarks.write(results.load(), tmp_path / "benchmarks.md")
     assert benchmarks.PAGE.read_text(encoding="utf-8") == (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
     page = scale.PAGE.read_text(encoding="utf-8")
@@ -159,7 +162,7 @@ def test_make_targets_exist(page: Path) -> None:
 
 def test_documented_limits_match_the_code() -> None:
     rows = [
-        cells for cells in row_cells(ROOT / "docs/architecture/limits.md") if re.match(r"`\w+(\.\w+)+\.[A-Z]", cells[0])
+        cells for cells in row_cells(ROOT / "docs/reference/limits.md") if re.match(r"`\w+(\.\w+)+\.[A-Z]", cells[0])
     ]
     assert len(rows) >= 10
     for name, value, _ in rows:
@@ -177,17 +180,12 @@ def test_every_statement_of_the_acceptance_list_has_a_line() -> None:
 def test_each_page_is_in_the_navigation_of_the_site() -> None:
     listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     pages = [page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")]
-    assert sorted(listed) == sorted(str(page) for page in pages if page.parts[0] != "examples")
+    assert sorted(listed) == sorted(str(page) for page in pages if page.parts[0] not in site().NOT_SHOWN)
 
 
 def test_links_to_files_that_the_site_does_not_have_lead_to_the_repository() -> None:
-    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs/site.py")
-    assert spec
-    assert spec.loader
-    site = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(site)
     text = "[a](register.md#x) [b](../../outbox/cli/) [c](../examples/orders/README.md#y) [d](https://e.org) [f](#g)"
-    assert site.on_site(text, ROOT / "docs/guide", "https://r", "v1.0.0") == (
+    assert site().on_site(text, ROOT / "docs/guide", "https://r", "v1.0.0") == (
         "[a](register.md#x) [b](https://r/tree/v1.0.0/outbox/cli) "
         "[c](https://r/blob/v1.0.0/docs/examples/orders/README.md#y) [d](https://e.org) [f](#g)"
     )

@@ -9,9 +9,9 @@ import pytest
 from outbox.storage.task_states import NEVER
 from publishworker.membership import Membership
 from publishworker.poller import Polled, Poller, PollSize
+from publishworker.spanner.statements import POLLS
 from publishworker.topics.discovery import FORGET_TOPIC_SECONDS, POLLED_SECONDS
 from publishworker.types import PollRequest
-from tests.benchmarks.polls import discovery_ranges, index_ranges
 from tests.support.fakes import FakeStore
 
 
@@ -214,6 +214,12 @@ def test_tasks_in_flight_make_no_poll_deeper() -> None:
     assert size.per_range == 20
 
 
+def index_ranges(request: PollRequest) -> int:
+    """Return how many ranges of the index the statement of this poll reads."""
+    statement = POLLS[request.due, request.below is not None]
+    return statement.count("FORCE_INDEX") * len(request.shards) * len(request.topics)
+
+
 def idle_ranges(used: int, pending: int) -> int:
     """Return the index ranges of an idle poll after `used` topics had tasks, of which `pending` still have some."""
     watch = Watch()
@@ -230,7 +236,8 @@ def idle_ranges(used: int, pending: int) -> int:
         watch.seconds += 1
         watch.store.polls.clear()
         watch.turn()
-    return sum(map(index_ranges, watch.store.polls)) + discovery_ranges(10, len(watch.store.discoveries[-1]))
+    gaps = len(watch.store.discoveries[-1]) + 1  # between the known topics, in each shard
+    return sum(map(index_ranges, watch.store.polls)) + 10 * gaps
 
 
 @pytest.mark.parametrize(

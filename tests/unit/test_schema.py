@@ -129,13 +129,6 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     database.update_ddl.assert_not_called()
 
 
-def test_the_guide_shows_the_migration_files():
-    guide = (ROOT / "docs" / "guide" / "from-the-article.md").read_text()
-
-    shown = re.findall(r"```sql\n(.+?)```", guide, re.DOTALL)
-    assert shown == [(ROOT / "schema" / "migrations" / f"from-article-{step}.sql").read_text() for step in (1, 2)]
-
-
 @pytest.mark.parametrize(
     ("advice", "errors"),
     [
