@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import outbox
 from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Table, fresh_table
-from tests.benchmarks.costs import CLAIM, POLL
 from tests.benchmarks.relaying import drive, relay, warm_worker
 from tests.benchmarks.results import Section, figures
 from tests.support.counting import Counting
@@ -18,10 +17,7 @@ COMMIT = 50
 SPEED, PUBLISHED, RUN = "tasks/s", "publish requests", "tasks/publish request"
 #: Which requests to Spanner are counted under which name, by method and tag.
 REQUESTS = {
-    "polls": ("ExecuteStreamingSql", POLL),
     "key_heads": ("ExecuteStreamingSql", ORDER),
-    "locks": ("ExecuteStreamingSql", CLAIM),
-    "commits": ("Commit", "outbox-relay"),
 }
 
 TRANSFERS = "the requests, the tasks in a request, and the CPU of the client."

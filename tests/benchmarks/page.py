@@ -26,7 +26,9 @@ requests, rows, bytes and client CPU for each task, and ratios between variants 
 `make bench` and `make bench-pipeline` write this page. Do not edit it. [results.json](benchmarks/results.json) has the
 values of each round; the tables show medians.
 
-Unless a section says otherwise: {where}.
+Unless a section says otherwise: {where}. With Spark, each way has run once before it
+counts. CPU is that of the process, and for Spark also of the JVM and its Python workers. The loop uses one core, and
+Spark all of them.
 """
 
 
@@ -92,8 +94,8 @@ def _text(name: str, section: Section, where: str) -> str:
     often = f"{rounds} rounds" if rounds > 1 else "once"
     ending = "" if _where(section) == where else f" {_where(section)}."
     parts.append(
-        f"Valid for the services: {section.transfers} Ran {ran['date']}, {often}, commit {ran['commit']}, load before "
-        f"{ran['load before']}: `python -m tests.benchmarks --only {name}`.{ending}"
+        f"Valid for the services: {section.transfers} {ran['date']}, {often}, load before {ran['load before']}: "
+        f"`python -m tests.benchmarks --only {name}`.{ending}"
     )
     return "\n\n".join(parts) + "\n"
 

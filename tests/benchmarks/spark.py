@@ -178,9 +178,6 @@ def _cpu_of_spark(engine: SparkSession) -> float:
 
 
 def beside_loops(title: str, samples: list[Sample], conditions: str) -> Section:
-    conditions += """
-- Each way has run once before it counts. Loop, Spark and emulator share the cores. CPU is that of the process, and for
-  Spark also of the JVM and its Python workers. The loop uses one core, Spark all of them."""
     return Section(title, figures(samples), conditions, TRANSFERS)
 
 

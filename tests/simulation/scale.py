@@ -471,7 +471,7 @@ def text(results: dict[str, Section], page: str) -> str:
     return page
 
 
-TABLES = ("costs", "check", "loads", "needs", "autoscaler")
+TABLES = ("check", "loads", "needs", "autoscaler")
 SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {
     "check": checked,
     "loads": loads,
