@@ -32,6 +32,8 @@ METADATA_COLUMNS = (
     "metric_name", "metric_type", "interval", "unit_name", "per_unit_name", "description", "orientation", "integration",
     "short_name", "curated_metric", "sample_tags",
 )  # fmt: skip
+#: Of the settings. A flag is above its variable.
+COLUMNS = ("flag, variable", "meaning", "default", "allowed")
 METADATA = Path(__file__).parents[1] / "k8s" / "datadog" / "metadata.csv"
 
 SETTINGS_INTRO = """\
@@ -196,11 +198,11 @@ def _settings() -> str:
         "## Database",
         "For `publishworker run`, `drain`, `check`, `verify`, `outbox schema apply` and [all commands of \
 operators](../operations/commands.md).",
-        _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, database)),
+        _table(COLUMNS, map(_row, database)),
         "## Worker",
         "For `publishworker run`, `drain`, `check` and `verify`.",
         _table(
-            ("flag", "variable", "default", "allowed", "meaning"),
+            COLUMNS,
             (_row(field) for field in fields_of(WorkerSettings) if field.name not in shared),
         ),
         "## Pipeline",
@@ -208,10 +210,10 @@ operators](../operations/commands.md).",
         *_jobs(),
         "## Emulators",
         "For `outbox emulators`.",
-        _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields_of(EmulatorSettings))),
+        _table(COLUMNS, map(_row, fields_of(EmulatorSettings))),
         "## Output",
         "For all commands of `outbox`.",
-        _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields_of(OutputSettings))),
+        _table(COLUMNS, map(_row, fields_of(OutputSettings))),
         OTHER_FLAGS,
     ]
     return "\n\n".join(parts) + "\n"
@@ -228,7 +230,7 @@ def _jobs() -> Iterator[str]:
     ):
         yield f"### {title}"
         fields = [field for field in fields_of(settings) if field.name not in shared]
-        yield _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields))
+        yield _table(COLUMNS, map(_row, fields))
         shared |= {field.name for field in fields_of(JobSettings)}
     yield "### drain"
     own = {field.name for field in fields_of(WorkerSettings)} - {field.name for field in fields_of(RelaySettings)}
@@ -236,28 +238,22 @@ def _jobs() -> Iterator[str]:
     yield f"Also the [worker's settings](#worker), except {without}."
     shared |= {field.name for field in fields_of(RelaySettings)}
     fields = [field for field in fields_of(DrainSettings) if field.name not in shared]
-    yield _table(("flag", "variable", "default", "allowed", "meaning"), map(_row, fields))
+    yield _table(COLUMNS, map(_row, fields))
 
 
 def _row(field: Field) -> tuple[str, ...]:
-    variables = [field.variable, *([field.fallback_variable] if field.fallback_variable else [])]
-    default = "required" if field.default is None else f"`{field.default}`"
-    return (
-        f"`{field.flag}`",
-        " or ".join(f"`{each}`" for each in variables),
-        default,
-        field.kind.allowed,
-        field.help,
-    )
+    names = [field.flag, field.variable, *([field.fallback_variable] if field.fallback_variable else [])]
+    default = "required" if field.default is None else f"`{field.default}`" if field.default else "empty"
+    return "<br>".join(f"`{each}`" for each in names), field.help, default, field.kind.allowed
 
 
 def _metrics() -> str:
-    columns = ("name", "type", "unit", "tags", "OpenTelemetry", "meaning")
+    columns = ("name", "meaning", "type and unit", "tags", "OpenTelemetry")
 
     def row(metric: Metric) -> tuple[str, ...]:
         tags = ", ".join(f"`{tag}`" for tag in metric.tags) or "none"
         instrument = f"{INSTRUMENTS[metric.type]}, `{unit_of(metric)}`"
-        return (f"`{metric.name}`", metric.type, metric.unit, tags, instrument, metric.meaning)
+        return (f"`{metric.name}`", metric.meaning, f"{metric.type}, {metric.unit}", tags, instrument)
 
     parts = [
         METRICS_INTRO,

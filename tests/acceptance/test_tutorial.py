@@ -15,13 +15,19 @@ from tests.support.spanner import client, query
 from tests.support.waiting import eventually
 
 PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
-COMMANDS = [shlex.split(line) for line in re.findall(r"^\$ (.+)$", PAGE, re.MULTILINE)]
+COMMANDS = [shlex.split(line) for line in re.findall(r"^\$ (.+)$", PAGE.replace("\\\n", ""), re.MULTILINE)]
 
 
 def command(*begin: str) -> list[str]:
     """Return the command of the page that begins with these words."""
     [found] = [words for words in COMMANDS if words[: len(begin)] == list(begin)]
     return found
+
+
+def test_the_page_has_the_error_of_a_terminal_without_variables() -> None:
+    """The first words of what the command prints; the page says what to do then."""
+    error = run("outbox", "status").stderr
+    assert f"`{re.findall('outbox: (.+?) [(]', error)[0]}`" in PAGE
 
 
 @pytest.mark.extended
