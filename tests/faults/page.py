@@ -152,18 +152,20 @@ def scenarios() -> dict[str, Scenario]:
 
 
 def _scenarios(lines: Sequence[dict[str, Any]]) -> str:
-    header = ["what happens", "registered", "rolled back", "duplicates", "allowed", "seconds to recover"]
-    names = ("registered", "rolled_back", "duplicates", "duplicates_allowed", "recovery")
+    header = ["what happens", "tasks", "duplicates", "allowed", "seconds to recover"]
+    names = ("registered", "duplicates", "duplicates_allowed", "recovery")
     known = scenarios()
-    rows = []
+    rows = {}  # a scenario that ran in several ways has one row, with the largest values
     for line in lines:
         scenario = known[line["scenario"]]
         link = f"[{scenario.title.rstrip('.')}](../tests/faults/{scenario.file})"
-        rows.append([link, *(f"{line[name]:,}" for name in names)])
+        rows[link] = [
+            max(new, old) for new, old in zip((line[name] for name in names), rows.get(link, [0] * 4), strict=True)
+        ]
     lost, rolled_back, order = (
         sum(line[name] for line in lines) for name in ("lost", "sent_though_rolled_back", "out_of_order")
     )
-    return f"""{markdown(header, rows)}
+    return f"""{markdown(header, [[link, *(f"{value:,}" for value in values)] for link, values in rows.items()])}
 Tasks of all lines together that were lost: {lost}, sent though rolled back: {rolled_back}, out of order: {order}.
 """
 

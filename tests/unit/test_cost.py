@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs/operations/cost.md"
 def test_full_batches_are_those_of_the_default_settings() -> None:
     default = RelaySettings.read(dict.fromkeys(("project", "instance", "database"), "my-shop"), {}).batch_size
     assert signature(cost).parameters["batch_size"].default == default
-    assert f"({default} tasks of one topic, the default of `--batch-size`)" in PAGE.read_text()
+    assert f"({default} tasks of one topic, the default of `--batch-size`)" in " ".join(PAGE.read_text().split())
 
 
 def test_the_cost_page_has_the_results_of_the_function() -> None:
