@@ -75,7 +75,9 @@ class App:
             settings, self.store, publisher, self.membership, metrics=metrics, random=random, touch_file=touch_file
         )
         self._stream = (
-            ChangeStream(lambda: self.store.database, self.relay.wake) if settings.wake == "change-stream" else None
+            ChangeStream(self.store.database.on_own_connection().renewed, self.relay.wake)
+            if settings.wake == "change-stream"
+            else None
         )
         self._worker = Worker(
             self.relay,
@@ -194,7 +196,8 @@ def open_store(settings: RelaySettings) -> SpannerStore:
     layout = verified_layout(database)
     verify_grants(database)
     store = EmulatorStore if emulator else SpannerStore
-    return store(database, layout, settings.request_priority)
+    # Batches may use all that a server allows for a connection, if they are slow. Heartbeats must not wait for them.
+    return store(database, layout, settings.request_priority, database.on_own_connection())
 
 
 def verified_layout(database: LimitedDatabase) -> Layout:

@@ -1,11 +1,12 @@
 """The `publishworker` command.
 
 Exit codes: 0 success, 1 failed, 2 usage, 3 a service cannot be reached, or a table or permission is missing, 4 a drain
-ended with work left; 130 and 143 after a second signal.
+ended with work left; 130 and 143 after a second signal, or after the first one of `check` and `verify`.
 """
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ _EXAMPLES = """examples:
 """
 
 
+#: Exit codes at a signal before the relay starts, when nothing has been claimed. Later, the commands handle signals.
+_STOPPED_AT_START = {"run": exits.DONE, "drain": exits.WORK_LEFT}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Expected errors are printed as one sentence on stderr."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -26,8 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from publishworker import healthcheck  # noqa: PLC0415 - a probe must be cheap
 
         return healthcheck.main(given[1:])
+    from outbox.shared.signals import exit_on  # noqa: PLC0415 - the same
+
+    code = _STOPPED_AT_START.get(given[0]) if given else None
+    numbers = (signal.SIGTERM,) if code is None else (signal.SIGTERM, signal.SIGINT)
     try:
-        return _main(given)
+        with exit_on(*numbers, code=code):
+            return _main(given)
     finally:
         _release_stderr()
 

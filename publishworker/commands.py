@@ -26,7 +26,7 @@ _log = logging.getLogger("publishworker")
 def run(options: argparse.Namespace) -> int:
     """Publish tasks until a signal; return the exit code."""
     settings = WorkerSettings.read(vars(options))
-    with stop_on_signals() as stop, _worker(settings) as worker:
+    with _worker(settings) as (worker, stop):
         return worker.until_stopped(stop, lambda _turn: False, timeout_exit_code=exits.FAILED)
 
 
@@ -36,7 +36,7 @@ def drain(options: argparse.Namespace) -> int:
     Then print the number of tasks that remain.
     """
     settings = WorkerSettings.read(vars(options))
-    with stop_on_signals() as stop, _worker(settings) as worker:
+    with _worker(settings) as (worker, stop):
         if options.deadline is not None:
             timer = threading.Timer(options.deadline, stop.set)
             timer.daemon = True
@@ -55,20 +55,23 @@ def drain(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _worker(settings: WorkerSettings) -> Iterator[App]:
-    """Configure this process for a worker, and yield the worker. Raises NotReached."""
+def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
+    """Configure this process for a worker. Yield the worker, and an event that a signal sets. Raises NotReached.
+
+    Until the worker is ready, a signal ends the process (`publishworker.cli`), because a request may block for long.
+    """
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
         _log.warning("%s", sentence, extra={"action": "unknown_variable"})
     metrics = Metrics(client(settings.metrics))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(metrics.stop)
         worker = App(
             settings, id=worker_id(), metrics=metrics, touch_file=heartbeat_file(Path(settings.heartbeat_file))
         )
         collect_garbage_rarely()
-        yield worker
-    finally:
-        metrics.stop()
+        with stop_on_signals() as stop, stack.pop_all():
+            yield worker, stop
 
 
 def heartbeat_file(path: Path) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """The `outbox` command. Each module adds its commands with `add(commands)`.
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 a service cannot be reached, or the table or a permission is missing,
-130 interrupted by Ctrl-C.
+130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
 import argparse

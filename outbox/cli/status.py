@@ -1,7 +1,7 @@
 """`outbox status`: count unsent tasks by topic and priority."""
 
 import argparse
-import contextlib
+import signal
 import sys
 import time
 from typing import Any
@@ -11,6 +11,7 @@ from outbox.cli import errors, flags
 from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import whole_number
+from outbox.shared.signals import exit_on
 from outbox.shared.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\
@@ -52,11 +53,11 @@ def run(options: argparse.Namespace) -> int:
     if options.watch and (options.max_age is not None or options.max_pending is not None):
         raise SettingError("--watch has no exit code: pass --max-age and --max-pending without it")
 
-    task_table = flags.open_table(options)
     if options.watch:
-        with contextlib.suppress(KeyboardInterrupt):
-            _watch(task_table, options)
+        with exit_on(signal.SIGTERM, signal.SIGINT, code=0):
+            _watch(flags.open_table(options), options)
         return 0
+    task_table = flags.open_table(options)
     backlog = _read(task_table, options)
     print(_rendered(task_table, backlog, options))
     beyond = _beyond(backlog, options)

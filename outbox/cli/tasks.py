@@ -3,7 +3,6 @@
 import argparse
 import base64
 import codecs
-import contextlib
 import json
 import signal
 import sys
@@ -17,6 +16,7 @@ from outbox import admin
 from outbox.cli import errors, flags
 from outbox.cli.output import as_json, by_field, cell, escaped, note, shortened, table
 from outbox.errors import OutboxError
+from outbox.shared.signals import exit_on
 from outbox.shared.times import MOMENT, resolved, shown, spoken
 from outbox.storage.task_states import NEVER, STATES
 
@@ -189,8 +189,7 @@ def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
 
 def run_tail(options: argparse.Namespace) -> int:
     """Print tasks as they are sent, until a signal; returns 0. Raises SettingError, NotReached, OutboxError."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
+    with exit_on(signal.SIGTERM, signal.SIGINT, code=0):
         _follow(flags.open_table(options), options)
     return 0
 

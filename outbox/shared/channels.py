@@ -19,6 +19,8 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_reconnect_backoff_ms", int(RECONNECT_SECONDS * 1000)),
     ("grpc.keepalive_time_ms", 30_000),
+    # A connection for each channel. By default, gRPC uses one connection for all channels to a host.
+    ("grpc.use_local_subchannel_pool", 1),
     # The thread that reads a query's result also waits for it. By default gRPC hands each message over from a thread of
     # the channel, which costs a tenth of the relay's CPU (docs/decisions.md, 0009).
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),

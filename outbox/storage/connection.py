@@ -91,17 +91,33 @@ class _Sessions(BurstyPool):
 class LimitedDatabase(Database):
     """A Database whose every call has a time limit."""
 
-    def __init__(self, database_id: str, instance: Any, api: SpannerClient, role: str = "") -> None:
-        """Use `api` for all calls, with the database role `role` if it is not empty."""
+    def __init__(
+        self,
+        database_id: str,
+        instance: Any,
+        open_api: Callable[[], SpannerClient],
+        role: str = "",
+        api: SpannerClient | None = None,
+    ) -> None:
+        """Use `api`, or a new one, for all calls, with the database role `role` if it is not empty."""
         pool: Any = _Sessions(target_size=SESSIONS)  # type: ignore[no-untyped-call]  # the client has no types
         super().__init__(database_id, instance, pool=pool, database_role=role or None)  # type: ignore[no-untyped-call]  # the same
         self._role = role
-        self._limited_api = api
+        self._open_api = open_api
+        self._limited_api = api or open_api()
         pool.bind(self)
 
     def renewed(self) -> "LimitedDatabase":
         """Return the same database with new sessions, because the client never replaces a lost one."""
-        return LimitedDatabase(self.database_id, self._instance, self._limited_api, self._role)
+        return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role, self._limited_api)
+
+    def on_own_connection(self) -> "LimitedDatabase":
+        """Return the same database on a new connection.
+
+        A server limits the concurrent requests of a connection, Spanner to 100. Further requests wait in the client,
+        so requests that must not wait need a connection without others.
+        """
+        return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role)
 
     @property
     def spanner_api(self) -> SpannerClient:
@@ -125,16 +141,20 @@ def open_database(settings: DatabaseSettings, commit_seconds: float = COMMIT_SEC
             client_options={"api_endpoint": endpoint} if endpoint else None,
             disable_builtin_metrics=True,
         )
-    transport = SpannerGrpcTransport(
-        host=endpoint or SpannerGrpcTransport.DEFAULT_HOST,
-        credentials=client.credentials,
-        channel=channel(SpannerGrpcTransport, plaintext),
-    )
-    api = SpannerClient(transport=transport)
-    for name, seconds in (UNARY_SECONDS | {"commit": commit_seconds}).items():
-        setattr(api, name, _limited(getattr(api, name), seconds))
+
+    def open_api() -> SpannerClient:
+        transport = SpannerGrpcTransport(
+            host=endpoint or SpannerGrpcTransport.DEFAULT_HOST,
+            credentials=client.credentials,
+            channel=channel(SpannerGrpcTransport, plaintext),
+        )
+        api = SpannerClient(transport=transport)
+        for name, seconds in (UNARY_SECONDS | {"commit": commit_seconds}).items():
+            setattr(api, name, _limited(getattr(api, name), seconds))
+        return api
+
     instance = client.instance(settings.instance)
-    return LimitedDatabase(settings.database, instance, api, settings.database_role)
+    return LimitedDatabase(settings.database, instance, open_api, settings.database_role)
 
 
 def uses_emulator(settings: DatabaseSettings) -> bool:

@@ -17,7 +17,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.storage import ddl
-from outbox.storage.connection import retry_and_timeout
+from outbox.storage.connection import Deadline, retry_and_timeout
 from outbox.storage.ddl import OPERATIONS, OWN_CHOICES, RETENTION, SHARD_COUNT, normalized, statements
 from outbox.storage.layout import COLUMN, Layout
 
@@ -187,7 +187,7 @@ def _read(database: Database, titles: Iterable[str], request: Mapping[str, Any])
 
 def _query(database: Database, sql: str, request: Mapping[str, Any], **parameters: Any) -> list[Any]:
     """Return the rows of one statement. Raises NotReached, SchemaDiffers, OutboxError."""
-    request = {**retry_and_timeout(SCHEMA_SECONDS), **request}
+    request = {**retry_and_timeout(SCHEMA_SECONDS), "timeout": Deadline(SCHEMA_SECONDS), **request}
     types = {name: param_types.Array(param_types.STRING) for name in parameters}
 
     def read(sql: str, **request: Any) -> list[Any]:

@@ -2,8 +2,13 @@
 
 Polling remains the source of truth: records are only a reason to poll now. Nothing is stored, so a reader that starts
 again, or misses records, costs at most one poll interval.
+
+A server limits the concurrent requests of a connection, and a waiting partition must be told apart from one that sends
+nothing. So the reader has a connection of its own, and reads at most MAX_STREAMS partitions at once. If there are more,
+they take turns.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -28,6 +33,8 @@ MAX_SILENCE_SECONDS = 3.0
 STUCK_SECONDS = 10.0
 #: Seconds of one request, so that none is open for long. The emulator ends each partition sooner.
 REQUEST_SECONDS = 60.0
+#: Max partitions that are read at once, and seconds of one request while others wait.
+MAX_STREAMS, TURN_SECONDS = 16, 2.0
 #: Seconds between two attempts to read a stream that fails. They double.
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 
@@ -46,6 +53,10 @@ class Partitions:
         self.given_up = False
         #: The token of a partition that has ended, or the error of one that has failed.
         self.events: queue.SimpleQueue[Exception | str] = queue.SimpleQueue()
+        #: The partitions that wait to be read, and the time of their next record. First in, first out.
+        self.to_read: queue.SimpleQueue[tuple[str, datetime]] = queue.SimpleQueue()
+        #: The tokens of the partitions that are being read.
+        self.reading: set[str] = set()
         self._lock = threading.Lock()
         #: The tokens of partitions that have not ended.
         self._open: set[str] = set()
@@ -76,7 +87,7 @@ class Partitions:
 
 
 class ChangeStream:
-    """Calls a function after each commit that inserts tasks, on one thread for each partition."""
+    """Calls a function after each commit that inserts tasks."""
 
     def __init__(
         self,
@@ -84,8 +95,12 @@ class ChangeStream:
         inserted: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read from `database()`. Call `inserted`, from any thread, soon after a commit, and after each failure."""
-        self._database = database
+        """Read from `database()`, which is called at each attempt to read the stream.
+
+        Call `inserted`, from any thread, soon after a commit, and after each failure.
+        """
+        self._open = database
+        self._database: Any = None
         self._inserted = inserted
         self._clock = clock
         self._stopped = threading.Event()
@@ -127,18 +142,26 @@ class ChangeStream:
 
     def _find_partitions(self, partitions: Partitions) -> None:
         self._heard = {}
+        self._database = self._open()
         [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
+        self._began = now, self._clock()
         self._read(partitions, "", now, None)
 
     def _follow(self, partitions: Partitions) -> None:
-        """Read the partitions, each on a thread, until one fails. Raises its error."""
-        began = self._clock()
+        """Read the partitions, on several threads, until one fails. Raises its error."""
+        began, readers = self._clock(), 0
         while not self._stopped.is_set():
-            for token, start in partitions.pop():
-                self._heard[token] = self._clock()
-                arguments = (partitions, token, start)
-                threading.Thread(target=self._read_all, args=arguments, name="change-stream", daemon=True).start()
-            silence = self._clock() - min(list(self._heard.values()), default=float("-inf"))
+            for each in partitions.pop():
+                self._heard[each[0]] = self._clock()
+                partitions.to_read.put(each)
+                if readers < MAX_STREAMS:
+                    readers += 1
+                    threading.Thread(
+                        target=self._read_all, args=(partitions,), name="change-stream", daemon=True
+                    ).start()
+            # One that waits is not silent.
+            heard = [self._heard.get(token, self._clock()) for token in list(partitions.reading)]
+            silence = self._clock() - min(heard, default=self._clock() if self._heard else float("-inf"))
             if silence > STUCK_SECONDS:
                 raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
             if self.works and self._clock() - began > STUCK_SECONDS:
@@ -157,17 +180,27 @@ class ChangeStream:
             self._failed = False
             _log.info("The change stream can be read again", extra={"action": "change_stream_works"})
 
-    def _read_all(self, partitions: Partitions, token: str, start: datetime) -> None:
-        """Read a partition to its end, one request after the other."""
+    def _read_all(self, partitions: Partitions) -> None:
+        """Read the partition that has waited longest, one request after the other."""
         try:
             while not (partitions.given_up or self._stopped.is_set()):
-                end = start + timedelta(seconds=REQUEST_SECONDS)
-                if self._read(partitions, token, start, end):
-                    partitions.end(token)
-                    return
-                start = end
+                with contextlib.suppress(queue.Empty):
+                    self._read_next(partitions, *partitions.to_read.get(timeout=MAX_SILENCE_SECONDS))
         except Exception as error:
             partitions.events.put(error)
+
+    def _read_next(self, partitions: Partitions, token: str, start: datetime) -> None:
+        self._hear(token)
+        partitions.reading.add(token)
+        now = self._began[0] + timedelta(seconds=self._clock() - self._began[1])
+        seconds = REQUEST_SECONDS if partitions.to_read.empty() else TURN_SECONDS
+        end = max(start, now) + timedelta(seconds=seconds)
+        has_ended = self._read(partitions, token, start, end)
+        partitions.reading.discard(token)
+        if has_ended:
+            partitions.end(token)
+        else:
+            partitions.to_read.put((token, end))
 
     def _read(self, partitions: Partitions, token: str, start: datetime, end: datetime | None) -> bool:
         """Send one request, for a partition or for the first tokens; return whether the partition has ended."""
@@ -176,8 +209,7 @@ class ChangeStream:
         for [records] in self._query(statements.CHANGES, values, _TYPES, REQUEST_SECONDS + STUCK_SECONDS):
             if partitions.given_up or self._stopped.is_set():
                 break
-            if token in self._heard:
-                self._heard[token] = self._clock()
+            self._hear(token)
             for changes, _heartbeats, children in records:
                 if changes:
                     self._inserted()
@@ -187,8 +219,12 @@ class ChangeStream:
                         partitions.add(child, begins, parents)
         return has_ended
 
+    def _hear(self, token: str) -> None:
+        if token in self._heard:  # not in that of a later attempt
+            self._heard[token] = self._clock()
+
     def _query(self, statement: str, values: Any, types: Any, seconds: float) -> Iterator[Any]:
-        with self._database().snapshot() as snapshot:
+        with self._database.snapshot() as snapshot:
             yield from snapshot.execute_sql(
                 statement, values, types, request_options={"request_tag": "outbox-change-stream"},
                 retry=STREAM_RETRY, timeout=Deadline(seconds),

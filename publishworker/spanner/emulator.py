@@ -8,9 +8,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from outbox.storage.connection import LimitedDatabase
-from outbox.storage.layout import Layout, renamed
+from outbox.storage.layout import renamed
 from outbox.storage.sql import IN_ORDER, SEEK
 from publishworker.spanner import rows, statements
 from publishworker.spanner.store import NotWritten, SpannerStore
@@ -30,9 +30,9 @@ _WHOLE_KEYS = statements.queued(f"""
 class EmulatorStore(SpannerStore):
     """A SpannerStore whose transactions wait for one another here, which is cheaper than aborts."""
 
-    def __init__(self, database: LimitedDatabase, layout: Layout, priority: str = "medium") -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         """See SpannerStore."""
-        super().__init__(database, layout, priority)
+        super().__init__(*arguments, **named)
         self._one_at_a_time = threading.Lock()
 
     def _key_heads(self, suffix: str, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:

@@ -154,9 +154,19 @@ class Store(Protocol):
 class SpannerStore:
     """The store on Spanner."""
 
-    def __init__(self, database: LimitedDatabase, layout: Layout, priority: str = "medium") -> None:
-        """Poll the table in `database`, which has `layout`, with the request priority `low`, `medium` or `high`."""
+    def __init__(
+        self,
+        database: LimitedDatabase,
+        layout: Layout,
+        priority: str = "medium",
+        heartbeats: LimitedDatabase | None = None,
+    ) -> None:
+        """Poll the table in `database`, which has `layout`, with the request priority `low`, `medium` or `high`.
+
+        `heartbeats` is the same database for heartbeats, on a connection without the requests of batches.
+        """
         self._database: Any = database  # its methods carry no types
+        self._heartbeats: Any = heartbeats or database
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
         self.layouts: Sequence[Layout] = (layout,)
 
@@ -388,7 +398,7 @@ class SpannerStore:
         return contextlib.nullcontext(seconds)
 
     def _heartbeat_batch(self) -> Any:
-        return self._database.batch(
+        return self._heartbeats.batch(
             RequestOptions(transaction_tag="outbox-heartbeat"),
             timeout_secs=HEARTBEAT_TIMEOUT_SECONDS,
             default_retry_delay=ABORTED_DELAY_SECONDS,
@@ -405,7 +415,7 @@ class SpannerStore:
             if lost and self._database is used:  # otherwise another thread has replaced it
                 # Spanner has deleted the session, or the database was restored. The client would keep using the lost
                 # session.
-                self._database = used.renewed()
+                self._database, self._heartbeats = used.renewed(), self._heartbeats.renewed()
             if isinstance(error, StoreError):
                 raise
             if isinstance(error, NotFound) and not lost:

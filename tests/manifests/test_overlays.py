@@ -8,7 +8,11 @@ import pytest
 import yaml
 
 from outbox.shared.settings import fields_of
+from outbox.storage.connection import COMMIT_SECONDS, UNARY_SECONDS
+from outbox.storage.schema import SCHEMA_SECONDS
 from publishworker.settings import WorkerSettings
+from publishworker.spanner.grants import READ_SECONDS
+from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
 from publishworker.telemetry import metrics
 from tests.manifests.rendering import (
     K8S,
@@ -102,6 +106,14 @@ def test_the_probes_run_the_health_check(overlay: str) -> None:
         assert probe["timeoutSeconds"] >= 5
         assert 60 <= probe["periodSeconds"] * probe["failureThreshold"] <= 300
     assert not {"lifecycle", "readinessProbe", "ports"} & found.keys()
+
+
+def test_the_startup_probe_waits_for_all_requests_of_a_start() -> None:
+    """Two sessions, two reads of the schema, one read and two commits for the permissions, and a heartbeat."""
+    requests = 2 * UNARY_SECONDS["create_session"] + 2 * SCHEMA_SECONDS + READ_SECONDS + 2 * COMMIT_SECONDS
+    probe = container(worker(rendered(OVERLAYS["production"])), "publishworker")["startupProbe"]
+    imports = 10
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= requests + HEARTBEAT_TIMEOUT_SECONDS + imports
 
 
 @each_overlay

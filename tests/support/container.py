@@ -31,7 +31,7 @@ _CONFINE = """
 mount -t tmpfs -o size=16m,mode=1777 tmpfs "$0" && mount -o remount,ro,bind / &&
 exec unshare --user --map-user=65532 --map-group=65532 setpriv --no-new-privs "$@"
 """
-_NAMESPACES = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
+NAMESPACES = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
 
 
 def settings(emulators: Emulators, database_id: str, heartbeat: Path, **environment: str) -> dict[str, str]:
@@ -93,7 +93,7 @@ def peak_memory(process: Process) -> int:
 
 def confined(writable: Path, command: Sequence[str]) -> list[str]:
     """Return `command` so that it runs as process 1, without rights, and can write nothing but `writable`."""
-    return [*_NAMESPACES, "sh", "-c", _CONFINE, str(writable), *command]
+    return [*NAMESPACES, "sh", "-c", _CONFINE, str(writable), *command]
 
 
 def need_namespaces(writable: Path) -> None:
