@@ -12,6 +12,7 @@ from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from outbox.shared.pubsub import create_topic_command, emulator_host, open_pubsub
 from outbox.shared.settings import unknown_variables
+from outbox.shared.terminal import say
 from outbox.storage import schema
 from outbox.storage.connection import open_database
 from publishworker import exits
@@ -42,7 +43,7 @@ def check(options: argparse.Namespace) -> int:
     verdicts = set()
     for verdict, text in _findings(settings, options.topics):
         verdicts.add(verdict)
-        print(f"{verdict:<12}{text}", flush=True)
+        say(f"{verdict:<12}{text}")
     if verdicts & {"missing", "unreachable"}:
         return exits.NOT_REACHED
     return exits.FAILED if "wrong" in verdicts else exits.DONE

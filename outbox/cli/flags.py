@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outbox import admin
-from outbox.cli.output import OutputSettings, escaped, named, note
+from outbox.cli.output import OutputSettings, named, note
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import (
     DatabaseSettings,
@@ -23,6 +23,7 @@ from outbox.shared.settings import (
     one_of,
     whole_number,
 )
+from outbox.shared.terminal import escaped
 from outbox.shared.times import MOMENT, resolved, shown
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400

@@ -11,6 +11,7 @@ from outbox.cli import errors, flags
 from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import whole_number
+from outbox.shared.terminal import Escaped, joined, say
 from outbox.shared.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             _watch(task_table, options)
         return 0
     backlog = _read(task_table, options)
-    print(_rendered(task_table, backlog, options))
+    say(_rendered(task_table, backlog, options))
     beyond = _beyond(backlog, options)
     for sentence in beyond:
         note(sentence)
@@ -86,7 +87,7 @@ def _watch(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> 
             note(f"{error}. Retrying")
         else:
             succeeded = True
-            print((_CLEAR if sys.stdout.isatty() and not options.json else "") + text, flush=True)
+            say(Escaped((_CLEAR if sys.stdout.isatty() and not options.json else "") + text))
         time.sleep(WATCH_SECONDS)
 
 
@@ -110,7 +111,7 @@ def _beyond(backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> li
 
 def _rendered(
     task_table: "admin.table.TaskTable", backlog: "admin.backlog.Backlog", options: argparse.Namespace
-) -> str:
+) -> Escaped:
     groups, progress = errors.of_backlog(task_table, backlog), admin.reshard.Resharding(task_table).progress()
     if options.json:
         reshard = None
@@ -119,11 +120,13 @@ def _rendered(
             reshard = {"from": change.former, "to": change.target, "since": change.since}
             reshard |= {"next_step": step.text, "waits_for": step.waits_for}
         return as_json(_plain(backlog) | {"errors": groups, "reshard": reshard})
-    text = _text(backlog) + (f"\n{errors.text(groups)}" if groups else "")
+    parts: list[str] = [_text(backlog)]
+    if groups:
+        parts += ["", errors.text(groups)]
     if progress:
         change, step = progress
-        text += f"\n\n{change.describe(step)}"
-    return text
+        parts += ["", change.describe(step)]
+    return joined(*parts)
 
 
 HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "SENT/MIN", "OLDEST")
@@ -145,19 +148,18 @@ def fields(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> dict
     }
 
 
-def _text(backlog: "admin.backlog.Backlog") -> str:
+def _text(backlog: "admin.backlog.Backlog") -> Escaped:
     head = f"as of {shown(backlog.as_of)}, {backlog.workers} live worker{'' if backlog.workers == 1 else 's'}"
     if not backlog.lines:
-        return f"{head}\nno unsent tasks, and no task sent in the last minute"
+        return joined(head, "no unsent tasks, and no task sent in the last minute")
     rows = [
         [line.topic + (" (paused)" if line.paused else ""), line.priority, *cells(backlog, line)]
         for line in backlog.lines
     ]
     rows.append(["all", None, *cells(backlog, backlog.total)])
-    text = f"{head}\n{table(('TOPIC', 'PRIORITY', *HEADS), rows)}"
-    if any(line.paused for line in backlog.lines):
-        text += "\nThe row `all` excludes paused topics from PENDING and OLDEST"
-    return text
+    paused = any(line.paused for line in backlog.lines)
+    note_on_paused = ["The row `all` excludes paused topics from PENDING and OLDEST"] if paused else []
+    return joined(head, table(("TOPIC", "PRIORITY", *HEADS), rows), *note_on_paused)
 
 
 def _number(name: str, value: int, at_least: set[str]) -> object:
