@@ -50,7 +50,7 @@ class Snapshot:
 
     def is_complete(self, layout: Layout) -> bool:
         """Tell whether every task is in the layout."""
-        return list(self.found.get(layout, {}).values()) == ["READ_WRITE"] * 2
+        return layout in schema.complete(self.found)
 
     def layout_state(self, layout: Layout) -> str:
         """Return the state of a layout. Until the first change nothing is recorded, and workers poll the only one."""

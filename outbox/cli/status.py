@@ -81,6 +81,8 @@ def _watch(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> 
     while True:
         try:
             text = _rendered(task_table, _read(task_table, options), options)
+        except admin.table.LayoutChanged:
+            continue
         except OutboxError as error:
             if not succeeded:
                 raise  # probably permanent, such as a missing table

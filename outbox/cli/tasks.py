@@ -206,6 +206,8 @@ def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) ->
         try:
             rows = admin.tasks.sent_after(task_table, position, options.topic, TAIL_ROWS)
             succeeded, failed = True, False
+        except admin.table.LayoutChanged:
+            continue
         except OutboxError as error:
             if not succeeded:
                 raise  # probably permanent, such as a missing table
