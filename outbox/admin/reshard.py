@@ -6,7 +6,6 @@ layout, so no unsent task is in a shard that no worker polls. Each step is one c
 step follows from what is in the database, so any run can continue.
 """
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -247,12 +246,11 @@ class Resharding:
 
     def _latest(self) -> Change | None:
         """Return the latest change, if there is one, finished or not."""
-        rows = self._table.query(statements.LATEST_RESHARD, _TAG)
-        if not rows:
-            return None
-        [[selection, since]] = rows
-        numbers = json.loads(selection)
-        return Change(numbers["from"], numbers["to"], since)
+        for selection, since in self._table.query(statements.LATEST_RESHARDS, _TAG):
+            match operations.parsed(selection):
+                case {"from": int(former), "to": int(target)}:
+                    return Change(former, target, since)
+        return None
 
     def _build(self, target: Layout) -> None:
         """Create what is missing. A schema update that an earlier run began continues on the server."""
@@ -272,7 +270,8 @@ class Resharding:
 
     def _recorded(self) -> dict[Layout, str]:
         rows = self._table.query(statements.RECORDED_SHARDS, _TAG)
-        return {Layout(shards, name.removeprefix(COLUMN)): state for name, shards, state in rows}
+        found = ((Layout.recorded(name, shards), state) for name, shards, state in rows)
+        return {layout: state for layout, state in found if layout}
 
 
 def _polled_by(rows: list[list[Any]]) -> dict[str, frozenset[str]]:

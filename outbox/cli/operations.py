@@ -1,7 +1,6 @@
 """`outbox operations`: list the changes that operators made."""
 
 import argparse
-import json
 from typing import Any
 
 from outbox import admin
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     operations = latest[: options.limit]
     if options.json:
         for each in operations:
-            say(as_json(each._asdict() | {"selection": json.loads(each.selection)}))
+            say(as_json(each._asdict() | {"selection": admin.operations.parsed(each.selection)}))
     elif operations:
         rows = [
             [each.started_at, each.finished_at, each.operation, each.tasks, each.principal, shortened(each.selection)]

@@ -1,6 +1,7 @@
 """Output of the commands: tables for people, JSON for programs. Control characters from rows are escaped."""
 
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -88,7 +89,12 @@ def as_json(value: object) -> Escaped:
 
 def by_field(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of columns under the names that JSON has: `ordering_key` for OrderingKey."""
-    return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): value for name, value in columns.items()}
+    return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): _finite(value) for name, value in columns.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Return a value, or as a text if it is a number that JSON does not have: nan, inf or -inf."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plain(value: Any) -> Any:
