@@ -116,7 +116,7 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
         dict(zip(("project", "instance", "database"), options.create.split("/"), strict=True))
     )
     try:
-        ddl = Path(options.ddl_file).read_text(encoding="utf-8") if options.ddl_file else ""
+        ddl = Path(options.ddl_file).read_text(encoding="utf-8-sig") if options.ddl_file else ""
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"--ddl-file: {options.ddl_file!r} cannot be read: {error}") from None
     return place, cut(ddl)
