@@ -12,7 +12,7 @@ from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from outbox.shared.pubsub import create_topic_command, emulator_host, open_pubsub
 from outbox.shared.settings import unknown_variables
-from outbox.shared.terminal import say
+from outbox.shared.terminal import counted, say
 from outbox.storage import schema
 from outbox.storage.connection import open_database
 from publishworker import exits
@@ -71,7 +71,7 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     if wrong := schema.differences(database, schema.statements(relay_only=True, suffix=layout.suffix)):
         yield "missing", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md"
         return
-    yield "ok", f"table: {database.name}, {layout.shards} shards"
+    yield "ok", f"table: {database.name}, {counted(layout.shards, 'shard')}"
     verify_grants(database)
     yield "ok", "permissions: the worker may write SentAt and heartbeats"
     store = SpannerStore(database, layout)

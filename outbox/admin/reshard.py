@@ -17,6 +17,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from outbox.admin import operations, statements
 from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
+from outbox.shared.terminal import counted
 from outbox.shared.times import shown
 from outbox.storage import ddl, schema
 from outbox.storage.layout import COLUMN, Layout
@@ -169,8 +170,8 @@ class Resharding:
         snapshot = self.snapshot()
         workers = len(snapshot.polled_by)
         for each in snapshot.layouts:
-            polling = f"{len(snapshot.polling(each))} of {workers} workers poll it"
-            yield f"{each.column:<10} {each.shards:>4} shards  {snapshot.layout_state(each):<8}  {polling}"
+            polling = f"polled by {len(snapshot.polling(each))} of {counted(workers, 'worker')}"
+            yield f"{each.column:<10} {counted(each.shards, 'shard'):>12}  {snapshot.layout_state(each):<8}  {polling}"
         if progress := self._progress(snapshot):
             change, step = progress
             yield f"{change.describe(step)}. Continue with: outbox schema reshard --shards {change.target}"

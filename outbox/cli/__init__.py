@@ -83,7 +83,7 @@ def _complete(options: argparse.Namespace) -> int:
         raise OutboxError("completion needs shtab. Install it: pip install 'spanner-outbox[operators]'")
     import shtab  # noqa: PLC0415 - optional
 
-    say(Escaped(shtab.complete(options.parser, options.shell)))
+    say(Escaped(shtab.complete(options.parser, options.shell).rstrip("\n")))
     return DONE
 
 

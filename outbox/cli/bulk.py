@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from outbox import admin
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.terminal import say
+from outbox.shared.terminal import counted, say
 
 #: The commands ask for confirmation above this number of tasks.
 CONFIRM_ABOVE = 1_000
@@ -113,4 +113,4 @@ def _stop_on_signals() -> Iterator[list[int]]:
 
 def tasks(number: int) -> str:
     """Return text such as `1 task` or `1,500 tasks`."""
-    return f"{number:,} task{'' if number == 1 else 's'}"
+    return counted(number, "task")

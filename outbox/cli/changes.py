@@ -14,7 +14,7 @@ from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
 from outbox.shared.settings import one_of
-from outbox.shared.terminal import escaped, say
+from outbox.shared.terminal import counted, escaped, say
 from outbox.shared.times import MOMENT, resolved, shown
 from outbox.storage.task_states import MARKS_FINAL_AFTER
 
@@ -162,7 +162,7 @@ def run_discard(options: argparse.Namespace) -> int:
     ids = flags.full_ids(table, options, ids, unasked=options.yes)
     count = admin.changes.count(table, admin.changes.TaskSelection(state="dead", ids=ids), exact=True)
     if not count.number:
-        raise OutboxError(f"no dead task among the {len(ids):,} given IDs. Nothing was deleted")
+        raise OutboxError(f"no dead task among the {counted(len(ids), 'given ID')}. Nothing was deleted")
     bulk.confirm(f"{count} (dead) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
     continue_command = flags.continue_command(options)

@@ -6,7 +6,7 @@ from typing import Any
 from outbox import admin
 from outbox.cli import flags
 from outbox.cli.output import as_json, note, shortened, table
-from outbox.shared.terminal import say
+from outbox.shared.terminal import counted, say
 
 DESCRIPTION = """\
 List the last changes, newest first: retry, purge, discard, pause, resume, limit, reshard,
@@ -43,5 +43,5 @@ def run(options: argparse.Namespace) -> int:
     else:
         say("No operations.")
     if len(latest) > options.limit:
-        note(f"there are more than {options.limit:,} operations. Raise --limit to list older ones")
+        note(f"there are more than {counted(options.limit, 'operation')}. Raise --limit to list older ones")
     return 0

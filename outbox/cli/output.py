@@ -62,6 +62,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Escaped:
         texts = [head, *(cell(row[place]) for row in values)]
         right = bool(values) and all(_is_number(row[place]) for row in values)
         align, width = str.rjust if right else str.ljust, max(map(len, texts))
+        if place == len(heads) - 1 and not right:
+            width = 0  # so that no line ends with spaces, also if its last cell is colored
         columns.append([_painted(head, align(text, width)) for text in texts])
     return Escaped("\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)))
 

@@ -6,7 +6,7 @@ from typing import Any
 from outbox import admin
 from outbox.cli import flags
 from outbox.shared.settings import DatabaseSettings, SettingType, whole_number
-from outbox.shared.terminal import Escaped, say
+from outbox.shared.terminal import Escaped, counted, say
 from outbox.storage import ddl
 from outbox.storage.layout import MAX_SHARDS
 
@@ -109,5 +109,5 @@ def run_reshard(options: argparse.Namespace) -> int:
     target = resharding.former() if options.abort else resharding.target(options.shards)
     for line in resharding.run(target):
         say(line)
-    say(f"The table has {target.shards} shards, in column {target.column}")
+    say(f"The table has {counted(target.shards, 'shard')}, in column {target.column}")
     return 0

@@ -11,7 +11,7 @@ from outbox.cli import errors, flags
 from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import whole_number
-from outbox.shared.terminal import Escaped, joined, say
+from outbox.shared.terminal import Escaped, counted, joined, say
 from outbox.shared.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\
@@ -105,7 +105,8 @@ def _beyond(backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> li
     total = backlog.total
     if options.max_pending is not None and total.pending > options.max_pending:
         number = cell(_number("pending", total.pending, total.at_least))
-        found.append(f"{number} tasks are pending, more than --max-pending {options.max_pending:,}")
+        are = "task is" if number == "1" else "tasks are"
+        found.append(f"{number} {are} pending, more than --max-pending {options.max_pending:,}")
     if not backlog.whole and (options.max_age is not None or options.max_pending is not None):
         found.append("--max-age and --max-pending cannot be checked, because not all topics are counted")
     return found
@@ -151,7 +152,7 @@ def fields(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> dict
 
 
 def _text(backlog: "admin.backlog.Backlog") -> Escaped:
-    head = f"as of {shown(backlog.as_of)}, {backlog.workers} live worker{'' if backlog.workers == 1 else 's'}"
+    head = f"as of {shown(backlog.as_of)}, {counted(backlog.workers, 'live worker')}"
     if not backlog.lines:
         return joined(head, "no unsent tasks, and no task sent in the last minute")
     rows = [

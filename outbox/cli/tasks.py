@@ -17,7 +17,7 @@ from outbox import admin
 from outbox.cli import errors, flags
 from outbox.cli.output import as_json, by_field, cell, note, shortened, table
 from outbox.errors import OutboxError
-from outbox.shared.terminal import escaped, say
+from outbox.shared.terminal import counted, escaped, say
 from outbox.shared.times import MOMENT, resolved, shown, spoken
 from outbox.storage.task_states import NEVER, STATES
 
@@ -165,11 +165,11 @@ def _lines(task: "admin.tasks.Task", message: Any | None, data: bytes) -> Iterat
 
 def _data_lines(data: bytes) -> Iterator[str]:
     kind, lines = _readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
-    yield f"Data         {len(data):,} bytes{', ' + kind if data else ''}"
+    yield f"Data         {counted(len(data), 'byte')}{', ' + kind if data else ''}"
     for line in lines:
         yield f"  {line}"
     if len(data) > SHOWN_BYTES:
-        yield f"  ... {len(data) - SHOWN_BYTES:,} more bytes: --raw writes all"
+        yield f"  ... {counted(len(data) - SHOWN_BYTES, 'more byte')}: --raw writes all"
 
 
 def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
@@ -234,5 +234,5 @@ def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:
     key = f", key {row['OrderingKey']}" if row["OrderingKey"] else ""
     return (
         f"{shown(row['SentAt'])} {row['Topic']} {row['Id']} priority {row['Priority']}, "
-        f"{row['Bytes']:,} bytes, sent {spoken(after)} after registration{key}"
+        f"{counted(row['Bytes'], 'byte')}, sent {spoken(after)} after registration{key}"
     )

@@ -26,6 +26,11 @@ def json_escaped(text: str) -> str:
     return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return text such as `1 task` or `1,500 tasks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def joined(*lines: str) -> Escaped:
     """Return `lines` as one text. A line that is not Escaped becomes exactly one line."""
     return Escaped("\n".join(line if isinstance(line, Escaped) else escaped(line) for line in lines))

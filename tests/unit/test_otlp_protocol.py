@@ -60,5 +60,5 @@ def test_a_variable_that_the_exporter_refuses_is_a_sentence(monkeypatch: pytest.
 
     monkeypatch.setattr(clients, "_LostMetrics", lambda *_names: None)
     monkeypatch.setattr(clients, "_exporter_class", lambda: refuse)
-    with pytest.raises(SettingError, match="OTEL_EXPORTER_OTLP_.* is wrong: 'zip'"):
+    with pytest.raises(SettingError, match=r"OTEL_EXPORTER_OTLP_.* is wrong: 'zip'"):
         clients.client("opentelemetry")

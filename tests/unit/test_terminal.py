@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.cli.output import as_json
 from outbox.shared.logs import JsonFormatter, TextFormatter
-from outbox.shared.terminal import complain, prepare_streams, say
+from outbox.shared.terminal import complain, counted, prepare_streams, say
 
 FAKED = "orders\nok          topic invoices\r\x1b[2J\x9b2J\u202e\u2028\x85ok"
 TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
@@ -66,3 +66,9 @@ def test_a_stream_shows_what_its_encoding_does_not_have(
     assert text.endswith(r"\ud800")
     assert json.loads(line) == values
     assert json.loads(log)["message"] == values["key"]
+
+
+def test_one_of_a_kind_is_not_in_the_plural() -> None:
+    assert [counted(number, "live worker") for number in (0, 1, 1_000)] == [
+        "0 live workers", "1 live worker", "1,000 live workers",
+    ]  # fmt: skip
