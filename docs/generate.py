@@ -73,7 +73,9 @@ See [emulators](../operations/emulators.md). |
 
 | variable | who reads it | meaning |
 |---|---|---|
-| `SPANNER_EMULATOR_HOST`, `PUBSUB_EMULATOR_HOST` | all commands | `HOST:PORT` of an emulator to use. |
+| `SPANNER_EMULATOR_HOST`, `PUBSUB_EMULATOR_HOST` | all commands | `HOST:PORT` or `[IPV6]:PORT` of an emulator to use. |
+| `https_proxy`, `http_proxy`, `no_proxy` | gRPC | The proxy to Spanner and Pub/Sub. Emulators, loopback addresses and \
+endpoints without TLS are reached without it. |
 | `GOOGLE_CLOUD_PROJECT` | all commands with `--project` | The project without `--project` and `OUTBOX_PROJECT`. |
 | `GOOGLE_APPLICATION_CREDENTIALS` | Google's clients | Credentials, if the environment has no service account. |
 | `GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW` | the Spanner client | Set it to `false` for emulators before \

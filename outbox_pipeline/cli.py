@@ -7,7 +7,6 @@ after SIGTERM.
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -17,6 +16,7 @@ from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared import logs
 from outbox.shared.arguments import Parser
 from outbox.shared.settings import Settings, unknown_variables
+from outbox.shared.terminal import complain, prepare_streams, say
 from outbox.shared.times import shown
 from outbox_pipeline.settings import (
     ArchiveSettings,
@@ -66,13 +66,14 @@ restores purged tasks. Each task is sent once more, even if the job is interrupt
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one job and return its exit code. An expected error is one sentence on stderr."""
+    prepare_streams()
     try:
         options = _parser().parse_args(arguments)
         return _run(options.job, options.settings.read(vars(options)), options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except OutboxError as error:
-        print(f"outbox-pipeline: {error}", file=sys.stderr)
+        complain("outbox-pipeline", str(error))
         if isinstance(error, SettingError):
             return USAGE
         return NOT_REACHED if isinstance(error, NotReached) else FAILED
@@ -103,7 +104,7 @@ def _run(name: str, settings: JobSettings | DrainSettings, options: argparse.Nam
         metrics.stop()
     if name == "audit" and not result.tasks:
         _report_empty(result, json=options.json)
-    print(report.summary(name, result, json=options.json))
+    say(report.summary(name, result, json=options.json))
     return _exit_code(result, options)
 
 
@@ -114,7 +115,7 @@ def _report_empty(result: Any, *, json: bool) -> None:
     if json:
         _log.error(headline, extra={"action": "empty"})
     else:
-        print(headline)
+        say(headline)
 
 
 def _exit_code(result: Any, options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from outbox.cli.output import as_json, cell
+from outbox.shared.terminal import Escaped
 from outbox.shared.times import spoken
 from publishworker.telemetry.metrics import PIPELINE_DURATION, PIPELINE_ROWS, PIPELINE_RUNS, Metrics
 
@@ -16,15 +17,17 @@ _ROWS = (
 )  # fmt: skip
 
 
-def summary(job: str, result: Any, *, json: bool) -> str:
+def summary(job: str, result: Any, *, json: bool) -> Escaped:
     """Return the fields of a result as one line of JSON, or one field per line."""
     values = dataclasses.asdict(result)
     if json:
         return as_json({"job": job, **values, "seconds": round(values["seconds"], 3)})
     lines = {"job": job, **values, "seconds": spoken(values["seconds"])}
     width = max(15, *map(len, lines))
-    return "\n".join(
-        f"{name.replace('_', ' '):<{width}} {_shown(value)}" for name, value in lines.items() if value is not None
+    return Escaped(
+        "\n".join(
+            f"{name.replace('_', ' '):<{width}} {_shown(value)}" for name, value in lines.items() if value is not None
+        )
     )
 
 

@@ -16,6 +16,7 @@ from google.api_core.exceptions import DeadlineExceeded
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
 from outbox.shared.pubsub import create_topic_command, open_pubsub
+from outbox.shared.terminal import counted
 from outbox.storage import schema
 from outbox.storage.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.storage.layout import Layout
@@ -106,7 +107,9 @@ class App:
         It is `timeout_exit_code` if the batches in flight do not end within --shutdown-timeout after `stop`.
         """
         where = (self._settings.project, self._settings.instance, self._settings.database)
-        _log.info("relaying %s/%s/%s, %d shards", *where, self.store.layouts[0].shards, extra={"action": "start"})
+        _log.info(
+            "relaying %s/%s/%s, %s", *where, counted(self.store.layouts[0].shards, "shard"), extra={"action": "start"}
+        )
         for each in self._background:
             each.start()
         try:

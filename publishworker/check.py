@@ -12,6 +12,7 @@ from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from outbox.shared.pubsub import create_topic_command, emulator_host, open_pubsub
 from outbox.shared.settings import unknown_variables
+from outbox.shared.terminal import counted, say
 from outbox.storage import schema
 from outbox.storage.connection import open_database
 from publishworker import exits
@@ -42,7 +43,7 @@ def check(options: argparse.Namespace) -> int:
     verdicts = set()
     for verdict, text in _findings(settings, options.topics):
         verdicts.add(verdict)
-        print(f"{verdict:<12}{text}", flush=True)
+        say(f"{verdict:<12}{text}")
     if verdicts & {"missing", "unreachable"}:
         return exits.NOT_REACHED
     return exits.FAILED if "wrong" in verdicts else exits.DONE
@@ -70,7 +71,7 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     if wrong := schema.differences(database, schema.statements(relay_only=True, suffix=layout.suffix)):
         yield "missing", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md"
         return
-    yield "ok", f"table: {database.name}, {layout.shards} shards"
+    yield "ok", f"table: {database.name}, {counted(layout.shards, 'shard')}"
     verify_grants(database)
     yield "ok", "permissions: the worker may write SentAt and heartbeats"
     store = SpannerStore(database, layout)

@@ -52,14 +52,16 @@ def _release_stderr() -> None:
 
 def _main(arguments: Sequence[str]) -> int:
     from outbox.errors import NotReached, OutboxError, SettingError  # noqa: PLC0415 - see main
+    from outbox.shared.terminal import complain, prepare_streams  # noqa: PLC0415 - see main
 
+    prepare_streams()
     try:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
     except KeyboardInterrupt:  # the second Ctrl-C
         return exits.INTERRUPTED
     except OutboxError as error:
-        print(f"publishworker: {error}", file=sys.stderr)
+        complain("publishworker", str(error))
         if isinstance(error, SettingError):
             return exits.USAGE
         return exits.NOT_REACHED if isinstance(error, NotReached) else exits.FAILED

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from outbox.shared import logs
 from outbox.shared.settings import unknown_variables
+from outbox.shared.terminal import say
 from outbox.shared.throttled_log import ThrottledLog
 from publishworker import exits
 from publishworker.app import App, until_drained
@@ -46,11 +47,11 @@ def drain(options: argparse.Namespace) -> int:
         if (code := worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)) != exits.DONE:
             return code
     for each in store.unsent():
-        print(f"{'at least ' if each.at_least else ''}{each.count} {each.state} in topic {each.topic}")
+        say(f"{'at least ' if each.at_least else ''}{each.count} {each.state} in topic {each.topic}")
     if store.has_work():
-        print("not drained: stopped with work left")
+        say("not drained: stopped with work left")
         return exits.WORK_LEFT
-    print("drained")
+    say("drained")
     return exits.DONE
 
 

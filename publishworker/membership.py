@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from itertools import product
 
+from outbox.shared.terminal import counted
 from outbox.shared.throttled_log import ThrottledLog
 from outbox.storage.layout import Layout
 from publishworker.spanner.store import Store, StoreError
@@ -163,7 +164,8 @@ class Membership:
             self._living, self.layouts = living, layouts
             self.shards = divide(living, _ids(layouts))[self._worker]
             shards = ", ".join(map(str, self.shards))
-            _log.info("%d live workers; this one polls shards %s", len(living), shards, extra={"action": "assigned"})
+            workers = counted(len(living), "live worker")
+            _log.info("%s; this one polls shards %s", workers, shards, extra={"action": "assigned"})
 
     def delete_heartbeat(self) -> None:
         """Delete the heartbeat, so that others take over at once, and not only after the liveness timeout."""

@@ -17,6 +17,7 @@ from outbox.admin import operations, statements
 from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError
+from outbox.shared.terminal import counted
 from outbox.storage.sql import chunked
 from outbox.storage.task_states import STATES
 
@@ -78,7 +79,7 @@ class Count:
 
     def __str__(self) -> str:
         """Return text such as `1 task` or `at least 100,000 tasks`."""
-        return f"{'at least ' if self.at_least else ''}{self.number:,} task{'' if self.number == 1 else 's'}"
+        return f"{'at least ' if self.at_least else ''}{counted(self.number, 'task')}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -64,3 +64,13 @@ def as_json(selection: Mapping[str, Any]) -> str:
     if len(ids) > RECORDED_IDS:
         values |= {"ids": ids[:RECORDED_IDS], "more_ids": len(ids) - RECORDED_IDS}
     return json.dumps(values, ensure_ascii=False, default=shown)
+
+
+def parsed(selection: str) -> Any:
+    """Return the value of the column Selection, or its text if that is no JSON: any program may write the column."""
+    try:
+        value = json.loads(selection)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return selection
+    return value

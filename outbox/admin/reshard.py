@@ -6,7 +6,6 @@ layout, so no unsent task is in a shard that no worker polls. Each step is one c
 step follows from what is in the database, so any run can continue.
 """
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from outbox.admin import operations, statements
 from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
+from outbox.shared.terminal import counted
 from outbox.shared.times import shown
 from outbox.storage import ddl, schema
 from outbox.storage.layout import COLUMN, Layout
@@ -50,7 +50,7 @@ class Snapshot:
 
     def is_complete(self, layout: Layout) -> bool:
         """Tell whether every task is in the layout."""
-        return list(self.found.get(layout, {}).values()) == ["READ_WRITE"] * 2
+        return layout in schema.complete(self.found)
 
     def layout_state(self, layout: Layout) -> str:
         """Return the state of a layout. Until the first change nothing is recorded, and workers poll the only one."""
@@ -170,8 +170,8 @@ class Resharding:
         snapshot = self.snapshot()
         workers = len(snapshot.polled_by)
         for each in snapshot.layouts:
-            polling = f"{len(snapshot.polling(each))} of {workers} workers poll it"
-            yield f"{each.column:<10} {each.shards:>4} shards  {snapshot.layout_state(each):<8}  {polling}"
+            polling = f"polled by {len(snapshot.polling(each))} of {counted(workers, 'worker')}"
+            yield f"{each.column:<10} {counted(each.shards, 'shard'):>12}  {snapshot.layout_state(each):<8}  {polling}"
         if progress := self._progress(snapshot):
             change, step = progress
             yield f"{change.describe(step)}. Continue with: outbox schema reshard --shards {change.target}"
@@ -247,12 +247,11 @@ class Resharding:
 
     def _latest(self) -> Change | None:
         """Return the latest change, if there is one, finished or not."""
-        rows = self._table.query(statements.LATEST_RESHARD, _TAG)
-        if not rows:
-            return None
-        [[selection, since]] = rows
-        numbers = json.loads(selection)
-        return Change(numbers["from"], numbers["to"], since)
+        for selection, since in self._table.query(statements.LATEST_RESHARDS, _TAG):
+            match operations.parsed(selection):
+                case {"from": int(former), "to": int(target)}:
+                    return Change(former, target, since)
+        return None
 
     def _build(self, target: Layout) -> None:
         """Create what is missing. A schema update that an earlier run began continues on the server."""
@@ -272,7 +271,8 @@ class Resharding:
 
     def _recorded(self) -> dict[Layout, str]:
         rows = self._table.query(statements.RECORDED_SHARDS, _TAG)
-        return {Layout(shards, name.removeprefix(COLUMN)): state for name, shards, state in rows}
+        found = ((Layout.recorded(name, shards), state) for name, shards, state in rows)
+        return {layout: state for layout, state in found if layout}
 
 
 def _polled_by(rows: list[list[Any]]) -> dict[str, frozenset[str]]:

@@ -13,6 +13,7 @@ from outbox.storage.sql import (
     BY_ID,
     IN_ORDER,
     IN_ORDER_ORDER,
+    LIVE_SECONDS,
     NEVER,
     SEEK,
     TO_SEND,
@@ -67,15 +68,15 @@ NOW = "SELECT CURRENT_TIMESTAMP()"
 
 #: The columns that each live worker polls. Reads a whole small table. A worker counts for twice its liveness timeout,
 #: so that a slow one is not overlooked.
-WORKERS_POLL = """
+WORKERS_POLL = f"""
 SELECT WorkerId, Polls FROM AsynchronousTaskWorkers
-WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 2 * LivenessTimeoutSeconds ORDER BY WorkerId"""
+WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 2 * {LIVE_SECONDS} ORDER BY WorkerId"""
 #: The whole of a table with at most two rows.
 RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards ORDER BY ColumnName"
 #: Scans the whole table, which has one row for each change by an operator.
-LATEST_RESHARD = """
+LATEST_RESHARDS = """
 SELECT Selection, StartedAt FROM AsynchronousTaskOperations
-WHERE Operation = 'reshard' ORDER BY StartedAt DESC LIMIT 1"""
+WHERE Operation = 'reshard' ORDER BY StartedAt DESC LIMIT 10"""
 
 # The topics of the next @limit tasks of each shard, in the order of the index. A small backlog needs one query, and
 # each topic with very many tasks another one.
@@ -98,9 +99,9 @@ FROM AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}
 ORDER BY StartedAt DESC, OperationId LIMIT @limit"""
 
 #: The number of live workers (docs/architecture/workers.md).
-LIVE_WORKERS = """
+LIVE_WORKERS = f"""
 SELECT COUNT(*) FROM AsynchronousTaskWorkers
-WHERE TIMESTAMP_ADD(SeenAt, INTERVAL LivenessTimeoutSeconds SECOND) > @now"""
+WHERE TIMESTAMP_DIFF(@now, SeenAt, MILLISECOND) < 1000 * {LIVE_SECONDS}"""
 
 
 _OF_TOPIC = "Shard = in_shard AND SentAt IS NULL AND Topic = of_topic"

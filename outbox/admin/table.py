@@ -58,15 +58,25 @@ def open_table(settings: DatabaseSettings) -> "TaskTable":
     return TaskTable(open_database(settings))
 
 
+class LayoutChanged(NotReached):
+    """The indexes that the table was read with are gone, because the number of shards was changed. Call again."""
+
+
 class TaskTable:
-    """Queries and transactions on the outbox's tables. Every method raises NotReached or OutboxError."""
+    """Queries and transactions on the outbox's tables. Every method raises NotReached or OutboxError.
+
+    When the layout is dropped, the method that notices it raises LayoutChanged, and the next one reads another layout.
+    """
 
     def __init__(self, database: Database) -> None:
         """Check that the table exists, and read its layout."""
         self._database: Any = database  # its methods carry no types
         self.layout = schema.layout(database, request_options=SCHEMA_OPTIONS)
-        #: The shard numbers, passed to statements as @shards.
-        self.shards: Sequence[int] = range(self.layout.shards)
+
+    @property
+    def shards(self) -> Sequence[int]:
+        """Return the shard numbers, passed to statements as @shards."""
+        return range(self.layout.shards)
 
     @property
     def database(self) -> Database:
@@ -174,9 +184,14 @@ class TaskTable:
             # NOT_FOUND is the answer for a missing database and for a missing table.
             if isinstance(error, NotReached | SchemaDiffers) and not isinstance(error.__cause__, NotFound):
                 raise
-            if self.layout not in schema.layouts(self._database, request_options=SCHEMA_OPTIONS):
-                raise NotReached(
-                    f"{self.name}: column {self.layout.column} is gone, because the number of shards was changed. "
+            former, usable = (
+                self.layout,
+                schema.complete(schema.layouts(self._database, request_options=SCHEMA_OPTIONS)),
+            )
+            if usable and former not in usable:
+                self.layout = usable[0]
+                raise LayoutChanged(
+                    f"{self.name}: column {former.column} is gone, because the number of shards was changed. "
                     "Run the command again."
                 ) from error
             expected = schema.statements(suffix=self.layout.suffix)

@@ -16,6 +16,7 @@ from outbox.cli import changes, emulators, flags, operations, output, schema, st
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.shared.arguments import Parser
 from outbox.shared.settings import one_of, unknown_variables
+from outbox.shared.terminal import Escaped, prepare_streams, say
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 #: Any other OutboxError is FAILED.
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Print an expected error on stderr, as one line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        prepare_streams()
         options = _parser().parse_args(arguments, argparse.Namespace(command_line=arguments))
         output.use_color(output.OutputSettings.read(vars(options)).color)
         for sentence in unknown_variables():
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OutboxError as error:
-        print(f"outbox: {error}", file=sys.stderr)
+        output.note(str(error))
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAILED)
     return code
 
@@ -81,7 +83,7 @@ def _complete(options: argparse.Namespace) -> int:
         raise OutboxError("completion needs shtab. Install it: pip install 'spanner-outbox[operators]'")
     import shtab  # noqa: PLC0415 - optional
 
-    print(shtab.complete(options.parser, options.shell))
+    say(Escaped(shtab.complete(options.parser, options.shell).rstrip("\n")))
     return DONE
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from outbox import admin
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
+from outbox.shared.terminal import counted, say
 
 #: The commands ask for confirmation above this number of tasks.
 CONFIRM_ABOVE = 1_000
@@ -47,7 +48,7 @@ def confirm(question: str, *, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise SettingError(f"Not a terminal. Pass --yes to confirm: {question} Nothing was changed")
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    say(f"{question} [y/N] ", stream=sys.stderr, end="")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise OutboxError("not confirmed. Nothing was changed")
 
@@ -112,4 +113,4 @@ def _stop_on_signals() -> Iterator[list[int]]:
 
 def tasks(number: int) -> str:
     """Return text such as `1 task` or `1,500 tasks`."""
-    return f"{number:,} task{'' if number == 1 else 's'}"
+    return counted(number, "task")

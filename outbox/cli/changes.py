@@ -10,10 +10,11 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli import bulk, errors, flags
-from outbox.cli.output import escaped, named, note
+from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
 from outbox.shared import logs
 from outbox.shared.settings import one_of
+from outbox.shared.terminal import counted, escaped, say
 from outbox.shared.times import MOMENT, resolved, shown
 from outbox.storage.task_states import MARKS_FINAL_AFTER
 
@@ -101,7 +102,7 @@ def run_retry(options: argparse.Namespace) -> int:
     flags.check_window(selection.since, until)
     count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would become due now")
+        say(f"{count} would become due now")
         if not options.include_expired and options.state != "sent":
             note("expired tasks are not counted. --include-expired sends them, too")
         if not count.number and ids is None:
@@ -109,13 +110,14 @@ def run_retry(options: argparse.Namespace) -> int:
         return 0
     all_topics = ids is None and options.topic is None and count.number > 0
     if all_topics and not options.yes:
-        note(f"tasks by topic and reason:{errors.text(errors.of_selection(table, selection))}")
+        note("tasks by topic and reason:")
+        say(errors.text(errors.of_selection(table, selection)), stream=sys.stderr)
     if all_topics or count.number > bulk.CONFIRM_ABOVE:
         bulk.confirm(f"{count} will become due now.", yes=options.yes)
     since = {} if selection.since is None else {"since": shown(selection.since)}
     continue_command = flags.continue_command(options, **since, until=shown(until))
     report = bulk.carry_out(admin.changes.retry(table, selection), continue_command)
-    print(f"due now: {bulk.tasks(report.changed)}")
+    say(f"due now: {bulk.tasks(report.changed)}")
     if ids:
         # With --include-expired, an expired task that was not changed does not match the selection.
         ignored = {"expired"} if options.include_expired else set()
@@ -141,13 +143,13 @@ def run_purge(options: argparse.Namespace) -> int:
     selection = admin.changes.TaskSelection(state="sent", topic=options.topic, until=before)
     count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
-        print(f"{count} would be deleted")
+        say(f"{count} would be deleted")
         return 0
     if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
         bulk.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
     continue_command = flags.continue_command(options, sent_before=shown(before))
     report = bulk.carry_out(admin.changes.purge(table, selection), continue_command)
-    print(f"deleted: {bulk.tasks(report.changed)}")
+    say(f"deleted: {bulk.tasks(report.changed)}")
     return 0
 
 
@@ -160,14 +162,14 @@ def run_discard(options: argparse.Namespace) -> int:
     ids = flags.full_ids(table, options, ids, unasked=options.yes)
     count = admin.changes.count(table, admin.changes.TaskSelection(state="dead", ids=ids), exact=True)
     if not count.number:
-        raise OutboxError(f"no dead task among the {len(ids):,} given IDs. Nothing was deleted")
+        raise OutboxError(f"no dead task among the {counted(len(ids), 'given ID')}. Nothing was deleted")
     bulk.confirm(f"{count} (dead) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
     continue_command = flags.continue_command(options)
     log = functools.partial(_log_discarded, options.reason)
     outcomes = admin.changes.discard(table, ids, options.reason, log)
     report = bulk.carry_out(outcomes, continue_command)
-    print(f"deleted: {bulk.tasks(report.changed)}")
+    say(f"deleted: {bulk.tasks(report.changed)}")
     return report.explain({}, "because they are not dead but {state}")
 
 

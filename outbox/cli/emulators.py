@@ -13,6 +13,7 @@ from outbox.cli import flags
 from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import PREFIX, DatabaseSettings, Settings, matching, setting, whole_number
+from outbox.shared.terminal import Escaped, joined, say
 from outbox.storage.ddl import cut
 
 PORT = whole_number(0, 65_535)
@@ -91,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
                 note(f"database {options.create} with the outbox's tables{others}: ready")
                 names = ("project", "instance", "database")
                 variables = {PREFIX + name.upper(): getattr(place, name) for name in names} | variables
-            print(_exports(variables), flush=True)
+            say(_exports(variables))
             if not emulators.children:
                 note("nothing to start: both variables are set, and both emulators respond")
                 return 0
@@ -115,12 +116,12 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
         dict(zip(("project", "instance", "database"), options.create.split("/"), strict=True))
     )
     try:
-        ddl = Path(options.ddl_file).read_text(encoding="utf-8") if options.ddl_file else ""
+        ddl = Path(options.ddl_file).read_text(encoding="utf-8-sig") if options.ddl_file else ""
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"--ddl-file: {options.ddl_file!r} cannot be read: {error}") from None
     return place, cut(ddl)
 
 
-def _exports(environment: dict[str, str]) -> str:
+def _exports(environment: dict[str, str]) -> Escaped:
     lines = [f"export {name}={value}" for name, value in environment.items()]
-    return "\n".join([*lines[:-1], WHY_NOT_MULTIPLEXED, lines[-1]])
+    return joined(*lines[:-1], *WHY_NOT_MULTIPLEXED.split("\n"), lines[-1])

@@ -6,6 +6,7 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli.output import shortened, table
+from outbox.shared.terminal import Escaped, joined
 
 #: Max rows of the table.
 ROWS = 10
@@ -43,12 +44,12 @@ def of_selection(database: "admin.table.TaskTable", selection: "admin.changes.Ta
     return counted(tasks, at_least=len(tasks) == READ)
 
 
-def text(counts: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the first ROWS counts, after an empty line."""
+def text(counts: Sequence[dict[str, Any]]) -> Escaped:
+    """Return a table of the first ROWS counts."""
     rows = [
         [f">= {each['tasks']:,}" if each["at_least"] else each["tasks"], each["state"], each["topic"],
          shortened(each["error"])]
         for each in counts[:ROWS]
     ]  # fmt: skip
-    others = f"\n... and {len(counts) - ROWS:,} more" if len(counts) > ROWS else ""
-    return "\n" + table(("TASKS", "STATE", "TOPIC", "ERROR"), rows) + others
+    others = [f"... and {len(counts) - ROWS:,} more"] if len(counts) > ROWS else []
+    return joined(table(("TASKS", "STATE", "TOPIC", "ERROR"), rows), *others)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outbox import admin
-from outbox.cli.output import OutputSettings, escaped, named, note
+from outbox.cli.output import OutputSettings, named, note
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import (
     DatabaseSettings,
@@ -23,11 +23,14 @@ from outbox.shared.settings import (
     one_of,
     whole_number,
 )
+from outbox.shared.terminal import escaped
 from outbox.shared.times import MOMENT, resolved, shown
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
 MIN_PREFIX = 4
+#: Max task IDs that are counted if they begin with the same prefix.
+MAX_MATCHES = 100
 PREFIX_HELP = f"The first {MIN_PREFIX} or more characters are enough, if no other ID begins with them"
 #: Max known topics to compare a misspelled topic with.
 MAX_SUGGESTION_TOPICS = 100
@@ -176,13 +179,18 @@ def full_ids(
     OutboxError.
     """
     full = {}
-    long_enough = [prefix for prefix in options.ids if len(prefix) >= MIN_PREFIX]
-    for prefix, matches in admin.tasks.beginning_with(table, long_enough, 3).items():
-        full[prefix] = matches[0]
+    for prefix, matches in admin.tasks.beginning_with(table, options.ids, MAX_MATCHES + 1).items():
         if matches[0] == prefix:
             continue
+        if len(prefix) < MIN_PREFIX:
+            note(
+                f"{prefix!r} is too short for the beginning of {named(matches)}. Give at least {MIN_PREFIX} characters"
+            )
+            continue
+        full[prefix] = matches[0]
         if len(matches) > 1:
-            raise OutboxError(f"several task IDs begin with {prefix!r}: {named(matches)}. Give more characters")
+            number = f"more than {MAX_MATCHES}" if len(matches) > MAX_MATCHES else len(matches)
+            raise OutboxError(f"{number} task IDs begin with {prefix!r}: {named(matches)}. Give more characters")
         if unasked:
             raise SettingError(
                 f"{prefix!r} is only a prefix of task {escaped(matches[0])}. With --yes, pass full IDs. Nothing was "

@@ -1,12 +1,12 @@
 """`outbox operations`: list the changes that operators made."""
 
 import argparse
-import json
 from typing import Any
 
 from outbox import admin
 from outbox.cli import flags
 from outbox.cli.output import as_json, note, shortened, table
+from outbox.shared.terminal import counted, say
 
 DESCRIPTION = """\
 List the last changes, newest first: retry, purge, discard, pause, resume, limit, reshard,
@@ -33,15 +33,15 @@ def run(options: argparse.Namespace) -> int:
     operations = latest[: options.limit]
     if options.json:
         for each in operations:
-            print(as_json(each._asdict() | {"selection": json.loads(each.selection)}))
+            say(as_json(each._asdict() | {"selection": admin.operations.parsed(each.selection)}))
     elif operations:
         rows = [
             [each.started_at, each.finished_at, each.operation, each.tasks, each.principal, shortened(each.selection)]
             for each in operations
         ]
-        print(table(HEADS, rows))
+        say(table(HEADS, rows))
     else:
-        print("No operations.")
+        say("No operations.")
     if len(latest) > options.limit:
-        note(f"there are more than {options.limit:,} operations. Raise --limit to list older ones")
+        note(f"there are more than {counted(options.limit, 'operation')}. Raise --limit to list older ones")
     return 0

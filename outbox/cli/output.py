@@ -1,6 +1,7 @@
 """Output of the commands: tables for people, JSON for programs. Control characters from rows are escaped."""
 
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 from outbox.shared.logs import as_line
 from outbox.shared.settings import Settings, one_of, setting
+from outbox.shared.terminal import Escaped, complain, escaped
 from outbox.shared.times import shown
 
 #: Max names that a message lists, and max characters of a text in a table.
@@ -36,11 +38,6 @@ def use_color(color: str) -> None:
     _colored = terminal if color == "auto" else color == "always"
 
 
-def escaped(text: str) -> str:
-    """Return `text` with every unprintable character as a Python escape."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
 def cell(value: object) -> str:
     """Return a value as a table shows it."""
     if value is None:
@@ -57,7 +54,7 @@ def shortened(text: str | None) -> str | None:
     return text if text is None or len(text) <= CHARACTERS else text[: CHARACTERS - 3] + "..."
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Escaped:
     """Return aligned columns. Numbers are aligned right, and dead and retrying tasks stand out."""
     values = [list(row) for row in rows]
     columns = []
@@ -65,8 +62,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         texts = [head, *(cell(row[place]) for row in values)]
         right = bool(values) and all(_is_number(row[place]) for row in values)
         align, width = str.rjust if right else str.ljust, max(map(len, texts))
+        if place == len(heads) - 1 and not right:
+            width = 0  # so that no line ends with spaces, also if its last cell is colored
         columns.append([_painted(head, align(text, width)) for text in texts])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+    return Escaped("\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)))
 
 
 def _painted(head: str, text: str) -> str:
@@ -85,14 +84,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) or value is None or (isinstance(value, str) and value.startswith(">="))
 
 
-def as_json(value: object) -> str:
+def as_json(value: object) -> Escaped:
     """Return one line of JSON, with times in RFC 3339. Unprintable characters are escaped."""
-    return as_line(value, _plain)
+    return Escaped(as_line(value, _plain))
 
 
 def by_field(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of columns under the names that JSON has: `ordering_key` for OrderingKey."""
-    return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): value for name, value in columns.items()}
+    return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): _finite(value) for name, value in columns.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Return a value, or as a text if it is a number that JSON does not have: nan, inf or -inf."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plain(value: Any) -> Any:
@@ -110,4 +114,4 @@ def named(names: Iterable[str]) -> str:
 
 def note(text: str) -> None:
     """Print a message on stderr."""
-    print(f"outbox: {text}", file=sys.stderr)
+    complain("outbox", text)

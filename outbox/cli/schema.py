@@ -6,6 +6,7 @@ from typing import Any
 from outbox import admin
 from outbox.cli import flags
 from outbox.shared.settings import DatabaseSettings, SettingType, whole_number
+from outbox.shared.terminal import Escaped, counted, say
 from outbox.storage import ddl
 from outbox.storage.layout import MAX_SHARDS
 
@@ -77,7 +78,7 @@ def _statements(options: argparse.Namespace) -> list[str]:
 
 def run_print(options: argparse.Namespace) -> int:
     """Print the DDL; returns 0."""
-    print(";\n\n".join(_statements(options)) + ";")
+    say(Escaped(";\n\n".join(_statements(options)) + ";"))
     return 0
 
 
@@ -92,7 +93,7 @@ def run_apply(options: argparse.Namespace) -> int:
     from outbox.storage.connection import open_database  # noqa: PLC0415 - see above
 
     for name, state in schema.apply(open_database(settings), _statements(options), free=free):
-        print(f"{state:<8} {name}")
+        say(f"{state:<8} {name}")
     return 0
 
 
@@ -103,10 +104,10 @@ def run_reshard(options: argparse.Namespace) -> int:
     """
     resharding = admin.reshard.Resharding(flags.open_table(options))
     if options.status:
-        print("\n".join(resharding.report()))
+        say(*resharding.report())
         return 0
     target = resharding.former() if options.abort else resharding.target(options.shards)
     for line in resharding.run(target):
-        print(line, flush=True)
-    print(f"The table has {target.shards} shards, in column {target.column}")
+        say(line)
+    say(f"The table has {counted(target.shards, 'shard')}, in column {target.column}")
     return 0

@@ -12,6 +12,7 @@ from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import whole_number
 from outbox.shared.signals import exit_on
+from outbox.shared.terminal import Escaped, counted, joined, say
 from outbox.shared.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     task_table = flags.open_table(options)
     backlog = _read(task_table, options)
-    print(_rendered(task_table, backlog, options))
+    say(_rendered(task_table, backlog, options))
     beyond = _beyond(backlog, options)
     for sentence in beyond:
         note(sentence)
@@ -81,13 +82,15 @@ def _watch(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> 
     while True:
         try:
             text = _rendered(task_table, _read(task_table, options), options)
+        except admin.table.LayoutChanged:
+            continue
         except OutboxError as error:
             if not succeeded:
                 raise  # probably permanent, such as a missing table
             note(f"{error}. Retrying")
         else:
             succeeded = True
-            print((_CLEAR if sys.stdout.isatty() and not options.json else "") + text, flush=True)
+            say(Escaped((_CLEAR if sys.stdout.isatty() and not options.json else "") + text))
         time.sleep(WATCH_SECONDS)
 
 
@@ -103,7 +106,8 @@ def _beyond(backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> li
     total = backlog.total
     if options.max_pending is not None and total.pending > options.max_pending:
         number = cell(_number("pending", total.pending, total.at_least))
-        found.append(f"{number} tasks are pending, more than --max-pending {options.max_pending:,}")
+        are = "task is" if number == "1" else "tasks are"
+        found.append(f"{number} {are} pending, more than --max-pending {options.max_pending:,}")
     if not backlog.whole and (options.max_age is not None or options.max_pending is not None):
         found.append("--max-age and --max-pending cannot be checked, because not all topics are counted")
     return found
@@ -111,7 +115,7 @@ def _beyond(backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> li
 
 def _rendered(
     task_table: "admin.table.TaskTable", backlog: "admin.backlog.Backlog", options: argparse.Namespace
-) -> str:
+) -> Escaped:
     groups, progress = errors.of_backlog(task_table, backlog), admin.reshard.Resharding(task_table).progress()
     if options.json:
         reshard = None
@@ -120,11 +124,13 @@ def _rendered(
             reshard = {"from": change.former, "to": change.target, "since": change.since}
             reshard |= {"next_step": step.text, "waits_for": step.waits_for}
         return as_json(_plain(backlog) | {"errors": groups, "reshard": reshard})
-    text = _text(backlog) + (f"\n{errors.text(groups)}" if groups else "")
+    parts: list[str] = [_text(backlog)]
+    if groups:
+        parts += ["", errors.text(groups)]
     if progress:
         change, step = progress
-        text += f"\n\n{change.describe(step)}"
-    return text
+        parts += ["", change.describe(step)]
+    return joined(*parts)
 
 
 HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "SENT/MIN", "OLDEST")
@@ -146,19 +152,18 @@ def fields(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> dict
     }
 
 
-def _text(backlog: "admin.backlog.Backlog") -> str:
-    head = f"as of {shown(backlog.as_of)}, {backlog.workers} live worker{'' if backlog.workers == 1 else 's'}"
+def _text(backlog: "admin.backlog.Backlog") -> Escaped:
+    head = f"as of {shown(backlog.as_of)}, {counted(backlog.workers, 'live worker')}"
     if not backlog.lines:
-        return f"{head}\nno unsent tasks, and no task sent in the last minute"
+        return joined(head, "no unsent tasks, and no task sent in the last minute")
     rows = [
         [line.topic + (" (paused)" if line.paused else ""), line.priority, *cells(backlog, line)]
         for line in backlog.lines
     ]
     rows.append(["all", None, *cells(backlog, backlog.total)])
-    text = f"{head}\n{table(('TOPIC', 'PRIORITY', *HEADS), rows)}"
-    if any(line.paused for line in backlog.lines):
-        text += "\nThe row `all` excludes paused topics from PENDING and OLDEST"
-    return text
+    paused = any(line.paused for line in backlog.lines)
+    note_on_paused = ["The row `all` excludes paused topics from PENDING and OLDEST"] if paused else []
+    return joined(head, table(("TOPIC", "PRIORITY", *HEADS), rows), *note_on_paused)
 
 
 def _number(name: str, value: int, at_least: set[str]) -> object:

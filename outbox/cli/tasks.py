@@ -14,9 +14,10 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli import errors, flags
-from outbox.cli.output import as_json, by_field, cell, escaped, note, shortened, table
+from outbox.cli.output import as_json, by_field, cell, note, shortened, table
 from outbox.errors import OutboxError
 from outbox.shared.signals import exit_on
+from outbox.shared.terminal import counted, escaped, say
 from outbox.shared.times import MOMENT, resolved, shown, spoken
 from outbox.storage.task_states import NEVER, STATES
 
@@ -76,14 +77,14 @@ def run_list(options: argparse.Namespace) -> int:
     tasks = matching[: options.limit]
     if options.json:
         for task in tasks:
-            print(as_json(_fields(task)))
+            say(as_json(_fields(task)))
     elif tasks:
-        print(_table(tasks))
+        say(_table(tasks))
         counts = errors.counted([task for task in tasks if task.state in errors.STATES and task.columns["LastError"]])
         if any(count["tasks"] > 1 for count in counts):
-            print(errors.text(counts))
+            say("", errors.text(counts))
     if not tasks:
-        print("No matching tasks.", file=sys.stderr if options.json else sys.stdout)
+        say("No matching tasks.", stream=sys.stderr if options.json else sys.stdout)
         flags.explain_none(task_table, selection, options)
     if len(matching) > options.limit:
         note(f"more tasks match than --limit {options.limit:,}. Raise it, or use --topic, --since, --until or --error")
@@ -129,9 +130,9 @@ def run_show(options: argparse.Namespace) -> int:
         sys.stdout.buffer.write(data)
     elif options.json:
         attributes = {} if message is None else dict(message.attributes)
-        print(as_json(_fields(task) | {"message": {"attributes": attributes, **_json_data(data)}}))
+        say(as_json(_fields(task) | {"message": {"attributes": attributes, **_json_data(data)}}))
     else:
-        print("\n".join(_lines(task, message, data)))
+        say(*_lines(task, message, data))
     return 0
 
 
@@ -158,17 +159,17 @@ def _lines(task: "admin.tasks.Task", message: Any | None, data: bytes) -> Iterat
     if message is not None:
         yield "Attributes" if message.attributes else "Attributes   none"
         for key, value in sorted(message.attributes.items()):
-            yield f"  {escaped(key)} = {escaped(value)}"
+            yield f"  {key} = {value}"
     yield from _data_lines(data)
 
 
 def _data_lines(data: bytes) -> Iterator[str]:
     kind, lines = _readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
-    yield f"Data         {len(data):,} bytes{', ' + kind if data else ''}"
+    yield f"Data         {counted(len(data), 'byte')}{', ' + kind if data else ''}"
     for line in lines:
         yield f"  {line}"
     if len(data) > SHOWN_BYTES:
-        yield f"  ... {len(data) - SHOWN_BYTES:,} more bytes: --raw writes all"
+        yield f"  ... {counted(len(data) - SHOWN_BYTES, 'more byte')}: --raw writes all"
 
 
 def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
@@ -204,6 +205,8 @@ def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) ->
         try:
             rows = admin.tasks.sent_after(task_table, position, options.topic, TAIL_ROWS)
             succeeded, failed = True, False
+        except admin.table.LayoutChanged:
+            continue
         except OutboxError as error:
             if not succeeded:
                 raise  # probably permanent, such as a missing table
@@ -211,7 +214,7 @@ def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) ->
                 note(f"{error}. Retrying; no task will be missed")
             rows, failed = [], True
         for row in admin.tasks.in_publish_order(rows):
-            print(_sent_line(row, options), flush=True)
+            say(_sent_line(row, options))
         if rows:
             position = admin.tasks.Position(rows[-1]["SentAt"], rows[-1]["CreatedAt"], rows[-1]["Id"])
         if len(rows) < TAIL_ROWS:
@@ -227,8 +230,8 @@ def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:
             }
         )  # fmt: skip
     after = (row["SentAt"] - row["CreatedAt"]).total_seconds()
-    key = f", key {escaped(row['OrderingKey'])}" if row["OrderingKey"] else ""
+    key = f", key {row['OrderingKey']}" if row["OrderingKey"] else ""
     return (
-        f"{shown(row['SentAt'])} {escaped(row['Topic'])} {escaped(row['Id'])} priority {row['Priority']}, "
-        f"{row['Bytes']:,} bytes, sent {spoken(after)} after registration{key}"
+        f"{shown(row['SentAt'])} {row['Topic']} {row['Id']} priority {row['Priority']}, "
+        f"{counted(row['Bytes'], 'byte')}, sent {spoken(after)} after registration{key}"
     )

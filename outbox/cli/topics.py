@@ -12,6 +12,7 @@ from outbox.cli.output import table as as_table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import SettingType, did_you_mean, whole_number
+from outbox.shared.terminal import say
 from outbox.shared.times import shown
 from outbox.storage.ddl import MIN_RATE
 
@@ -94,11 +95,11 @@ def run_topics(options: argparse.Namespace) -> int:
             {"topic": topic, **by_field(dataclasses.asdict(control)), **fields(backlog, line)}
             for topic, (control, line) in topics.items()
         ]
-        print(as_json({"as_of": backlog.as_of, "topics": rows}))
+        say(as_json({"as_of": backlog.as_of, "topics": rows}))
         return 0
-    print(f"as of {shown(backlog.as_of)}")
+    say(f"as of {shown(backlog.as_of)}")
     cells_of = [[topic, _described(control), *cells(backlog, line)] for topic, (control, line) in topics.items()]
-    print(as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics")
+    say(as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics")
     return 0
 
 
@@ -151,7 +152,7 @@ def _open(options: argparse.Namespace) -> "admin.table.TaskTable":
 def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
     """Write the values, by column, and print the new rows; returns 0."""
     for topic, control in admin.topics.change(table, operation, options.topics, values).items():
-        print(f"{topic}: {_described(control, 'resumed' if operation == 'resume' else '')}")
+        say(f"{topic}: {_described(control, 'resumed' if operation == 'resume' else '')}")
     note(f"{APPLIED_SOON}; {SHARED}" if operation == "limit" else APPLIED_SOON)
     return 0
 

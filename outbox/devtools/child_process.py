@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from outbox.errors import NotReached
+from outbox.shared.settings import host_and_port
 
 LOOPBACK = "127.0.0.1"
 #: Seconds until a server must answer; the Pub/Sub emulator is a Java program and takes about two.
@@ -102,10 +103,9 @@ def running(title: str, command: Sequence[str], port: int = 0) -> Iterator[Child
 
 
 def answers(host: str) -> bool:
-    """Return whether something listens at `host`, a name and a port."""
-    name, _, port = host.rpartition(":")
-    with contextlib.suppress(OSError, ValueError):
-        socket.create_connection((name, int(port)), timeout=1).close()
+    """Return whether something listens at `host`, HOST:PORT or [IPV6]:PORT."""
+    with contextlib.suppress(OSError):
+        socket.create_connection(host_and_port(host), timeout=1).close()
         return True
     return False
 

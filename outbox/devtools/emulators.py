@@ -18,6 +18,7 @@ from pathlib import Path
 from outbox.devtools import child_process
 from outbox.devtools.child_process import LOOPBACK, Child
 from outbox.errors import NotReached
+from outbox.shared.settings import emulator_address, host_and_port
 
 #: Seconds for an emulator that a variable names, because it may be starting in a container.
 REACH_SECONDS = 5.0
@@ -69,10 +70,19 @@ class Emulators:
         return {
             SPANNER.variable: self.spanner_host,
             PUBSUB.variable: self.pubsub_host,
+            **self._without_proxy(),
             # Before 1.5.38 the emulator treats a multiplexed session as an ordinary one: the transactions of two
             # threads close one another.
             "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false",
         }
+
+    def _without_proxy(self) -> dict[str, str]:
+        """Return the variable that lets gRPC reach the emulators directly, if the environment names a proxy."""
+        if not any(map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))):
+            return {}
+        former = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
+        hosts = (host_and_port(address)[0] for address in (self.spanner_host, self.pubsub_host))
+        return {"no_grpc_proxy": ",".join(dict.fromkeys(filter(None, (*former.split(","), *hosts))))}
 
     def ended(self) -> str | None:
         """Return how an emulator ended that was started here, or None while all run."""
@@ -84,7 +94,7 @@ def running(spanner_port: int = 0, pubsub_port: int = 0, spanner_flags: Sequence
     """Run both emulators for the time of the block; port 0 takes a free one.
 
     On Linux they also end when the *thread* that started them ends, however it ends. Raises NotReached: not
-    installed, port taken, ended at start, no answer.
+    installed, port taken, ended at start, no answer. Raises SettingError: a variable is no address.
     """
     # Check for both before starting either, so that one error names everything that is missing.
     own = ((SPANNER, spanner_port or spanner_flags), (PUBSUB, pubsub_port))
@@ -104,7 +114,7 @@ def running_one(program: Program, flags: Sequence[str] = ()) -> Iterator[str]:
 @contextlib.contextmanager
 def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator[Child | str]:
     """Yield the host that the variable names, unless a port or flags are asked for. Otherwise run and yield a child."""
-    host = os.environ.get(program.variable)
+    host = emulator_address(program.variable)
     if port or flags or not host:
         check_installed(program)
         command = [str(_executable(program)), *program.arguments, *flags]

@@ -1,5 +1,6 @@
 """Channels and credentials for Spanner and Pub/Sub: the service, an endpoint, or an emulator."""
 
+import ipaddress
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import grpc.experimental
 from google.auth.credentials import AnonymousCredentials
 
 from outbox.errors import NotReached
+from outbox.shared.settings import host_and_port
 
 #: Seconds between attempts to reconnect. The default grows to 120 s.
 RECONNECT_SECONDS = 2.0
@@ -25,6 +27,8 @@ _OPTIONS = (
     # the channel, which costs a tenth of the relay's CPU (docs/decisions.md, 0009).
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
+#: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 
 def credentials(service: str, *, plaintext: object) -> Any:
@@ -42,12 +46,24 @@ def credentials(service: str, *, plaintext: object) -> Any:
 
 
 def channel(transport: Any, plaintext: str | None) -> grpc.Channel | Callable[..., grpc.Channel]:
-    """Return a channel to the host `plaintext`, or a function that opens a secure channel for `transport`."""
+    """Return a channel to the host `plaintext`, or a function that opens a secure channel for `transport`.
+
+    Only TLS to another machine uses the proxy of `https_proxy` or `http_proxy`. An emulator is not reached through it.
+    """
     if plaintext:
-        return grpc.insecure_channel(plaintext, options=_OPTIONS)
+        return grpc.insecure_channel(plaintext, options=(*_OPTIONS, _NO_PROXY))
 
     def secure(host: str, **arguments: Any) -> grpc.Channel:
-        opened: grpc.Channel = transport.create_channel(host, **{**arguments, "options": _OPTIONS})
+        options = (*_OPTIONS, _NO_PROXY) if _is_loopback(host) else _OPTIONS
+        opened: grpc.Channel = transport.create_channel(host, **{**arguments, "options": options})
         return opened
 
     return secure
+
+
+def _is_loopback(address: str) -> bool:
+    host, _ = host_and_port(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -8,16 +8,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from outbox import tracing
-
-
-def _escaped(text: str) -> str:
-    """Return `text` with unprintable characters escaped as in JSON."""
-    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
+from outbox.shared.terminal import json_escaped, sentences
 
 
 def as_line(value: object, default: Callable[[Any], Any] | None = None) -> str:
     """Return one line of JSON with unprintable characters escaped, so that it is safe on a terminal."""
-    return _escaped(json.dumps(value, ensure_ascii=False, default=default))
+    return json_escaped(json.dumps(value, ensure_ascii=False, default=default))
 
 
 class JsonFormatter(logging.Formatter):
@@ -51,8 +47,12 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
         """Return the line. IDs and topics are untrusted text, and must not look like further lines."""
-        record.message = _escaped(record.message)
+        record.message = json_escaped(record.message)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the same
+        """Return the stack trace, indented."""
+        return sentences(f"  {super().formatException(ei)}")
 
 
 def configure(log_format: str = "auto", level: str = "info") -> None:

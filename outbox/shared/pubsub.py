@@ -1,15 +1,13 @@
 """The connection to Pub/Sub's publisher service, or to its emulator."""
 
-import os
-
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 from outbox.shared.channels import channel, credentials
-from outbox.shared.settings import PubSubSettings
+from outbox.shared.settings import PubSubSettings, emulator_address
 
 
 def open_pubsub(settings: PubSubSettings) -> PublisherGrpcTransport:
-    """Return the transport to --pubsub-endpoint. Sends nothing. Raises NotReached.
+    """Return the transport to --pubsub-endpoint. Sends nothing. Raises NotReached, SettingError.
 
     Without this setting, PUBSUB_EMULATOR_HOST is respected.
     """
@@ -23,8 +21,8 @@ def open_pubsub(settings: PubSubSettings) -> PublisherGrpcTransport:
 
 
 def emulator_host(settings: PubSubSettings) -> str | None:
-    """Return the address of the Pub/Sub emulator, or None if it is not used."""
-    return None if settings.pubsub_endpoint else os.environ.get("PUBSUB_EMULATOR_HOST") or None
+    """Return the address of the Pub/Sub emulator, or None if it is not used. Raises SettingError."""
+    return None if settings.pubsub_endpoint else emulator_address("PUBSUB_EMULATOR_HOST")
 
 
 def create_topic_command(settings: PubSubSettings, topic: str) -> str:

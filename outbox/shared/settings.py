@@ -8,6 +8,7 @@ SettingError that names the flag or variable, the value, and what is allowed. St
 import argparse
 import dataclasses
 import difflib
+import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -124,11 +125,43 @@ def argparse_type(name: str, kind: SettingType) -> Callable[[str], Any]:
 
 #: A switch is a flag without a value. Its variable is true or false.
 SWITCH = SettingType(lambda text: ("false", "true").index(text) == 1, "true or false")
-ENDPOINT = matching(
-    r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?"
-    r"(?::(?:[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?)?",
-    "a host, or HOST:PORT, or empty for the global endpoint",
+_ADDRESS = re.compile(
+    r"(?:\[(?P<ipv6>[^]]*)\]|(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?))(?::(?P<port>[1-9][0-9]{0,4}))?"
 )
+
+
+def host_and_port(address: str) -> tuple[str, int | None]:
+    """Return the parts of HOST, HOST:PORT, [IPV6] or [IPV6]:PORT, without brackets. Raises ValueError."""
+    match = _ADDRESS.fullmatch(address)
+    if not match or int(match["port"] or 0) > 65_535:
+        raise ValueError(address)
+    if match["ipv6"] is not None:
+        ipaddress.IPv6Address(match["ipv6"])  # raises ValueError
+    return match["ipv6"] or match["name"], int(match["port"]) if match["port"] else None
+
+
+def _endpoint(text: str) -> str:
+    if text:
+        host_and_port(text)
+    return text
+
+
+def _emulator(text: str) -> str:
+    if host_and_port(text)[1] is None:
+        raise ValueError(text)
+    return text
+
+
+ENDPOINT = SettingType(_endpoint, "a host, or HOST:PORT, or [IPV6]:PORT, or empty for the global endpoint")
+_EMULATOR = SettingType(_emulator, "HOST:PORT or [IPV6]:PORT, such as 127.0.0.1:9010, without http://")
+
+
+def emulator_address(variable: str) -> str | None:
+    """Return the address in the variable of an emulator, or None if it is not set. Raises SettingError."""
+    text = os.environ.get(variable)
+    return _EMULATOR.value(text, variable) if text else None
+
+
 PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project ID")
 INSTANCE_ID = matching(r"[a-z][a-z0-9-]{1,63}", "2 to 64 characters of a-z, 0-9 and -, beginning with a letter")
 DATABASE_ID = matching(r"[a-z][a-z0-9_-]{1,29}", "2 to 30 characters of a-z, 0-9, - and _, beginning with a letter")

@@ -19,7 +19,7 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.services.spanner.transports import SpannerGrpcTransport
 
 from outbox.shared.channels import channel, credentials
-from outbox.shared.settings import DatabaseSettings
+from outbox.shared.settings import DatabaseSettings, emulator_address
 
 #: Seconds for a whole Commit with its retries. After that its outcome is unknown.
 COMMIT_SECONDS = 10.0
@@ -126,12 +126,12 @@ class LimitedDatabase(Database):
 
 
 def open_database(settings: DatabaseSettings, commit_seconds: float = COMMIT_SECONDS) -> LimitedDatabase:
-    """Return the database that the settings name. Sends nothing. Raises NotReached.
+    """Return the database that the settings name. Sends nothing. Raises NotReached, SettingError.
 
     It is reached at --spanner-endpoint. Without this setting, SPANNER_EMULATOR_HOST is respected.
     """
     endpoint = settings.spanner_endpoint
-    emulator = None if endpoint else os.environ.get("SPANNER_EMULATOR_HOST")
+    emulator = None if endpoint else emulator_address("SPANNER_EMULATOR_HOST")
     plaintext = endpoint if settings.spanner_plaintext else emulator
     account = credentials("Spanner", plaintext=plaintext)
     with _without_emulator() if endpoint else contextlib.nullcontext():

@@ -83,14 +83,30 @@ def dropped_layout(suffix: str, indexes: Collection[str]) -> list[str]:
     return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {COLUMN}{suffix}"]
 
 
-#: A text in quotes, a comment, or the end of a statement.
-_TOKEN = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\s*--[^\n]*|\s*/\*.*?\*/|(;)""", re.DOTALL)
+#: What may contain a semicolon that ends no statement: texts and names in quotes, and comments. In all quotes, also of
+#: raw texts, a backslash keeps the next character from ending them, so prefixes such as rb do not matter.
+#: https://cloud.google.com/spanner/docs/reference/standard-sql/lexical
+_TOKEN = re.compile(
+    r"""
+    (?P<quoted> \'{3} (?:\\.|[^\\])*? \'{3} | "{3} (?:\\.|[^\\])*? "{3}
+      | ' (?:\\.|[^'\\\r\n])* ' | " (?:\\.|[^"\\\r\n])* " | ` (?:\\.|[^`\\\r\n])* ` )
+    | (?P<line> \s* (?:\#|--) [^\r\n]* )
+    | (?P<block> \s* /\* .*? \*/ \s* )
+    | (?P<end> ; )""",
+    re.DOTALL | re.VERBOSE,
+)
 
 
 def cut(sql: str) -> list[str]:
     """Return the statements of a file without semicolons and comments, which the emulator refuses."""
-    text = _TOKEN.sub(lambda token: token[1] or ("\0" if token[2] else ""), sql)
-    return [statement.strip() for statement in text.split("\0") if statement.strip()]
+    statements, begin = [""], 0
+    for token in _TOKEN.finditer(sql):
+        statements[-1] += sql[begin : token.start()] + (token["quoted"] or (" " if token["block"] else ""))
+        if token["end"]:
+            statements.append("")
+        begin = token.end()
+    statements[-1] += sql[begin:]
+    return [statement.strip() for statement in statements if statement.strip()]
 
 
 def _schema_sql() -> str:

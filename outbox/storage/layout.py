@@ -30,6 +30,13 @@ class Layout:
     shards: int
     suffix: str = ""
 
+    @classmethod
+    def recorded(cls, column: str, shards: int) -> "Layout | None":
+        """Return the layout of a row of AsynchronousTaskShards, or None: any program may write anything there."""
+        suffix = column.removeprefix(COLUMN)
+        is_layout = 1 <= shards <= MAX_SHARDS and column == COLUMN + suffix and suffix in ("", str(shards))
+        return cls(shards, suffix) if is_layout else None
+
     def __lt__(self, other: "Layout") -> bool:
         return self.column < other.column
 

@@ -22,7 +22,7 @@ from outbox.storage.ddl import OPERATIONS, OWN_CHOICES, RETENTION, SHARD_COUNT, 
 from outbox.storage.layout import COLUMN, Layout
 
 __all__ = [
-    "OPERATIONS", "OWN_CHOICES", "RETENTION", "SHARD_COUNT", "apply", "differences", "layout", "layouts",
+    "OPERATIONS", "OWN_CHOICES", "RETENTION", "SHARD_COUNT", "apply", "complete", "differences", "layout", "layouts",
     "service_errors", "statements",
 ]  # fmt: skip
 
@@ -55,9 +55,12 @@ def layout(database: Database, **request: Any) -> Layout:
     While the number of shards changes, there may be two. If none is complete, return any.
     """
     found = layouts(database, **request)
-    return next(
-        (each for each, states in found.items() if list(states.values()) == ["READ_WRITE"] * 2), next(iter(found))
-    )
+    return next(iter(complete(found) or found))
+
+
+def complete(found: Mapping[Layout, Mapping[str, str]]) -> list[Layout]:
+    """Return those of the `layouts` of a table that contain all tasks, because both of their indexes do."""
+    return [each for each, states in found.items() if list(states.values()) == ["READ_WRITE"] * 2]
 
 
 def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:

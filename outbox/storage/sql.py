@@ -22,6 +22,12 @@ BY_ID = "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE}"
 #: A join that seeks once for each row on its left.
 SEEK = "JOIN@{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}"
 
+#: A worker's row may be deleted this many seconds after the worker's last heartbeat.
+FORGET_WORKER_SECONDS = 3600
+#: For how many seconds a heartbeat makes its worker live. Any program may write the column, so it is bounded: without a
+#: bound, arithmetic overflows, and nobody would poll the shards of a worker that is live for ever.
+LIVE_SECONDS = f"GREATEST(0, LEAST(LivenessTimeoutSeconds, {FORGET_WORKER_SECONDS}))"
+
 #: For `run_in_transaction`: serializable and pessimistic, whatever the client's defaults are. Otherwise the hint
 #: LOCK_SCANNED_RANGES=exclusive locks nothing.
 PESSIMISTIC: Mapping[str, Any] = {

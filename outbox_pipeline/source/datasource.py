@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
+from outbox.admin.table import LayoutChanged
 from outbox.errors import OutboxError, SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox.shared.times import resolved, shown
@@ -216,7 +217,10 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
 
     def _any_sent(self, since: datetime, until: datetime) -> bool:
         [part] = parts.sent_parts(self._table.layout.ids, since, until, 1, after=True)
-        return any(True for _ in self._table.rows(("Id",), part.keys, until, index=part.index, limit=1))
+        try:
+            return any(True for _ in self._table.rows(("Id",), part.keys, until, index=part.index, limit=1))
+        except LayoutChanged:
+            return self._any_sent(since, until)
 
 
 def _offset(time: datetime) -> dict[str, str]:

@@ -7,10 +7,7 @@ be true for every row.
 """
 
 from outbox.storage.ddl import CHANGE_STREAM
-from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
-
-#: A worker's row may be deleted this many seconds after the worker's last heartbeat.
-FORGET_WORKER_SECONDS = 3600
+from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, LIVE_SECONDS, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
 
 # Ready tasks by priority, then age.
 _READY = f"""
@@ -50,8 +47,8 @@ _TOPICS = f"""
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
     LIMIT 1)) AS found"""
 # The milliseconds since each worker's last heartbeat, and for how many seconds it makes the worker live.
-_WORKERS = """
-  SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, MILLISECOND), LivenessTimeoutSeconds
+_WORKERS = f"""
+  SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, MILLISECOND), {LIVE_SECONDS}
   FROM AsynchronousTaskWorkers"""
 # The number of shards of each layout to poll.
 _LAYOUTS = "SELECT AS STRUCT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"

@@ -15,8 +15,8 @@ from google.rpc.error_details_pb2 import ResourceInfo
 
 from outbox.errors import NotReached
 from outbox.storage.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from outbox.storage.layout import COLUMN, Layout, by_suffix, first_id, renamed, suffix_of
-from outbox.storage.sql import PESSIMISTIC
+from outbox.storage.layout import Layout, by_suffix, first_id, renamed, suffix_of
+from outbox.storage.sql import FORGET_WORKER_SECONDS, PESSIMISTIC
 from publishworker.spanner import rows, statements
 from publishworker.types import (
     Candidate,
@@ -198,7 +198,7 @@ class SpannerStore:
         else:
             found = self._query(statements.DISCOVER_NO_TOPICS, "outbox-discover", {})
         _, seen, layouts, controls = found[0]
-        recorded = tuple(sorted(Layout(number, column.removeprefix(COLUMN)) for column, number in layouts))
+        recorded = tuple(sorted(filter(None, (Layout.recorded(column, number) for column, number in layouts))))
         self.layouts = recorded or self.layouts
         return Discovery(
             _workers(seen, recorded),
@@ -426,7 +426,7 @@ class SpannerStore:
 def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:
     return Workers(
         live={id: left for id, age, timeout in found if (left := timeout - age / 1000) > 0},
-        gone=frozenset(id for id, age, _ in found if age / 1000 > statements.FORGET_WORKER_SECONDS),
+        gone=frozenset(id for id, age, _ in found if age / 1000 > FORGET_WORKER_SECONDS),
         layouts=layouts,
     )
 

@@ -1,5 +1,6 @@
 """The clients of `--metrics`. Only this module imports `datadog` and the OpenTelemetry SDK."""
 
+import importlib
 import logging
 import os
 import time
@@ -7,6 +8,7 @@ from typing import Any
 
 from outbox import __version__
 from outbox.errors import SettingError
+from outbox.shared.settings import one_of
 from publishworker.telemetry.metrics import METRICS, PIPELINE, Client, Metric
 
 _log = logging.getLogger("publishworker")
@@ -19,6 +21,8 @@ QUEUED_PACKETS, SOCKET_SECONDS = 1000, 1.0
 LOST_SECONDS = 3600.0
 #: The instrument of OpenTelemetry for each type of metric.
 INSTRUMENTS = {"count": "counter", "gauge": "gauge", "distribution": "histogram"}
+#: The package of the exporter for each protocol of OTLP. The first one is the default and part of the extra.
+EXPORTERS = {"http/protobuf": "http", "grpc": "grpc"}
 #: Tags that have an attribute in the semantic conventions. Other attributes begin with `outbox.`.
 #: https://opentelemetry.io/docs/specs/semconv/messaging/messaging-metrics
 ATTRIBUTES = {"topic": "messaging.destination.name", "reason": "error.type"}
@@ -64,22 +68,40 @@ def _opentelemetry() -> Client:
     MeterProvider is the worker's own, so that the one of the process is neither used nor changed.
     """
     try:
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # noqa: PLC0415 - an extra
-            OTLPMetricExporter,
-        )
-        from opentelemetry.sdk.metrics import MeterProvider  # noqa: PLC0415 - the same
+        from opentelemetry.sdk.metrics import MeterProvider  # noqa: PLC0415 - an extra
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader  # noqa: PLC0415 - the same
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - the same
     except ImportError as error:
         raise SettingError(
             "--metrics opentelemetry: the OpenTelemetry SDK is missing: pip install 'spanner-outbox[opentelemetry]'"
         ) from error
+    exporter_class = _exporter_class()
     # The exporter logs each failed attempt.
     _LostMetrics("the OTLP endpoint", "opentelemetry.exporter", "opentelemetry.sdk")
+    try:
+        exporter = exporter_class()
+    except Exception as error:  # each variable has its own kind of error
+        raise SettingError(f"--metrics opentelemetry: a variable OTEL_EXPORTER_OTLP_* is wrong: {error}") from error
     resource = Resource.create()
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": "publishworker"}))
-    return _OpenTelemetry(MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource))
+    return _OpenTelemetry(MeterProvider([PeriodicExportingMetricReader(exporter)], resource))
+
+
+def _exporter_class() -> Any:
+    """Return the exporter's class for the protocol in the standard variables. Raises SettingError."""
+    names = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    name = next(filter(os.environ.get, names), names[1])
+    protocol = one_of(*EXPORTERS).value(os.environ.get(name) or next(iter(EXPORTERS)), name)
+    package = EXPORTERS[protocol]
+    try:
+        module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.metric_exporter")
+    except ImportError as error:
+        raise SettingError(
+            f"--metrics opentelemetry: the exporter for {protocol} is missing. Install it: pip install "
+            f"opentelemetry-exporter-otlp-proto-{package}. Another protocol can be set in {names[0]}"
+        ) from error
+    return module.OTLPMetricExporter
 
 
 class _OpenTelemetry:

@@ -32,7 +32,7 @@ def created(files: Sequence[Path]) -> Iterator[Database]:
     Processes that share an emulator have different projects. Raises OutboxError: the emulator refuses the DDL.
     """
     names = {"project": f"test-{uuid.uuid4().hex[:12]}", "instance": "test-instance", "database": "outbox"}
-    statements = [each for file in files for each in ddl.cut(file.read_text(encoding="utf-8"))]
+    statements = [each for file in files for each in ddl.cut(file.read_text(encoding="utf-8-sig"))]
     settings = DatabaseSettings.read(names)
     try:
         database: Any = resources.create(settings, statements)

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 import uuid
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from jinja2 import Environment, PackageLoader
 from outbox.cli.bulk import confirm
 from outbox.cli.output import as_json, table
 from outbox.errors import SettingError
+from outbox.shared.terminal import Escaped, complain, say
 from publishworker import exits
 from publishworker.settings import WorkerSettings
 from publishworker.verify.checks import CHECKS, FAILED, Finding, run
@@ -37,12 +37,12 @@ def verify(options: argparse.Namespace) -> int:
     with scratch(settings, options.rows, keep=options.keep) as target:
         found = {}
         for number, name in enumerate(CHECKS, 1):
-            print(f"publishworker: {name} ({number} of {len(CHECKS)})", file=sys.stderr, flush=True)
+            complain("publishworker", f"{name} ({number} of {len(CHECKS)})")
             found[name] = run(CHECKS[name], target)
     if options.json:
-        print(as_json({"checks": [{"name": name} | dataclasses.asdict(each) for name, each in found.items()]}))
+        say(as_json({"checks": [{"name": name} | dataclasses.asdict(each) for name, each in found.items()]}))
     else:
-        print(_as_table(found))
+        say(_as_table(found))
     if options.report:
         pages = Environment(loader=PackageLoader("publishworker.verify", ""), autoescape=True, trim_blocks=True)
         page = pages.get_template("report.html.jinja").render(checks=found, settings=settings)
@@ -50,11 +50,11 @@ def verify(options: argparse.Namespace) -> int:
     return exits.FAILED if any(each.verdict == FAILED for each in found.values()) else exits.DONE
 
 
-def _as_table(found: Mapping[str, Finding]) -> str:
+def _as_table(found: Mapping[str, Finding]) -> Escaped:
     rows = [(name, each.verdict, each.text) for name, each in found.items()]
     tables = [table(("CHECK", "VERDICT", "FINDING"), rows)]
     tables += [
         table((name.upper(), "FIGURE"), list(each.figures.items())) for name, each in found.items() if each.figures
     ]
     verdicts = Counter(each.verdict for each in found.values())
-    return "\n\n".join([*tables, ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())])
+    return Escaped("\n\n".join([*tables, ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())]))

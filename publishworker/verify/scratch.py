@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from google.pubsub_v1 import PublisherClient, PubsubMessage
 import outbox
 from outbox.errors import NotReached, OutboxError
 from outbox.shared.pubsub import open_pubsub
+from outbox.shared.terminal import complain
 from outbox.storage import schema
 from outbox.storage.connection import LimitedDatabase, open_database, uses_emulator
 from publishworker.settings import WorkerSettings
@@ -98,9 +98,9 @@ def scratch(settings: WorkerSettings, rows: int, *, keep: bool) -> Iterator[Scra
 
 def _drop(name: str, drop: Callable[[], object], *, keep: bool) -> None:
     if keep:
-        print(f"publishworker: {name} was kept", file=sys.stderr)
+        complain("publishworker", f"{name} was kept")
         return
     try:
         drop()
     except Exception as error:  # whatever happens, the user must know what is left
-        print(f"publishworker: {name} could not be dropped. Drop it yourself: {error}", file=sys.stderr)
+        complain("publishworker", f"{name} could not be dropped. Drop it yourself: {error}")

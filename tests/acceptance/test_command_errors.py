@@ -4,14 +4,17 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import Commands, control_codes, here, row, table
 from tests.support.operations import insert
-from tests.support.processes import Finished
+from tests.support.processes import Finished, run, started
 from tests.support.proxy import hanging, refusing
 
 #: One form of each command; its tasks and topics need not exist.
@@ -29,6 +32,8 @@ HOSTILE = (
     "\x9b31mred", "\x1b]0;title\x07", "\N{RIGHT-TO-LEFT OVERRIDE}fdp", "\N{LINE SEPARATOR}x", "\t tab", "$(id) `id` %s",
     "{not json", '"', "--yes", "'; DROP TABLE AsynchronousTasks; --",
 )  # fmt: skip
+#: It looks like three lines, or moves the cursor, if it is not escaped.
+FAKED = "東\nok  faked\r\x1b[2K\x9b2K\u2028\u202e"
 
 
 def all_at_once(outbox: Commands, commands: Sequence[str]) -> dict[str, Finished]:
@@ -73,6 +78,54 @@ def test_no_control_code_of_a_row_reaches_the_output(outbox: Commands, database:
     done = outbox.shell("outbox list --json | outbox retry --ids-file -")
     assert (done.code, done.stdout, done.stderr) == (0, f"due now: {len(HOSTILE)} tasks\n", "")
     assert set(table(database, "AvailableAt <= CURRENT_TIMESTAMP()")) == set(HOSTILE)
+
+
+def test_no_row_adds_a_line_to_the_output(emulators: Emulators, own_database: Database):
+    """Also with topics and workers that other programs inserted: each is one line, in the worker's commands, too."""
+    insert(own_database, [row("a", topic=FAKED), row("b", "dead", topic=FAKED, LastError=FAKED)])
+    with own_database.batch() as batch:
+        now = datetime.now(UTC)
+        workers = [(name + FAKED, now, COMMIT_TIMESTAMP, 1_000, "Shard32") for name in "xy"]
+        columns = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls")
+        batch.insert("AsynchronousTaskWorkers", columns, workers)
+        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused", "Burst"), [(FAKED + "x", True, 1)])
+        batch.insert("AsynchronousTaskShards", ("ColumnName", "Shards", "State"), [
+            ("Shard", 10, "polled"), ("Shard32", 32, "building"),
+        ])  # fmt: skip
+        batch.insert("AsynchronousTaskOperations", ("OperationId", "Operation", "StartedAt", "Selection"), [
+            ("c", "reshard", COMMIT_TIMESTAMP, '{"from": 32, "to": 10}'),
+        ])  # fmt: skip
+    outbox = Commands(emulators, own_database)
+    done = [outbox.here(*words.split()) for words in ("status", "schema reshard --status", "topics", "operations")]
+    done += [
+        run("publishworker", *words, environment=outbox.environment, seconds=60)
+        for words in (["check"], ["drain", "--deadline=2"])
+    ]
+    for each in done:
+        text = each.stdout + each.stderr
+        assert control_codes(text) == []
+        assert not any(line.startswith("ok  faked") for line in text.splitlines())
+    assert all("ok  faked" in each.stdout for each in (*done[:3], *done[-2:])), done
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_has_few_characters_gets_escapes(
+    emulators: Emulators, database: Database, tmp_path: Path, encoding: str
+):
+    """JSON remains JSON, on stderr, too."""
+    insert(database, [row("a", "dead", topic="東京", OrderingKey="🎉", LastError="é")])
+    outbox = Commands(emulators, database)
+    variables = outbox.environment | {"PYTHONIOENCODING": encoding}
+
+    def finished(module: str, *words: str) -> Finished:
+        with started(module, *words, environment=variables, directory=tmp_path) as process:
+            return Finished(process.wait(60), process.stdout, process.stderr)
+
+    listed = finished("outbox", "list", "--json")
+    assert (listed.code, json.loads(listed.stdout)["topic"]) == (0, "東京"), listed
+    assert r"\ud83c\udf89" in finished("outbox", "list").stdout
+    drained = finished("publishworker", "drain")
+    assert (drained.code, drained.stdout) == (0, "1 dead in topic \\u6771\\u4eac\ndrained\n"), drained
 
 
 def test_hostile_ids_are_taken_literally(outbox: Commands, database: Database):

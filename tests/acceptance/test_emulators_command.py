@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
 from outbox.storage import schema
 from tests.support import processes
 from tests.support.commands import TRACE, here
-from tests.support.processes import Process, children, gone, started
+from tests.support.processes import Process, children, gone, run, started
+from tests.support.proxy import silent_port
 from tests.support.pubsub import PubSub
-from tests.support.spanner import instance
+from tests.support.relays import register
+from tests.support.spanner import instance, variables
 from tests.support.waiting import eventually
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
@@ -148,6 +151,19 @@ def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubS
     ]
     topics = pubsub.publisher.list_topics(project=f"projects/{project}")
     assert {each.name.rpartition("/")[2] for each in topics} == {"orders", "mails"}
+
+
+def test_a_proxy_is_not_used_for_emulators(emulators: Emulators, database: Database, topic: str):
+    """A proxy that does not answer stops no command, and no client that has the printed variables."""
+    register(database, topic, 1)
+    with silent_port() as proxy:
+        names = dict.fromkeys(("grpc_proxy", "https_proxy", "http_proxy", "HTTP_PROXY"), f"http://{proxy}")
+        environment = emulators.environment() | variables(database.database_id) | names
+        create = ("emulators", "--create", f"p-{uuid.uuid4().hex[:8]}/main/shop", "--topic", "orders")
+        commands = [("outbox", *create), ("outbox", "status"), ("publishworker", "check"), ("publishworker", "drain")]
+        done = [run(*words, environment=environment) for words in commands]
+    assert [each.code for each in done] == [0, 0, 0, 0], done
+    assert "export no_grpc_proxy=127.0.0.1\n" in done[0].stdout
 
 
 def test_a_ddl_file_may_contain_the_tables_of_the_outbox(emulators: Emulators, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`outbox tail` as a process: each task that is sent is one line, whichever worker marks it, also after an outage."""
 
+import functools
 import json
 import signal
 import time
@@ -38,6 +39,10 @@ def wait_for(process: Process, expected: list[str]) -> None:
     """Return when as many lines are there, and check that they are these, each once."""
     eventually(lambda: len(ids(process)) >= len(expected), seconds=SECONDS, message=f"{len(expected)} lines")
     assert sorted(ids(process)) == sorted(expected)
+
+
+def grown(process: Process, screens: int) -> bool:
+    return process.stdout.count("as of") > screens
 
 
 def test_two_tails_show_each_task_of_a_worker_once(emulators: Emulators, database: Database, topic: str):
@@ -117,3 +122,22 @@ def test_an_outage_of_spanner_loses_no_line(emulators: Emulators, database: Data
             process.end()
             assert process.stderr.count("Retrying") <= 1
             assert TRACE not in process.stderr
+
+
+def test_commands_that_follow_continue_after_the_number_of_shards_was_changed(
+    emulators: Emulators, own_database: Database
+):
+    """Also when it is changed again. Nothing is printed twice, and nobody has to start them again."""
+    insert(own_database, [row("first"), row("second"), row("third")])
+    outbox = Commands(emulators, own_database)
+    with outbox.started("tail", "--json") as tail, outbox.started("status", "--watch") as watch:
+        tail.wait_for_text("following from")
+        mark(own_database, "first")
+        wait_for(tail, ["first"])
+        watch.wait_for_text("as of")
+        for shards, expected in (("32", ["first", "second"]), ("7", ["first", "second", "third"])):
+            assert outbox.run("schema", "reshard", "--shards", shards).code == 0
+            mark(own_database, expected[-1])
+            wait_for(tail, expected)
+            eventually(functools.partial(grown, watch, watch.stdout.count("as of")), seconds=SECONDS)
+        assert (watch.stderr, tail.stderr.count("\n")) == ("", 1)

@@ -1,5 +1,6 @@
 """Where emulators come from, and the error if one cannot be started. The binaries here are fakes."""
 
+import re
 import signal
 import socket
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from outbox.devtools import child_process, emulators
-from outbox.errors import NotReached
+from outbox.errors import NotReached, SettingError
+from outbox.shared.pubsub import open_pubsub
+from outbox.shared.settings import PubSubSettings
+from outbox.storage.connection import open_database
 from tests.support.proxy import silent_port
 from tests.support.waiting import eventually
 
@@ -94,6 +98,43 @@ def test_a_variable_with_a_dead_address_is_named(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", host)
         monkeypatch.setenv("PUBSUB_EMULATOR_HOST", host)
         _not_reached(f"SPANNER_EMULATOR_HOST is '{host}', but nothing answers")
+
+
+@pytest.mark.parametrize("variable", ["SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST"])
+@pytest.mark.parametrize(
+    "text",
+    ["::1:8085", "[::1]", "[::1:8085", "[1.2.3.4]:1", "localhost", "http://localhost:8085", "localhost:http",
+     "localhost:65536", "localhost:0", ":8085", "local host:1", "localhost:8085/", "localhost:٨"],
+)  # fmt: skip
+def test_a_variable_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    """In each command, whichever connection it opens first."""
+    monkeypatch.setenv(variable, text)
+    sentence = f"{variable}: {text!r} is not allowed. It must be HOST:PORT or [IPV6]:PORT"
+    place = PubSubSettings.read(dict.fromkeys(("project", "instance", "database"), "shop"), {})
+    of_spanner = variable == emulators.SPANNER.variable
+    with pytest.raises(SettingError, match=re.escape(sentence)):
+        open_database(place) if of_spanner else open_pubsub(place)
+    with pytest.raises(SettingError, match=re.escape(sentence)):
+        emulators.running_one(emulators.SPANNER if of_spanner else emulators.PUBSUB).__enter__()
+
+
+def test_an_emulator_may_have_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In brackets. A proxy that the environment names is not used for it."""
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "localhost,::1")
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with server, socket.create_server(("127.0.0.1", 0)) as other:
+        spanner, pubsub = f"[::1]:{server.getsockname()[1]}", f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setenv("SPANNER_EMULATOR_HOST", spanner)
+        monkeypatch.setenv("PUBSUB_EMULATOR_HOST", pubsub)
+        with emulators.running() as running:
+            assert (running.spanner_host, running.pubsub_host, running.children) == (spanner, pubsub, ())
+            assert running.environment()["no_grpc_proxy"] == "localhost,::1,127.0.0.1"
+        monkeypatch.delenv("http_proxy")
+        assert "no_grpc_proxy" not in running.environment()
 
 
 def test_the_sdk_is_found_by_the_real_path_of_gcloud(monkeypatch: pytest.MonkeyPatch, sdk: Sdk, tmp_path: Path) -> None:

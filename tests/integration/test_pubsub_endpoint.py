@@ -67,8 +67,21 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
 
 
 @pytest.mark.parametrize(
-    "value", [f"https://{ENDPOINT}", f"{ENDPOINT}/", "two words", "host:port", ":443", "host:0", "host:65536"]
-)
+    "value",
+    [
+        f"https://{ENDPOINT}",
+        f"{ENDPOINT}/",
+        "two words",
+        "host:port",
+        ":443",
+        "host:0",
+        "host:65536",
+        "::1",
+        "::1:443",
+        "[::1",
+        "[host]:1",
+    ],
+)  # fmt: skip
 def test_an_invalid_endpoint_is_refused(value: str) -> None:
     """It is no address of a page, has no path, and its port is a number."""
     with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed. It must be a host, or HOST:PORT"):
@@ -101,12 +114,14 @@ def test_the_channel_connects_to_the_endpoint(
     for endpoint, target in {
         ENDPOINT: f"{ENDPOINT}:443",
         "pubsub.example.com:8443": "pubsub.example.com:8443",
+        "[2001:db8::1]:8443": "[2001:db8::1]:8443",
     }.items():
         open_pubsub(place(pubsub_endpoint=endpoint))
         host, options = channels.pop()
         assert host == target
         assert dict(options["options"])["grpc.max_receive_message_length"] == -1
         assert "grpc.max_reconnect_backoff_ms" in dict(options["options"])
+        assert "grpc.enable_http_proxy" not in dict(options["options"])
     with pubsub_server() as server:
         settings = place(pubsub_endpoint=server.address, pubsub_plaintext="true")
         publisher = PubSubPublisher(open_pubsub(settings), PROJECT)
@@ -114,6 +129,9 @@ def test_the_channel_connects_to_the_endpoint(
         assert isinstance(publisher.publish("orders", [row], 5)["a"], Sent)
         assert len(server.requests) == 1
     assert channels == []
+    for endpoint in ("[::1]:443", "localhost", "127.0.0.1:8443"):  # no proxy
+        open_pubsub(place(pubsub_endpoint=endpoint))
+        assert dict(channels.pop()[1]["options"])["grpc.enable_http_proxy"] == 0
     monkeypatch.delenv("PUBSUB_EMULATOR_HOST")
     open_pubsub(place())
     assert channels.pop()[0] == "pubsub.googleapis.com:443"

@@ -24,6 +24,7 @@ from publishworker.types import Key
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
 from tests.support.spanner import place, record_requests
+from tests.support.statements import scans
 
 #: The tables with one row for each controlled topic, worker or operation are read as a whole.
 SMALL = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskShards")
@@ -39,6 +40,7 @@ def problems(statement: str) -> Iterator[str]:
     for join in re.findall(r"\bJOIN\b(?!@\{[^}]*JOIN_METHOD=APPLY_JOIN)[^,]{0,40}", statement):
         if "UNNEST" not in join:
             yield f"the form is not forced of {join}"
+    yield from (f"a scan: {part}" for part in scans(statement))
     for hint, order in re.findall(
         r"FROM AsynchronousTasks@\{FORCE_INDEX=(\w+)\}[^()]*?ORDER BY ([\w ,]+?) LIMIT", statement
     ):
@@ -92,9 +94,10 @@ TO_SEND = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
 @pytest.mark.parametrize(
     ("statement", "problem"),
     [
-        ("SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL", "no index is forced"),
+        ("SELECT Id FROM AsynchronousTasks WHERE Id = @id", "no index is forced"),
         (f"SELECT 1 FROM UNNEST(@shards) AS shard JOIN {TO_SEND} ON Shard = shard", "the form is not forced"),
         (f"SELECT Id FROM {TO_SEND} WHERE Shard = 1 ORDER BY Priority DESC LIMIT 5", "is not the key"),
+        (f"SELECT (SELECT COUNT(*) FROM {TO_SEND} AS b WHERE b.SentAt IS NULL AND a.Shard = 1)", "a scan"),
     ],
 )
 def test_a_statement_without_hints_is_noticed(statement: str, problem: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from outbox.message import RawPubsubMessage
 from outbox.storage.layout import Layout, suffix_of
+from outbox.storage.sql import FORGET_WORKER_SECONDS
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
-from publishworker.spanner import statements
 from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
 from publishworker.types import (
     LIVENESS_TIMEOUT_SECONDS,
@@ -159,7 +159,7 @@ class FakeStore:
         self.layouts = recorded or self.layouts
         return Workers(
             live={worker: left for worker, age in ages.items() if (left := self.live_for(worker) - age) > 0},
-            gone=frozenset(worker for worker, age in ages.items() if age > statements.FORGET_WORKER_SECONDS),
+            gone=frozenset(worker for worker, age in ages.items() if age > FORGET_WORKER_SECONDS),
             layouts=recorded,
         )
 

@@ -19,6 +19,7 @@ from tests.benchmarks import page as benchmarks
 from tests.benchmarks import results
 from tests.faults import page as faults
 from tests.simulation import scale
+from tests.support.statements import scans
 
 ROOT = Path(__file__).parents[2]
 #: Every page but those of installed packages, caches, whose folders begin with a dot, and what targets of make write.
@@ -158,6 +159,14 @@ def test_make_targets_exist(page: Path) -> None:
     named = re.findall(r"(?:`|^    |\$ )make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(named) <= targets
     assert page != ROOT / "README.md" or {"demo", "test"} <= set(named)
+
+
+@each_page
+def test_statements_scan_neither_the_table_nor_an_index(page: Path) -> None:
+    """Blocks of SQL, and statements in commands. The same rule as for the statements of the product."""
+    text = page.read_text(encoding="utf-8")
+    statements = re.findall(r"^```sql\n(.*?)^```|--sql=\"([^\"$]+)\"", text, re.MULTILINE | re.DOTALL)
+    assert [found for pair in statements for found in scans("".join(pair))] == []
 
 
 def test_documented_limits_match_the_code() -> None:

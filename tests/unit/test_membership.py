@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.storage.layout import Layout
+from outbox.storage.sql import FORGET_WORKER_SECONDS
 from publishworker.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
     HEARTBEAT_RETRY_SECONDS,
@@ -20,7 +21,6 @@ from publishworker.membership import (
     Membership,
     divide,
 )
-from publishworker.spanner import statements
 from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS, NotWritten, StoreError
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Workers
 from tests.support.fakes import FakeStore
@@ -64,7 +64,7 @@ class Watch(Membership):
         super().__init__(self.store, "me", clock=lambda: self.seconds, wall_clock=lambda: self.wall_seconds)
 
     def see(self, *live: str, gone: Collection[str] = ()) -> tuple[int, ...]:
-        old = timedelta(seconds=statements.FORGET_WORKER_SECONDS + 1)
+        old = timedelta(seconds=FORGET_WORKER_SECONDS + 1)
         self.store.seen_at = dict.fromkeys(live, self.store.now) | dict.fromkeys(gone, self.store.now - old)
         self.learn(self.store.workers())
         return self.shards

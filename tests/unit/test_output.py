@@ -71,10 +71,12 @@ def test_dead_and_retrying_tasks_are_colored(
     plain = table(heads, rows)
     use_color(color)
     text = table(heads, rows)
+    header = table(("N", "LONG"), [(1, "a longer text")]).split("\n")[0]
     use_color("never")
     assert re.sub(r"\x1b\[\d+m", "", text) == plain
     assert (text != plain) == colored
     if colored:
+        assert header == "\x1b[1mN\x1b[0m  \x1b[1mLONG\x1b[0m"
         assert text.split("\n")[1:] == [
             "\x1b[31mdead    \x1b[0m  \x1b[31m   7\x1b[0m  x",
             "\x1b[33mretrying\x1b[0m     0  dead",
@@ -145,7 +147,7 @@ def test_text_that_is_cut_inside_a_character_stays_text(before: int, monkeypatch
     # A message of the limit is shown whole; JSON that is cut is text, and a message without data has no lines.
     monkeypatch.setattr(tasks, "SHOWN_BYTES", 4)
     assert list(tasks._data_lines(b"[12]")) == ["Data         4 bytes, JSON", "  [", "    12", "  ]"]
-    cut = ["Data         5 bytes, text", "  [12 ", "  ... 1 more bytes: --raw writes all"]
+    cut = ["Data         5 bytes, text", "  [12 ", "  ... 1 more byte: --raw writes all"]
     assert list(tasks._data_lines(b"[12 ]")) == cut
     assert list(tasks._data_lines(b"")) == ["Data         0 bytes"]
 

@@ -8,6 +8,8 @@ from unittest import mock
 import pytest
 from google.api_core import exceptions as google
 from google.auth.exceptions import DefaultCredentialsError, RefreshError
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.storage import ddl, schema
@@ -29,6 +31,43 @@ CREATE TABLE A (Id STRING(36) DEFAULT ('--;\\''), -- a key
         "CREATE TABLE A (Id STRING(36) DEFAULT ('--;\\''),\n  Name STRING(9)) PRIMARY KEY (Id)",
         "CREATE TABLE B (Id INT64) PRIMARY KEY (Id)",
     ]
+
+
+PIECES = st.sampled_from([";", "'", '"', "`", "--", "#", "/*", "*/", "x", " ", "é", "\\'", '\\"', "\\`", "\\\\", "\\n"])
+TEXT = st.lists(PIECES, max_size=8).map("".join)
+
+
+def quoted(quote: str) -> st.SearchStrategy[str]:
+    """Return texts in these quotes, with all prefixes. Of a text in triple quotes, a line may end in it."""
+    text = TEXT.map(lambda text: re.sub(rf"(\\.)|{quote[0]}", r"\1", text, flags=re.DOTALL))
+    if len(quote) == 3:
+        inside = st.sampled_from(["x", f"\n{quote[0]};\r\n", f"{quote[:2]};"])
+        text = st.tuples(text, inside, text).map("".join)
+    prefixes = ("",) if quote == "`" else ("", "r", "B", "rb", "bR")
+    return st.tuples(st.sampled_from(prefixes), text).map(lambda each: f"{each[0]}{quote}{each[1]}{quote}")
+
+
+WORDS = st.sampled_from(["CREATE", "(", "- -", "1 / 2 * 3", "@{a=b}"])
+CODE = st.one_of(*map(quoted, ("'", '"', "`", "'''", '"""')), WORDS)
+COMMENT = st.one_of(
+    st.tuples(st.sampled_from(["--", "#"]), TEXT, st.sampled_from(["\n", "\r\n"])).map("".join),
+    TEXT.map(lambda text: f"/*{text.replace('*/', '')}\n;*/"),
+)
+
+
+@given(st.lists(st.lists(st.tuples(CODE, st.one_of(st.just(""), COMMENT)), min_size=1, max_size=6), max_size=4))
+@example([[("'''it's; ok'''", "# don't drop; this\n"), ("1", "")], [(r"r'\';'", "")]])
+def test_random_statements_are_cut_where_they_end(statements: list[list[tuple[str, str]]]) -> None:
+    def words(*parts: str) -> str:
+        return " ".join(parts).translate(dict.fromkeys(map(ord, " \r\n")))
+
+    file = ";\n".join(" ".join(f"{code} {comment}" for code, comment in statement) for statement in statements)
+    expected = [words(*(code for code, _ in statement)) for statement in statements]
+    assert [words(each) for each in ddl.cut(file)] == expected
+
+
+def test_a_comment_separates_words():
+    assert ddl.cut("CREATE/**/TABLE#;\nA--;\r\n(B); -- no end") == ["CREATE TABLE\nA\r\n(B)"]
 
 
 def test_the_default_is_schema_sql_without_comments():

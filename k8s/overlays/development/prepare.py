@@ -7,7 +7,6 @@ It keeps existing objects, so the restart of a worker changes nothing. `outbox s
 
 import contextlib
 import os
-import socket
 import sys
 import time
 
@@ -15,6 +14,8 @@ from google.api_core.exceptions import AlreadyExists
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import pubsub_v1, spanner
 from orders import service, shop
+
+from outbox.devtools.child_process import answers
 
 #: Seconds until the emulators must answer, after their image was pulled.
 WAIT_SECONDS = 60.0
@@ -36,14 +37,12 @@ def main() -> int:
 
 
 def _answers(host: str) -> bool:
-    name, _, port = host.rpartition(":")
     deadline = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            socket.create_connection((name, int(port)), timeout=1).close()
-            return True
+    while not answers(host):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.5)
-    return False
+    return True
 
 
 def _make_database(project: str, instance_id: str, database_id: str) -> None:

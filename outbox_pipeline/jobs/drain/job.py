@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.shared import logs
+from outbox.shared.terminal import counted
 from outbox_pipeline import schemas
 from outbox_pipeline.settings import DrainSettings
 from publishworker import exits
@@ -109,7 +110,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
                 "append"
             ).save()
         rounds += 1
-        _log.info("Round %s: %s workers", rounds, workers, extra={"action": "drain"})
+        _log.info("Round %s: %s", rounds, counted(workers, "worker"), extra={"action": "drain"})
         done = _round(spark, settings, store, workers, until)
         counts.update(done)
         if done["published"]:

@@ -155,7 +155,12 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
     started_at, finished_at, selection = found
     if finished_at is not None:
         raise SettingError(f"--resume {id}: this replay finished at {shown(finished_at)}. Start a new one instead")
-    return ReplaySelection.parsed(selection), started_at
+    try:
+        return ReplaySelection.parsed(selection), started_at
+    except (ValueError, TypeError, RecursionError):
+        raise SettingError(
+            f"--resume {id}: the column Selection of this row is not that of a replay: {selection!r}"
+        ) from None
 
 
 def _check(spark: SparkSession, selection: ReplaySelection) -> None:

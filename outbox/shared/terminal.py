@@ -1,0 +1,66 @@
+"""What the commands of all packages write on stdout and stderr: whatever a row contains, it cannot control a terminal.
+
+`say` and `complain` are the only functions that write for people and programs. Standard library only.
+"""
+
+import codecs
+import io
+import json
+import sys
+from typing import TextIO
+
+
+class Escaped(str):
+    """Text that contains no unescaped value, so `say` writes it as it is: JSON, and tables with colors."""
+
+    __slots__ = ()
+
+
+def escaped(text: str) -> str:
+    """Return `text` with every unprintable character, also a line break, as a Python escape."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def json_escaped(text: str) -> str:
+    """Return `text` with every unprintable character escaped as in JSON."""
+    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return text such as `1 task` or `1,500 tasks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def joined(*lines: str) -> Escaped:
+    """Return `lines` as one text. A line that is not Escaped becomes exactly one line."""
+    return Escaped("\n".join(line if isinstance(line, Escaped) else escaped(line) for line in lines))
+
+
+def sentences(text: str) -> Escaped:
+    """Return a message of several lines. All but the first are indented, so none of them looks like another message."""
+    first, *others = text.split("\n")
+    return joined(first, *(line if line.startswith("  ") else f"  {line}" for line in others))
+
+
+def say(*lines: str, stream: TextIO | None = None, end: str = "\n") -> None:
+    """Write `lines`, each as one line, on stdout or on `stream`."""
+    print(joined(*lines), file=stream or sys.stdout, end=end, flush=True)
+
+
+def complain(program: str, text: str) -> None:
+    """Write a message of a program on stderr."""
+    say(sentences(f"{program}: {text}"), stream=sys.stderr)
+
+
+def prepare_streams() -> None:
+    """Let stdout and stderr escape characters that their encoding does not have, in a form that JSON has, too."""
+    codecs.register_error("json_escape", _replacement)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="json_escape")
+
+
+def _replacement(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end

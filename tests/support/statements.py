@@ -1,0 +1,29 @@
+"""What a statement on AsynchronousTasks reads: a range of an index, single rows, or everything."""
+
+import re
+
+#: The table in a statement that reads or changes rows, with its hint and its alias.
+_TABLE = re.compile(r"\b(?:FROM|JOIN(?:@\{[^}]*\})?|UPDATE) AsynchronousTasks(?:@\{[^}]*\})?(?: AS (?!OF)(\w+))?(?!\w)")
+_INNERMOST = re.compile(r"\([^()]*\)")
+
+
+def scans(statement: str) -> list[str]:
+    """Return each part of a statement that reads the table or an index without a condition on its first column.
+
+    That column is Id, or the number of the shard.
+    """
+    statement = " ".join(re.sub(r"--[^\n]*", "", statement).split())
+    found = []
+    for table in _TABLE.finditer(statement):
+        scope = _own(statement[table.end() :])
+        alias = rf"{table[1]}\." if table[1] else r"(?<![.\w])"
+        if not re.search(rf"{alias}(?:Shard\d*|Id) (?:=|IN\b|BETWEEN\b)|= {alias}Id\b", scope):
+            found.append(table[0] + scope)
+    return found
+
+
+def _own(text: str) -> str:
+    """Return a text up to the end of its query, without what is in parentheses."""
+    while (shorter := _INNERMOST.sub("_", text)) != text:
+        text = shorter
+    return re.split(r"\)|;|\bUNION\b", text, maxsplit=1)[0]

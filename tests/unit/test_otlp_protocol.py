@@ -1,0 +1,64 @@
+"""`--metrics opentelemetry`: the protocol of the standard variables, or a sentence. No collector."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+from outbox.errors import SettingError
+from publishworker.telemetry import clients
+
+ALL, METRICS = "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"
+OF_GRPC = "opentelemetry.exporter.otlp.proto.grpc.metric_exporter"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, OTLPMetricExporter), ({ALL: "", METRICS: ""}, OTLPMetricExporter),
+        ({ALL: "http/protobuf"}, OTLPMetricExporter), ({ALL: "grpc"}, "grpc"), ({METRICS: "grpc"}, "grpc"),
+        ({ALL: "grpc", METRICS: "http/protobuf"}, OTLPMetricExporter),
+        ({ALL: "http/protobuf", METRICS: "grpc"}, "grpc"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}, OTLPMetricExporter),
+    ],
+)  # fmt: skip
+def test_the_exporter_has_the_protocol_of_the_variables(
+    variables: dict[str, str], expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable of the metrics wins over that of all signals, and those of other signals do not matter."""
+    monkeypatch.setitem(sys.modules, OF_GRPC, SimpleNamespace(OTLPMetricExporter="grpc"))  # type: ignore[arg-type]
+    for name in (ALL, METRICS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert clients._exporter_class() == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({METRICS: "http/json"}, f"{METRICS}: 'http/json' is not allowed. It must be http/protobuf or grpc"),
+        ({ALL: "gprc"}, f"{ALL}: 'gprc' is not allowed. It must be http/protobuf or grpc. Did you mean 'grpc'"),
+        ({ALL: "grpc"}, "exporter for grpc is missing. Install it: pip install opentelemetry-exporter-otlp-proto-grpc"),
+    ],
+)
+def test_a_protocol_that_cannot_be_used_is_a_sentence(
+    variables: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, OF_GRPC, None)
+    monkeypatch.setattr(clients, "_LostMetrics", lambda *_names: None)  # it would take the loggers of this process
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=sentence):
+        clients.client("opentelemetry")
+
+
+def test_a_variable_that_the_exporter_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise KeyError("zip")
+
+    monkeypatch.setattr(clients, "_LostMetrics", lambda *_names: None)
+    monkeypatch.setattr(clients, "_exporter_class", lambda: refuse)
+    with pytest.raises(SettingError, match=r"OTEL_EXPORTER_OTLP_.* is wrong: 'zip'"):
+        clients.client("opentelemetry")

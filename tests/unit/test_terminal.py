@@ -1,0 +1,74 @@
+"""What the commands write: no value makes a line of its own, controls a terminal, or breaks the stream's encoding."""
+
+import io
+import json
+import logging
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.cli.output import as_json
+from outbox.shared.logs import JsonFormatter, TextFormatter
+from outbox.shared.terminal import complain, counted, prepare_streams, say
+
+FAKED = "orders\nok          topic invoices\r\x1b[2J\x9b2J\u202e\u2028\x85ok"
+TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
+
+
+def written(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue().decode(stream.encoding)
+
+
+@given(TEXT)
+def test_a_line_with_any_value_is_one_printable_line(value: str) -> None:
+    stream = io.StringIO()
+    say(f"ok  topic {value}", stream=stream)
+    assert stream.getvalue().startswith("ok  topic ")
+    assert stream.getvalue().removesuffix("\n").isprintable()
+
+
+def test_no_line_of_a_message_looks_like_another_message(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("outbox", f"it failed:\n  the first\nthe second\t\x1b[2J{FAKED}")
+    first, *others = capsys.readouterr().err.removesuffix("\n").split("\n")
+    assert first == "outbox: it failed:"
+    assert others[:2] == ["  the first", r"  the second\t\x1b[2Jorders"]
+    assert all(line.startswith("  ") and line.isprintable() for line in others)
+
+
+def test_a_stack_trace_in_a_text_log_is_indented_and_escaped() -> None:
+    try:
+        int(FAKED)
+    except ValueError:
+        record = logging.LogRecord("publishworker", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    _, *trace = TextFormatter().format(record).split("\n")
+    assert trace[0] == "  Traceback (most recent call last):"
+    assert all(line.startswith("  ") and line.isprintable() for line in trace)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_stream_shows_what_its_encoding_does_not_have(
+    encoding: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of JSON stay JSON with every character, also those of the log."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(f"sys.{name}", stream)
+    prepare_streams()
+    values = {"key": "Grüße 東京 🎉 \ud800"}
+    record = logging.LogRecord("publishworker", logging.INFO, "", 0, values["key"], (), None)
+    say(values["key"], as_json(values), stream=stream)
+    print(JsonFormatter().format(record), file=stream)
+    text, line, log = written(stream).splitlines()
+    assert text.endswith(r"\ud800")
+    assert json.loads(line) == values
+    assert json.loads(log)["message"] == values["key"]
+
+
+def test_one_of_a_kind_is_not_in_the_plural() -> None:
+    assert [counted(number, "live worker") for number in (0, 1, 1_000)] == [
+        "0 live workers", "1 live worker", "1,000 live workers",
+    ]  # fmt: skip
