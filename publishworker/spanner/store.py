@@ -25,7 +25,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestO
 from google.rpc.error_details_pb2 import ResourceInfo
 
 from outbox.errors import NotReached
-from outbox.storage.connection import STREAM_RETRY, Deadline, LimitedDatabase
+from outbox.storage.connection import STREAM_RETRY, UNANSWERED, Deadline, LimitedDatabase
 from outbox.storage.layout import COLUMN, Layout, by_suffix, first_id, renamed, suffix_of
 from outbox.storage.sql import PESSIMISTIC
 from publishworker.spanner import marks, rows, statements
@@ -76,8 +76,8 @@ _PARAM_TYPES = {
     "skip_dead": param_types.BOOL,
 }
 _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
-#: The errors by which Spanner certainly has not executed a request. After all others its outcome is unknown. Those of
-#: the first line are about the content of the request, such as a value that a constraint of the table forbids.
+#: Errors by which Spanner certainly has not executed a request, those about its content first, such as a value that a
+#: constraint forbids. After all other errors the outcome is unknown.
 _CONTENT = (AlreadyExists, FailedPrecondition, InvalidArgument, OutOfRange)
 _NOT_EXECUTED = (*_CONTENT, Aborted, NotFound, PermissionDenied, Unauthenticated)
 
@@ -406,10 +406,7 @@ class SpannerStore:
             )
 
     def _transaction_slot(self, seconds: float) -> contextlib.AbstractContextManager[float]:
-        """Return a context in which a transaction runs. It yields the remaining `seconds`.
-
-        EmulatorStore overrides it, because the emulator runs one transaction at a time.
-        """
+        """Return a context in which a transaction runs. It yields the remaining `seconds`. EmulatorStore overrides it."""
         return contextlib.nullcontext(seconds)
 
     def _heartbeat_batch(self) -> Any:
@@ -426,18 +423,13 @@ class SpannerStore:
         try:
             yield
         except (*_SERVICE_ERRORS, StoreError) as error:
-            lost = _is_lost_session(error.__cause__ if isinstance(error, StoreError) else error)
-            if lost and self._database is used:  # otherwise another thread has replaced it
-                # Spanner has deleted the session, or the database was restored. The client would keep using the lost
-                # session.
+            cause = error.__cause__ if isinstance(error, StoreError) else error
+            if self._database is used and _is_lost_session(cause):  # otherwise another thread has replaced it
+                # Spanner has deleted the session, or the database was restored. The client would keep using it.
                 self._database = used.renewed()
             if isinstance(error, StoreError):
                 raise
-            if isinstance(error, NotFound) and not lost:
-                raise DatabaseMissing(describe(error)) from error
-            if isinstance(error, _CONTENT):
-                raise Refused(describe(error)) from error
-            raise (NotWritten if isinstance(error, _NOT_EXECUTED) else StoreError)(describe(error)) from error
+            raise _kind(error)(describe(error)) from error
 
 
 def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:
@@ -454,6 +446,16 @@ def _controls(found: Sequence[Sequence[Any]]) -> TopicControls:
         paused=frozenset(topic for topic, paused, *_ in found if paused),
         limits={topic: limit for topic, limit in limits.items() if limit != TopicLimit()},
     )
+
+
+def _kind(error: Exception) -> type[StoreError]:
+    """Return what an error of the client says about the rows: whether they may have been written."""
+    is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, Aborted)
+    if is_unanswered or not isinstance(error, _NOT_EXECUTED):
+        return StoreError
+    if isinstance(error, NotFound) and not _is_lost_session(error):
+        return DatabaseMissing
+    return Refused if isinstance(error, _CONTENT) else NotWritten
 
 
 def _is_lost_session(error: BaseException | None) -> bool:
