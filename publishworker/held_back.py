@@ -31,10 +31,10 @@ class HeldBack:
         self._pauses: dict[str, _Pause] = {}
 
     def learn(self, result: BatchResult) -> None:
-        """Begin or lengthen the pause of a refused task. Forget tasks whose batch was committed."""
+        """Begin or lengthen the pause of a refused task. Forget tasks whose rows were changed."""
         batch = result.batch
         if result.error is None:
-            for id in batch.ids:
+            for id in (*result.published(), *result.recorded, *result.deferred):
                 self._pauses.pop(id, None)
         elif result.refused and not result.published():
             [id] = batch.ids

@@ -40,7 +40,8 @@ def times_sent(row: LockedRow, *, sent: bool) -> int:
     because a mark must change it: see `Version`.
     """
     change = int(sent) - (row.sent_at is not None)
-    return row.times_sent + change if -MAX_INT64 <= row.times_sent + change <= MAX_INT64 else row.times_sent - change
+    number = row.times_sent + change
+    return number if -MAX_INT64 - 1 <= number <= MAX_INT64 else row.times_sent - change
 
 
 def _clean_marks(tasks: Iterable[tuple[str, int]]) -> Mutation:

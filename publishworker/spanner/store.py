@@ -406,7 +406,7 @@ class SpannerStore:
             )
 
     def _transaction_slot(self, seconds: float) -> contextlib.AbstractContextManager[float]:
-        """Return a context in which a transaction runs. It yields the remaining `seconds`. EmulatorStore overrides it."""
+        """Return a context in which a transaction runs. It yields the remaining seconds. EmulatorStore overrides it."""
         return contextlib.nullcontext(seconds)
 
     def _heartbeat_batch(self) -> Any:
