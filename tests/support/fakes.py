@@ -282,8 +282,13 @@ class FakeStore:
         return committed
 
     def refuse(self, marks: Mapping[str, Mark]) -> None:
-        """Raise Refused if a commit with these marks is refused."""
-        if bad := sorted(self.refused & marks.keys()):
+        """Raise Refused if a commit with these marks is refused, because of `refused` or of a number beyond INT64."""
+        numbers = {
+            id: [times_sent(self.as_locked(self.rows[id]), sent=isinstance(each, Sent))] for id, each in marks.items()
+        }
+        numbers |= {id: [*numbers[id], each.attempts] for id, each in marks.items() if isinstance(each, NotSent)}
+        too_large = {id for id, some in numbers.items() if any(not -(2**63) <= each < 2**63 for each in some)}
+        if bad := sorted(self.refused & marks.keys() | too_large):
             raise Refused(f"OUT_OF_RANGE: a constraint is violated by {bad[0]}")
 
     def apply(self, marks: Mapping[str, Mark], committed: datetime) -> None:
