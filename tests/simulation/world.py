@@ -237,7 +237,7 @@ class World:
                 expires_at=None if lifetime == inf else created_at + timedelta(seconds=lifetime),
             )  # fmt: skip
             self.audit.committed(id, task)
-            if random.random() < self.plan.refused:
+            if now < self.plan.seconds and random.random() < self.plan.refused:
                 self.spanner.table.refused.add(id)
                 self.audit.disturbances["refused"] += 1
         self.clockwork.after(random.uniform(0.03, 0.15), self._wake)
