@@ -12,7 +12,7 @@ from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
 from publishworker.retry_policy import RetryPolicy, is_recorded, last_error
-from publishworker.spanner.store import Decide, NotWritten, Store, StoreError
+from publishworker.spanner.store import Decide, NotWritten, Refused, Store, StoreError
 from publishworker.telemetry.metrics import CLAIM, COMMIT, PUBLISH
 from publishworker.types import (
     MARKED,
@@ -28,6 +28,11 @@ from publishworker.types import (
     Skipped,
     Version,
 )
+
+#: Max seconds to search for the rows for which Spanner refuses a commit, and max refused rows while all are refused.
+#: Then the reason is probably in no row.
+SEARCH_SECONDS = 20.0
+MAX_REFUSED = 10
 
 
 class Delivery:
@@ -115,16 +120,17 @@ class Delivery:
             self._expire(result, eligible, now)
             publishable = [row for row in eligible if row.id not in result.answers]
             result.answers |= self._publisher.refusals(batch.topic, publishable)
-            marked = {row.id: row for row in eligible if row.id not in result.answers}
+            marked = {row.id: row for row in to_publish(eligible, result.answers)}
             return self._marks(result, eligible, now) | dict.fromkeys(marked, MARKED)
 
         committed = self._transact(result, attempt)
-        if committed is None:
-            result.unconfirmed = list(marked) if result.commit_unknown else []
-            return result
-        self._publish(result, list(marked.values()), locked_at)
+        for part in (result, *result.parts):
+            part.unconfirmed = [id for id in part.batch.ids if id in marked] if part.commit_unknown else []
+        sendable = _without_gaps(list(marked.values()), committed)
+        marked = {id: row for id, row in marked.items() if id in committed}
+        self._publish(result, sendable, locked_at)
         refused = {id: row for id, row in marked.items() if _is_surely_not_published(result.answers.get(id))}
-        result.unconfirmed = [id for id in marked.keys() - refused.keys() if not isinstance(result.answers[id], Sent)]
+        result.unconfirmed += [id for id in marked.keys() - refused.keys() if not isinstance(result.answers[id], Sent)]
         if refused:
             self._undo_marks(result, refused, committed)
         return result
@@ -135,20 +141,22 @@ class Delivery:
         self._transact(result, decide)
         return result
 
-    def _undo_marks(self, result: BatchResult, before: Mapping[str, LockedRow], committed: datetime) -> None:
+    def _undo_marks(
+        self, result: BatchResult, before: Mapping[str, LockedRow], committed: Mapping[str, datetime]
+    ) -> None:
         """Clear SentAt of rows that have not changed since the mark was committed, and record the failed attempts."""
         recorded_before = result.recorded
 
         def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            ours = [before[row.id] for row in rows if row.sent_at == committed]
+            ours = [before[row.id] for row in rows if row.sent_at == committed[row.id]]
             records = self._marks(result, ours, now)
             result.recorded |= recorded_before
             return {row.id: records.get(row.id) or _restored(row, result.answers.get(row.id)) for row in ours}
 
         undone = self.mark(Batch(result.batch.topic, tuple(before)), attempt)
-        if undone.error is not None:
-            result.recorded = recorded_before
-            result.unconfirmed += before
+        for id in (id for part in (undone, *undone.parts) if part.error is not None for id in part.batch.ids):
+            result.recorded.pop(id, None)
+            result.unconfirmed.append(id)
 
     def _check(self, result: BatchResult, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows to publish or, if they are published, to mark. Note why the others are skipped.
@@ -231,29 +239,99 @@ class Delivery:
         heads = to_release(batch, rows, marks, now, skip_dead=self._skip_dead)
         return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
 
-    def _transact(self, result: BatchResult, decide: Decide) -> datetime | None:
-        """Let the store claim the batch and write the marks. Note attempts and seconds; return the commit timestamp."""
+    def _transact(self, result: BatchResult, decide: Decide) -> Mapping[str, datetime]:
+        """Let the store claim the batch and write the marks. Note attempts and seconds.
+
+        Return the commit timestamp of each mark that is written. Tasks whose mark Spanner refuses become parts of the
+        result.
+        """
         since, phase = self._clock(), CLAIM
+        locked: Sequence[LockedRow] = ()
+        marks: Mapping[str, Mark] = {}
 
         def end_phase() -> None:
             result.phases[phase] = result.phases.get(phase, 0.0) + self._clock() - since
 
         def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            nonlocal since, phase
+            nonlocal since, phase, locked, marks
             phase = CLAIM  # after an abort, the time since the last `decide` counts as claim
             end_phase()
             result.transaction_attempts += 1
-            marks = decide(rows, now)
+            locked, marks = rows, decide(rows, now)
             since, phase = self._clock(), COMMIT
             return marks
 
         try:
-            return self._store.claim((*result.batch.ids, *result.batch.releases), timed)
+            committed = self._store.claim((*result.batch.ids, *result.batch.releases), timed)
+            return dict.fromkeys(marks, committed)
+        except Refused as error:
+            return self._write_apart(result, {row.id: row for row in locked}, marks, error)
         except StoreError as error:
-            result.error, result.commit_unknown = str(error), not isinstance(error, NotWritten)
-            return None
+            _fail(result, error)
+            return {}
         finally:
             end_phase()
+
+    def _write_apart(
+        self, result: BatchResult, locked: Mapping[str, LockedRow], marks: Mapping[str, Mark], refusal: Refused
+    ) -> Mapping[str, datetime]:
+        """Halve a refused commit until only the rows that Spanner refuses are left. Publishes nothing.
+
+        Return the commit timestamp of each written mark. The other tasks with a mark become parts of the result.
+        """
+        written: dict[str, datetime] = {}
+        failed: list[tuple[Sequence[str], StoreError]] = []
+        refused: list[tuple[Sequence[str], StoreError]] = [(tuple(marks), refusal)]
+        unchanged: dict[str, Mark] = {}
+        end = self._clock() + SEARCH_SECONDS
+
+        def decide(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
+            nonlocal unchanged
+            unchanged = {row.id: marks[row.id] for row in rows if _is_unchanged(row, locked[row.id])}
+            return unchanged
+
+        while refused:
+            ids, error = refused.pop()
+            may_search = self._clock() < end and (written or len(failed) < MAX_REFUSED)
+            if len(ids) < 2 or not may_search:
+                failed.append((ids, error))
+                continue
+            for half in (ids[len(ids) // 2 :], ids[: len(ids) // 2]):
+                try:
+                    committed = self._store.claim(half, decide)
+                    written |= dict.fromkeys(unchanged, committed)
+                except Refused as again:
+                    refused.append((half, again))
+                except StoreError as other:
+                    failed.append((half, other))
+        if not written:
+            _fail(result, refusal)
+        for ids, error in failed:
+            _fail(result if tuple(ids) == result.batch.ids else result.split_off(ids), error)
+        return written
+
+
+def _fail(result: BatchResult, error: StoreError) -> None:
+    """Note in the result that the marks of its tasks are not written, or perhaps not."""
+    result.error, result.commit_unknown = str(error), not isinstance(error, NotWritten)
+    result.refused = isinstance(error, Refused) and len(result.batch.ids) == 1
+
+
+def _is_unchanged(row: LockedRow, before: LockedRow) -> bool:
+    """Tell whether a mark for the row as it was before still holds."""
+    return row.sent_at == before.sent_at and Version.of(row) == Version.of(before)
+
+
+def _without_gaps(rows: Sequence[LockedRow], committed: Collection[str]) -> list[LockedRow]:
+    """Return the committed rows, of each ordering key only those before the first one that is not committed."""
+    found: list[LockedRow] = []
+    ended: set[str | None] = set()
+    for row in rows:
+        if row.id not in committed and row.ordering_key is not None:
+            ended.add(row.ordering_key)
+        elif row.id in committed and row.ordering_key not in ended:
+            found.append(row)
+    return found
 
 
 def _traces(rows: Sequence[LockedRow], ids: Collection[str]) -> dict[str, str]:

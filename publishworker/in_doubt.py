@@ -24,6 +24,9 @@ FIRST_RETRY_SECONDS = 1.0
 #: Max seconds that a turn waits for a mark while publishing is paused. Also the pause between two rounds of marks at
 #: exit.
 MARK_WAIT_SECONDS = 0.25
+#: Max tasks that Spanner refuses to mark one after the other while nothing else commits. The reason may then be in no
+#: row, so publishing is paused. As it may also be in each of them, the first probe is published at once.
+MAX_REFUSED = 10
 
 _log = logging.getLogger("publishworker")
 
@@ -64,7 +67,9 @@ class InDoubt:
         self._tasks: dict[str, _TaskInDoubt] = {}
         self._marking = InFlight(lambda batch: mark(batch, self._marks), clock, touch_file, threads)
         self._paused = False
+        self._refused = 0  # tasks since the last commit
         self._probed_at = float("-inf")
+        self._probe_seconds = PROBE_SECONDS
 
     @property
     def batches_in_flight(self) -> int:
@@ -79,7 +84,7 @@ class InDoubt:
     @property
     def may_publish(self) -> bool:
         """Tell whether anything may be published now, even if it is only a probe."""
-        return not self.is_paused or self._clock() - self._probed_at >= PROBE_SECONDS
+        return not self.is_paused or self._clock() - self._probed_at >= self._probe_seconds
 
     def learn(self, result: BatchResult) -> None:
         """Learn from a finished batch. If its commit failed, its published tasks are in doubt.
@@ -90,14 +95,13 @@ class InDoubt:
             self._resume()
             return
         now, published = self._clock(), result.published_versions()
-        if published and not self._paused:
-            self._paused, self._probed_at = True, now
-            _log.warning(
-                "A commit failed: %s. Until a commit succeeds, the worker publishes only one task every %g s.",
-                result.error, PROBE_SECONDS, extra={"action": "publishing_paused"},
-            )  # fmt: skip
+        self._refused += result.refused
+        if published and (not result.refused or self._refused > MAX_REFUSED):
+            self._pause(result, now)
         for id, version in published.items():
-            self._tasks.setdefault(id, _TaskInDoubt(result.batch.topic, version, now))
+            task = self._tasks.setdefault(id, _TaskInDoubt(result.batch.topic, version, now))
+            if result.refused:
+                self._delay(task)
         for id in list(self._tasks)[: max(0, len(self._tasks) - MAX_TASKS)]:
             del self._tasks[id]
 
@@ -117,7 +121,7 @@ class InDoubt:
         first = next((batch for batch in batches if not batch.defers), None)
         if first is None:
             return []
-        self._probed_at = self._clock()
+        self._probed_at, self._probe_seconds = self._clock(), max(self._probe_seconds, FIRST_RETRY_SECONDS)
         return [Batch(first.topic, first.ids[:1], keys=first.keys[:1], bytes=first.bytes)]
 
     def mark(self) -> None:
@@ -172,15 +176,32 @@ class InDoubt:
                 for id in result.batch.ids:
                     self._tasks.pop(id, None)
                 self._resume()
-        if self._paused:
-            return
-        for ids in (result.batch.ids for result in finished if result.error is not None):
-            for task in (self._tasks[id] for id in ids if id in self._tasks):
-                task.retry_delay = min(PROBE_SECONDS, 2 * task.retry_delay or FIRST_RETRY_SECONDS)
+        for result in finished:
+            if result.error is None or (self._paused and not result.refused):
+                continue
+            for task in (self._tasks[id] for id in result.batch.ids if id in self._tasks):
+                self._delay(task)
                 # The failure of several tasks together says nothing about one of them, so do not delay them yet.
-                task.retry_at = self._clock() + (task.retry_delay if len(ids) == 1 else 0.0)
+                task.retry_at = task.retry_at if len(result.batch.ids) == 1 else self._clock()
+
+    def _pause(self, result: BatchResult, now: float) -> None:
+        first = 0.0 if result.refused else PROBE_SECONDS
+        if self._paused:
+            self._probe_seconds = min(PROBE_SECONDS, max(first, 2 * self._probe_seconds))
+            return
+        self._paused, self._probed_at, self._probe_seconds = True, now, first
+        _log.warning(
+            "A commit failed: %s. Until a commit succeeds, the worker publishes only one task every %g s.",
+            result.error, PROBE_SECONDS, extra={"action": "publishing_paused"},
+        )  # fmt: skip
+
+    def _delay(self, task: _TaskInDoubt) -> None:
+        """Mark the task alone, and later than after its last failure."""
+        task.retry_delay = min(PROBE_SECONDS, 2 * task.retry_delay or FIRST_RETRY_SECONDS)
+        task.retry_at = self._clock() + task.retry_delay
 
     def _resume(self) -> None:
+        self._refused = 0
         if self._paused:
             self._paused = False
             _log.info("Publishing resumes: a transaction has committed", extra={"action": "publishing_resumed"})

@@ -179,7 +179,7 @@ class InFlight:
             if isinstance(result, BaseException):
                 self._join()
                 raise result
-            results.append(result)
+            results += [each for each in (result, *result.parts) if each.batch.ids]
         return results
 
     def _run(self, entry: _Entry) -> None:

@@ -10,6 +10,7 @@ from random import Random
 
 from publishworker.batching import Limits
 from publishworker.delivery import Delivery
+from publishworker.held_back import HeldBack
 from publishworker.in_doubt import InDoubt
 from publishworker.in_flight import InFlight
 from publishworker.membership import Membership
@@ -89,6 +90,7 @@ class Relay:
         self.woken = threads.event()
         self._in_flight = InFlight(delivery.run, clock, touch_file, threads)
         self._in_doubt = InDoubt(delivery.mark, limits, clock, touch_file, threads)
+        self._held_back = HeldBack(clock)
         self._reporter = Reporter(metrics, clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
@@ -163,6 +165,7 @@ class Relay:
         for result in finished:
             self._reporter.batch(result)
             self._in_doubt.learn(result)
+            self._held_back.learn(result)
             if (change := self._topics.learn(result)) is not None:
                 self._reporter.circuit(change)
                 changed = True
@@ -205,7 +208,7 @@ class Relay:
             return Polled()
         # Batches that end during the poll are collected only after the selection. Otherwise the turn could start their
         # tasks again, because the poll may have returned them as unsent.
-        in_flight = self._in_flight.ids() | self._in_doubt.ids()
+        in_flight = self._in_flight.ids() | self._in_doubt.ids() | self._held_back.ids()
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
         began = self._clock()
         room = (self._limits.batches - len(self._in_flight)) * self._limits.batch_size
@@ -216,7 +219,8 @@ class Relay:
 
     def _resolve(self, polled: Polled) -> ResolvedKeys:
         self._touch_file()
-        return self._ordering.resolve(polled.candidates, self._in_flight.keys() | self._in_doubt.keys())
+        busy = self._in_flight.keys() | self._in_doubt.keys() | self._held_back.keys()
+        return self._ordering.resolve(polled.candidates, busy)
 
     def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> list[Batch]:
         self._touch_file()

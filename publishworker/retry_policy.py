@@ -9,10 +9,8 @@ from random import Random
 
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
-from publishworker.types import Batch, Deferred, Failed, LockedRow, NotSent
+from publishworker.types import MAX_INT64, Batch, Deferred, Failed, LockedRow, NotSent
 
-#: Max value of the column Attempts. Another writer may have set the column to it, so the count must not overflow.
-MAX_INT64 = 2**63 - 1
 #: Max characters of LastError, with the reason.
 MAX_ERROR_CHARACTERS = 1_000
 
@@ -35,7 +33,7 @@ class RetryPolicy:
 
     def record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Return the values to write to the row of a task that failed at `now`, the database's time."""
-        attempts = min(row.attempts + 1, MAX_INT64)
+        attempts = min(max(row.attempts, 0) + 1, MAX_INT64)  # another writer may have set the column to any number
         dead = self._is_last(row, attempts, kind_of(failure.reason), now)
         available_at = NEVER if dead else now + timedelta(seconds=self._wait(attempts))
         return NotSent(attempts, available_at, row.expires_at, last_error(failure))

@@ -3,14 +3,17 @@
 Candidate, LockedRow and Version are NamedTuples, which take a quarter of the time of a frozen dataclass to create.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from outbox.storage.layout import Layout
 from outbox.storage.task_states import NEVER
+
+#: Max value of an INT64 column. Another writer may have set a column to it.
+MAX_INT64 = 2**63 - 1
 
 
 class Candidate(NamedTuple):
@@ -279,7 +282,7 @@ class BatchResult:
     """The outcome of one batch, including the state that later transaction attempts need.
 
     If `error` is None, the commit succeeded and every mark is written. Otherwise `commit_unknown` says whether the
-    outcome of the commit is unknown.
+    outcome of the commit is unknown, and `refused` that Spanner has refused to write these tasks, each by itself.
     """
 
     batch: Batch
@@ -309,6 +312,24 @@ class BatchResult:
     transaction_attempts: int = 0
     error: str | None = None
     commit_unknown: bool = False
+    refused: bool = False
+    #: Results of tasks that were in this batch until Spanner refused its commit.
+    parts: list["BatchResult"] = field(default_factory=list)
+
+    def split_off(self, ids: Collection[str]) -> "BatchResult":
+        """Move tasks to a new result in `parts`, and return it."""
+        keys = dict(zip_longest(self.batch.ids, self.batch.keys)) if self.batch.keys else {}
+
+        def batch(*ids: str) -> Batch:
+            return replace(self.batch, ids=ids, keys=tuple(keys.get(id) for id in ids) if keys else (), releases=())
+
+        part = BatchResult(batch(*ids), locked_at=self.locked_at)
+        self.batch = batch(*(id for id in self.batch.ids if id not in ids))
+        for name in ("answers", "versions", "outcomes", "recorded", "deferred", "traces", "waited"):
+            kept = getattr(self, name)
+            setattr(part, name, {id: kept.pop(id) for id in ids if id in kept})
+        self.parts.append(part)
+        return part
 
     def published(self) -> list[str]:
         """Return the IDs of the published tasks, whether or not the commit succeeded."""
@@ -329,9 +350,10 @@ class BatchResult:
     def at_most_once_batch(self) -> Batch | None:
         """Return a batch of the tasks that must be marked first, or None.
 
-        Tasks behind a failed one of their ordering key are left out.
+        Tasks behind a failed one of their ordering key are left out. There is none if tasks were split off, because
+        they may be such failed ones.
         """
-        skipped = self._skipped("at_most_once")
+        skipped = [] if self.parts else self._skipped("at_most_once")
         pairs = list(zip_longest(self.batch.ids, self.batch.keys)) if skipped else []
         failed = {key for id, key in pairs if key is not None and isinstance(self.answers.get(id), Failed)}
         once = [(id, key) for id, key in pairs if id in skipped and key not in failed]

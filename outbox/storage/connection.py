@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from google.api_core.exceptions import DeadlineExceeded, InternalServerError, ResourceExhausted, ServiceUnavailable
+from google.api_core.exceptions import (
+    ClientError,
+    DeadlineExceeded,
+    InternalServerError,
+    ResourceExhausted,
+    ServiceUnavailable,
+)
 from google.api_core.retry import Retry, if_exception_type
 from google.cloud import spanner
 from google.cloud.spanner_v1 import BurstyPool, SpannerClient
@@ -173,18 +179,26 @@ def _without_emulator() -> Iterator[None]:
             os.environ["SPANNER_EMULATOR_HOST"] = host
 
 
+#: A note of an error: an earlier attempt of the same call had no answer, so it may have been executed.
+UNANSWERED = "after an attempt without an answer"
+
+
 class _InternalNotRetried(InternalServerError):
     """INTERNAL in a class of our own, because the client retries exactly InternalServerError for two minutes."""
 
 
 def _limited(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    retry = Retry(predicate=_TRANSIENT, initial=0.1, maximum=2.0, timeout=seconds)
-
     def limited(*arguments: Any, **keywords: Any) -> Any:
+        failed: list[Exception] = []
+        retry = Retry(predicate=_TRANSIENT, initial=0.1, maximum=2.0, timeout=seconds, on_error=failed.append)
         try:
             return call(*arguments, **{"retry": retry, "timeout": seconds, **keywords})
         except InternalServerError as error:
             raise _InternalNotRetried(error.message, errors=error.errors) from error  # type: ignore[no-untyped-call]  # as its base
+        except ClientError as error:
+            if any(isinstance(each, ServiceUnavailable) for each in failed):
+                error.add_note(UNANSWERED)
+            raise
 
     return limited
 

@@ -11,10 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, Mutation
-
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.statements import MARK_CLEAN_COLUMNS
 from publishworker.types import Candidate, Key, LockedRow, QueuedTask
 
 
@@ -79,20 +76,6 @@ def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
             )
         )
     return rows, now or datetime.min.replace(tzinfo=UTC)
-
-
-def clean_marks(tasks: Iterable[tuple[str, int]]) -> Mutation:
-    """Return the mutation that sets SentAt and TimesSent, from the ID and TimesSent of each task."""
-    mutation = Mutation()
-    write: Any = Mutation.pb(mutation).update
-    write.table = "AsynchronousTasks"
-    write.columns.extend(MARK_CLEAN_COLUMNS)
-    for id, times_sent in tasks:
-        values = write.values.add().values
-        values.add().string_value = id
-        values.add().string_value = COMMIT_TIMESTAMP
-        values.add().string_value = str(times_sent)
-    return mutation
 
 
 class UnsentRow(NamedTuple):

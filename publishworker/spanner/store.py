@@ -8,29 +8,37 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
-from google.api_core.exceptions import Aborted, GoogleAPICallError, NotFound, RetryError
+from google.api_core.exceptions import (
+    Aborted,
+    AlreadyExists,
+    FailedPrecondition,
+    GoogleAPICallError,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    PermissionDenied,
+    RetryError,
+    Unauthenticated,
+)
 from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions, param_types
 from google.rpc.error_details_pb2 import ResourceInfo
 
 from outbox.errors import NotReached
-from outbox.storage.connection import STREAM_RETRY, Deadline, LimitedDatabase
+from outbox.storage.connection import STREAM_RETRY, UNANSWERED, Deadline, LimitedDatabase
 from outbox.storage.layout import Layout, by_suffix, first_id, renamed, suffix_of
 from outbox.storage.sql import FORGET_WORKER_SECONDS, PESSIMISTIC
-from publishworker.spanner import rows, statements
+from publishworker.spanner import marks, rows, statements
 from publishworker.types import (
     Candidate,
-    Deferred,
     Discovery,
     Heartbeat,
     Key,
     KeyHeads,
     LockedRow,
     Mark,
-    NotSent,
     PollRequest,
     QueuedTask,
-    Sent,
     TopicControls,
     TopicLimit,
     Workers,
@@ -68,6 +76,10 @@ _PARAM_TYPES = {
     "skip_dead": param_types.BOOL,
 }
 _SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
+#: Errors by which Spanner certainly has not executed a request, those about its content first, such as a value that a
+#: constraint forbids. After all other errors the outcome is unknown.
+_CONTENT = (AlreadyExists, FailedPrecondition, InvalidArgument, OutOfRange)
+_NOT_EXECUTED = (*_CONTENT, Aborted, NotFound, PermissionDenied, Unauthenticated)
 
 #: Called under the lock with the rows and the database's time, and again after an abort. Returns the marks by ID.
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, Mark]]
@@ -77,12 +89,16 @@ class StoreError(NotReached):
     """Spanner did not answer, or refused the request. Rows may have been written, unless the error is a NotWritten."""
 
 
-class DatabaseMissing(StoreError):
+class NotWritten(StoreError):
+    """Nothing was written: the rows were not locked, or Spanner aborted or refused the transaction."""
+
+
+class DatabaseMissing(NotWritten):
     """Spanner has no such database, instance or table, or no longer has it."""
 
 
-class NotWritten(StoreError):
-    """Nothing was written: the rows were not locked, or the transaction was aborted for the last time."""
+class Refused(NotWritten):
+    """Nothing was written, because Spanner refuses the content of the request. A single row may be the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,21 +255,30 @@ class SpannerStore:
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store. Serializable and pessimistic, whatever the client's defaults are: LOCK_SCANNED_RANGES needs it."""
+        transaction: Any = None
 
-        def work(transaction: Any) -> Any:
-            locked, now = _lock(transaction, ids, self._priority)
-            _mark(transaction, locked, decide(locked, now))
-            return transaction
+        def work(attempt: Any) -> None:
+            nonlocal transaction
+            locked, now = _lock(attempt, ids, self._priority)
+            marks.write(attempt, locked, decide(locked, now))
+            transaction = attempt
 
         with self._store_errors(), self._transaction_slot(ABORTED_SECONDS) as seconds:
-            transaction = self._database.run_in_transaction(
-                work,
-                timeout_secs=seconds,
-                default_retry_delay=ABORTED_DELAY_SECONDS,
-                transaction_tag="outbox-relay",
-                commit_request_options={"priority": self._priority},
-                **PESSIMISTIC,
-            )
+            try:
+                self._database.run_in_transaction(
+                    work,
+                    timeout_secs=seconds,
+                    default_retry_delay=ABORTED_DELAY_SECONDS,
+                    transaction_tag="outbox-relay",
+                    commit_request_options={"priority": self._priority},
+                    **PESSIMISTIC,
+                )
+            except _CONTENT:
+                # The client leaves the refused transaction and its locks open, but its rows are locked again at once.
+                if transaction is not None:
+                    with contextlib.suppress(*_SERVICE_ERRORS):
+                        transaction.rollback()
+                raise
         committed: datetime = transaction.committed
         return committed
 
@@ -391,10 +416,7 @@ class SpannerStore:
             )
 
     def _transaction_slot(self, seconds: float) -> contextlib.AbstractContextManager[float]:
-        """Return a context in which a transaction runs. It yields the remaining `seconds`.
-
-        EmulatorStore overrides it, because the emulator runs one transaction at a time.
-        """
+        """Return a context in which a transaction runs. It yields the remaining seconds. EmulatorStore overrides it."""
         return contextlib.nullcontext(seconds)
 
     def _heartbeat_batch(self) -> Any:
@@ -411,16 +433,13 @@ class SpannerStore:
         try:
             yield
         except (*_SERVICE_ERRORS, StoreError) as error:
-            lost = _is_lost_session(error.__cause__ if isinstance(error, StoreError) else error)
-            if lost and self._database is used:  # otherwise another thread has replaced it
-                # Spanner has deleted the session, or the database was restored. The client would keep using the lost
-                # session.
+            cause = error.__cause__ if isinstance(error, StoreError) else error
+            if self._database is used and _is_lost_session(cause):  # otherwise another thread has replaced it
+                # Spanner has deleted the session, or the database was restored. The client would keep using it.
                 self._database, self._heartbeats = used.renewed(), self._heartbeats.renewed()
             if isinstance(error, StoreError):
                 raise
-            if isinstance(error, NotFound) and not lost:
-                raise DatabaseMissing(describe(error)) from error
-            raise (NotWritten if isinstance(error, Aborted) else StoreError)(describe(error)) from error
+            raise _kind(error)(describe(error)) from error
 
 
 def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:
@@ -437,6 +456,16 @@ def _controls(found: Sequence[Sequence[Any]]) -> TopicControls:
         paused=frozenset(topic for topic, paused, *_ in found if paused),
         limits={topic: limit for topic, limit in limits.items() if limit != TopicLimit()},
     )
+
+
+def _kind(error: Exception) -> type[StoreError]:
+    """Return what an error of the client says about the rows: whether they may have been written."""
+    is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, Aborted)
+    if is_unanswered or not isinstance(error, _NOT_EXECUTED):
+        return StoreError
+    if isinstance(error, NotFound) and not _is_lost_session(error):
+        return DatabaseMissing
+    return Refused if isinstance(error, _CONTENT) else NotWritten
 
 
 def _is_lost_session(error: BaseException | None) -> bool:
@@ -471,31 +500,6 @@ def _lock(transaction: Any, ids: Sequence[str], priority: RequestOptions.Priorit
         # rolls back.
         raise NotWritten(describe(error)) from error
     return rows.locked(found)
-
-
-def _mark(transaction: Any, locked: Sequence[LockedRow], marks: Mapping[str, Mark]) -> None:
-    clean: list[tuple[str, int]] = []
-    others: list[tuple[Any, ...]] = []
-    deferred: list[tuple[Any, ...]] = []
-    for row in locked:
-        match marks.get(row.id):
-            case Sent() if row.clean:
-                clean.append((row.id, row.times_sent + 1))
-            case Sent():
-                others.append((row.id, COMMIT_TIMESTAMP, row.times_sent + 1, None, None, None, None, 0))
-            case NotSent() as failure:
-                # If the row is marked as sent, undo the mark and do not count it in TimesSent.
-                times_sent = row.times_sent - (row.sent_at is not None)
-                times = failure.available_at, None, failure.expires_at
-                others.append((row.id, None, times_sent, *times, failure.error, failure.attempts))
-            case Deferred() as deferral:
-                deferred.append((row.id, deferral.available_at, deferral.head))
-    if clean:
-        # The client's `update` takes eight times the CPU (docs/decisions.md, 0009).
-        transaction._mutations.append(rows.clean_marks(clean))  # noqa: SLF001 - no public method takes a mutation
-    for columns, values in ((statements.MARK_COLUMNS, others), (statements.DEFER_COLUMNS, deferred)):
-        if values:  # an update without rows is an error
-            transaction.update("AsynchronousTasks", columns, values)
 
 
 def describe(error: Exception) -> str:

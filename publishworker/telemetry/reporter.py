@@ -61,14 +61,7 @@ class Reporter:
             self._metrics.count(m.DEFERRED, len(result.deferred), topic=topic)
         else:
             self._metrics.count(m.UNCOMMITTED, len(published), topic=topic)
-            effect = "None of them was published."
-            if published:
-                effect = f"{_tasks(published)} in doubt: published, and will be marked without another publish."
-            self._throttled_log.log(
-                "commit_failed",
-                topic,
-                f"Commit failed for {_tasks(result.batch.ids)} of topic {topic}: {result.error}. {effect}",
-            )
+            self._commit_failed(result, published)
         if result.unconfirmed:
             self._metrics.count(m.UNCONFIRMED, len(result.unconfirmed), topic=topic)
             self._throttled_log.log(
@@ -125,6 +118,26 @@ class Reporter:
             fields = {**self._work, "seconds": round(seconds, 1)}
             _log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
             self._work.clear()
+
+    def _commit_failed(self, result: BatchResult, published: Sequence[str]) -> None:
+        topic, ids = result.batch.topic, result.batch.ids
+        if result.refused:
+            state = "It is published but cannot be marked as sent" if published else "It was not published"
+            self._throttled_log.log(
+                "task_refused",
+                topic,
+                f"Spanner refuses to change the row of task {ids[0]} of topic {topic}: {result.error}. {state}. The "
+                "worker tries again after growing pauses. Repair or delete the row",
+                max_lines=FAILURE_LINES,
+                fields={"task_id": ids[0], "topic": topic},
+            )
+            return
+        effect = "None of them was published."
+        if published:
+            effect = f"{_tasks(published)} in doubt: published, and will be marked without another publish."
+        self._throttled_log.log(
+            "commit_failed", topic, f"Commit failed for {_tasks(ids)} of topic {topic}: {result.error}. {effect}"
+        )
 
     def _failures(self, result: BatchResult) -> None:
         """Count failed attempts, and log the recorded ones. The line about the open circuit covers the others."""

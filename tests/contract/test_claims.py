@@ -137,6 +137,18 @@ def test_a_failed_task_is_a_candidate_once_its_retry_is_due(harness: Harness) ->
     assert columns(harness, "dead") == (None, NEVER, FUTURE, "expired: long ago", 10)
 
 
+@pytest.mark.parametrize("count", [2**63 - 1, 2**63 - 2, 0, -(2**63)])
+def test_a_count_at_its_end_does_not_overflow(harness: Harness, count: int) -> None:
+    """TimesSent may have any value. Each mark and each undone mark changes it, also of a clean row."""
+    harness.insert("clean", times_sent=count)
+    harness.insert("other", times_sent=count, **FAILED)
+    harness.store.claim(["clean", "other"], send_all)
+    sent = [harness.column(id, "times_sent") for id in ("clean", "other")]
+    assert sent == [count + 1 if count < 2**63 - 1 else count - 1] * 2
+    harness.store.claim(["clean", "other"], lambda rows, _now: {row.id: NotSent(0, None, None, None) for row in rows})
+    assert [harness.column(id, "times_sent") for id in ("clean", "other")] == [each - 1 for each in sent]
+
+
 def test_a_failure_removes_the_mark(harness: Harness) -> None:
     """A task that was marked before it was published is unsent again, with its attempts and its expiry."""
     harness.insert("a", expires_at=FUTURE, attempts=2, at_most_once=True)

@@ -24,6 +24,7 @@ EXISTS = {f"projects/test-project/topics/{name}" for name in ("orders", "payment
 }
 EDGES = [datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC), NEVER]
 times = st.none() | st.datetimes(timezones=st.just(UTC)) | st.sampled_from(EDGES)
+ends = st.sampled_from([2**63 - 1, 2**63 - 2, -1, -(2**63)]) | st.integers(-(2**63), 2**63 - 1)
 texts = st.text(max_size=30) | st.sampled_from(["\x00", "é" * 600, "x" * 1025])
 good = st.builds(
     lambda data, attributes: RawPubsubMessage(data=data, attributes=attributes).SerializeToString(),
@@ -49,13 +50,14 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "topic": st.sampled_from(["orders", "payments", "projects/partner/topics/shared"]), "data": good,
     "ordering_key": st.none() | st.sampled_from(["k", "l"]), "priority": st.just(50), "attempts": st.just(0),
     "created_at": st.just(NOON - timedelta(minutes=1)), "available_at": st.none(), "expires_at": st.none(),
-    "at_most_once": st.just(False),
+    "at_most_once": st.just(False), "times_sent": st.just(0), "sequence": st.none(), "blocked_by": st.none(),
+    "last_error": st.none(),
 }  # fmt: skip
 WILD: dict[str, st.SearchStrategy[Any]] = {
     "topic": topics, "data": st.binary(max_size=60) | st.sampled_from(CRAFTED), "ordering_key": texts.filter(bool),
-    "priority": st.integers(-(2**63), 2**63 - 1), "attempts": st.sampled_from([1, 9, 2**63 - 1, -(2**63)]),
+    "priority": ends, "attempts": st.sampled_from([1, 9]) | ends,
     "created_at": times.filter(lambda time: time is not None), "available_at": times, "expires_at": times,
-    "at_most_once": st.just(True),
+    "at_most_once": st.just(True), "times_sent": ends, "sequence": ends, "blocked_by": texts, "last_error": texts,
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from publishworker.relay import Relay
 from publishworker.settings import WorkerSettings
 from publishworker.spanner import statements
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import DatabaseMissing, NotWritten, SpannerStore, StoreError
+from publishworker.spanner.store import DatabaseMissing, NotWritten, Refused, SpannerStore, StoreError
 from publishworker.types import Heartbeat
 from tests.benchmarks.cost import cost
 from tests.support.fakes import FakePublisher, serialized
@@ -261,19 +261,29 @@ def test_a_batch_aborted_at_commit_is_published_and_marked_once(
 def test_a_surely_failed_commit_differs_from_an_unknown_outcome(
     mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the rows were not locked, or the last attempt was aborted; else the outcome is not known."""
+    """If the rows were not locked, or Spanner has refused the commit; else the outcome is not known.
+
+    A refusal says nothing about an attempt before it that had no answer.
+    """
     prepare(mock, 1)
     store = SpannerStore(database, Layout(10))
     monkeypatch.setattr("publishworker.spanner.store.ABORTED_SECONDS", 0.0)
-    for request, code, kind in (
-        ("Commit", code_pb2.INTERNAL, StoreError),
-        ("ExecuteStreamingSql", code_pb2.INTERNAL, NotWritten),
-        ("Commit", code_pb2.ABORTED, NotWritten),
+    refusals = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE", "ALREADY_EXISTS")
+    unknown = ("DEADLINE_EXCEEDED", "UNKNOWN", "INTERNAL", "CANCELLED", "DATA_LOSS")
+    for request, codes, kind in (
+        ("ExecuteStreamingSql", ["INTERNAL"], NotWritten),
+        ("ExecuteStreamingSql", ["INVALID_ARGUMENT"], NotWritten),
+        *(("Commit", [code], NotWritten) for code in ("ABORTED", "PERMISSION_DENIED", "UNAUTHENTICATED")),
+        ("Commit", ["NOT_FOUND"], DatabaseMissing),
+        *(("Commit", [code], Refused) for code in refusals),
+        *(("Commit", [code], StoreError) for code in unknown),
+        *(("Commit", ["UNAVAILABLE", code], StoreError) for code in (*refusals, "NOT_FOUND", "PERMISSION_DENIED")),
     ):
-        mock.mock_spanner.add_error(request, error(code))
+        for code in codes:
+            mock.mock_spanner.add_error(request, error(code_pb2.Code.Value(code)))
         with pytest.raises(StoreError) as caught:
             store.claim(["task-000"], lambda _rows, _now: {})
-        assert caught.type is kind
+        assert caught.type is kind, codes
 
 
 def test_a_commit_takes_ten_seconds_at_most(mock: SpannerServicer, database: LimitedDatabase) -> None:
@@ -300,7 +310,7 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
     mock.mock_spanner.add_error("ExecuteStreamingSql", lost)
     with pytest.raises(StoreError, match=r"Session not found|was concurrently deleted") as caught:
         relay.turn()
-    assert caught.type is StoreError
+    assert caught.type is not DatabaseMissing
     assert relay.turn().published == 1
     assert names(mock).count("CreateSession") >= 2
 

@@ -363,6 +363,7 @@ class Spanner:
             self.locks.acquire(transaction, id, Mode.EXCLUSIVE)
         if transaction.wounded:
             raise Aborted("wounded")
+        self.table.refuse(marks)
         transaction.commits = True
         touched = {self.split_of(self.table.rows[id]) for id in marks}
         self.clockwork.sleep(self.latencies.participant * len(touched))

@@ -75,6 +75,7 @@ class Plan:
     cpu: Cpu = NO_CPU
     reshard: int = 0  # new number of shards, while the applications register
     wake: bool = False  # a change stream starts polls, and idle workers poll seldom
+    refused: float = 0.0  # part of the tasks whose rows Spanner refuses to change, until the registrations end
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
@@ -236,6 +237,9 @@ class World:
                 expires_at=None if lifetime == inf else created_at + timedelta(seconds=lifetime),
             )  # fmt: skip
             self.audit.committed(id, task)
+            if now < self.plan.seconds and random.random() < self.plan.refused:
+                self.spanner.table.refused.add(id)
+                self.audit.disturbances["refused"] += 1
         self.clockwork.after(random.uniform(0.03, 0.15), self._wake)
 
     def _wake(self) -> None:
@@ -298,6 +302,7 @@ class World:
                 case _ if sent:
                     self._retry(random.choice(sent))
         table.paused.clear()
+        table.refused.clear()
         while True:
             self.clockwork.sleep(5.0)
             for row in [row for row in table.unsent_rows() if table.is_dead(row)]:

@@ -16,7 +16,8 @@ from outbox.storage.sql import FORGET_WORKER_SECONDS
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
-from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
+from publishworker.spanner.marks import times_sent
+from publishworker.spanner.store import Decide, NotWritten, Refused, StoreError, UnsentCount
 from publishworker.types import (
     LIVENESS_TIMEOUT_SECONDS,
     Candidate,
@@ -82,6 +83,8 @@ class FakeStore:
         self.before_commit: Callable[[], None] = lambda: None
         #: Whether a commit that fails is applied nevertheless.
         self.failed_commits_land = False
+        #: IDs of rows that cannot be changed: a commit with a mark for one of them is refused.
+        self.refused: set[str] = set()
         self.away = False
         #: When each worker was last seen.
         self.seen_at: dict[str, datetime] = {}
@@ -215,6 +218,7 @@ class FakeStore:
                 marks = {row.id: decided[row.id] for row in rows if row.id in decided}
                 try:
                     self.before_commit()
+                    self.refuse(marks)
                 except Abort:
                     continue
                 except StoreError:
@@ -277,15 +281,25 @@ class FakeStore:
         self.apply(marks, committed)
         return committed
 
+    def refuse(self, marks: Mapping[str, Mark]) -> None:
+        """Raise Refused if a commit with these marks is refused, because of `refused` or of a number beyond INT64."""
+        numbers = {
+            id: [times_sent(self.as_locked(self.rows[id]), sent=isinstance(each, Sent))] for id, each in marks.items()
+        }
+        numbers |= {id: [*numbers[id], each.attempts] for id, each in marks.items() if isinstance(each, NotSent)}
+        too_large = {id for id, some in numbers.items() if any(not -(2**63) <= each < 2**63 for each in some)}
+        if bad := sorted(self.refused & marks.keys() | too_large):
+            raise Refused(f"OUT_OF_RANGE: a constraint is violated by {bad[0]}")
+
     def apply(self, marks: Mapping[str, Mark], committed: datetime) -> None:
         for id, mark in marks.items():
             row = self.rows[id]
+            if isinstance(mark, Sent | NotSent):
+                row.times_sent = times_sent(self.as_locked(row), sent=isinstance(mark, Sent))
             if isinstance(mark, Sent):
                 row.sent_at, row.available_at, row.expires_at = committed, None, None
                 row.last_error, row.blocked_by, row.attempts = None, None, 0
-                row.times_sent += 1
             elif isinstance(mark, NotSent):
-                row.times_sent -= row.sent_at is not None  # a mark that is taken back
                 row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
                 row.last_error, row.blocked_by, row.attempts = mark.error, None, mark.attempts
             elif isinstance(mark, Deferred):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.store import Decide, StoreError
+from publishworker.spanner.store import Decide, NotWritten, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Batch, BatchResult, Failed, LockedRow, Outcome, Sent, Skipped
 from tests.support.relay_bench import Bench
@@ -52,6 +52,14 @@ def test_a_task_whose_mark_was_aborted_is_not_in_doubt(bench: Bench) -> None:
     bench.store.away = False
     bench.turns()
     assert (bench.publisher.ids(), bench.count(m.UNCONFIRMED)) == (["once"], 0)
+
+
+def test_a_task_whose_mark_was_refused_is_not_in_doubt(bench: Bench) -> None:
+    bench.insert("once", at_most_once=True)
+    bench.commits(None, NotWritten("PERMISSION_DENIED"))
+    bench.turns()
+    bench.turns()
+    assert (bench.publisher.ids(), bench.unsent(), bench.count(m.UNCONFIRMED)) == (["once"], [], 0)
 
 
 def test_a_task_that_waits_for_its_own_batch_joins_no_other(bench: Bench) -> None:

@@ -1,0 +1,95 @@
+"""Rows that Spanner refuses to change: their tasks wait, and all others are sent. On the fakes."""
+
+from itertools import pairwise
+
+import pytest
+
+from outbox.storage.task_states import NEVER
+from publishworker.spanner.store import Refused
+from publishworker.telemetry import metrics as m
+from publishworker.types import Failed
+from tests.support.relay_bench import Bench
+
+
+def attempts(bench: Bench, id: str, seconds: int) -> list[float]:
+    """Run for so long; return the times at which the task was claimed."""
+    times, before = [], bench.store.claimed[id]
+    for _ in range(seconds):
+        bench.turns()
+        if bench.store.claimed[id] > before:
+            times.append(bench.seconds)
+        before = bench.store.claimed[id]
+        bench.wait(1)
+    return times
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_refused_task_is_tried_less_and_less_often(
+    bench: Bench, caplog: pytest.LogCaptureFixture, *, once: bool
+) -> None:
+    """It is published once at most, alone in its topic too, and sent when its row is repaired."""
+    bench.insert("bad", topic="invoices", at_most_once=once)
+    bench.store.refused.add("bad")
+    times = attempts(bench, "bad", 400)
+    pauses = [after - before for before, after in pairwise(times)]
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1] >= 30) == (1, True)
+    assert bench.publisher.ids() == ([] if once else ["bad"])
+    assert "task bad of topic invoices: OUT_OF_RANGE" in caplog.text
+    bench.store.refused.clear()
+    bench.run_for(300, step=10)
+    assert (bench.publisher.ids(), bench.unsent(), bench.count(m.UNCONFIRMED)) == (["bad"], [], 0)
+
+
+def test_a_refused_task_alone_in_its_batch_pauses_no_other_topic(bench: Bench) -> None:
+    for number in range(30):
+        bench.insert(f"bad {number}", topic="invoices")
+        bench.store.refused.add(f"bad {number}")
+        bench.turns()
+        bench.insert(f"good {number}")
+        bench.turns()
+        assert bench.published(f"good {number}")
+        bench.wait(10)
+    assert len(bench.publisher.ids()) == 60
+
+
+def test_while_every_commit_is_refused_few_tasks_are_published(bench: Bench) -> None:
+    """The reason is then in no row. After it has ended, all are marked and none is published again."""
+    bench.insert(*[str(number) for number in range(150)])
+    bench.store.before_commit = refuse
+    bench.run_for(300)
+    assert len(bench.publisher.ids()) < 60
+    bench.store.before_commit = lambda: None
+    bench.run_for(60)
+    assert bench.unsent() == []
+    assert len(bench.publisher.ids()) == 150
+
+
+def refuse() -> None:
+    raise Refused("INVALID_ARGUMENT: no such column")
+
+
+@pytest.mark.parametrize("bad", ["a", "b", "c"])
+@pytest.mark.parametrize("failure", [None, "data_loss", "invalid_argument"])
+@pytest.mark.parametrize("once", [False, True])
+def test_a_refused_row_does_not_change_the_order_of_its_key(
+    bench: Bench, bad: str, failure: str | None, *, once: bool
+) -> None:
+    """Neither its own failure, nor those of others, nor a deferral that cannot be written."""
+    bench.line("a", "b", "c", at_most_once=once)
+    bench.insert("loose")
+    bench.store.refused.add(bad)
+    bench.publisher.failing = {} if failure is None else {"b": Failed(failure, "no")}
+    bench.run_for(60)
+    published = bench.publisher.ids()
+    assert "loose" in published
+    assert len(published) == len(set(published))
+    bench.store.refused.clear()
+    bench.publisher.failing.clear()
+    for id in "abc":
+        if bench.store.rows[id].available_at == NEVER:
+            bench.change(id, available_at=None, attempts=0)
+    bench.run_for(4000, step=50)
+    lost = bench.count(m.UNCONFIRMED)  # at most once, and Pub/Sub may have published it
+    assert bench.published(*"abc") == [id for id in "abc" if not (lost and id == "b")]
+    assert bench.unsent() == []
