@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from outbox.errors import SettingError
+from outbox.shared.names import DATABASE, INSTANCE, PROJECT
 
 PREFIX = "OUTBOX_"
 #: The variable names of all settings of all commands, without PREFIX. Each command reports a misspelled one.
@@ -129,9 +130,9 @@ ENDPOINT = matching(
     r"(?::(?:[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?)?",
     "a host, or HOST:PORT, or empty for the global endpoint",
 )
-PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project ID")
-INSTANCE_ID = matching(r"[a-z][a-z0-9-]{1,63}", "2 to 64 characters of a-z, 0-9 and -, beginning with a letter")
-DATABASE_ID = matching(r"[a-z][a-z0-9_-]{1,29}", "2 to 30 characters of a-z, 0-9, - and _, beginning with a letter")
+PROJECT_ID = matching(PROJECT, "a Google Cloud project ID")
+INSTANCE_ID = matching(INSTANCE, "2 to 64 characters of a-z, 0-9 and -, beginning with a letter")
+DATABASE_ID = matching(DATABASE, "2 to 30 characters of a-z, 0-9, - and _, beginning with a letter")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
