@@ -83,7 +83,7 @@ def test_a_wrong_value_names_the_flag_and_the_allowed_values(flag: str) -> None:
     for value in right:
         expected = value if flag in ("allowed_topics", "project") else float(value)
         assert getattr(read(**{flag: value}), flag) == expected
-        assert getattr(read({variable: value}), flag) == expected
+        assert getattr(WorkerSettings.read(needed, {variable: value}), flag) == expected
 
 
 def test_a_variable_that_no_setting_knows_is_reported_with_the_nearest_name() -> None:
