@@ -13,7 +13,7 @@ from google.cloud.spanner_v1 import KeySet
 from outbox.message import Message, check_task_id
 from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
 from outbox.shared.metric_recorder import count_registered
-from outbox.storage.transactions import SupportsInsert, is_inserted, remember
+from outbox.storage.transactions import SupportsInsert, insert, is_inserted, remember
 
 
 class SupportsAsyncReadInsert(SupportsInsert, Protocol):
@@ -50,13 +50,14 @@ async def register_once(
         )
     check_task_id(task_id)
     row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
-    if is_inserted(transaction, (task_id,)):
+    key = row[:1]
+    if is_inserted(transaction, key):
         return False
     request = {"request_tag": "outbox-register-once"}
-    rows = await transaction.read(TABLE, ("Id",), KeySet(keys=[[task_id]]), request_options=request)
+    rows = await transaction.read(TABLE, ("Id",), KeySet(keys=[list(key)]), request_options=request)
     if [row async for row in rows]:  # to the end, as in outbox.register_once
         return False
-    transaction.insert(TABLE, COLUMNS, [row])
-    remember(transaction, (task_id,))
-    count_registered(topic)
+    insert(transaction, TABLE, COLUMNS, [row])
+    remember(transaction, key)
+    count_registered(row[1])
     return True

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 from google.api_core.exceptions import Aborted, GoogleAPICallError, GoogleAPIError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.streamed import StreamedResultSet
 from google.cloud.spanner_v1.transaction import Transaction
 from google.protobuf.json_format import ParseDict, ParseError
 from google.pubsub_v1.types import PubsubMessage
@@ -26,6 +27,7 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.shared.metric_recorder import count_delivery
+from outbox.shared.values import check_finished, plain
 from outbox.storage.transactions import SupportsReadInsert, check_transaction, insert_once
 from outbox.tracing import processing
 
@@ -100,12 +102,12 @@ def process_once(
 
 def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, str]:
     """Return the values of Consumer and TaskId. Raises MissingTaskId, InvalidConsumer, TypeError."""
-    _check_consumer(consumer)
+    consumer = _plain_consumer(consumer)
     _check_choice("key", key, Key)
     attributes: Any = getattr(message, "attributes", None)
     if not hasattr(attributes, "get"):
         raise TypeError(f"message is {type(message).__name__}. It must be a Pub/Sub message with attributes")
-    task_id: str = attributes.get(TASK_ID_ATTRIBUTE, "")
+    task_id = plain(attributes.get(TASK_ID_ATTRIBUTE, ""))
     if 1 <= len(task_id) <= MAX_ID_CHARACTERS:
         return consumer, task_id
     message_id = message.message_id
@@ -136,20 +138,26 @@ def table_errors() -> Iterator[None]:
         ) from error
 
 
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
 def _check_choice(name: str, value: object, choices: object) -> None:
     if value not in (allowed := get_args(choices)):
         raise ValueError(f"{name} is {value!r}. It must be {' or '.join(map(repr, allowed))}")
 
 
-def _check_consumer(consumer: str) -> None:
+def _plain_consumer(consumer: str) -> str:
     if not isinstance(consumer, str):
         raise InvalidConsumer(f"consumer is {type(consumer).__name__}. It must be a str")
+    consumer = plain(consumer)
     if not 1 <= len(consumer) <= MAX_CONSUMER_CHARACTERS:
         raise InvalidConsumer(f"consumer has {len(consumer)} characters. It must have 1 to {MAX_CONSUMER_CHARACTERS}")
     if not consumer.isprintable() or consumer != consumer.strip():
         raise InvalidConsumer(
             f"consumer {consumer!r} begins or ends with a space, or has a character that cannot be printed"
         )
+    return consumer
 
 
 def pushed_message(body: Any) -> PubsubMessage:
@@ -174,7 +182,14 @@ def pushed_message(body: Any) -> PubsubMessage:
     return message
 
 
-#: Changes the subscriber's rows in the transaction. It must not be a coroutine function or a generator.
+#: Functions that only return an object when they are called.
+_WITHOUT_EFFECT: Mapping[Callable[[object], bool], str] = {
+    inspect.iscoroutinefunction: "a coroutine function",
+    inspect.isgeneratorfunction: "a generator function",
+    inspect.isasyncgenfunction: "an async generator function",
+}
+
+#: Changes the subscriber's rows in the transaction before it returns. It must not be `async def`, nor contain `yield`.
 Handle: TypeAlias = Callable[[Transaction, Any], object]
 
 
@@ -208,7 +223,7 @@ class Handler:
             InvalidConsumer: see `process_once`.
             ValueError: `key` or `missing_task_id` is not one of the values above.
         """
-        _check_consumer(consumer)
+        consumer = _plain_consumer(consumer)
         _check_choice("key", key, Key)
         _check_choice("missing_task_id", missing_task_id, Missing)
         self.database, self.consumer, self.key = database, consumer, key
@@ -221,10 +236,11 @@ class Handler:
             handle: called with the transaction and the message, and again after each ABORTED. Its result is ignored.
 
         Raises:
-            TypeError: `handle` is a coroutine function, which would have no effect.
+            TypeError: `handle` is a coroutine, generator or async generator function, which would have no effect.
         """
-        if inspect.iscoroutinefunction(handle):
-            raise TypeError(f"{handle.__qualname__} is a coroutine function. It must be a plain function")
+        for is_kind, kind in _WITHOUT_EFFECT.items():
+            if is_kind(handle):
+                raise TypeError(f"{_name(handle)} is {kind}. It must be a plain function")
         return Receiver(self, handle)
 
 
@@ -264,7 +280,8 @@ class Receiver:
             MissingTaskId: see `process_once`.
             InvalidTransaction: the function has called `commit` or `rollback`. Nothing was committed.
             NotReached: see `process_once`.
-            TypeError: the function returned an awaitable or a generator. Nothing was committed.
+            TypeError: the function returned work that is not finished: an awaitable, a generator or another iterator, a
+                future, or the rows of a query or DML statement that it has not read. Nothing was committed.
             Exception: whatever the function or Spanner raised.
         """
         outcome = "failed"
@@ -295,7 +312,9 @@ class Receiver:
                 raise
 
         try:
-            return bool(database.run_in_transaction(attempt, **self._settings.transaction_options))
+            is_first = database.run_in_transaction(attempt, **self._settings.transaction_options)
+            check_finished(is_first, f"run_in_transaction of {type(database).__name__}")
+            return bool(is_first)
         except RuntimeError:
             raise  # this thread is already in a transaction, whose flag must not be reset below
         except Exception:
@@ -311,10 +330,8 @@ class Receiver:
             return False
         with _uncommitted(transaction):
             result = self.handle(transaction, message)
-        if inspect.isawaitable(result) or inspect.isgenerator(result):
-            raise TypeError(
-                f"the function returned a {type(result).__name__}, so it had no effect: use a plain function"
-            )
+        # The client sends a statement only when its first row is read.
+        check_finished(result, _name(self.handle), StreamedResultSet)
         return True
 
     def _acknowledged(self, message: ReceivedMessage, future: Any) -> None:

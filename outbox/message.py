@@ -14,6 +14,8 @@ from proto import Message as ProtoPlusMessage
 
 from outbox import tracing
 from outbox.errors import InvalidMessage
+from outbox.shared.names import PROJECT, TOPIC_ID
+from outbox.shared.values import plain
 
 #: The attribute that carries the task ID to the subscriber.
 TASK_ID_ATTRIBUTE = "asynchronous_task_id"
@@ -30,8 +32,7 @@ MAX_ID_CHARACTERS = 64
 #: The longest full name of a topic ID: a project ID has at most 30 characters, a topic ID 255.
 LONGEST_TOPIC_NAME = f"projects/{'p' * 30}/topics/{'t' * 255}"
 
-_TOPIC_ID = r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}"
-_TOPIC = re.compile(rf"(?:projects/[A-Za-z0-9][A-Za-z0-9.:_-]{{2,99}}/topics/)?{_TOPIC_ID}")
+_TOPIC = re.compile(rf"(?:projects/{PROJECT}/topics/)?{TOPIC_ID}")
 
 # The plain protobuf classes behind proto-plus, which are an order of magnitude cheaper to fill. Their members are
 # created at run time, so they are Any for the type checker.
@@ -64,25 +65,25 @@ class SupportsProtoPlus(Protocol):
 Message: TypeAlias = bytes | bytearray | memoryview | PubsubMessage | SupportsSerializeToString | SupportsProtoPlus
 
 
-def check_topic(topic: str) -> None:
-    """Refuse an invalid topic name. Raises InvalidMessage."""
-    if not isinstance(topic, str):
-        raise InvalidMessage(f"topic is {type(topic).__name__}. It must be a str")
+def check_topic(topic: str) -> str:
+    """Return the topic as a plain str. Raises InvalidMessage: it is not a valid name."""
+    topic = _plain(topic, "topic")
     if not _TOPIC.fullmatch(topic):
         raise InvalidMessage(
             f"topic {topic[:300]!r} is not a name that Pub/Sub allows. It must be a topic ID or "
             "projects/PROJECT/topics/ID. An ID has 3 to 255 letters, digits or characters of -._~+%, and begins with a "
             "letter, but not with 'goog'"
         )
+    return topic
 
 
-def check_task_id(task_id: str) -> None:
-    """Refuse an ID that the table or an attribute cannot hold. Raises InvalidMessage."""
-    if not isinstance(task_id, str):
-        raise InvalidMessage(f"task_id is {type(task_id).__name__}. It must be a str")
+def check_task_id(task_id: str) -> str:
+    """Return the ID as a plain str. Raises InvalidMessage: the table or an attribute cannot hold it."""
+    task_id = _plain(task_id, "task_id")
     if not 1 <= len(task_id) <= MAX_ID_CHARACTERS:
         raise InvalidMessage(f"task_id has {len(task_id):,} characters. It must have 1 to {MAX_ID_CHARACTERS}")
     _utf8(task_id, "task_id")
+    return task_id
 
 
 def build(
@@ -150,7 +151,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 def _copy(message: object) -> Any:
     copy = RawPubsubMessage()
     if isinstance(message, (bytes, bytearray, memoryview)):
-        copy.data = bytes(message)
+        copy.data = memoryview(message).tobytes()  # `bytes` would ask a subclass
         return copy
     if isinstance(message, ProtoPlusMessage):
         message = type(message).pb(message)
@@ -170,11 +171,13 @@ def _copy(message: object) -> Any:
 def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
     if not isinstance(attributes, Mapping):
         raise InvalidMessage(f"attributes is {type(attributes).__name__}. It must be a mapping of str to str")
-    for key, value in attributes.items():
-        if not isinstance(key, str) or not isinstance(value, str):
+    for given_key, given in attributes.items():
+        if not isinstance(given_key, str) or not isinstance(given, str):
             raise InvalidMessage(
-                f"attribute {_shown(key)} maps {type(key).__name__} to {type(value).__name__}. Both must be str"
+                f"attribute {_shown(given_key)} maps {type(given_key).__name__} to {type(given).__name__}. Both must "
+                "be str"
             )
+        key, value = plain(given_key), plain(given)
         _utf8(key, "attribute key"), _utf8(value, f"the value of attribute {_shown(key)}")
         if key != TASK_ID_ATTRIBUTE and built.attributes.get(key, value) != value:
             raise InvalidMessage(f"attribute {_shown(key)} has different values in `message` and in `attributes`")
@@ -200,8 +203,7 @@ def _check_attributes(attributes: Mapping[str, str]) -> None:
 
 
 def _one_ordering_key(in_message: str, argument: str) -> str:
-    if not isinstance(argument, str):
-        raise InvalidMessage(f"ordering_key is {type(argument).__name__}. It must be a str")
+    argument = _plain(argument, "ordering_key")
     if in_message and argument and in_message != argument:
         raise InvalidMessage(
             f"two ordering keys: {in_message[:100]!r} in `message`, {argument[:100]!r} as `ordering_key`"
@@ -239,6 +241,12 @@ def _shown(key: object) -> str:
     """Return the key as an error message shows it, cut to a max length."""
     text = repr(key)
     return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _plain(text: object, what: str) -> str:
+    if not isinstance(text, str):
+        raise InvalidMessage(f"{what} is {type(text).__name__}. It must be a str")
+    return plain(text)
 
 
 def _utf8(text: str, what: str) -> bytes:

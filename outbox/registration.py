@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, TypedDict, Unpack
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -15,8 +15,16 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox import message as messages
 from outbox.errors import InvalidMessage
 from outbox.shared.metric_recorder import count_registered
+from outbox.shared.values import in_utc
 from outbox.storage.task_states import NEVER
-from outbox.storage.transactions import SupportsInsert, SupportsReadInsert, check_transaction, insert_once, remember
+from outbox.storage.transactions import (
+    SupportsInsert,
+    SupportsReadInsert,
+    check_transaction,
+    insert,
+    insert_once,
+    remember,
+)
 
 TABLE = "AsynchronousTasks"
 #: The columns that a registration writes. The others have defaults or are generated.
@@ -105,11 +113,11 @@ def register(
         expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
     )  # fmt: skip
     row = task_row(task)
-    transaction.insert(TABLE, COLUMNS, [row])
-    if task_id is not None:
-        remember(transaction, (task_id,))
-    count_registered(topic)
+    insert(transaction, TABLE, COLUMNS, [row])
     id: str = row[0]
+    if task_id is not None:
+        remember(transaction, (id,))
+    count_registered(row[1])
     return id
 
 
@@ -149,9 +157,9 @@ def register_once(
     check_transaction(transaction, "register_once", reads=True)
     messages.check_task_id(task_id)  # `task_row` would replace None with a random ID
     row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
-    is_new = insert_once(transaction, TABLE, COLUMNS, row, key=(task_id,), tag="outbox-register-once")
+    is_new = insert_once(transaction, TABLE, COLUMNS, row, key=row[:1], tag="outbox-register-once")
     if is_new:
-        count_registered(topic)
+        count_registered(row[1])
     return is_new
 
 
@@ -177,7 +185,7 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
         return []  # Spanner refuses an insert without rows
     # Each value costs CPU in the client and counts as a mutation, so columns with only their default are left out.
     used = [n for n in range(len(COLUMNS)) if any(row[n] is not None and row[n] is not False for row in rows)]
-    transaction.insert(TABLE, [COLUMNS[n] for n in used], [tuple([row[n] for n in used]) for row in rows])
+    insert(transaction, TABLE, [COLUMNS[n] for n in used], [tuple([row[n] for n in used]) for row in rows])
     for id in ids:
         remember(transaction, (id,))
     count_rows(rows)
@@ -186,13 +194,12 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
 
 def task_row(task: Task) -> tuple[Any, ...]:
     """Return the row in the order of COLUMNS. Raises InvalidMessage; TypeError for the type of `message`."""
-    id = str(uuid.uuid4()) if task.task_id is None else task.task_id
-    messages.check_task_id(id)
-    messages.check_topic(task.topic)
-    _check_priority(task.priority)
-    _check_times(task.available_at, task.expires_at)
+    id = messages.check_task_id(str(uuid.uuid4()) if task.task_id is None else task.task_id)
+    topic = messages.check_topic(task.topic)
+    priority = _priority(task.priority)
+    available_at, expires_at = _times(task.available_at, task.expires_at)
     data, key = messages.build(
-        task.message, topic=task.topic, attributes=task.attributes, ordering_key=task.ordering_key, task_id=id
+        task.message, topic=topic, attributes=task.attributes, ordering_key=task.ordering_key, task_id=id
     )
     if not isinstance(task.at_most_once, bool):
         raise InvalidMessage(f"at_most_once is {type(task.at_most_once).__name__}. It must be a bool")
@@ -200,14 +207,14 @@ def task_row(task: Task) -> tuple[Any, ...]:
         raise InvalidMessage("at_most_once and an ordering key exclude each other: a lost message would leave a gap")
     return (
         id,
-        task.topic,
+        topic,
         base64.b64encode(data),  # the client sends BYTES unchanged, but Spanner expects base64
-        int(task.priority),
+        priority,
         key or None,
         next(_sequence),
         COMMIT_TIMESTAMP,
-        task.available_at,
-        task.expires_at,
+        available_at,
+        expires_at,
         task.at_most_once,
     )
 
@@ -218,11 +225,12 @@ def task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
     chosen: dict[str, int] = {}
     for index, task in enumerate(tasks):
         try:
-            rows.append(task_row(task))
+            row = task_row(task)
         except (InvalidMessage, TypeError) as error:
             raise type(error)(f"tasks[{index}]: {error}") from error
-        if task.task_id is not None and (first := chosen.setdefault(task.task_id, index)) != index:
-            raise InvalidMessage(f"tasks[{index}]: task_id {task.task_id!r} is also the task_id of tasks[{first}]")
+        if task.task_id is not None and (first := chosen.setdefault(row[0], index)) != index:
+            raise InvalidMessage(f"tasks[{index}]: task_id {row[0]!r} is also the task_id of tasks[{first}]")
+        rows.append(row)
     return rows, list(chosen)
 
 
@@ -232,26 +240,31 @@ def count_rows(rows: Iterable[tuple[Any, ...]]) -> None:
         count_registered(topic, count)
 
 
-def _check_priority(priority: int) -> None:
+def _priority(priority: int) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidMessage(f"priority is {type(priority).__name__}. It must be an int")
     if not -(2**63) <= priority < 2**63:
         raise InvalidMessage("priority is outside of int64, which is -2**63 to 2**63 - 1")
+    return int.__index__(priority)  # without its subclass, such as an IntEnum
 
 
-def _check_times(available_at: datetime | None, expires_at: datetime | None) -> None:
-    for name, time in (("available_at", available_at), ("expires_at", expires_at)):
-        if time is None:
-            continue
-        if not isinstance(time, datetime):
-            raise InvalidMessage(f"{name} is {type(time).__name__}. It must be an aware datetime")
-        if time.utcoffset() is None:
-            raise InvalidMessage(f"{name} {time} has no time zone; give one, such as datetime.now(UTC) + ...")
-        try:
-            time.astimezone(UTC)
-        except OverflowError:
-            raise InvalidMessage(f"{name} {time} is outside of the years 1 to 9999 in UTC") from None
-    if available_at is not None and available_at >= NEVER:
+def _times(available_at: datetime | None, expires_at: datetime | None) -> tuple[datetime | None, datetime | None]:
+    available, expires = _utc("available_at", available_at), _utc("expires_at", expires_at)
+    if available is not None and available >= NEVER:
         raise InvalidMessage(f"available_at {available_at} is not before {NEVER}")
-    if available_at is not None and expires_at is not None and expires_at <= available_at:
+    if available is not None and expires is not None and expires <= available:
         raise InvalidMessage(f"expires_at {expires_at} is not after available_at {available_at}")
+    return available, expires
+
+
+def _utc(name: str, time: datetime | None) -> datetime | None:
+    if time is None:
+        return None
+    if not isinstance(time, datetime):
+        raise InvalidMessage(f"{name} is {type(time).__name__}. It must be an aware datetime")
+    if time.utcoffset() is None:
+        raise InvalidMessage(f"{name} {time} has no time zone; give one, such as datetime.now(UTC) + ...")
+    try:
+        return in_utc(time)
+    except OverflowError:
+        raise InvalidMessage(f"{name} {time} is outside of the years 1 to 9999 in UTC") from None

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from outbox.errors import SettingError
+from outbox.shared.names import DATABASE, INSTANCE, PROJECT
 from outbox.shared.settings import (
     DatabaseSettings,
     SettingType,
@@ -118,7 +119,12 @@ class AuditSettings(JobSettings):
     clock_skew: float = setting("1s", _DURATION, "Max difference between the clocks of Spanner and Pub/Sub.")
     inbox: str = setting("", _ANY_NAME, "Consumer whose records in ProcessedTasks are compared. If empty, none are.")
     inbox_database: str = setting(
-        "", _ANY_NAME, "The subscriber's database: an ID, or projects/P/instances/I/databases/D. If empty, --database."
+        "",
+        matching(
+            rf"(?:(?:projects/{PROJECT}/instances/{INSTANCE}/databases/)?{DATABASE})?",
+            "a database ID, or projects/P/instances/I/databases/D, or nothing",
+        ),
+        "The subscriber's database. If empty, --database.",
     )
     output: str = setting(None, _FOLDER, "Folder for the report. It must not exist.")
     samples: int = setting("20", whole_number(0, 1000), "Max samples of each class in the report.")

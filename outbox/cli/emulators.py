@@ -12,13 +12,13 @@ from typing import Any
 from outbox.cli import flags
 from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
+from outbox.shared.names import TOPIC_ID
 from outbox.shared.settings import PREFIX, DatabaseSettings, Settings, matching, setting, whole_number
 from outbox.shared.terminal import Escaped, joined, say
 from outbox.storage.ddl import cut
 
 PORT = whole_number(0, 65_535)
-#: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
-PUBSUB_ID = matching(r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}", "an ID that Pub/Sub allows, such as orders")
+PUBSUB_ID = matching(TOPIC_ID, "an ID that Pub/Sub allows, such as orders")
 
 #: Seconds between two checks that the emulators are running.
 WATCH_SECONDS = 0.2

@@ -13,7 +13,7 @@ from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
 from google.cloud.spanner_dbapi.exceptions import OperationalError, ProgrammingError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
-from outbox.errors import InvalidTransaction
+from outbox.errors import InvalidMessage, InvalidTransaction
 from outbox.inbox import COLUMNS as INBOX_COLUMNS
 from outbox.inbox import TABLE as INBOX
 from outbox.inbox import Key, ReceivedMessage, inbox_row, table_errors
@@ -24,6 +24,15 @@ from outbox.storage.sql import chunked
 
 #: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
 _MAX_ROWS = 100
+#: Bytes of messages in one statement, in base64. Spanner allows requests of 10 MiB, of which the other columns of 100
+#: rows need less than 0.4 MB: https://cloud.google.com/spanner/quotas#request-limits
+_MAX_BYTES = 10_000_000
+_DATA = COLUMNS.index("Data")
+#: What to do if the emulator refuses a second INSERT.
+_TOGETHER = (
+    "register all tasks of the transaction with one call of register_many, which takes a list of outbox.Task. Up to "
+    "100 tasks and 7.5 MB of messages are one INSERT"
+)
 
 
 def register(
@@ -55,9 +64,9 @@ def register(
         TypeError: `connection` or `message` has another type.
     """
     _check(connection)
-    row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
+    [row] = _fitting([task_row(Task(topic, message, attributes, task_id=task_id, **options))])
     _insert(connection.cursor(), TABLE, COLUMNS, [row])
-    count_registered(topic)
+    count_registered(row[1])
     id: str = row[0]
     return id
 
@@ -84,17 +93,18 @@ def register_once(
     """
     _check(connection)
     check_task_id(task_id)
-    row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
-    is_new = _insert_once(connection.cursor(), TABLE, COLUMNS, row, id_column="Id")
+    [row] = _fitting([task_row(Task(topic, message, attributes, task_id=task_id, **options))])
+    remedy = "call register_once once in a transaction, before any other registration"
+    is_new = _insert_once(connection.cursor(), TABLE, COLUMNS, row, id_column="Id", remedy=remedy)
     if is_new:
-        count_registered(topic)
+        count_registered(row[1])
     return is_new
 
 
 def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
     """Insert all tasks in the transaction of `connection` and return their IDs in the same order.
 
-    See `outbox.register_many`. Executes one INSERT for each 100 tasks.
+    See `outbox.register_many`. Executes one INSERT for each 100 tasks, or 7.5 MB of messages.
 
     Raises:
         InvalidMessage: see `outbox.register_many`.
@@ -103,8 +113,8 @@ def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
         TypeError: see `outbox.register_many`.
     """
     _check(connection)
-    rows, _ = task_rows(tasks)
-    for some in chunked(rows, _MAX_ROWS):
+    rows = _fitting(task_rows(tasks)[0], "tasks[{}]: ")
+    for some in chunked(rows, _MAX_ROWS, _MAX_BYTES, lambda row: len(row[_DATA])):
         _insert(connection.cursor(), TABLE, COLUMNS, some)
     count_rows(rows)
     return [row[0] for row in rows]
@@ -126,8 +136,9 @@ def process_once(connection: Connection, message: ReceivedMessage, *, consumer: 
     """
     _check(connection)
     row = (*inbox_row(message, consumer, key), COMMIT_TIMESTAMP)
+    remedy = "process one message in each transaction"
     with table_errors():
-        return _insert_once(connection.cursor(), INBOX, INBOX_COLUMNS, row, id_column="TaskId")
+        return _insert_once(connection.cursor(), INBOX, INBOX_COLUMNS, row, id_column="TaskId", remedy=remedy)
 
 
 def _check(connection: object) -> None:
@@ -156,9 +167,11 @@ def _has_begun(connection: Connection) -> bool:
     return re.match(r"\s*(BEGIN|START)\b", first, re.IGNORECASE) is not None
 
 
-def _insert_once(cursor: Cursor, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, id_column: str) -> bool:
+def _insert_once(
+    cursor: Cursor, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, id_column: str, remedy: str
+) -> bool:
     """Insert a row unless its key exists; return whether it was inserted. Raises OperationalError without an answer."""
-    _insert(cursor, table, columns, [row], verb="INSERT OR IGNORE", end=f"THEN RETURN {id_column}")
+    _insert(cursor, table, columns, [row], verb="INSERT OR IGNORE", end=f"THEN RETURN {id_column}", remedy=remedy)
     # A replay compares the rows that were fetched, but not the row count of a single statement.
     cursor.fetchall()
     # `fetchall` returns no rows if it fails, but then the count is unknown as well.
@@ -176,6 +189,7 @@ def _insert(
     *,
     verb: str = "INSERT",
     end: str = "",
+    remedy: str = _TOGETHER,
 ) -> None:
     """Execute one INSERT with parameters. The commit timestamp is a function of SQL."""
     parameters: dict[str, Any] = {}
@@ -193,7 +207,17 @@ def _insert(
         if "pending CommitTimestamp" not in str(error.__cause__):
             raise
         raise InvalidTransaction(
-            "Spanner does not accept this statement after a row was inserted into the table in the same transaction, "
-            "and its emulator accepts one such statement. Roll back, and insert all tasks with one call of "
-            "register_many, or process one message in each transaction"
+            f"the transaction has inserted into {table} before. The Spanner emulator then refuses another INSERT into "
+            f"this table, and Spanner one that returns rows. Roll back, and {remedy}"
         ) from error
+
+
+def _fitting(rows: list[tuple[Any, ...]], where: str = "") -> list[tuple[Any, ...]]:
+    """Return the rows. Raises InvalidMessage, beginning with `where` and the row's index, if one is too large."""
+    for index, row in enumerate(rows):
+        if len(row[_DATA]) > _MAX_BYTES:
+            raise InvalidMessage(
+                f"{where.format(index)}the message has {len(row[_DATA]) * 3 // 4:,} bytes; at most "
+                f"{_MAX_BYTES * 3 // 4:,} with SQLAlchemy, Django or DB-API, because Spanner limits a statement"
+            )
+    return rows

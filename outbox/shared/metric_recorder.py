@@ -3,6 +3,8 @@
 import logging
 from typing import Protocol
 
+from outbox.shared.values import check_finished
+
 _log = logging.getLogger("outbox")
 
 
@@ -44,7 +46,7 @@ def _count(metric: str, count: int, *tags: str) -> None:
     if _recorder is None:
         return
     try:
-        _recorder.increment(metric, count, list(tags))
+        check_finished(_recorder.increment(metric, count, list(tags)), "increment")
     except Exception:  # metrics must not fail a transaction
         if not _complained:
             _complained = True

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from outbox.errors import SettingError
+from outbox.shared.names import DATABASE, INSTANCE, PROJECT
 
 PREFIX = "OUTBOX_"
 #: The variable names of all settings of all commands, without PREFIX. Each command reports a misspelled one.
@@ -162,9 +163,9 @@ def emulator_address(variable: str) -> str | None:
     return _EMULATOR.value(text, variable) if text else None
 
 
-PROJECT_ID = matching(r"[A-Za-z0-9][A-Za-z0-9.:-]{0,99}", "a Google Cloud project ID")
-INSTANCE_ID = matching(r"[a-z][a-z0-9-]{1,63}", "2 to 64 characters of a-z, 0-9 and -, beginning with a letter")
-DATABASE_ID = matching(r"[a-z][a-z0-9_-]{1,29}", "2 to 30 characters of a-z, 0-9, - and _, beginning with a letter")
+PROJECT_ID = matching(PROJECT, "a Google Cloud project ID")
+INSTANCE_ID = matching(INSTANCE, "2 to 64 characters of a-z, 0-9 and -, beginning with a letter")
+DATABASE_ID = matching(DATABASE, "2 to 30 characters of a-z, 0-9, - and _, beginning with a letter")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

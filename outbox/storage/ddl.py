@@ -69,6 +69,11 @@ def statements(
     return [renamed(each, suffix) for each in (table, *others, *([_CHANGE_STREAM] if change_stream else []))]
 
 
+def tables() -> list[str]:
+    """Return the names of the tables, for example for the filter of a migration tool."""
+    return re.findall(r"^CREATE TABLE (\w+)", _schema_sql(), re.MULTILINE)
+
+
 def added_layout(shards: int) -> list[str]:
     """Return the DDL that adds the layout of so many shards to a table: its column, and its indexes."""
     table, *others = statements(shards, suffix=str(shards))

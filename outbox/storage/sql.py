@@ -39,16 +39,20 @@ PESSIMISTIC: Mapping[str, Any] = {
 def chunked(
     values: Iterable[T], size: int, max_bytes: float = math.inf, bytes_of: Callable[[T], int] = lambda _: 0
 ) -> Iterator[list[T]]:
-    """Yield `values` in lists of at most `size`, because a commit has a limit of mutations and of bytes.
+    """Yield `values` in lists of at most `size` and `max_bytes`, by `bytes_of`.
 
-    A list ends early with the value that reaches `max_bytes`, by `bytes_of`.
+    Requests and commits have such limits. A value that is larger than `max_bytes` is alone.
     """
     chunk: list[T] = []
     total = 0
     for value in values:
+        added = bytes_of(value)
+        if chunk and total + added > max_bytes:
+            yield chunk
+            chunk, total = [], 0
         chunk.append(value)
-        total += bytes_of(value)
-        if len(chunk) >= size or total >= max_bytes:
+        total += added
+        if len(chunk) >= size:
             yield chunk
             chunk, total = [], 0
     if chunk:

@@ -11,6 +11,7 @@ from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.errors import InvalidTransaction
+from outbox.shared.values import check_finished
 from outbox.storage.connection import retry_and_timeout
 
 #: Max seconds for the read of `insert_once`, including the wait for another transaction's lock. Without a limit of our
@@ -76,6 +77,11 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
         )
 
 
+def insert(transaction: SupportsInsert, table: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    """Add one insert. Raises TypeError if `transaction` has only returned a coroutine."""
+    check_finished(transaction.insert(table, columns, rows), f"the insert of {type(transaction).__name__}")
+
+
 def insert_once(
     transaction: SupportsReadInsert, table: str, columns: Sequence[str], row: tuple[Any, ...], *, key: Key, tag: str
 ) -> bool:
@@ -90,7 +96,7 @@ def insert_once(
     # Read to the end, because until then the client blocks the next statement of the transaction.
     if list(transaction.read(table, columns[: len(key)], KeySet(keys=[list(key)]), **options)):
         return False
-    transaction.insert(table, columns, [row])
+    insert(transaction, table, columns, [row])
     remember(transaction, key)
     return True
 

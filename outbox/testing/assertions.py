@@ -7,6 +7,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.registration import COLUMNS, TABLE
+from outbox.shared.values import plain
 from outbox.testing.fakes import RecordingTransaction, RegisteredTask, task_of
 
 #: How many tasks a failure lists, and how many bytes of each.
@@ -33,14 +34,15 @@ def assert_registered(
     """
     __tracebackhide__ = True  # pytest shows the line of the test
     tasks = transaction.tasks if isinstance(transaction, RecordingTransaction) else _committed(transaction)
+    wanted = {plain(name): plain(value) for name, value in (attributes or {}).items()}
     matching = [
         task
         for task in tasks
-        if topic in (None, task.topic) and (attributes or {}).items() <= dict(task.message.attributes).items()
+        if topic in (None, task.topic) and wanted.items() <= dict(task.message.attributes).items()
     ]
     if len(matching) != times:
-        wanted = f"topic={topic!r}, attributes={attributes!r}; expected {times}"
-        lines = [f"{len(matching)} of {len(tasks)} registered tasks match {wanted}. Registered:"]
+        asked = f"topic={topic!r}, attributes={attributes!r}; expected {times}"
+        lines = [f"{len(matching)} of {len(tasks)} registered tasks match {asked}. Registered:"]
         lines += map(_line, tasks[:_MAX_TASKS])
         if len(tasks) > _MAX_TASKS:
             lines.append(f"and {len(tasks) - _MAX_TASKS} more")

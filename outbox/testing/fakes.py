@@ -16,6 +16,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.message import RawPubsubMessage
 from outbox.registration import TABLE
+from outbox.shared.values import check_finished, in_utc, plain
 
 #: A prepared row, by column. For `read` it begins with the columns of the key, for `execute_sql` it has their order.
 Row: TypeAlias = Mapping[str, Any]
@@ -78,7 +79,8 @@ class RecordingTransaction(Transaction):
         self.mutations: list[Mutation] = []
         self.statements: list[Statement] = []
         self._prepared: dict[str, list[Row]] = {TABLE: [{"Id": id} for id in task_ids]}
-        self._prepared |= {name: list(prepared) for name, prepared in (rows or {}).items()}
+        for name, prepared in (rows or {}).items():
+            self._prepared[plain(name)] = [{plain(column): row[column] for column in row} for row in prepared]
         self._execute = execute
 
     @property
@@ -119,14 +121,14 @@ class RecordingTransaction(Transaction):
             LookupError: no rows of the table or index are prepared, or one has no value of a column.
         """
         call = _call(Transaction.read, arguments, options)
-        name, columns = call["index"] or call["table"], call["columns"]
+        name, columns = plain(call["index"] or call["table"]), [plain(each) for each in call["columns"]]
         if name not in self._prepared:
             example = ", ".join(f"{column!r}: ..." for column in columns)
             raise LookupError(
                 f"no rows of {name} are prepared: use RecordingTransaction(rows={{{name!r}: [{{{example}}}]}}), where "
                 "each row begins with the columns of the key"
             )
-        selected = [row for row in self._prepared[name] if _selects(call["keyset"], list(row.values()))]
+        selected = [row for row in self._prepared[name] if _selects(call["keyset"], row.values())]
         for row in selected:
             if missing := [column for column in columns if column not in row]:
                 raise LookupError(f"the row {dict(row)} of {name} has no {', '.join(missing)}: add it to `rows`")
@@ -142,6 +144,7 @@ class RecordingTransaction(Transaction):
         """
         call = _call(Transaction.execute_sql, arguments, options)
         answer = self._run(call["sql"], call["params"])
+        check_finished(None if isinstance(answer, Iterator) else answer, "execute")
         if answer is None or isinstance(answer, int):
             raise LookupError(
                 f"no rows of the query {call['sql']!r} are prepared: use RecordingTransaction(execute=...) with a "
@@ -157,6 +160,7 @@ class RecordingTransaction(Transaction):
         """
         call = _call(Transaction.execute_update, arguments, options)
         answer = self._run(call["dml"], call["params"])
+        check_finished(answer, "execute")
         return answer if isinstance(answer, int) else 1
 
     def batch_update(self, *arguments: Any, **options: Any) -> tuple[Any, list[int]]:
@@ -216,17 +220,23 @@ def task_of(row: Mapping[str, Any]) -> RegisteredTask:
     )
 
 
-def _selects(keyset: KeySet, values: list[Any]) -> bool:
+def _selects(keyset: KeySet, row: Iterable[Any]) -> bool:
     """Tell whether a row is one of a KeySet, by its first values."""
+    values = _comparable(row)
     return (
         keyset.all_
-        or any(values[: len(key)] == list(key) for key in keyset.keys)
+        or any(values[: len(key)] == _comparable(key) for key in keyset.keys)
         or any(_is_within(each, values) for each in keyset.ranges)
     )
 
 
+def _comparable(key: Iterable[Any]) -> list[Any]:
+    return [in_utc(each) if isinstance(each, datetime) and each.tzinfo else each for each in key]
+
+
 def _is_within(of: KeyRange, values: list[Any]) -> bool:
-    start, end = (list(each or ()) for each in (of.start_open or of.start_closed, of.end_open or of.end_closed))
+    ends = of.start_open or of.start_closed, of.end_open or of.end_closed
+    start, end = (_comparable(each or ()) for each in ends)
     first, last = values[: len(start)], values[: len(end)]
     return bool(start <= first and last <= end) and not (
         (of.start_open and first == start) or (of.end_open and last == end)

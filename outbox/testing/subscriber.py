@@ -10,6 +10,8 @@ from google.cloud.pubsub_v1.subscriber._protocol.requests import AckRequest
 from google.cloud.pubsub_v1.subscriber.message import Message
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox.shared.values import check_finished
+
 #: How often a message is delivered before its acknowledgement is given up.
 MAX_DELIVERIES = 10
 
@@ -37,6 +39,7 @@ class RedeliveringSubscriber:
 
         Raises:
             AssertionError: a message was delivered ten times and not acknowledged.
+            TypeError: the callback has returned, but its work is not finished: it is a coroutine function, for example.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
         waiting = {lane: [*messages, *messages] for lane, messages in self._lanes.items()}
@@ -60,5 +63,8 @@ class RedeliveringSubscriber:
 def _deliver(message: PubsubMessage, callback: Callable[[Message], object]) -> bool:
     """Return whether the callback has acknowledged the message."""
     requests: queue.Queue[Any] = queue.Queue()
-    callback(Message(PubsubMessage.pb(message), "test", 0, requests))
-    return not requests.empty() and isinstance(requests.get(), AckRequest)
+    result = callback(Message(PubsubMessage.pb(message), "test", 0, requests))
+    if requests.empty():
+        check_finished(result, "the callback")
+        return False
+    return isinstance(requests.get(), AckRequest)

@@ -86,27 +86,25 @@ def _running(config: pytest.Config, program: Program) -> Iterator[str]:
 def _outbox_database(
     request: pytest.FixtureRequest,
     spanner_emulator: str,  # noqa: ARG001 - it must run
-) -> Iterator[tuple["Database", list[str]]]:
-    """Yield the database, and its tables in the order in which they can be emptied."""
-    from publishworker.testing.database import created, deletion_order, environment  # noqa: PLC0415 - the clients
+) -> Iterator["Database"]:
+    from publishworker.testing.database import created, environment  # noqa: PLC0415 - it imports the Google clients
 
     with created(request.config.getini("outbox_ddl")) as database, pytest.MonkeyPatch.context() as patch:
         for name, value in environment(database).items():
             patch.setenv(name, value)
-        yield database, deletion_order(database)
+        yield database
 
 
 @pytest.fixture
-def outbox_database(_outbox_database: tuple["Database", list[str]]) -> "Database":
+def outbox_database(_outbox_database: "Database") -> "Database":
     """A database of the emulator with the outbox's tables and those of the setting `outbox_ddl`, all empty.
 
     Its name is the same for all tests of a process, and OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE are set.
     """
     from publishworker.testing.database import empty  # noqa: PLC0415 - it imports the Google clients
 
-    database, tables = _outbox_database
-    empty(database, tables)
-    return database
+    empty(_outbox_database)
+    return _outbox_database
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import threading
-import time
 import uuid
 import warnings
 from collections import Counter, defaultdict
@@ -17,6 +16,7 @@ from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.shared.pubsub import open_pubsub
+from outbox.shared.values import plain
 from publishworker.app import open_store, relay_of
 from publishworker.membership import Membership
 from publishworker.pubsub.messages import topic_name
@@ -82,15 +82,20 @@ class OutboxRelay:
 
         `topic` is a topic ID or a full name. Raises AssertionError if a message does not arrive within 10 s.
         """
-        name = topic_name(topic, self._settings.project)
+        name = topic_name(plain(topic), self._settings.project)
         messages, expected = self._messages[name], self._publisher.counts[name]
-        end = time.monotonic() + SECONDS
+        empty_pulls = 0
         while len(messages) < expected:
-            if time.monotonic() > end:
+            if received := self._pull(self._subscriptions[name]):
+                messages += received
+                continue
+            # Counted, because the clock of a test may stand still.
+            empty_pulls += 1
+            if empty_pulls * PULL_PAUSE > SECONDS:
                 raise AssertionError(
                     f"{len(messages)} of {expected} messages have arrived on {name} within {SECONDS:g} s"
                 )
-            messages += self._pull(self._subscriptions[name])
+            threading.Event().wait(PULL_PAUSE)
         return sorted(messages, key=lambda message: int(message.message_id))  # the emulator numbers them
 
     @contextlib.contextmanager
@@ -139,8 +144,6 @@ class OutboxRelay:
         if received:
             ids = [each.ack_id for each in received]
             self._subscriber.acknowledge(subscription=subscription, ack_ids=ids, timeout=SECONDS)
-        else:
-            time.sleep(PULL_PAUSE)
         return [each.message for each in received]
 
 

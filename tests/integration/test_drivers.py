@@ -186,8 +186,19 @@ def test_many_tasks_are_one_statement(stack: DbApi, orders_database: Database) -
             assert stack.call("register_many", handle, tasks) == ids
             stack.register(handle, "orders", b"")
 
-    with pytest.raises(outbox.InvalidTransaction, match="with one call of register_many"):
+    def once_after_another() -> None:
+        with stack.transaction() as handle:
+            stack.register(handle, "orders", b"")
+            stack.register_once(handle, "orders", b"", task_id=ids[0])
+
+    with pytest.raises(
+        outbox.InvalidTransaction, match=r"Roll back, and register all .* with one call of register_many"
+    ):
         two_statements()
+    with pytest.raises(
+        outbox.InvalidTransaction, match="Roll back, and call register_once once in a transaction, before"
+    ):
+        once_after_another()
     assert rows(orders_database, *ids) == ([], [])
     with stack.transaction() as handle:
         assert stack.call("register_many", handle, tasks) == ids

@@ -15,13 +15,24 @@ DDL = """
 CREATE TABLE Parents (Id STRING(36)) PRIMARY KEY (Id);
 CREATE TABLE Children (Id STRING(36), Number INT64, Other STRING(36),
   CONSTRAINT Known FOREIGN KEY (Other) REFERENCES Parents (Id)) PRIMARY KEY (Id, Number), INTERLEAVE IN PARENT Parents;
+CREATE TABLE Chickens (Id STRING(36) NOT NULL, Egg STRING(36) NOT NULL) PRIMARY KEY (Id);
+CREATE TABLE Eggs (Id STRING(36) NOT NULL, Chicken STRING(36) NOT NULL, Twin STRING(36),
+  FOREIGN KEY (Chicken) REFERENCES Chickens (Id), FOREIGN KEY (Twin) REFERENCES Eggs (Id)) PRIMARY KEY (Id);
+ALTER TABLE Chickens ADD FOREIGN KEY (Egg) REFERENCES Eggs (Id);
+CREATE SCHEMA sales;
+CREATE TABLE sales.Orders (Id STRING(36)) PRIMARY KEY (Id);
+CREATE TABLE sales.Lines (Id STRING(36), Line INT64) PRIMARY KEY (Id, Line), INTERLEAVE IN PARENT sales.Orders;
 """
 TESTS = """
 import os
 from datetime import UTC, datetime, timedelta
+from enum import Enum
+from unittest import mock
 
 import outbox
 import pytest
+import time_machine
+from google.api_core.exceptions import ServiceUnavailable
 from google.cloud.spanner_v1 import KeySet
 from outbox.testing import assert_registered, faults
 
@@ -31,9 +42,13 @@ NEXT_YEAR = datetime.now(UTC) + timedelta(days=365)
 @pytest.mark.parametrize("run", range(3))
 def test_each_test_begins_without_rows(run, outbox_database):
     with outbox_database.snapshot(multi_use=True) as snapshot:
-        for table in ("AsynchronousTasks", "Parents", "Children"):
+        for table in ("AsynchronousTasks", "Parents", "Children", "Chickens", "Eggs", "sales.Orders", "sales.Lines"):
             assert list(snapshot.read(table, [], KeySet(all_=True))) == []
     with outbox_database.batch() as batch:
+        batch.insert("Chickens", ["Id", "Egg"], [["a", "b"]])
+        batch.insert("Eggs", ["Id", "Chicken", "Twin"], [["b", "a", "c"], ["c", "a", "b"]])
+        batch.insert("sales.Orders", ["Id"], [["a"]])
+        batch.insert("sales.Lines", ["Id", "Line"], [["a", 1]])
         batch.insert("Parents", ["Id"], [["a"]])
         batch.insert("Children", ["Id", "Number", "Other"], [["a", 1, "a"]])
         outbox.register(batch, "orders", b"")
@@ -56,6 +71,27 @@ def test_a_lost_answer_is_a_failed_attempt_and_then_a_duplicate(outbox_database,
     with outbox_relay.losing_publish_answers():
         assert (outbox_relay.drain().published, outbox_relay.drain().failed) == (0, 1)
     assert (outbox_relay.drain().published, len(published("orders"))) == (1, 3)
+
+
+@pytest.mark.parametrize("run", range(2))
+def test_a_session_that_failed_affects_no_later_test(run, outbox_database):
+    assert outbox_database.run_in_transaction(lambda transaction: transaction.execute_sql("SELECT 1").one()) == [1]
+    failure = ServiceUnavailable("the test")
+    with mock.patch.object(outbox_database._sessions_manager, "get_session", side_effect=failure):
+        with pytest.raises(ServiceUnavailable):
+            outbox_database.run_in_transaction(lambda transaction: None)
+
+
+def test_a_clock_that_stands_still(outbox_database, outbox_relay, published, monkeypatch):
+    monkeypatch.setattr("publishworker.testing.relay.SECONDS", 1.0)
+    with time_machine.travel(datetime(2030, 1, 1, tzinfo=UTC), tick=False):
+        with outbox_database.batch() as batch:
+            outbox.register(batch, "orders", b"")
+        assert outbox_relay.drain().published == 1
+        assert len(published(Enum("Topic", {"ORDERS": "orders"}, type=str).ORDERS)) == 1
+        outbox_relay._publisher.counts.update(list(outbox_relay._publisher.counts))
+        with pytest.raises(AssertionError, match="1 of 2 messages have arrived on .*/orders within 1 s"):
+            published("orders")
 
 
 def test_an_aborted_transaction_runs_again(outbox_database):
@@ -96,10 +132,10 @@ def test_a_test_gets_emulators_a_database_and_a_relay(
 ) -> None:
     ended = run(project, *arguments, **emulators.environment())
     assert ended.returncode == 0, ended.stdout
-    assert "6 passed" in ended.stdout
+    assert "9 passed" in ended.stdout
 
 
-@pytest.mark.parametrize(("ci", "outcome"), [("", "6 skipped"), ("true", "6 errors")])
+@pytest.mark.parametrize(("ci", "outcome"), [("", "9 skipped"), ("true", "9 errors")])
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")])
 def test_without_an_emulator_tests_are_skipped_and_fail_in_ci(
     arguments: tuple[str, ...], ci: str, outcome: str, project: Path

@@ -1,11 +1,15 @@
 """What the inbox accepts and refuses, and what its callback does with a message, without a service."""
 
+import enum
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from google.cloud.pubsub_v1.publisher import futures as pubsub_future
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.batch import Batch
 from google.pubsub_v1.types import PubsubMessage
@@ -27,8 +31,9 @@ def message(task_id: str | None = "task-1", **more: Any) -> Any:
     )  # fmt: skip
 
 
-def recording(*processed: str) -> RecordingTransaction:
-    return RecordingTransaction(rows={"ProcessedTasks": [{"Consumer": "billing", "TaskId": id} for id in processed]})
+def recording(*processed: str, **options: Any) -> RecordingTransaction:
+    rows = [{"Consumer": "billing", "TaskId": id} for id in processed]
+    return RecordingTransaction(rows={"ProcessedTasks": rows}, **options)
 
 
 class FakeDatabase:
@@ -41,7 +46,7 @@ class FakeDatabase:
     def run_in_transaction(self, work: Any, **options: Any) -> Any:
         self.options = options
         for _ in range(self.attempts):
-            transaction = recording(*self.processed)
+            transaction = recording(*self.processed, execute=lambda *_: [{"Id": "a"}])
             result = work(transaction)
         self.committed += transaction.mutations
         return result
@@ -89,6 +94,19 @@ def test_a_consumer_that_the_column_cannot_hold(consumer: Any) -> None:
             call()
 
 
+def test_names_and_ids_are_plain_text(set_metrics: Any) -> None:
+    counter, database = mock.Mock(), FakeDatabase()
+    set_metrics(counter)
+    consumer = enum.Enum("Consumer", {"BILLING": "billing"}, type=str).BILLING
+    receive = inbox.Handler(database, consumer=consumer)(lambda *_: None)  # type: ignore[arg-type]  # a fake
+    receive(message(consumer))
+    [(_, _, _, [row])] = database.committed
+    assert [type(each) for each in row[:2]] == [str, str]
+    counter.increment.assert_called_once_with(
+        "outbox.inbox_message_count", 1, ["consumer:billing", "outcome:processed"]
+    )
+
+
 def test_wrong_arguments() -> None:
     wrong: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         (Batch(mock.Mock()), message(), {}, TypeError, "Batch. It must be a Spanner Transaction"),
@@ -102,12 +120,35 @@ def test_wrong_arguments() -> None:
         receiver(FakeDatabase()).process(b"data")  # type: ignore[arg-type]  # the wrong type
 
 
-async def coroutine(_transaction: Any, _message: Any) -> None:
+async def coroutine(_transaction: Any, _message: Any = None) -> None:
     """Would have no effect."""
 
 
-def starts_coroutine(*of: Any) -> Any:
-    return coroutine(*of)
+async def async_generator(_transaction: Any, _message: Any = None) -> AsyncIterator[None]:
+    yield
+
+
+def generator(_transaction: Any, _message: Any = None) -> Iterator[None]:
+    yield
+
+
+class Starts:
+    """Calls a function. Only the result shows what the function is."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *of: Any, **options: Any) -> Any:
+        return self.function(*of, **options)
+
+
+#: Functions of the caller that return before their work is done.
+UNFINISHED = [
+    *map(Starts, (coroutine, async_generator, generator)),
+    lambda *of: map(print, of),
+    lambda *_of: Future(),
+    lambda *_of: pubsub_future.Future(),
+]
 
 
 def commits(transaction: Any, _message: Any) -> None:
@@ -125,14 +166,14 @@ def fails(_transaction: Any, _message: Any) -> None:
 @pytest.mark.parametrize(
     ("handle", "error"),
     [
-        (starts_coroutine, TypeError),
-        (lambda *of: (each for each in of), TypeError),
+        *((function, TypeError) for function in UNFINISHED),
+        (lambda transaction, _: transaction.execute_sql("INSERT ... THEN RETURN Id"), TypeError),
         (commits, outbox.InvalidTransaction),
         (rolls_back, outbox.InvalidTransaction),
         (fails, LookupError),
     ],
 )
-@pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
+@pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited")
 def test_a_function_without_an_effect_is_no_success(handle: Any, error: type[Exception]) -> None:
     """The record must not be committed without the effect: the message is redelivered."""
     database, of = FakeDatabase(), message()
@@ -143,9 +184,34 @@ def test_a_function_without_an_effect_is_no_success(handle: Any, error: type[Exc
     assert (of.seen, database.committed) == (["nack"], [])
 
 
-def test_a_coroutine_function_is_refused() -> None:
-    with pytest.raises(TypeError, match="coroutine is a coroutine function"):
-        receiver(FakeDatabase(), coroutine)
+@pytest.mark.parametrize("result", [None, 7, "text", [1], {"a": 1}, mock.Mock(), mock.MagicMock(), object()])
+def test_the_result_of_a_function_is_ignored(result: object) -> None:
+    assert receiver(FakeDatabase(), lambda *_: result).process(message()) is True
+
+
+@pytest.mark.parametrize(
+    ("handle", "kind"),
+    [
+        (coroutine, "coroutine is a coroutine function"),
+        (partial(coroutine), "is a coroutine function"),
+        (generator, "generator is a generator function"),
+        (async_generator, "async_generator is an async generator function"),
+    ],
+)
+def test_a_function_that_only_returns_an_object_is_refused(handle: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=kind):
+        receiver(FakeDatabase(), handle)
+
+
+@pytest.mark.parametrize("run", UNFINISHED)
+@pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited")
+def test_a_database_whose_transactions_must_be_awaited_is_refused(run: Any, set_metrics: Any) -> None:
+    """That of an AsyncClient, for example. The message is not acknowledged."""
+    counter, of = mock.Mock(), message()
+    set_metrics(counter)
+    receiver(mock.Mock(run_in_transaction=run))(of)
+    assert of.seen == ["nack"]
+    counter.increment.assert_called_once_with("outbox.inbox_message_count", 1, ["consumer:billing", "outcome:failed"])
 
 
 def test_each_message_is_acknowledged_and_counted_once(set_metrics: Any) -> None:

@@ -43,6 +43,17 @@ def test_a_message_that_is_never_acknowledged_is_an_error_that_names_it() -> Non
         subscriber.deliver(lambda message: message.nack() if message.message_id == "2" else message.ack())
 
 
+async def coroutine(_message: object) -> None:
+    """Acknowledges nothing, because it is never run."""
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
+def test_a_callback_that_must_be_awaited_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="the callback returned a coroutine, so its work may not be done"):
+        RedeliveringSubscriber(messages("")).deliver(coroutine)
+    RedeliveringSubscriber(messages("")).deliver(lambda message: message.ack_with_response())
+
+
 def test_an_exception_of_the_callback_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         RedeliveringSubscriber(messages("")).deliver(lambda _message: 1 / 0)

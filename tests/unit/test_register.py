@@ -1,12 +1,14 @@
 """The row that `outbox.register` adds for a task, and its metrics."""
 
 import base64
+import enum
 import logging
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
+from zoneinfo import ZoneInfo
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -18,9 +20,11 @@ from hypothesis import strategies as st
 
 import outbox
 from outbox.message import RawPublishRequest, RawPubsubMessage
-from outbox.testing import RecordingTransaction
+from outbox.testing import RecordingTransaction, assert_registered
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
+#: Also those of emulators, of a domain, and numbers.
+PROJECTS = ("p", "p2", "7", "my-project", "my_project", "example.com:shop", "123456789012", "A" * 100)
 LARGE = 10_000_000
 
 
@@ -48,6 +52,69 @@ def test_options_reach_their_columns() -> None:
     )  # fmt: skip
     assert (row["Id"], row["Priority"], row["AtMostOnce"]) == ("ü" * 64, -(2**63), True)
     assert (row["AvailableAt"], row["ExpiresAt"]) == (NOW, NOW + timedelta(hours=1))
+
+
+BERLIN = ZoneInfo("Europe/Berlin")
+#: Clocks in Berlin show 02:00 to 03:00 twice: the second time with fold=1.
+FIRST_0245, SECOND_0215 = (
+    datetime(2026, 10, 25, 2, 45, tzinfo=BERLIN),
+    datetime(2026, 10, 25, 2, 15, tzinfo=BERLIN, fold=1),
+)
+
+
+def test_times_of_one_zone_are_ordered_in_utc() -> None:
+    row = registered(available_at=FIRST_0245, expires_at=SECOND_0215)
+    assert (row["AvailableAt"], row["ExpiresAt"]) == (
+        datetime(2026, 10, 25, 0, 45, tzinfo=UTC), datetime(2026, 10, 25, 1, 15, tzinfo=UTC),
+    )  # fmt: skip
+    with pytest.raises(outbox.InvalidMessage, match="is not after available_at"):
+        registered(available_at=SECOND_0215, expires_at=FIRST_0245)
+
+
+class Text(str, enum.Enum):  # noqa: UP042 - not a StrEnum: its format is that of its name
+    TOPIC, VALUE, KEY, ID = "orders", "value", "key", "id"
+
+
+class Loud(str):  # noqa: SLOT000
+    """Its format differs from its value as well."""
+
+    def __str__(self) -> str:
+        return "loud"
+
+
+class Bytes(bytes):
+    def __bytes__(self) -> bytes:
+        return b"other"
+
+
+class Number(enum.IntEnum):
+    SEVEN = 7
+
+
+@pytest.mark.parametrize("of", [str, Text, Loud])
+def test_text_is_its_value_whatever_its_class(of: Callable[[str], str], set_metrics: Callable[[Any], None]) -> None:
+    """In the row, in the metrics, and for the IDs that a transaction has already inserted."""
+    recorder = mock.Mock()
+    set_metrics(recorder)
+    attributes = {of("key"): of("value")}
+    row = registered(of("orders"), b"", attributes, ordering_key=of("key"), task_id=of("id"), priority=Number.SEVEN)
+    expected = {"Topic": "orders", "OrderingKey": "key", "Id": "id", "Priority": 7}
+    assert {name: row[name] for name in expected} == expected
+    assert [type(row[name]) for name in expected] == [str, str, str, int]
+    assert dict(row["message"].attributes) == {"key": "value", outbox.TASK_ID_ATTRIBUTE: "id"}
+    recorder.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
+    transaction = RecordingTransaction()
+    outbox.register(transaction, "orders", b"", attributes, task_id=of("id"))
+    assert outbox.register_once(transaction, of("orders"), b"", task_id="id") is False
+    with pytest.raises(outbox.InvalidMessage, match=r"^tasks\[1\]: task_id 'id' is also the task_id of tasks\[0\]$"):
+        outbox.register_many(transaction, [outbox.Task("orders", b"", task_id=id) for id in (of("id"), "id")])
+    [task] = assert_registered(transaction, topic=of("orders"), attributes=attributes)
+    assert task.id == "id"
+
+
+@pytest.mark.parametrize("data", [Bytes(b"data"), bytearray(b"data"), memoryview(b"d_a_t_a")[::2]])
+def test_bytes_are_their_content_whatever_their_class(data: Any) -> None:
+    assert registered(message=data)["message"].data == b"data"
 
 
 def test_ids_are_fresh_random_uuids() -> None:
@@ -104,6 +171,7 @@ def test_a_message_that_cannot_be_serialized_is_refused() -> None:
         ("orders", {f"{n:0256}": "v" * 1024 for n in range(99)}, {"ordering_key": "k" * 1024}, 100),
         ("t" + "~" * 254, {}, {"priority": -(2**63)}, 1),
         ("orders", {"googclient_x": "y"}, {"priority": 2**63 - 1}, 2),
+        *((f"projects/{project}/topics/orders", {}, {}, 1) for project in PROJECTS),
     ],
 )
 def test_the_limits_themselves_are_allowed(topic: str, attributes: Any, options: Any, count: int) -> None:

@@ -5,11 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from google.cloud.spanner_dbapi import Connection
+from google.cloud.spanner_dbapi import Connection, Cursor
+from google.cloud.spanner_dbapi.parse_utils import get_param_types
+from google.cloud.spanner_v1._helpers import _make_value_pb
 from google.cloud.spanner_v1.session import Session
 from google.cloud.spanner_v1.transaction import Transaction
+from google.cloud.spanner_v1.types import ExecuteSqlRequest
+from google.protobuf.struct_pb2 import Struct
 
 import outbox
+from outbox.ext import dbapi
 from tests.support import spanner
 
 
@@ -65,6 +70,51 @@ def test_other_transactions_are_accepted(session: Session) -> None:
     explicit = session.transaction()
     register(explicit)
     assert [len(each._mutations) for each in (*accepted, explicit)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "statements"),
+    [
+        ([80_000] * 100, [92, 8]),
+        ([7_400_000, 1, 7_400_000], [2, 1]),
+        ([7_498_000] * 2, [1, 1]),
+        ([1] * 201, [100, 100, 1]),
+    ],
+)
+def test_each_statement_of_a_driver_fits_into_a_request(
+    session: Session, monkeypatch: pytest.MonkeyPatch, sizes: list[int], statements: list[int]
+) -> None:
+    """Of 10 MiB, with data in base64 and long names. See https://cloud.google.com/spanner/quotas#request-limits."""
+    requests: list[ExecuteSqlRequest] = []
+
+    def execute(_cursor: Cursor, sql: str, params: dict[str, Any]) -> None:
+        values = Struct(fields={name: _make_value_pb(value) for name, value in params.items()})
+        requests.append(ExecuteSqlRequest(sql=sql, params=values, param_types=get_param_types(params)))
+
+    monkeypatch.setattr(Cursor, "execute", execute)
+    connection = Connection(session._database._instance, session._database)
+    topic = f"projects/{'p' * 100}/topics/{'t' * 255}"
+    tasks = [
+        outbox.Task(topic, bytes(size), ordering_key=f"{n:01024}", task_id=f"\U0001f4e6{n:060}")
+        for n, size in enumerate(sizes)
+    ]
+    assert dbapi.register_many(connection, tasks) == [task.task_id for task in tasks]
+    assert [request.sql.count("PENDING_COMMIT_TIMESTAMP") for request in requests] == statements
+    assert all(ExecuteSqlRequest.pb(request).ByteSize() < 10 * 2**20 for request in requests)
+
+
+def test_a_message_that_no_statement_can_hold_is_refused(session: Session) -> None:
+    """Before anything is executed."""
+    connection = Connection(session._database._instance, session._database)
+    small, large = outbox.Task("orders", b""), outbox.Task("orders", bytes(8_000_000))
+    with pytest.raises(
+        outbox.InvalidMessage, match=r"^tasks\[1\]: the message has 8,000,\d+ bytes; at most 7,500,000 with"
+    ):
+        dbapi.register_many(connection, [small, large])
+    for call in (dbapi.register, dbapi.register_once):
+        with pytest.raises(outbox.InvalidMessage, match=r"^the message has 8,000,"):
+            call(connection, "orders", bytes(8_000_000), task_id="t")
+    assert not connection._spanner_transaction_started
 
 
 def test_nothing_is_refused_if_the_driver_is_not_loaded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,12 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "poll_interval": ("seconds from 0.05 to 30", ("inf",), ("0.05", "30")),
     "fair_share": ("a number from 0 to 0.5", ("-0.1", "0.51", "nan", "half"), ("0", "0.5")),
     "log_format": ("auto, json or text", ("xml",), ()),
+    # A worker with a project that topics do not allow would make all of its tasks dead.
+    "project": (
+        "a Google Cloud project ID",
+        ("", "-p", "a/b", "p" * 101),
+        ("p", "p2", "7", "my_project", "example.com:shop", "123456789012"),
+    ),
     "database": ("2 to 30 characters of a-z", ("Orders!", "d" * 31), ()),
     "instance": ("2 to 64 characters of a-z", ("a",), ()),
     "heartbeat_file": ("a path", ("",), ()),
@@ -75,9 +81,9 @@ def test_a_wrong_value_names_the_flag_and_the_allowed_values(flag: str) -> None:
             WorkerSettings.read(needed, {variable: value})
         assert str(from_environment.value).startswith(f"{variable}: {value!r} is not allowed")
     for value in right:
-        expected = value if flag == "allowed_topics" else float(value)
+        expected = value if flag in ("allowed_topics", "project") else float(value)
         assert getattr(read(**{flag: value}), flag) == expected
-        assert getattr(read({variable: value}), flag) == expected
+        assert getattr(WorkerSettings.read(needed, {variable: value}), flag) == expected
 
 
 def test_a_variable_that_no_setting_knows_is_reported_with_the_nearest_name() -> None:

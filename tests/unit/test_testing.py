@@ -1,8 +1,11 @@
 """`outbox.testing`: a transaction that records, and assertions about registered tasks."""
 
 import inspect
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from enum import Enum
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from google.api_core.exceptions import NotFound
@@ -112,6 +115,41 @@ def test_the_number_of_changed_rows_can_be_prepared() -> None:
     transaction = RecordingTransaction(execute=lambda _sql, params: len(params))
     assert transaction.execute_update("UPDATE", {}) == 0
     assert transaction.batch_update([("UPDATE", {"a": 1, "b": 2}, {}), "UPDATE"])[1] == [2, 0]
+
+
+async def coroutine(*_of: object) -> int:
+    return 2
+
+
+def generator(*_of: object) -> Iterator[dict[str, int]]:
+    yield {"Id": 1}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
+def test_a_prepared_function_that_is_not_finished_is_a_type_error() -> None:
+    for execute, method in ((coroutine, "execute_sql"), (coroutine, "execute_update"), (generator, "execute_update")):
+        with pytest.raises(TypeError, match=r"execute returned a (coroutine|generator), so its work may not be done"):
+            getattr(RecordingTransaction(execute=execute), method)("")
+    assert RecordingTransaction(execute=generator).execute_sql("").one() == [1]
+
+
+BERLIN = ZoneInfo("Europe/Berlin")
+#: Half an hour apart, although clocks on the wall show 02:45 first.
+EARLY, LATE = datetime(2026, 10, 25, 2, 45, tzinfo=BERLIN), datetime(2026, 10, 25, 2, 15, tzinfo=BERLIN, fold=1)
+
+
+class Name(str, Enum):  # noqa: UP042 - not a StrEnum: its hash is that of its name
+    TABLE, COLUMN = "Events", "At"
+
+
+def test_times_of_one_zone_are_ordered_in_utc_and_names_are_plain() -> None:
+    transaction = RecordingTransaction(rows={Name.TABLE: [{Name.COLUMN: EARLY}, {"At": LATE}]})
+    for keyset, expected in (
+        (KeySet(ranges=[KeyRange(start_open=[EARLY], end_closed=[LATE])]), [LATE]),
+        (KeySet(keys=[[EARLY.replace(fold=1)]]), []),
+        (KeySet(keys=[[EARLY.astimezone(UTC)]]), [EARLY]),
+    ):
+        assert list(transaction.read("Events", [Name.COLUMN], keyset)) == [[each] for each in expected]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from django.urls import path
 from django.views.decorators.http import require_POST
 
 from django_orders.models import Order
-from outbox.ext import django as outbox
+from outbox.ext import django as outbox_django
 
 
 class Unavailable(Exception):
@@ -31,7 +31,7 @@ def place_order(request: HttpRequest) -> JsonResponse:
 def _place(item: str, cents: int) -> dict[str, str]:
     order = Order.objects.create(order_id=str(uuid.uuid4()), item=item, cents=cents)
     message = json.dumps({"order_id": order.order_id, "cents": cents}).encode()
-    task_id = outbox.register(settings.TOPIC, message, attributes={"kind": "order-placed"})
+    task_id = outbox_django.register(settings.TOPIC, message, attributes={"kind": "order-placed"})
     if item == "unavailable":  # a fault after `register`: the task is rolled back with the order
         raise Unavailable
     return {"order_id": order.order_id, "task_id": task_id}

@@ -14,7 +14,7 @@ from fastapi import Depends, FastAPI, HTTPException
 from pydantic import BaseModel, Field
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from outbox.ext import sqlalchemy as outbox
+from outbox.ext import sqlalchemy as outbox_sqlalchemy
 
 TOPIC = "orders"
 
@@ -58,7 +58,7 @@ def place_order(order: NewOrder, session: Annotated[Session, Depends(new_session
     order_id = str(uuid.uuid4())
     session.add(Order(OrderId=order_id, Item=order.item, Cents=order.cents))
     message = json.dumps({"order_id": order_id, "cents": order.cents}).encode()
-    task_id = outbox.register(session, TOPIC, message, attributes={"kind": "order-placed"})
+    task_id = outbox_sqlalchemy.register(session, TOPIC, message, attributes={"kind": "order-placed"})
     if order.item == "unavailable":  # a fault after `register`: the task is rolled back with the order
         raise HTTPException(409, "this item is not available")
     return {"order_id": order_id, "task_id": task_id}
