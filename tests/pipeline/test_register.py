@@ -127,7 +127,7 @@ def test_rejected_rows_can_be_corrected_and_registered(
         ("key", '{"data":"z"}'),
         ("priority", '{"data":"y","priority":"high","n":"9"}'),
         ("the", '{"data":"a"} {"data":"b"}'),
-        ("the", '{"data":"\ufffd"}'),
+        ("the", '(invalid UTF-8 was replaced) {"data":"\ufffd"}'),
     ]
     # Uncorrected, they are rejected again.
     again = job.run(spark, settings(f"{done.rejects}/*.json", str(tmp_path / "no"), target.database, topic="usual"))
