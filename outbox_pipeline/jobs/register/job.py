@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 from pyspark.sql import DataFrame, Observation, SparkSession
@@ -18,10 +18,10 @@ from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, Registration
 from outbox_pipeline.jobs.register.json_objects import CONVERT
 from outbox_pipeline.jobs.register.transforms import PARSE_ERROR, TIMES, UNPARSED, in_order, parse_json_lines, prepared
-from outbox_pipeline.settings import FORMATS, RegisterSettings
+from outbox_pipeline.settings import RegisterSettings, format_of_input
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
-from outbox_pipeline.spark.files import Folder, format_of
+from outbox_pipeline.spark.files import Folder, read_parquet
 from outbox_pipeline.spark.tasks import divided
 
 #: CSV is read in this encoding, which keeps every byte. As UTF-8, Spark would replace invalid bytes.
@@ -101,12 +101,9 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
 
 def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -> DataFrame:
     """Return the rows of files. Raises SettingError if the format is auto and the extension is unknown."""
-    if format == "auto":
-        format = format_of(path) or ""
-        if format not in FORMATS:
-            raise SettingError(f"--input {path}: unknown extension. Pass --input-format: {', '.join(FORMATS)}")
+    format = format_of_input(path, format)
     if format == "parquet":
-        return spark.read.parquet(path)
+        return read_parquet(spark, path)
     if format == "json":
         return parse_json_lines(spark.read.text(path), key)
     return _read_csv(spark, path)
@@ -163,20 +160,32 @@ def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_seco
             f.count_if(f.col("reason").isNotNull()).alias("rejected"),
         )
     )
-    folder = Folder(spark, rejects) / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
+    parent = Folder(spark, rejects)
+    _delete_abandoned(parent)
+    folder = parent / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
     refused = answers.where("reason IS NOT NULL").select(
         "reason",
         "line",
         *(name for name in schemas.INPUT.fieldNames() if name not in ("data", "line", "reason")),
         f.base64("data").alias("data_base64"),
     )
-    refused.write.option("timestampFormat", TIMES).json(str(folder))
-    counts = {name: int(value or 0) for name, value in observed.get.items()}
-    if not counts["rejected"]:
-        folder.delete()
+    counts: dict[str, int] = {}
+    try:
+        refused.write.option("timestampFormat", TIMES).json(str(folder))
+        counts = {name: int(value or 0) for name, value in observed.get.items()}
+    finally:
+        if not counts.get("rejected"):
+            folder.delete()
     return Registered(
         read=sum(counts.values()),
         **counts,
         seconds=time.monotonic() - begin,
         rejects=str(folder) if counts["rejected"] else None,
     )
+
+
+def _delete_abandoned(rejects: Folder) -> None:
+    """Delete what killed runs left: folders whose run neither finished nor wrote anything for a week."""
+    for run in rejects.folders():
+        if (run / "_temporary").exists() and run.changed() < datetime.now(UTC) - timedelta(days=7):
+            run.delete()
