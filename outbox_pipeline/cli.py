@@ -26,6 +26,7 @@ from outbox_pipeline.settings import (
     RegisterSettings,
     ReplaySettings,
 )
+from outbox_pipeline.spark.session import is_submitted
 from publishworker.exits import DONE, FAILED, INTERRUPTED, NOT_REACHED, USAGE, WORK_LEFT
 from publishworker.settings import add_deadline
 
@@ -67,6 +68,10 @@ restores purged tasks. Each task is sent once more, even if the job is interrupt
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one job and return its exit code. An expected error is one sentence on stderr."""
     prepare_streams()
+    if is_submitted():
+        from outbox_pipeline.spark.stderr import redirect_stderr  # noqa: PLC0415 - it needs Spark
+
+        redirect_stderr()
     try:
         options = _parser().parse_args(arguments)
         return _run(options.job, options.settings.read(vars(options)), options)
@@ -98,6 +103,8 @@ def _run(name: str, settings: JobSettings | DrainSettings, options: argparse.Nam
         with spark_errors():
             job = import_module(f"outbox_pipeline.jobs.{name}.job")
             flags = {flag: getattr(options, flag) for flag in options.flags}
+            if name == "replay":
+                job.check(settings, **flags)  # before Spark starts, which takes seconds
             result = job.run(session.session(name), settings, **flags)
     finally:
         report.record(metrics, name, result)

@@ -18,6 +18,9 @@ from outbox.shared.times import MOMENT, SECONDS
 from publishworker.settings import RelaySettings
 
 FORMATS = ("parquet", "json", "csv")
+_ENDINGS = {"parquet": "parquet", "avro": "avro", "jsonl": "json", "ndjson": "json", "json": "json", "csv": "csv"}
+#: Extensions of compressed files, which Spark decompresses by itself.
+_COMPRESSED = ("gz", "bz2", "zst", "lz4", "snappy")
 
 _PATH = matching(r"\S(?:.*\S)?", "a path or URL that Spark can use, such as gs://bucket/folder")
 #: Without the characters of a glob, because Spark would expand them.
@@ -60,6 +63,11 @@ class RegisterSettings(JobSettings):
     max_rows_per_second: int = setting(
         "0", whole_number(0, 10_000_000), "Max rows per second of the whole job. 0 is no limit."
     )
+
+    def __post_init__(self) -> None:
+        """Check the format of the input. Raises SettingError."""
+        DatabaseSettings.__post_init__(self)
+        format_of_input(self.input, self.input_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,3 +189,18 @@ def _window(seconds: float) -> float:
     if not 1 <= seconds <= 31 * 86_400:
         raise ValueError(seconds)
     return seconds
+
+
+def format_of(path: str) -> str | None:
+    """Return the format of a path or glob by its extension, or None."""
+    words = path.rstrip("/*").lower().rsplit("/", 1)[-1].split(".")
+    ending = next((word for word in reversed(words) if word not in _COMPRESSED), "")
+    return _ENDINGS.get(ending)
+
+
+def format_of_input(path: str, format: str) -> str:
+    """Return the format of the input of `register`. Raises SettingError if it is auto and the extension is unknown."""
+    found = format_of(path) if format == "auto" else format
+    if found not in FORMATS:
+        raise SettingError(f"--input {path}: unknown extension. Pass --input-format: {', '.join(FORMATS)}")
+    return str(found)

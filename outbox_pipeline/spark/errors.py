@@ -1,4 +1,4 @@
-"""Turns the stack traces of Spark errors into one sentence."""
+"""Turns the stack traces of Spark errors into one sentence, which also names the cause and what to do."""
 
 import contextlib
 import re
@@ -12,6 +12,24 @@ from outbox.errors import OutboxError
 
 #: The last line of a Python stack trace from an executor or the planner, which Spark passes on as text.
 _OURS = re.compile(r"\boutbox\.errors\.(\w+): (.+)")
+#: The first line of a Java stack trace, the causes below it, and the last line of a Python one.
+_JAVA, _CAUSE = re.compile(r"^: [\w.$]+: .+", re.MULTILINE), re.compile(r"^Caused by: (?:[\w.$]+: )*(.+)", re.MULTILINE)
+_PYTHON = re.compile(r"^Traceback.*^([\w.]*(?:Error|Exception): [^\n]+)", re.MULTILINE | re.DOTALL)
+#: What Spark adds before and after an error, and the path of a Spark task below the folder that it writes.
+_NOISE = re.compile(
+    r"^.*?Lost task .*?\): (?:[\w.$]+: )?|^org\.apache\.spark\.\w+: |\.? *SQLSTATE: \w+|/_temporary/\S+"
+)
+#: What to do about a cause. The first match counts.
+_REMEDIES = {
+    "No space left|quota": "Free space, and run the job again",
+    "Mkdirs failed|[Pp]ermission|[Rr]ead-only|AccessControl|AccessDenied|403 Forbidden": (
+        "Give the user of the Spark tasks the permission for this folder"
+    ),
+    "FileNotFoundException": "Check the path, and the permission for its folder",
+    "No FileSystem for scheme|FileSystem not found": "Add the connector of this file system to Spark's jars",
+    "DATA_TYPE_MISMATCH": "Write all files with the same types",
+    "FAILED_READ_FILE|Checksum error": "The file is damaged or is no file of this format. Restore it or write it again",
+}
 
 
 @contextlib.contextmanager
@@ -20,7 +38,8 @@ def spark_errors() -> Iterator[None]:
     try:
         yield
     except (PySparkException, Py4JError) as error:
-        raise error_from(str(error)) from error
+        # Only the errors that PySpark knows have their Java stack trace apart.
+        raise error_from(f"{error}\n{getattr(error, '_stackTrace', '')}") from error
 
 
 def error_from(text: str) -> OutboxError:
@@ -30,9 +49,19 @@ def error_from(text: str) -> OutboxError:
         kind = getattr(errors, name, OutboxError)
         error: OutboxError = kind(sentence.strip())
         return error
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # The reason is in the last line of a Python stack trace, and in the first line with a class name of a Java one.
-    python = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception): ", line)]
-    java = [line[2:] for line in lines if re.match(r": [\w.$]+: ", line)]
-    reason = python[-1] if python else [*java, *lines, "no reason is given"][0]
-    return OutboxError(f"Spark: {reason[:500]}")
+    return OutboxError(f"Spark: {_reason(text)}")
+
+
+def _reason(text: str) -> str:
+    """Return the first error of a stack trace, its last cause, and what to do."""
+    if python := _PYTHON.search(text):
+        return python[1][:500]
+    java = _JAVA.search(text)
+    lines = [java[0][2:]] if java else [line.strip() for line in text.splitlines() if line.strip()]
+    sentences = [_NOISE.sub("", lines[0] if lines else "no reason is given").strip()[:500]]
+    causes = _CAUSE.findall(text)
+    if causes and (cause := _NOISE.sub("", causes[-1]).strip()[:500]) not in sentences[0]:
+        sentences.append(f"Cause: {cause}")
+    whole = " ".join(sentences)
+    sentences += [remedy for pattern, remedy in _REMEDIES.items() if re.search(pattern, whole)][:1]
+    return ". ".join(sentence.rstrip(". ") for sentence in sentences)

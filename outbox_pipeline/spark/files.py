@@ -1,20 +1,20 @@
 """Small files and folders of the jobs, through Hadoop's file systems, so every URL that Spark supports works."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from py4j.protocol import Py4JJavaError
-from pyspark.sql import SparkSession
+from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
 
 from outbox.errors import OutboxError
-
-_ENDINGS = {"parquet": "parquet", "avro": "avro", "jsonl": "json", "ndjson": "json", "json": "json", "csv": "csv"}
-#: Extensions of compressed files, which Spark decompresses by itself.
-_COMPRESSED = ("gz", "bz2", "zst", "lz4", "snappy")
+from outbox_pipeline.spark.errors import error_from, spark_errors
 
 
 class Folder:
     """A folder or file, named by a path or URL of any file system that Spark supports."""
 
+    @spark_errors()
     def __init__(self, spark: SparkSession, path: str) -> None:
         """Store the path, which does not need to exist."""
         jvm: Any = spark.sparkContext._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
@@ -35,10 +35,12 @@ class Folder:
         """Return the child `name`."""
         return Folder(self._spark, f"{self}/{name}")
 
+    @spark_errors()
     def exists(self) -> bool:
         """Tell whether it exists."""
         return bool(self._system.exists(self._path))
 
+    @spark_errors()
     def folders(self) -> list["Folder"]:
         """Return its subfolders, sorted by name, or none if it does not exist."""
         if not self.exists():
@@ -46,19 +48,31 @@ class Folder:
         found = [each.getPath().getName() for each in self._system.listStatus(self._path) if each.isDirectory()]
         return [self / str(name) for name in sorted(found)]
 
+    @spark_errors()
+    def changed(self) -> datetime:
+        """Return when it, or the last file below it, was changed."""
+        last = self._system.getFileStatus(self._path).getModificationTime()
+        files = self._system.listFiles(self._path, True)
+        while files.hasNext():
+            last = max(last, files.next().getModificationTime())
+        return datetime.fromtimestamp(last / 1000, UTC)
+
+    @spark_errors()
     def read(self, name: str) -> str | None:
         """Return the text of a file in it, or None if the file does not exist. Raises OutboxError."""
         file = (self / name)._path  # noqa: SLF001 - an object of this class
         if not self._system.exists(file):
             return None
-        stream = self._system.open(file)
+        stream = None
         try:
+            stream = self._system.open(file)
             jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - see above
             return str(jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
         except Py4JJavaError as error:
-            raise OutboxError(f"{file.toString()} cannot be read: {_sentence_of(error)}") from error
+            raise OutboxError(f"{file.toString()} cannot be read. {error_from(str(error))}") from error
         finally:
-            stream.close()
+            if stream:
+                stream.close()
 
     def create(self, name: str, text: str) -> bool:
         """Create a file. Return False if it exists, so only one of two writers succeeds. Raises OutboxError."""
@@ -68,22 +82,47 @@ class Folder:
             stream.write(bytearray(text.encode()))
             stream.close()  # an object store may detect only here that another writer was first
         except Py4JJavaError as error:
-            if self._system.exists(file):
+            # After another error, such as a full disk, the file can exist too, but is not complete.
+            if "FileAlreadyExistsException" in str(error):
                 return False
-            raise OutboxError(f"{file.toString()} cannot be written: {_sentence_of(error)}") from error
+            raise OutboxError(f"{file.toString()} cannot be written. {error_from(str(error))}") from error
         return True
 
+    @spark_errors()
     def delete(self) -> None:
         """Delete it with its contents."""
         self._system.delete(self._path, True)
 
 
-def format_of(path: str) -> str | None:
-    """Return the format of a path or glob by its extension, or None."""
-    words = path.rstrip("/*").lower().rsplit("/", 1)[-1].split(".")
-    ending = next((word for word in reversed(words) if word not in _COMPRESSED), "")
-    return _ENDINGS.get(ending)
+def read_parquet(spark: SparkSession, path: str) -> DataFrame:
+    """Return the rows of Parquet files. If Spark cannot read a type, the OutboxError names the column."""
+    try:
+        return spark.read.parquet(path)
+    except AnalysisException as error:
+        if error.getCondition() == "UNABLE_TO_INFER_SCHEMA":
+            raise OutboxError(f"{path} contains no Parquet file with a schema. Check the path") from error
+        # Such as "INT64 (TIMESTAMP(NANOS,true))". For a time of day, Spark does not say which type the file has.
+        type_ = (error.getMessageParameters() or {}).get("parquetType", "(TIME(")
+        physical, _, logical = type_.partition("(")
+        for file in spark.read.format("binaryFile").load(path).inputFiles():
+            for column, definition in _parquet_columns(spark, file):
+                if physical.strip().lower() in definition and logical in definition:
+                    raise OutboxError(
+                        f"Column {column} of {file} is {definition!r}, which Spark cannot read. Drop the column or "
+                        "convert it. In pandas, localize times to UTC and pass coerce_timestamps='us' to to_parquet"
+                    ) from error
+        raise
 
 
-def _sentence_of(error: Py4JJavaError) -> str:
-    return str(error.java_exception.getMessage()).partition("\n")[0]
+def _parquet_columns(spark: SparkSession, file: str) -> list[tuple[str, str]]:
+    """Return the name of each column of a Parquet file, and its definition on one line."""
+    jvm: Any = spark.sparkContext._jvm  # noqa: SLF001 - the only way to Spark's Parquet library
+    configuration = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001 - the same
+    path = jvm.org.apache.hadoop.fs.Path(file)
+    opened = jvm.org.apache.parquet.hadoop.util.HadoopInputFile.fromPath(path, configuration)
+    reader = jvm.org.apache.parquet.hadoop.ParquetFileReader.open(opened)
+    try:
+        fields = reader.getFileMetaData().getSchema().getFields()
+        return [(str(each.getName()), " ".join(str(each.toString()).split())) for each in fields]
+    finally:
+        reader.close()

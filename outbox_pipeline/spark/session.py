@@ -48,8 +48,7 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
     Raises NotReached if a package of the extra is missing, or if Java is missing or does not start Spark.
     """
     check_packages()
-    # spark-submit has already chosen a master and started the JVM.
-    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    submitted = is_submitted()
     if not submitted:
         # Otherwise Spark starts its Python workers with the `python3` in PATH.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -86,6 +85,11 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
         ) from error
     created.sparkContext.setLogLevel("ERROR")
     return created
+
+
+def is_submitted() -> bool:
+    """Tell whether this is the application of spark-submit, which has chosen a master and started the JVM."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def check_packages() -> None:

@@ -43,6 +43,7 @@ from tests.support.archives import (
     window_folders,
 )  # fmt: skip
 from tests.support.operations import insert, row, rows_of, update
+from tests.support.spanner import place
 from tests.support.waiting import eventually
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
@@ -297,8 +298,8 @@ def test_a_purge_deletes_only_tasks_whose_files_match_the_manifest(
     assert run(spark, settings, late=True).windows == 2
     first, second = window_folders(tmp_path)
 
-    def refused(sentence: str, kind: type[Exception] = OutboxError) -> None:
-        with pytest.raises(kind, match=sentence):
+    def refused(sentence: str) -> None:
+        with pytest.raises(OutboxError, match=sentence):
             run(spark, settings, purge=True)
         assert purges(tmp_path)[0] is None
         assert not (first / "_purging.json").exists()
@@ -319,7 +320,7 @@ def test_a_purge_deletes_only_tasks_whose_files_match_the_manifest(
     more.unlink()
     refused(counted.format(1))
     rewrite(other, "PAR1 is how a file begins, and how it ends is PAR1")
-    refused(re.escape(other.name), Exception)
+    refused(re.escape(other.name) + ".*Restore it or write it again. Their tasks were not purged")
     kept.replace(other)
 
     manifest = json.loads((first / "_manifest.json").read_text())
@@ -328,3 +329,34 @@ def test_a_purge_deletes_only_tasks_whose_files_match_the_manifest(
         refused("Their tasks were not purged")
     rewrite(first / "_manifest.json", json.dumps(manifest))
     assert run(spark, settings, purge=True).deleted == 2
+
+
+def flip(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:30] + bytes([content[30] ^ 255]) + content[31:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (flip, "Checksum error"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-20]), "Checksum error"),
+        (lambda file: rewrite(file, "PAR1"), "is not a Parquet file"),
+        (lambda file: shutil.rmtree(file.parents[2]), "Path does not exist"),
+    ],
+)
+def test_a_purge_continues_after_a_window_that_cannot_be_read(
+    spark: SparkSession, database: Database, tmp_path: Path, damage: Callable[[Path], object], cause: str
+):
+    target = place(str(database.database_id))
+    insert(database, [sent("a", DAY), sent("b", NEXT_DAY)])
+    settings = settings_of(target, tmp_path, until=shown(NEXT_DAY + HOUR * 24))
+    assert run(spark, settings, late=True).windows == 2
+    first, _ = window_folders(tmp_path)
+    [file] = first.rglob("*.parquet")
+    damage(file)
+    with pytest.raises(OutboxError, match=rf"{cause}.* Their tasks were not purged.*Restore the files") as raised:
+        run(spark, settings, purge=True)
+    assert first.name in str(raised.value)
+    assert rows_of(database).keys() == {"a"}
+    assert [each is None for each in purges(tmp_path)] == [True, False]

@@ -1,6 +1,9 @@
 """The command `outbox-pipeline`: exit codes, output and metrics."""
 
+import gzip
 import json
+import os
+import re
 import stat
 import subprocess
 import sys
@@ -9,6 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyspark
 import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PySparkException
@@ -63,6 +69,34 @@ def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulato
     assert [json.loads(line)["action"] for line in said if line] == ["unknown_variable", "rejected"]
     assert "OUTBOX_REJECTED is set, but no setting has this name. Did you mean OUTBOX_REJECTS?" in said[0]
     assert [row["Topic"] for row in rows_of(database).values()] == ["orders"]
+
+
+@pytest.mark.extended
+def test_stdout_of_spark_submit_has_the_summary_only(
+    target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path
+):
+    """spark-submit merges stdout and stderr of its application. Log lines are on its stderr."""
+    file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
+    flags = ["register", "--input", str(file), "--rejects", str(tmp_path / "no"), "--project", PROJECT, "--json"]
+    flags += ["--instance", target.instance]
+    submit = [str(Path(pyspark.__file__).with_name("bin") / "spark-submit"), "--master", "local[2]"]
+    environment = os.environ | emulators.environment() | {"OUTBOX_REJECTED": "no", "PYSPARK_PYTHON": sys.executable}
+
+    arguments = [*submit, str(Path(cli.__file__).with_name("__main__.py")), *flags, "--database", target.database]
+    done = subprocess.run(
+        arguments, check=False, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path
+    )
+    assert json.loads(done.stdout)["registered"] == 1, done.stdout
+    for said in ('"action": "unknown_variable"', '"action": "rejected"'):
+        assert said in done.stderr
+    assert len(rows_of(database)) == 1
+
+
+@pytest.mark.parametrize("arguments", ["register --input folder --rejects r", "replay"])
+def test_invalid_flags_are_refused_before_spark_starts(target: DatabaseSettings, emulators: Emulators, arguments: str):
+    done = as_process(target, emulators, *arguments.split(), JAVA_HOME="/nowhere")
+    assert (done.code, done.stdout) == (2, "")
+    assert "Java" not in done.stderr
 
 
 #: Arguments, the exit code, and what the sentence says; `r` and `in.` are in a folder of the test.
@@ -144,6 +178,19 @@ def test_summaries_are_for_people_and_for_programs():
     }  # fmt: skip
 
 
+WRITE_FAILED = "[TASK_WRITE_FAILED] Task failed while writing rows to"
+NO_SPACE = "No space left on device"
+DISK_FULL = f"""An error occurred while calling o2.json.
+: org.apache.spark.SparkException: {WRITE_FAILED} file:/a/_temporary/0/_temporary/attempt_1/part-0.json. SQLSTATE: 58030
+\tat org.apache
+\tSuppressed: java.io.IOException: other
+\tCaused by: java.io.IOException: other
+Caused by: org.apache.hadoop.fs.FSError: java.io.IOException: {NO_SPACE}
+\tat org.apache
+Caused by: java.io.IOException: {NO_SPACE}
+\tat java.base"""
+
+
 def test_a_stack_trace_of_spark_becomes_one_sentence():
     """For errors of executors, of the planner and of Spark itself. A bug of this package keeps its stack trace."""
     cases = (
@@ -156,6 +203,11 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
             OutboxError,
             "Spark: java.io.IOException$A: No FileSystem",
         ),
+        (
+            DISK_FULL,
+            OutboxError,
+            f"Spark: {WRITE_FAILED} file:/a. Cause: {NO_SPACE}. Free space, and run the job again",
+        ),
         ("", OutboxError, "Spark: no reason is given"),
     )
     for text, kind, sentence in cases:
@@ -165,6 +217,57 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
         raise ZeroDivisionError
     with pytest.raises(OutboxError, match=r"^Spark: of Spark$"), spark_errors():
         raise PySparkException("of Spark")
+
+
+DAMAGES = {
+    "a.jsonl.gz": (gzip.compress(b'{"data":"x"}\n' * 9999)[:-100], "Unexpected end of input stream"),
+    "b.jsonl.gz": (b'{"data":"x"}\n', "not a gzip file"),
+    "c.parquet": (b"PAR2" * 10, "is not a Parquet file"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_named_with_its_cause(
+    job: Jobs, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+):
+    content, cause = DAMAGES[name]
+    (tmp_path / name).write_bytes(content)
+    assert job("register", "--topic", "orders", "--input", tmp_path / name, "--rejects", tmp_path / "no") == 1
+    error = capsys.readouterr().err
+    assert re.search(rf"{name}.*Cause: .*({cause}).*\. The file is damaged or is no file of this format", error), error
+    assert list((tmp_path / "no").glob("*")) == [], "the folder of the run is left"
+
+
+@pytest.mark.parametrize("flags", ["register --input in.jsonl --rejects", "audit --received in.parquet --output"])
+def test_a_folder_that_cannot_be_created_is_named_with_a_remedy(
+    job: Jobs, tmp_path: Path, flags: str, capsys: pytest.CaptureFixture[str]
+):
+    """No user can create a folder in /proc, as if the file system were read-only."""
+    lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"})
+    pq.write_table(pa.table({name: pa.array([], type_) for name, type_ in RECEIVED.items()}), tmp_path / "in.parquet")
+    assert job(*flags.replace("in.", f"{tmp_path}/in.").split(), "/proc/no") == 1
+    error = capsys.readouterr().err
+    assert re.search(r"file:/proc/no.*\. .* the permission for (this|its) folder", error), error
+
+
+RECEIVED = {"message_id": pa.string(), "publish_time": pa.timestamp("us", "UTC"), "attributes": pa.string()}
+
+
+@pytest.mark.parametrize(
+    "type_", [pa.timestamp("ns"), pa.timestamp("ns", "UTC"), pa.time32("ms"), pa.time64("ns"), pa.float16()], ids=str
+)
+@pytest.mark.parametrize("name", ["register", "audit"])
+def test_a_parquet_column_that_spark_cannot_read_is_named(
+    job: Jobs, tmp_path: Path, name: str, type_: pa.DataType, capsys: pytest.CaptureFixture[str]
+):
+    """As are the times that pandas writes by default."""
+    columns = RECEIVED if name == "audit" else {"data": pa.string(), "topic": pa.string()}
+    table = pa.table({column: pa.array([], kind) for column, kind in {**columns, "expires_at": type_}.items()})
+    pq.write_table(table, tmp_path / "in.parquet")
+    flags = ("--received", "--output") if name == "audit" else ("--input", "--rejects")
+    assert job(name, flags[0], tmp_path / "in.parquet", flags[1], tmp_path / "no") == 1
+    error = capsys.readouterr().err
+    assert re.search(r"Column expires_at of file:\S+/in\.parquet is .*\. Drop the column or convert it", error), error
 
 
 def java_that(home: Path, script: str) -> None:

@@ -15,16 +15,17 @@ from outbox_pipeline.jobs.register.job import read
 from outbox_pipeline.jobs.register.transforms import in_order, prepared
 from tests.support.pipeline import row
 
-NO_OBJECT = "the line is not a JSON object, or has a duplicate name"
+NO_OBJECT = "the line is not a JSON object: "
 BAD_CSV = "the line has more or fewer columns than the header, or bad quotes"
 BROKEN = (
     '{"data":"a"', '{"data":"a"} junk', '{"data":"a"}{"data":"b"}', '{"data":"a"},{"data":"b"}', '{"data":"a"}]',
-    '{"data":"a"},', '[{"data":"a"}]', "[", "5", "null", '"text"', "text", '{"data":"a","data":"b"}', "{data}",
+    '{"data":"a"},', '[{"data":"a"}]', "[", "]", "]]", "}", "5", "null", '"text"', "text", "{data}", "{'data':'a'}",
+    '{"data":NaN}', '{"data":01}', '{5:"a"}', '{"data":"a\tb"}', '{"data":' + "[" * 100_000, '{"data":"a",}',
 )  # fmt: skip
 
 
 def test_json_lines_are_parsed_to_rows(spark: SparkSession, tmp_path: Path):
-    """Values that are not texts become their JSON. Empty lines are ignored."""
+    """Values that are not texts keep their JSON, byte by byte. Empty lines are ignored."""
     path = tmp_path / "rows.jsonl"
     full = {"data": "é\x00😀", "topic": "orders", "priority": 5, "at_most_once": True, "attributes": {"a": "b", "c": 1}}
     lines = [
@@ -32,33 +33,116 @@ def test_json_lines_are_parsed_to_rows(spark: SparkSession, tmp_path: Path):
         {"data": {"x": [1, None]}, "ordering_key": "k", "sequence": "7", "n": "key"},
         {"data_base64": "/w==", "reason": "refused before", "line": "x", "topic": None, "n": ""},
     ]
-    path.write_text("\n \n".join(map(json.dumps, lines)) + "\r\n\t\n", "utf-8")
+    kept = '{"n": 12345678901234567890.1234567890, "n":1.10 ,"t":"\\u00e9\\/","e":1E400}'
+    path.write_text("\n \n".join([*map(json.dumps, lines), f' {{"n":"x","data": {kept} }}']) + "\r\n\t\n", "utf-8")
     rows = prepared(read(spark, str(path), "auto", ["n"]), topic="usual", key=["n"])
     rows = rows.drop("task_id")
     found = [{name: value for name, value in row.asDict().items() if value is not None} for row in rows.collect()]
     found = [{name: bytes(value) if name == "data" else value for name, value in row.items()} for row in found]
     assert found == [
         {**full, "data": "é\x00😀".encode(), "attributes": {"a": "b", "c": "1"}},
-        {"topic": "usual", "data": b'{"x":[1,null]}', "ordering_key": "k", "sequence": 7},
+        {"topic": "usual", "data": b'{"x": [1, null]}', "ordering_key": "k", "sequence": 7},
         {"topic": "usual", "data": b"\xff"},
+        {"topic": "usual", "data": kept.encode()},
     ]  # fmt: skip
 
 
 def test_invalid_json_lines_are_kept(spark: SparkSession, tmp_path: Path):
     """A line with two objects is rejected. Otherwise the second one would be lost without an error."""
     path = tmp_path / "rows.json"
-    unknown = '{"data":"a","dat":"b","Topic":"c","topic":"orders"}'
-    lines = [line.encode() for line in (*BROKEN, unknown)] + [b'{"data":"\xff"}', b'{"data":"fine"}']
-    path.write_bytes(b"\n".join(lines))
+    others = {
+        '{"data":"a","dat":"b","Topic":"c","topic":"orders"}': "the line has unknown columns: dat, Topic",
+        '{"data":"a","data":"b"}': "the line has the name data twice",
+        '{"data":"\\ud800"}': "the line has half a surrogate pair in data",
+    }
+    path.write_text("\n".join((*BROKEN, *others, '{"data":"fine"}')))
     rows = prepared(read(spark, str(path), "json"), topic="usual").select("data", "topic", "reason", "line")
-    # Python cannot decode other lines.
-    rows = rows.where("line IS NULL OR is_valid_utf8(line)")
-    assert [tuple(each) for each in rows.collect()] == [
-        *((None, None, NO_OBJECT, line) for line in BROKEN),
-        (None, None, "the line has unknown columns: dat, Topic", unknown),
-        (None, None, "the line is not valid UTF-8", '{"data":"\ufffd"}'),
+    found = [tuple(each) for each in rows.collect()]
+    assert found[len(BROKEN) :] == [
+        *((None, None, reason, line) for line, reason in others.items()),
         (b"fine", "usual", None, None),
     ]
+    for (data, topic, reason, kept), line in zip(found, BROKEN, strict=False):
+        assert (data, topic, kept) == (None, None, line)
+        assert reason.startswith((NO_OBJECT, "the line is not a JSON object that can be parsed: it is nested")), line
+
+
+def _object(text: str) -> dict[str, object] | None:
+    """Parse a JSON object with Python's own parser, which is more lenient about surrogates and NaN only."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        return dict(pairs) if len(dict(pairs)) == len(pairs) else {"twice": ""}
+
+    try:
+        found = json.loads(text, object_pairs_hook=once, parse_constant=lambda _: {"NaN": ""})
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def test_random_invalid_lines_are_rejected_and_never_raise(spark: SparkSession, tmp_path: Path):
+    """As JSON lines and as the attributes of CSV. A line is either registered as Python parses it, or rejected."""
+    dice = random.Random(25)
+    lines = []
+    for number in range(2000):
+        line = list(json.dumps({"data": f"é{number}", "attributes": {"a": "b"}, "priority": 5}, ensure_ascii=False))
+        for _ in range(dice.choice([0, 1, 1, 2, 5])):
+            place = dice.randrange(len(line))
+            line[place : place + dice.randrange(3)] = dice.choice(["", *'{}[]":,\\ 1nx', "\ufffd", "\x00", "\\ud800"])
+        lines.append("".join(line[dice.choice([0, 0, 0, dice.randrange(len(line))]) :]))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines), "utf-8")
+    found = prepared(read(spark, str(path), "json"), topic="orders").select("data", "reason", "line").collect()
+    assert len(found) == len(lines)
+    assert 300 < sum(each.reason is None for each in found) < 1500, "both kinds occur"
+    for line, made in zip(lines, found, strict=True):
+        if made.reason is None:
+            assert bytes(made.data).decode() == (_object(line) or {})["data"], line
+        elif "is not a JSON object:" in made.reason and made.line == line:
+            assert _object(line) is None or "attributes" in made.reason, (line, made.reason)
+    texts = spark.createDataFrame([(line, "d") for line in lines], "attributes string, data string")
+    for line, made in zip(lines, prepared(texts, topic="orders").collect(), strict=True):
+        assert (made.reason is None) == (made.attributes is not None), line
+        assert made.reason is None or made.reason.startswith(f"attributes {line[:100]} is not a JSON object"), line
+        assert made.reason is not None or made.attributes.keys() == (_object(line) or {}).keys(), line
+
+
+WINDOWS = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+CONVERT = "Convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8, and register it again"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "column"),
+    [
+        ("a.jsonl", '{{"data":"{}"}}', "the line is not valid UTF-8 in data"),
+        ("a.jsonl", '{{"data":"x","attributes":{{"k":"{}"}}}}', "the line is not valid UTF-8 in attributes"),
+        ("a.jsonl", '{{"data":"x"}}{}', "the line is not valid UTF-8"),
+        ("a.csv", "{},orders,k", "data is not valid UTF-8"),
+        ("a.csv", '"x",orders,"k ""{}"""', "n is not valid UTF-8"),
+    ],
+)
+def test_invalid_utf_8_is_rejected_and_not_replaced(
+    spark: SparkSession, tmp_path: Path, name: str, line: str, column: str
+):
+    """The line of a reject cannot be registered by accident. A replacement character that is in the file is valid."""
+    path = tmp_path / name
+    head = b"\xef\xbb\xbfdata,topic,n\n" if name.endswith("csv") else b""
+    path.write_bytes(head + line.format(WINDOWS).encode("cp1252") + b"\n" + line.format("\ufffd").encode() + b"\n")
+    key = ["n"] if name.endswith("csv") else []
+    bad, good = prepared(read(spark, str(path), "auto", key), topic="orders", key=key).collect()
+    assert (bad.data, bad.reason) == (None, f"{column}. {CONVERT}")
+    assert bad.line.startswith("(invalid UTF-8 was replaced) ")
+    assert (good.reason is None) == (" in " in column or "csv" in name)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_utf_16_is_refused_with_a_remedy(spark: SparkSession, tmp_path: Path, encoding: str):
+    (tmp_path / "a.csv").write_text("data,topic\né,orders\n", encoding)
+    with pytest.raises(SettingError, match=r"a\.csv: the header .* is not valid UTF-8\. Convert the file to UTF-8"):
+        read(spark, f"{tmp_path}/a.csv", "auto")
+    (tmp_path / "a.jsonl").write_text('{"data":"a"}\n', encoding)
+    first, *_ = prepared(read(spark, f"{tmp_path}/a.jsonl", "auto"), topic="orders").collect()
+    assert first.reason == f"the line is not valid UTF-8. {CONVERT}"
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -92,6 +176,9 @@ def test_invalid_csv_lines_are_kept(spark: SparkSession, tmp_path: Path):
         (b"x", "orders", None, None),
         (None, None, BAD_CSV, '"open,orders,z\nw,orders,'),
     ]
+    path.write_text("data,topic\nfine,orders\n" + "," * 30_000 + "\nfine,orders\n")
+    found = prepared(read(spark, str(path), "csv")).select("reason").collect()
+    assert [each.reason for each in found] == [None, BAD_CSV, None]
 
 
 def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from datetime import UTC, datetime
 from itertools import combinations
 from uuid import UUID, uuid5
@@ -14,6 +15,7 @@ from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 from outbox.errors import SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.ids import NAMESPACE, as_uuid5, named, task_id
+from outbox_pipeline.jobs.register.json_objects import CONVERT
 from outbox_pipeline.jobs.register.transforms import COLUMNS, prepared
 from tests.support.pipeline import row, rows
 
@@ -61,7 +63,7 @@ def test_texts_are_parsed_to_the_same_values(spark: SparkSession):
     given = [
         full,
         {"task_id": "id-2", "topic": "orders", "data": "é😀\x00"},
-        {"task_id": "id-3", "data": "", "at_most_once": "True", "available_at": "2026-11-21T13:00:00+0000"},
+        {"task_id": "id-3", "data": "", "at_most_once": "True", "available_at": "2026-11-21T13:00:00.000000000+0000"},
         {"task_id": "id-4", "topic": "", "data_base64": "eHh4\r\neHh4", "ordering_key": "", "attributes": "{}"},
         {"task_id": "id-5", "data": "5", "attributes": '{"n":1,"none":null,"o":{"p":[true]}}'},
         {"task_id": "id-6", "data": "", "priority": str(2**63 - 1), "sequence": str(-(2**63))},
@@ -78,20 +80,22 @@ def test_texts_are_parsed_to_the_same_values(spark: SparkSession):
     assertDataFrameEqual(prepared(texts(spark, given), topic="usual"), frame(spark, wanted))
 
 
+A_TIME = "a time with its offset and at most 6 decimals, such as 2026-11-21T13:00:00Z"
 NO_MOMENTS = (
     "", "soon", "2026-11-21", "2026-11-21T13:00:00", "2026-11-21T25:00:00Z", "2026-02-30T13:00:00Z", "13:00Z",
-    "T13:00:00Z", "2026Z", "2026-11-21Z", "2026-11-21+0100", "+10000-01-01T00:00:00Z", "1732194000",
+    "T13:00:00Z", "2026-11-21T13:00:00.0000001Z", "2026-11-21T13:00:00.Z",
+    "2026Z", "2026-11-21Z", "2026-11-21+0100", "+10000-01-01T00:00:00Z", "1732194000",
 )  # fmt: skip
 NO_OBJECTS = (
     "", "x", "5", "null", "[]", '["a"]', '{"a":"1"', '{"a":"1"} and more', '{"a":"1"}{"b":"2"}', '{"a":"1"},{"b":"2"}',
-    '{"a":"1"}]', '{"a":"1","a":"2"}', '[{"a":"1"}]', '{"a":"1"},',
+    '{"a":"1"}]', '{"a":"1","a":"2"}', '[{"a":"1"}]', '{"a":"1"},', "]", "]]", '{"a":"\\ud800"}',
 )  # fmt: skip
 UNREADABLE = {
     "priority": (("", "x", "1.5", "1e3", "9223372036854775808"), "a whole number"),
     "sequence": (("", "0x1"), "a whole number"),
     "at_most_once": (("", "on", "2"), "true or false"),
-    "available_at": (NO_MOMENTS, "a time with its offset, such as 2026-11-21T13:00:00Z"),
-    "expires_at": (NO_MOMENTS[:4], "a time with its offset, such as 2026-11-21T13:00:00Z"),
+    "available_at": (NO_MOMENTS, A_TIME),
+    "expires_at": (NO_MOMENTS[:4], A_TIME),
     "attributes": (NO_OBJECTS, "a JSON object of strings"),
     "data_base64": (("!", "a", "_-8="), "base64"),
 }
@@ -128,22 +132,28 @@ def test_other_invalid_rows_are_rejected(spark: SparkSession):
         "(7, 'd', NULL, NULL, NULL, timestamp_micros(-62135596800000001)), "
         "(8, 'd', NULL, map('a', 'b'), timestamp_micros(-62135596800000000), timestamp_micros(253402300799999999)), "
         "(NULL, 'd', NULL, NULL, NULL, NULL), "
-        "(10, '', '', NULL, NULL, NULL) "
+        "(10, '', '', NULL, NULL, NULL), "
+        "(11, 'd', NULL, from_json('{\"a\":1,\"a\":2}', 'map<string,string>'), NULL, NULL) "
         "AS t(n, data, data_base64, attributes, available_at, expires_at)"
     ).drop("n")
-    made = prepared(given, topic="orders", key=["k"]).select("reason", "task_id", f.get_json_object("line", "$.k"))
+    made = prepared(given, topic="orders", key=["k"]).select("reason", "task_id", "line")
+    found = [(each.reason, each.task_id, each.line) for each in made.collect()]
     years = "is outside of the years 1 to 9999 in UTC"
-    assert [tuple(each) for each in made.collect()] == [
+    numbers = [line and (re.findall(r'"k":(\d+)', line) or [None])[0] for _, _, line in found]
+    replaced = [(line or "").startswith("(invalid UTF-8 was replaced) {") for _, _, line in found]
+    assert replaced == [number in ("3", "4", "5") for number in numbers]
+    assert [(reason, id, number) for (reason, id, _), number in zip(found, numbers, strict=True)] == [
         (None, task_id("orders", "1"), None),
         ("both data and data_base64", None, "2"),
-        ("data is not valid UTF-8", None, "3"),
-        ("attributes is not valid UTF-8", None, "4"),
-        ("attributes is not valid UTF-8", None, "5"),
+        (f"data is not valid UTF-8. {CONVERT}", None, "3"),
+        (f"attributes is not valid UTF-8. {CONVERT}", None, "4"),
+        (f"attributes is not valid UTF-8. {CONVERT}", None, "5"),
         (f"available_at {years}", None, "6"),
         (f"expires_at {years}", None, "7"),
         (None, task_id("orders", "8"), None),
         ("key column k is NULL", None, None),
         ("both data and data_base64", None, "10"),
+        ("attributes has a name twice", None, "11"),
     ]
 
 
@@ -235,6 +245,11 @@ def test_a_key_column_can_be_a_column_of_the_task(spark: SparkSession):
         ("data string, topic string, available_at date", {}, "Column available_at is date, but must be a time with"),
         ("data string, topic string, expires_at timestamp_ntz", {}, "Column expires_at is timestamp_ntz, but must be"),
         ("data string, topic string, attributes array<string>", {}, "Column attributes is array<string>, but must be"),
+        (
+            "data string, topic string, attributes map<string,double>",
+            {},
+            "Column attributes is map<string,double>, but",
+        ),
         ("data string, topic string", {"key": ["n"]}, "Key column 'n' is missing. The rows have data, topic"),
         ("data string, topic string, n double", {"key": ["n"]}, "Key column n is double. Cast it to a string"),
         ("data binary, topic string", {"key": ["data"]}, "Key column data is binary. Cast it to a string"),

@@ -34,6 +34,7 @@ from outbox_pipeline.jobs.archive.windows import (
 from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
+from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.tasks import totals
 
 #: Max tasks in one transaction of a purge.
@@ -152,7 +153,8 @@ class _Job:
         damaged = []
         for window in windows:
             try:
-                self._prove(window)
+                with spark_errors():
+                    self._prove(window)
             except OutboxError as error:
                 damaged.append(str(error))
             else:

@@ -83,7 +83,7 @@ class ArchiveWindow:
     @property
     def purged(self) -> bool:
         """Tell whether its tasks were purged."""
-        return self.folder.read(PURGED) is not None
+        return (self.folder / PURGED).exists()
 
     def note_purging(self, at: datetime) -> None:
         """Write the file that says that its purge begins."""

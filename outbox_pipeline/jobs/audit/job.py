@@ -20,11 +20,11 @@ from outbox_pipeline.jobs.archive.windows import Archive
 from outbox_pipeline.jobs.audit import effects, received
 from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.audit.page import page
-from outbox_pipeline.settings import AuditSettings
+from outbox_pipeline.settings import AuditSettings, format_of
 from outbox_pipeline.source.columns import needed
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.files import Folder, format_of
+from outbox_pipeline.spark.files import Folder, read_parquet
 from outbox_pipeline.spark.tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
@@ -164,7 +164,7 @@ class _Job:
         elif form == "json":
             messages = self.spark.read.schema(received.LINES).json(settings.received)
         else:
-            messages = self.spark.read.parquet(settings.received)
+            messages = read_parquet(self.spark, settings.received)
         deliveries = received.received(messages, base64=settings.received_data == "base64")
         return "data" in messages.columns, deliveries
 

@@ -1,10 +1,11 @@
 """`register`: turns the rows of files or of a DataFrame into tasks."""
 
+import csv
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 from pyspark.sql import DataFrame, Observation, SparkSession
@@ -15,15 +16,18 @@ from outbox.errors import SettingError
 from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, Registration
+from outbox_pipeline.jobs.register.json_objects import CONVERT
 from outbox_pipeline.jobs.register.transforms import PARSE_ERROR, TIMES, UNPARSED, in_order, parse_json_lines, prepared
-from outbox_pipeline.settings import FORMATS, RegisterSettings
+from outbox_pipeline.settings import RegisterSettings, format_of_input
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
-from outbox_pipeline.spark.files import Folder, format_of
+from outbox_pipeline.spark.files import Folder, read_parquet
 from outbox_pipeline.spark.tasks import divided
 
-#: Marks a quoted empty text while CSV is read, to tell it from a missing one, which is NULL.
-_EMPTY = "\ue000an empty text\ue000"
+#: CSV is read in this encoding, which keeps every byte. As UTF-8, Spark would replace invalid bytes.
+_BYTES = "ISO-8859-1"
+#: Marks a quoted empty text while CSV is read, to tell it from a missing one, which is NULL. It is not valid UTF-8.
+_EMPTY = "\xffan empty text\xff"
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -97,27 +101,47 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
 
 def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -> DataFrame:
     """Return the rows of files. Raises SettingError if the format is auto and the extension is unknown."""
-    if format == "auto":
-        format = format_of(path) or ""
-        if format not in FORMATS:
-            raise SettingError(f"--input {path}: unknown extension. Pass --input-format: {', '.join(FORMATS)}")
+    format = format_of_input(path, format)
     if format == "parquet":
-        return spark.read.parquet(path)
+        return read_parquet(spark, path)
     if format == "json":
         return parse_json_lines(spark.read.text(path), key)
+    return _read_csv(spark, path)
+
+
+def _read_csv(spark: SparkSession, path: str) -> DataFrame:
+    """Return the rows of CSV files, as texts that can contain invalid UTF-8. Raises SettingError."""
     # If Spark detected the line separator itself, it would also change line breaks inside quotes.
     first = spark.read.text(path, lineSep="\n").first()
     end = "\r\n" if first and first["value"].endswith("\r") else "\n"
-    reader = spark.read.options(header=True, quote='"', escape='"', multiLine=True, lineSep=end, emptyValue=_EMPTY)
+    reader = spark.read.options(
+        header=True, quote='"', escape='"', multiLine=True, lineSep=end, emptyValue=_EMPTY, encoding=_BYTES,
+        maxColumns=1_000_000,  # Spark refuses the whole file if a line has more, by default more than 20,480
+    )  # fmt: skip
     head = reader.csv(path)
     schema = StructType([*head.schema.fields, StructField(UNPARSED, StringType())])
     rows = reader.schema(schema).options(enforceSchema=False, columnNameOfCorruptRecord=UNPARSED).csv(path)
     why = f.when(
         f.col(UNPARSED).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes")
     )
-    texts = {name: f.col(f"`{name}`") for name in head.columns}
-    texts = {name: f.when(text == _EMPTY, f.lit("")).otherwise(text) for name, text in texts.items()}
-    return rows.withColumns({**texts, PARSE_ERROR: why})
+    texts = {name: f.col(f"`{name}`") for name in (*head.columns, UNPARSED)}
+    decoded = {
+        _name(name, path): f.when(text == _EMPTY, f.lit("")).otherwise(f.encode(text, _BYTES).cast("string"))
+        for name, text in texts.items()
+    }
+    return rows.select(*(text.alias(name) for name, text in decoded.items()), why.alias(PARSE_ERROR))
+
+
+def _name(column: str, path: str) -> str:
+    """Decode the name of a column, without a byte order mark. Raises SettingError."""
+    try:
+        name = column.encode(_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        name = "\0"
+    if "\0" in name:  # UTF-16 has null characters
+        raise SettingError(f"--input {path}: the header {column!r} is not valid UTF-8. {CONVERT}")
+    # After a byte order mark, Spark keeps the quotes.
+    return name if name.encode().decode(_BYTES) == column else next(csv.reader([name]))[0]
 
 
 def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_second: int) -> Registered:
@@ -136,20 +160,32 @@ def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_seco
             f.count_if(f.col("reason").isNotNull()).alias("rejected"),
         )
     )
-    folder = Folder(spark, rejects) / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
+    parent = Folder(spark, rejects)
+    _delete_abandoned(parent)
+    folder = parent / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
     refused = answers.where("reason IS NOT NULL").select(
         "reason",
         "line",
         *(name for name in schemas.INPUT.fieldNames() if name not in ("data", "line", "reason")),
         f.base64("data").alias("data_base64"),
     )
-    refused.write.option("timestampFormat", TIMES).json(str(folder))
-    counts = {name: int(value or 0) for name, value in observed.get.items()}
-    if not counts["rejected"]:
-        folder.delete()
+    counts: dict[str, int] = {}
+    try:
+        refused.write.option("timestampFormat", TIMES).json(str(folder))
+        counts = {name: int(value or 0) for name, value in observed.get.items()}
+    finally:
+        if not counts.get("rejected"):
+            folder.delete()
     return Registered(
         read=sum(counts.values()),
         **counts,
         seconds=time.monotonic() - begin,
         rejects=str(folder) if counts["rejected"] else None,
     )
+
+
+def _delete_abandoned(rejects: Folder) -> None:
+    """Delete what killed runs left: folders whose run neither finished nor wrote anything for a week."""
+    for run in rejects.folders():
+        if (run / "_temporary").exists() and run.changed() < datetime.now(UTC) - timedelta(days=7):
+            run.delete()

@@ -22,6 +22,7 @@ from pyspark.sql.types import (
 from outbox.errors import SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.ids import as_uuid5, named
+from outbox_pipeline.jobs.register.json_objects import CONVERT, parsed
 
 #: The columns of rows, described in docs/pipeline/register.md.
 COLUMNS = (
@@ -38,8 +39,12 @@ _OURS = "_outbox_"
 _INTEGERS = (ByteType, ShortType, IntegerType, LongType)
 #: Types whose conversion to text does not depend on the session.
 _KEY_TYPES = (StringType, *_INTEGERS, BooleanType, DateType)
-#: Date, time and offset. Spark would replace a missing date by today and a missing offset by the session's time zone.
-_MOMENT = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d.*(?:Z|[+-]\d\d:?\d\d)$"
+#: Date, time and offset. Spark would replace a missing date by today and a missing offset by the session's time zone,
+#: and cut off more than six decimals.
+_MOMENT = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6}0*)?)? ?(?:Z|[+-]\d\d:?\d\d)$"
+_WANTED_TIME = "a time with its offset and at most 6 decimals, such as 2026-11-21T13:00:00Z"
+#: Precedes a line in which invalid UTF-8 was replaced, so that the line cannot be registered by accident.
+_REPLACED = "(invalid UTF-8 was replaced) "
 #: The years 1 to 9999 in microseconds since 1970. Spark supports more years, Python and Spanner do not.
 _YEARS = (-62_135_596_800_000_000, 253_402_300_799_999_999)
 #: The format of times in rejected rows, which this job can parse again.
@@ -59,23 +64,15 @@ def _time(text: Column) -> Column:
     return f.when(text.rlike(_MOMENT), text.try_cast("timestamp"))
 
 
-def _object(text: Column) -> Column:
-    """Return a JSON object as a map, or NULL if the text is not exactly one object or has a duplicate name."""
-    # Spark parses the first value of a text and ignores the rest, so the text is parsed as the first item of an array.
-    found = f.from_json(f.concat(f.lit("["), text, f.lit(",{}]")), "array<map<string,string>>")
-    names = f.map_keys(found[0])
-    return f.when((f.size(found) == 2) & (f.size(names) == f.size(f.array_distinct(names))), found[0])
-
-
 _FORMATS = {
-    "attributes": _Format(_object, (MapType,), "a JSON object of strings"),
+    "attributes": _Format(lambda text: parsed(text.cast("binary"))["members"], (MapType,), "a JSON object of strings"),
     "priority": _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number"),
     "sequence": _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number"),
-    "available_at": _Format(_time, (TimestampType,), "a time with its offset, such as 2026-11-21T13:00:00Z"),
-    "expires_at": _Format(_time, (TimestampType,), "a time with its offset, such as 2026-11-21T13:00:00Z"),
+    "available_at": _Format(_time, (TimestampType,), _WANTED_TIME),
+    "expires_at": _Format(_time, (TimestampType,), _WANTED_TIME),
     "at_most_once": _Format(lambda text: text.try_cast("boolean"), (BooleanType,), "true or false"),
     "data_base64": _Format(lambda text: f.try_to_binary(text, f.lit("base64")), (), "base64"),
-    "data": _Format(lambda text: f.encode(text, "UTF-8"), (BinaryType,), "a text"),
+    "data": _Format(lambda text: text.cast("binary"), (BinaryType,), "a text"),
     "task_id": _Format(lambda text: text, (), "a text"),
     "topic": _Format(lambda text: text, (), "a text"),
     "ordering_key": _Format(lambda text: text, (), "a text"),
@@ -88,15 +85,15 @@ def parse_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
     If a line is not a JSON object or has an unknown name, UNPARSED is the line and PARSE_ERROR the reason.
     """
     names = [*COLUMNS, *OF_REJECTS, *(name for name in key if name not in COLUMNS)]
-    parsed = lines.where(f.col("value").rlike(r"\S")).select("value", _object(f.col("value")).alias("found"))
-    unknown = f.array_except(f.map_keys("found"), f.array(*map(f.lit, names)))
-    reason = (
-        f.when(~f.is_valid_utf8("value"), f.lit("the line is not valid UTF-8"))
-        .when(f.col("found").isNull(), f.lit("the line is not a JSON object, or has a duplicate name"))
-        .when(f.size(unknown) > 0, f.concat(f.lit("the line has unknown columns: "), f.array_join(unknown, ", ")))
+    value = f.col("value")
+    found = lines.where(value.rlike(r"\S")).select(value, parsed(value.cast("binary")).alias("found"))
+    members, fault = f.col("found.members"), f.col("found.fault")
+    unknown = f.array_except(f.map_keys(members), f.array(*map(f.lit, names)))
+    reason = f.when(fault.isNotNull(), f.concat(f.lit("the line "), fault)).when(
+        f.size(unknown) > 0, f.concat(f.lit("the line has unknown columns: "), f.array_join(unknown, ", "))
     )
-    return parsed.select(
-        *(f.col("found")[name].alias(name) for name in names if name not in OF_REJECTS),
+    return found.select(
+        *(members[name].alias(name) for name in names if name not in OF_REJECTS),
         f.when(reason.isNotNull(), f.col("value")).alias(UNPARSED),
         reason.alias(PARSE_ERROR),
     )
@@ -113,7 +110,13 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
     _check(rows, topic, key)
     _check_key(rows, key)
     has = set(rows.columns)
+    invalid = {
+        field.name: ~f.is_valid_utf8(_text(_column(field.name), field.dataType))
+        for field in rows.schema
+        if isinstance(field.dataType, (StringType, MapType))
+    }
     values, reasons = {}, [f.col(PARSE_ERROR)] if PARSE_ERROR in has else []
+    reasons += [f.when(found, f.lit(f"{name} is not valid UTF-8. {CONVERT}")) for name, found in invalid.items()]
     for name in COLUMNS:
         if name in has:
             values[name], wrong = _value(name, rows.schema[name].dataType)
@@ -133,11 +136,13 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
     name_of_id, no_id = _id(key)
     reasons.append(f.when(values["task_id"].isNull(), no_id))
     whole = _json_line([name for name in rows.columns if name not in (UNPARSED, PARSE_ERROR)], rows)
-    line = f.coalesce(f.col(UNPARSED), whole) if UNPARSED in has else whole
+    line = f.make_valid_utf8(f.coalesce(f.col(UNPARSED), whole) if UNPARSED in has else whole)
+    if invalid:
+        line = f.when(f.greatest(*invalid.values(), f.lit(False)), f.concat(f.lit(_REPLACED), line)).otherwise(line)
     stepped = parsed.withColumns(
         {
             f"{_OURS}reason": f.make_valid_utf8(f.coalesce(*reasons).cast("string")),
-            f"{_OURS}line": f.make_valid_utf8(line),
+            f"{_OURS}line": line,
             f"{_OURS}name": name_of_id,
         }
     )
@@ -153,20 +158,24 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
 def _value(name: str, type_: DataType) -> tuple[Column, list[Column]]:
     """Return the value of a column, and the possible reasons to reject it."""
     source, read = _column(name), _FORMATS[name]
-    value, text, reasons = source, source, []
+    value, reasons = source, []
     if isinstance(type_, StringType):
         value = read.parse(source)
         message = f.concat(f.lit(f"{name} "), f.substring(source, 1, 100), f.lit(f" is not {read.wanted}"))
         reasons.append(f.when(source.isNotNull() & value.isNull(), message))
     elif isinstance(type_, MapType):
         value = source.cast(schemas.INPUT["attributes"].dataType)
-        text = f.concat_ws("", f.map_keys(value), f.map_values(value))
-    if isinstance(type_, (StringType, MapType)):
-        reasons.append(f.when(~f.is_valid_utf8(text), f.lit(f"{name} is not valid UTF-8")))
+        names = f.map_keys(value)
+        reasons.append(f.when(f.size(names) > f.size(f.array_distinct(names)), f.lit(f"{name} has a name twice")))
     if TimestampType in read.types:
         is_a_year = f.unix_micros(value).between(*_YEARS)
         reasons.append(f.when(~is_a_year, f.lit(f"{name} is outside of the years 1 to 9999 in UTC")))
     return value, reasons
+
+
+def _text(column: Column, type_: DataType) -> Column:
+    """Return a text, or all texts of a map, as one text."""
+    return f.concat_ws("", f.map_keys(column), f.map_values(column)) if isinstance(type_, MapType) else column
 
 
 def _json_line(names: Sequence[str], rows: DataFrame) -> Column:
@@ -232,7 +241,11 @@ def _check(rows: DataFrame, topic: str, key: Sequence[str]) -> None:
     for name in COLUMNS:
         if name in rows.columns:
             type_ = rows.schema[name].dataType
-            if not isinstance(type_, (StringType, *_FORMATS[name].types)):
+            # Spark would round other values of a map when it converts them to texts.
+            inside = (type_.keyType, type_.valueType) if isinstance(type_, MapType) else ()
+            if not isinstance(type_, (StringType, *_FORMATS[name].types)) or not all(
+                isinstance(each, _KEY_TYPES) for each in inside
+            ):
                 raise SettingError(f"Column {name} is {type_.simpleString()}, but must be {_FORMATS[name].wanted}")
 
 

@@ -103,7 +103,7 @@ def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False,
         OutboxError: the archive belongs to another database or is damaged.
     """
     begin = time.monotonic()
-    _check_flags(settings, dry_run=dry_run, resume=resume)
+    check(settings, dry_run=dry_run, resume=resume)
     table = open_table(settings)
     now = table.now()
     selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
@@ -124,7 +124,8 @@ def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False,
     return done
 
 
-def _check_flags(settings: ReplaySettings, *, dry_run: bool, resume: str) -> None:
+def check(settings: ReplaySettings, *, dry_run: bool, resume: str) -> None:
+    """Check settings and flags that depend on each other. Raises SettingError."""
     given = [field.name for field in fields(ReplaySelection) if getattr(settings, field.name) not in ("", None)]
     if resume and dry_run:
         raise SettingError("--resume and --dry-run exclude each other. Pass only one of them")
