@@ -25,8 +25,9 @@ def skip_reasons(
     """Return the skip reason of each task of the batch that this transaction must not publish.
 
     `published` are the tasks that an earlier transaction attempt has published. They still need their mark, so they are
-    skipped only if their rows have been deleted, sent or changed since. A task that is skipped as "not_due" or as
-    "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead and `skip_dead` is set.
+    skipped only if their rows are gone, sent, or no longer hold the message that was published. A task that is skipped
+    as "not_due" or as "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead and
+    `skip_dead` is set.
     """
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Outcome] = {}
@@ -37,7 +38,7 @@ def skip_reasons(
             reasons[id] = Skipped("gone")
         elif row.sent_at is not None:
             reasons[id] = Skipped("sent")
-        elif version is not None and version != Version.of(row):
+        elif version is not None and not version.has_message_of(row):
             reasons[id] = Skipped("changed")
         elif version is not None:
             continue

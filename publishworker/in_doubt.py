@@ -151,9 +151,9 @@ class InDoubt:
             self._threads.sleep(MARK_WAIT_SECONDS)
 
     def contains(self, row: LockedRow) -> bool:
-        """Tell whether this row is in doubt, and unchanged since its task was published."""
+        """Tell whether this row is in doubt, and still holds the message that was published."""
         task = self._tasks.get(row.id)
-        return task is not None and task.version == Version.of(row)
+        return task is not None and task.version.has_message_of(row)
 
     def _batches(self, tasks: Mapping[str, _TaskInDoubt]) -> list[Batch]:
         """Return batches of one topic each, and then a batch for each task that is marked alone, oldest tasks first."""

@@ -186,27 +186,33 @@ class LockedRow(NamedTuple):
 class Version(NamedTuple):
     """The state of a row when its task was published, with a hash of the message.
 
-    The version changes if an application registers the ID again (created_at), a worker records a failed attempt
-    (attempts), or an operator repairs the message (message) or resets SentAt (times_sent). An answer for one version
-    does not hold for another. A mark and a reset of SentAt may leave every other column as it was. Then only
-    `times_sent` shows that the task was sent.
+    The first five fields say what was published. They change if an application registers the ID again (created_at), or
+    an operator repairs the message (message), moves the task, or resets SentAt (times_sent). A mark and a
+    reset of SentAt may leave every other column as it was. Then only `times_sent` shows that the task was sent.
+
+    The other fields say when to try the task. Another worker may defer the task, release it or record a failed attempt.
+    A success holds nevertheless, because Pub/Sub has the message. A failure holds only for the same version.
     """
 
     topic: str
     ordering_key: str | None
     created_at: datetime
+    times_sent: int
+    message: int
     available_at: datetime | None
     expires_at: datetime | None
     attempts: int
     deferred: bool
-    times_sent: int
-    message: int
 
     @classmethod
     def of(cls, row: LockedRow) -> "Version":
         """Return a row's version."""
-        times = row.created_at, row.available_at, row.expires_at
-        return cls(row.topic, row.ordering_key, *times, row.attempts, row.deferred, row.times_sent, hash(row.data))
+        published = row.topic, row.ordering_key, row.created_at, row.times_sent, hash(row.data)
+        return cls(*published, row.available_at, row.expires_at, row.attempts, row.deferred)
+
+    def has_message_of(self, row: LockedRow) -> bool:
+        """Tell whether publishing this version has published the row."""
+        return self[:5] == Version.of(row)[:5]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +231,7 @@ class Skipped:
     """The task is not published in this batch.
 
     - `sent`: another worker has sent it. Only this reason is counted: see `BatchResult.already_sent`.
-    - `changed`: its row has changed since it was published.
+    - `changed`: it was published, and then registered again, repaired, moved, or marked and reset.
     - `gone`: the row does not exist any more.
     - `not_due`: AvailableAt is in the future.
     - `moved`: its topic or ordering key has changed since the poll.

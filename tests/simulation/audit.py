@@ -166,7 +166,7 @@ class Audit:
             if state := self._unfit[process, id]:
                 self.problem(f"{id} was {state} when {process.name} claimed it, and was published")
             at, version = self._acknowledged.get((process, id), (float("-inf"), None))
-            if version == Version.of(row) and self.clockwork.now - at < MAX_AGE_SECONDS:
+            if version and version.has_message_of(row) and self.clockwork.now - at < MAX_AGE_SECONDS:
                 self.problem(f"{process.name} knew that Pub/Sub has {id}, and published it again")
 
     def _in_order(self, id: str, task: Known) -> None:
