@@ -19,7 +19,7 @@ from publishworker.pubsub.messages import Lane
 from publishworker.retry_policy import RetryPolicy
 from publishworker.topics.circuit_breaker import CircuitBreakers
 from publishworker.topics.discovery import KnownTopics
-from publishworker.types import Batch, BatchResult, Deferred, LockedRow, Sent, Skipped, Version
+from publishworker.types import BatchResult, Deferred, LockedRow, Sent, Skipped, Version
 from publishworker.worker import Worker
 
 
@@ -110,9 +110,6 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         RetryPolicy, "deferrals", lambda _: lambda _self, head, at, _now: repeat(Deferred(at, head.id))
     ),
     "the first deferred task of a key returns soon": (retry_policy, "CHECK_SECONDS", lambda _: 3600.0),
-    "marks of tasks in doubt release the next task": (
-        Batch, "part", lambda real: lambda self, *a, **k: replace(real(self, *a, **k), releases=())
-    ),
     "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (delivery, "is_recorded", always(True)),
