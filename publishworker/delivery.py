@@ -4,10 +4,18 @@
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 
-from publishworker.eligibility import expired, in_order, skip_reasons, stops_key, to_publish, to_release
+from publishworker.eligibility import (
+    deferred_behind,
+    expired,
+    in_order,
+    skip_reasons,
+    stops_key,
+    to_publish,
+    to_release,
+)
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
@@ -81,8 +89,7 @@ class Delivery:
             eligible = self._check(result, rows, now)
             self._expire(result, to_publish(eligible, result.answers), now)
             self._publish(result, to_publish(eligible, result.answers), locked_at)
-            marks = self._marks(result, eligible, now)
-            return marks | self._releases(batch, rows, marks, now)
+            return self._marks(result, [*eligible, *deferred_behind(batch, rows)], now)
 
         self._transact(result, attempt)
         return result
@@ -92,12 +99,15 @@ class Delivery:
         result = BatchResult(batch)
 
         def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            reasons = skip_reasons(batch, rows, now, {}, skip_dead=self._skip_dead)
-            blocked = [row.id for row in rows if reasons.get(row.id) == Skipped("blocked") and row.is_due(now)]
-            head = next((row for row in rows if row.id == batch.ids[0]), None)
             result.deferred = {}
-            if blocked and head is not None and head.available_at is not None:
-                result.deferred = dict.fromkeys(blocked, self._retries.defer(head, head.available_at, now))
+            reasons = skip_reasons(batch, rows, now, {}, skip_dead=self._skip_dead)
+            blocked = [row for row in in_order(batch, rows) if reasons.get(row.id) == Skipped("blocked")]
+            head = next((row for row in rows if row.id == batch.ids[0]), None)
+            if head is not None and head.available_at is not None:
+                deferrals = self._retries.deferrals(head, head.available_at, now)
+                waiting = [row for row in blocked if row.is_due(now) or row.deferred]
+                pairs = zip(waiting, deferrals, strict=False)
+                result.deferred = {row.id: deferral for row, deferral in pairs if _is_too_late(row, deferral, now)}
             return result.deferred
 
         self._transact(result, attempt)
@@ -149,9 +159,10 @@ class Delivery:
 
         def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             ours = [before[row.id] for row in rows if row.sent_at == committed[row.id]]
-            records = self._marks(result, ours, now)
-            result.recorded |= recorded_before
-            return {row.id: records.get(row.id) or _restored(row, result.answers.get(row.id)) for row in ours}
+            self._marks(result, ours, now)
+            failed, result.deferred = result.recorded, {}
+            result.recorded = recorded_before | failed
+            return {row.id: failed.get(row.id) or _restored(row, result.answers.get(row.id)) for row in ours}
 
         undone = self.mark(Batch(result.batch.topic, tuple(before)), attempt)
         for id in (id for part in (undone, *undone.parts) if part.error is not None for id in part.batch.ids):
@@ -201,8 +212,8 @@ class Delivery:
         result.recorded, result.deferred = {}, {}
         topic_accepts = result.batch.topic_accepts or bool(result.published())
         marks: dict[str, Mark] = {}
-        #: The ordering keys in which a task has failed, each with the deferral of its later tasks, or None.
-        stopped: dict[str, Deferred | None] = {}
+        #: The ordering keys in which a task has failed, each with the deferrals of its later tasks, if there are any.
+        stopped: dict[str, Iterator[Deferred]] = {}
         for row in eligible:
             outcome = result.answers.get(row.id)
             if outcome is not None:
@@ -210,8 +221,8 @@ class Delivery:
             if isinstance(outcome, Sent):
                 marks[row.id] = outcome
             elif row.ordering_key in stopped:
-                if deferred := stopped[row.ordering_key]:
-                    marks[row.id] = result.deferred[row.id] = deferred
+                if deferral := next(stopped[row.ordering_key], None):
+                    marks[row.id] = result.deferred[row.id] = deferral
             elif isinstance(outcome, Failed):
                 recorded = None
                 if is_recorded(result.batch, row.id, outcome, topic_accepts=topic_accepts):
@@ -220,15 +231,15 @@ class Delivery:
                 if blocks_nothing and kind_of(outcome.reason) is FailureKind.CONTENT:
                     continue  # Pub/Sub was not asked about this dead task, so the later tasks of its key were tried
                 if row.ordering_key is not None and stops_key(outcome):
-                    stopped[row.ordering_key] = None if blocks_nothing else self._deferral_behind(row, recorded, now)
+                    stopped[row.ordering_key] = self._deferrals_behind(row, None if blocks_nothing else recorded, now)
         result.traces |= _traces(eligible, result.recorded)
         return marks
 
-    def _deferral_behind(self, head: LockedRow, recorded: NotSent | None, now: datetime) -> Deferred | None:
-        """Return the deferral for the tasks behind a failed one, or None if the failure was not recorded."""
+    def _deferrals_behind(self, head: LockedRow, recorded: NotSent | None, now: datetime) -> Iterator[Deferred]:
+        """Return the deferrals of the tasks behind a failed one. There are none if the failure was not recorded."""
         if recorded is None or recorded.available_at is None:
-            return None
-        return self._retries.defer(head, recorded.available_at, now)
+            return iter(())
+        return self._retries.deferrals(head, recorded.available_at, now)
 
     def _releases(
         self, batch: Batch, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
@@ -258,6 +269,7 @@ class Delivery:
             end_phase()
             result.transaction_attempts += 1
             locked, marks = rows, decide(rows, now)
+            marks = {**marks, **self._releases(result.batch, rows, marks, now)}
             since, phase = self._clock(), COMMIT
             return marks
 
@@ -346,6 +358,11 @@ def _is_surely_not_published(outcome: Outcome | None) -> bool:
 
 
 def _restored(row: LockedRow, outcome: Outcome | None) -> NotSent:
-    """Return the mark that restores the row, with a LastError that says what happened."""
+    """Return the mark that restores the row, with a LastError that says what happened. A deferred row becomes ready."""
     error = last_error(outcome) if isinstance(outcome, Failed) else None
-    return NotSent(row.attempts, row.available_at, row.expires_at, error)
+    return NotSent(row.attempts, None if row.deferred else row.available_at, row.expires_at, error)
+
+
+def _is_too_late(row: LockedRow, deferral: Deferred, now: datetime) -> bool:
+    """Tell whether a blocked row needs this deferral: a poll still returns it, or will return it only later."""
+    return row.available_at is None or not now < row.available_at <= deferral.available_at

@@ -25,8 +25,9 @@ def skip_reasons(
     """Return the skip reason of each task of the batch that this transaction must not publish.
 
     `published` are the tasks that an earlier transaction attempt has published. They still need their mark, so they are
-    skipped only if their rows have been deleted, sent or changed since. A task that is skipped as "not_due" or as
-    "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead and `skip_dead` is set.
+    skipped only if their rows are gone, sent, or no longer hold the message that was published. A task that is skipped
+    as "not_due" or as "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead and
+    `skip_dead` is set.
     """
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Outcome] = {}
@@ -37,7 +38,7 @@ def skip_reasons(
             reasons[id] = Skipped("gone")
         elif row.sent_at is not None:
             reasons[id] = Skipped("sent")
-        elif version is not None and version != Version.of(row):
+        elif version is not None and not version.has_message_of(row):
             reasons[id] = Skipped("changed")
         elif version is not None:
             continue
@@ -86,20 +87,26 @@ def to_release(
 ) -> list[LockedRow]:
     """Return the deferred rows that become heads of their keys with this commit. The commit must make them ready.
 
-    Until its deferral ends, no poll reads a deferred task. One ready task is enough for a poll to find the key.
+    Until its deferral ends, no poll reads a deferred task. One ready task is enough for a poll to find the key. A head
+    that has expired blocks no task, so the one behind it is released, too.
     """
-    heads: dict[str, LockedRow] = {}
-    keys = set(batch.keys)
+    released: list[LockedRow] = []
+    keys = {key for key in batch.keys if key is not None}
     for row in in_order(batch, rows):
         key, mark = row.ordering_key, marks.get(row.id)
-        if key is None or key not in keys or row.topic != batch.topic:
+        if key not in keys or row.topic != batch.topic or row.sent_at is not None or isinstance(mark, Sent):
             continue
-        if row.sent_at is not None or isinstance(mark, Sent):
-            continue
+        if row.deferred and mark is None:
+            released.append(row)
         dead = isinstance(mark, NotSent) and mark.dead
         if _blocks_key(row, now, skip_dead=skip_dead) and not (dead and skip_dead):
-            heads.setdefault(key, row)
-    return [row for row in heads.values() if row.deferred and row.id not in marks]
+            keys.remove(key)
+    return released
+
+
+def deferred_behind(batch: Batch, rows: Sequence[LockedRow]) -> list[LockedRow]:
+    """Return the deferred rows behind the sendable prefixes of the batch."""
+    return [row for row in rows if row.id in batch.releases and row.deferred and row.topic == batch.topic]
 
 
 def stops_key(outcome: Outcome | None) -> bool:

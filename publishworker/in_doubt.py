@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 
 from outbox.storage.sql import chunked
 from publishworker.batching import Limits
@@ -33,13 +34,13 @@ _log = logging.getLogger("publishworker")
 
 @dataclass(slots=True)
 class _TaskInDoubt:
-    """A task in doubt: its topic, its row when it was published, and the time at which its commit failed.
+    """A task in doubt: its batch, its row when it was published, and the time at which its commit failed.
 
     `retry_delay` is 0 until a batch that marks the task fails while others commit. The task is then marked alone, and
     after each failure the next attempt waits this many seconds.
     """
 
-    topic: str
+    batch: Batch
     version: Version
     since: float
     retry_delay: float = 0.0
@@ -99,7 +100,7 @@ class InDoubt:
         if published and (not result.refused or self._refused > MAX_REFUSED):
             self._pause(result, now)
         for id, version in published.items():
-            task = self._tasks.setdefault(id, _TaskInDoubt(result.batch.topic, version, now))
+            task = self._tasks.setdefault(id, _TaskInDoubt(result.batch, version, now))
             if result.refused:
                 self._delay(task)
         for id in list(self._tasks)[: max(0, len(self._tasks) - MAX_TASKS)]:
@@ -111,7 +112,7 @@ class InDoubt:
 
     def keys(self) -> frozenset[Key]:
         """Return the ordering keys of the tasks in doubt. Later tasks of these keys wait."""
-        pairs = ((task.topic, task.version.ordering_key) for task in self._tasks.values())
+        pairs = ((task.batch.topic, task.version.ordering_key) for task in self._tasks.values())
         return frozenset(Key(topic, key) for topic, key in pairs if key is not None)
 
     def limit_to_probe(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -122,7 +123,7 @@ class InDoubt:
         if first is None:
             return []
         self._probed_at, self._probe_seconds = self._clock(), max(self._probe_seconds, FIRST_RETRY_SECONDS)
-        return [Batch(first.topic, first.ids[:1], keys=first.keys[:1], bytes=first.bytes)]
+        return [first.part(first.ids[:1])]
 
     def mark(self) -> None:
         """Start batches that set `SentAt` of the tasks in doubt, and collect those that have ended.
@@ -155,19 +156,17 @@ class InDoubt:
             self._threads.sleep(MARK_WAIT_SECONDS)
 
     def contains(self, row: LockedRow) -> bool:
-        """Tell whether this row is in doubt, and unchanged since its task was published."""
+        """Tell whether this row is in doubt, and still holds the message that was published."""
         task = self._tasks.get(row.id)
-        return task is not None and task.version == Version.of(row)
+        return task is not None and task.version.has_message_of(row)
 
     def _batches(self, tasks: Mapping[str, _TaskInDoubt]) -> list[Batch]:
-        """Return batches of one topic each, and then a batch for each task that is marked alone, oldest tasks first."""
-        by_topic: dict[str, list[str]] = {}
-        for id, task in tasks.items():
-            if not task.retry_delay:
-                by_topic.setdefault(task.topic, []).append(id)
-        size = self._limits.batch_size
-        together = [Batch(topic, tuple(some)) for topic, ids in by_topic.items() for some in chunked(ids, size)]
-        return together + [Batch(task.topic, (id,)) for id, task in tasks.items() if task.retry_delay]
+        """Return the rest of each failed batch, and then a batch for each task that is marked alone, oldest first."""
+        together = groupby((id for id in tasks if not tasks[id].retry_delay), lambda each: tasks[each].batch)
+        return [
+            *(batch.part(some) for batch, ids in together for some in chunked(ids, self._limits.batch_size)),
+            *(task.batch.part((id,)) for id, task in tasks.items() if task.retry_delay),
+        ]
 
     def _settle(self, finished: Sequence[BatchResult]) -> None:
         """Forget tasks that were marked. If a batch fails while others commit, retry its tasks one by one."""

@@ -61,27 +61,28 @@ class Ordering:
         busy = len(keys) < len(by_key)
         if not keys:
             return ResolvedKeys(unordered, busy=busy)
-        queues = self._read({key: tasks[0].shard for key, tasks in keys.items()})
+        longest = max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
+        # One row more than the longest prefix: if this row is deferred, the commit of the prefix must release it.
+        queues = self._read({key: tasks[0].shard for key, tasks in keys.items()}, longest + 1)
         prefixes: list[Candidate] = []
         blocked: list[Batch] = []
         for key, tasks in keys.items():
             queue = queues.get(key, ())
             sendable = [*takewhile(lambda each: each.sendable, queue)]
-            prefix = next(cut(sendable, self._limits), [])
+            prefix = next(cut(sendable[:longest], self._limits), [])
             if prefix:
                 following = next(iter(sendable[len(prefix) :]), None)
                 prefixes.append(_candidate(tasks, prefix, following))
             elif queue:
-                blocked += _deferrals(key, queue[0].id, tasks, self._limits)
+                blocked += _deferrals(key, queue, tasks, self._limits)
         return ResolvedKeys(unordered + prefixes, blocked, busy)
 
-    def _read(self, keys: Mapping[Key, int]) -> dict[Key, list[QueuedTask]]:
-        """Return the first unsent tasks of each key, without tasks that expired before they were due.
+    def _read(self, keys: Mapping[Key, int], wanted: int) -> dict[Key, list[QueuedTask]]:
+        """Return the first `wanted` unsent tasks of each key, without tasks that expired before they were due.
 
         A key that begins with more expired tasks than a worker can read is logged and stays blocked.
         """
-        # One row more than the longest prefix: if this row is deferred, the commit of the prefix must release it.
-        wanted = rows = 1 + max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
+        rows = wanted
         queues: dict[Key, list[QueuedTask]] = {}
         while keys:
             found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
@@ -128,8 +129,13 @@ def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], followi
     return most_urgent._replace(id=first, bytes=size, behind=tuple(behind), releases=releases)
 
 
-def _deferrals(key: Key, head: str, tasks: Sequence[Candidate], limits: Limits) -> Iterator[Batch]:
-    """Return batches that defer the tasks that the poll read behind the head of a key."""
+def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits) -> Iterator[Batch]:
+    """Return batches that defer the tasks that the poll read behind the head of a key.
+
+    The first task behind the head follows it in each batch, because its deferral is shorter.
+    """
+    head = queue[0].id
+    first = [each.id for each in queue[1:] if each.sendable][:1]
     for piece in cut([each for each in tasks if each.id != head], limits):
-        ids = (head, *(each.id for each in piece))
+        ids = tuple(dict.fromkeys([head, *first, *(each.id for each in piece)]))
         yield Batch(key.topic, ids, keys=(key.ordering_key,) * len(ids), defers=True)

@@ -3,14 +3,18 @@
 All times derive from the database's time, so a wrong clock of the worker has no effect.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import chain, repeat
 from random import Random
 
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.types import MAX_INT64, Batch, Deferred, Failed, LockedRow, NotSent
 
+#: Max seconds until a worker notices that the head of a blocked key is gone or has been changed.
+CHECK_SECONDS = 60.0
 #: Max characters of LastError, with the reason.
 MAX_ERROR_CHARACTERS = 1_000
 
@@ -38,14 +42,19 @@ class RetryPolicy:
         available_at = NEVER if dead else now + timedelta(seconds=self._wait(attempts))
         return NotSent(attempts, available_at, row.expires_at, last_error(failure))
 
-    def defer(self, head: LockedRow, available_at: datetime, now: datetime) -> Deferred:
-        """Return the values to write to a task behind `head`, which is not due before `available_at`.
+    def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
+        """Yield the values to write to each task behind `head`, which is not due before `available_at`.
 
-        The deferral ends after `longest` seconds at the latest. Otherwise the tasks behind a dead head would look dead
-        too. It also ends when the head expires, because an expired head blocks no task.
+        The deferral of the first task ends within CHECK_SECONDS. Then a poll finds the key even if the head is deleted
+        or changed by SQL. The commit that sends the first task releases the next, so one such task is enough.
+
+        The others end within `longest` seconds. Otherwise the tasks behind a dead head would look dead too. All end
+        when the head expires, because an expired head blocks no task.
         """
-        until = min(available_at, now + timedelta(seconds=self.longest))
-        return Deferred(until if head.expires_at is None else min(until, max(head.expires_at, now)), head.id)
+        if head.expires_at is not None:
+            available_at = min(available_at, max(head.expires_at, now))
+        for longest in chain([min(CHECK_SECONDS, self.longest)], repeat(self.longest)):
+            yield Deferred(min(available_at, now + timedelta(seconds=longest)), head.id)
 
     def _is_last(self, row: LockedRow, attempts: int, kind: FailureKind, now: datetime) -> bool:
         if kind is FailureKind.CONTENT:

@@ -6,7 +6,7 @@ Candidate, LockedRow and Version are NamedTuples, which take a quarter of the ti
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
 
 from outbox.storage.layout import Layout
@@ -159,6 +159,25 @@ class Batch:
     #: Size of all messages.
     bytes: int = 0
 
+    def part(self, ids: Collection[str], *, at_most_once: bool = False) -> "Batch":
+        """Return a batch of these tasks alone. Its commit releases the task behind them, as each commit does."""
+        ids = frozenset(ids)
+        tasks = list(zip_longest(self.ids, self.keys))
+        keys = tuple(key for id, key in tasks if id in ids)
+        behind = (
+            after
+            for (id, key), (after, its) in pairwise(tasks)
+            if key is not None and key == its and id in ids and after not in ids
+        )
+        return Batch(
+            self.topic,
+            tuple(id for id in self.ids if id in ids),
+            at_most_once=at_most_once,
+            keys=keys if any(keys) else (),
+            releases=(*behind, *self.releases) if any(keys) else (),
+            bytes=self.bytes,
+        )
+
 
 class LockedRow(NamedTuple):
     """A task as the claim reads it under the lock."""
@@ -189,27 +208,33 @@ class LockedRow(NamedTuple):
 class Version(NamedTuple):
     """The state of a row when its task was published, with a hash of the message.
 
-    The version changes if an application registers the ID again (created_at), a worker records a failed attempt
-    (attempts), or an operator repairs the message (message) or resets SentAt (times_sent). An answer for one version
-    does not hold for another. A mark and a reset of SentAt may leave every other column as it was. Then only
-    `times_sent` shows that the task was sent.
+    The first five fields say what was published. They change if an application registers the ID again (created_at), or
+    an operator repairs the message (message), moves the task, or resets SentAt (times_sent). A mark and a
+    reset of SentAt may leave every other column as it was. Then only `times_sent` shows that the task was sent.
+
+    The other fields say when to try the task. Another worker may defer the task, release it or record a failed attempt.
+    A success holds nevertheless, because Pub/Sub has the message. A failure holds only for the same version.
     """
 
     topic: str
     ordering_key: str | None
     created_at: datetime
+    times_sent: int
+    message: int
     available_at: datetime | None
     expires_at: datetime | None
     attempts: int
     deferred: bool
-    times_sent: int
-    message: int
 
     @classmethod
     def of(cls, row: LockedRow) -> "Version":
         """Return a row's version."""
-        times = row.created_at, row.available_at, row.expires_at
-        return cls(row.topic, row.ordering_key, *times, row.attempts, row.deferred, row.times_sent, hash(row.data))
+        published = row.topic, row.ordering_key, row.created_at, row.times_sent, hash(row.data)
+        return cls(*published, row.available_at, row.expires_at, row.attempts, row.deferred)
+
+    def has_message_of(self, row: LockedRow) -> bool:
+        """Tell whether publishing this version has published the row."""
+        return self[:5] == Version.of(row)[:5]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +253,7 @@ class Skipped:
     """The task is not published in this batch.
 
     - `sent`: another worker has sent it. Only this reason is counted: see `BatchResult.already_sent`.
-    - `changed`: its row has changed since it was published.
+    - `changed`: it was published, and then registered again, repaired, moved, or marked and reset.
     - `gone`: the row does not exist any more.
     - `not_due`: AvailableAt is in the future.
     - `moved`: its topic or ordering key has changed since the poll.
@@ -356,12 +381,8 @@ class BatchResult:
         skipped = [] if self.parts else self._skipped("at_most_once")
         pairs = list(zip_longest(self.batch.ids, self.batch.keys)) if skipped else []
         failed = {key for id, key in pairs if key is not None and isinstance(self.answers.get(id), Failed)}
-        once = [(id, key) for id, key in pairs if id in skipped and key not in failed]
-        if not once:
-            return None
-        ids, keys = zip(*once, strict=True)
-        keys = keys if any(keys) else ()
-        return Batch(self.batch.topic, ids, at_most_once=True, keys=keys, bytes=self.batch.bytes)
+        once = {id for id, key in pairs if id in skipped and key not in failed}
+        return self.batch.part(once, at_most_once=True) if once else None
 
     def _skipped(self, reason: str) -> list[str]:
         skipped = ((id, outcome) for id, outcome in self.outcomes.items() if isinstance(outcome, Skipped))

@@ -39,8 +39,8 @@ class TaskSelection:
 
     `since` is inclusive, `until` exclusive. Both are compared with SentAt of sent tasks and CreatedAt of others.
     `error` is a part of LastError, ignoring case. With `ids` and no state, pending and blocked tasks are excluded: a
-    pending task needs no retry, and a blocked one is released by the head of its key. Without `include_expired`,
-    unsent tasks whose ExpiresAt has passed are excluded.
+    pending task needs no retry, and a blocked one is released by the head of its key, unless this head is gone.
+    Without `include_expired`, unsent tasks whose ExpiresAt has passed are excluded.
     """
 
     state: str | None = None
@@ -65,8 +65,8 @@ class TaskSelection:
     @property
     def condition(self) -> str:
         """Return the selection as an SQL condition, without the IDs."""
-        pending, blocked = statements.CONDITIONS["pending"], statements.CONDITIONS["blocked"]
-        state = statements.CONDITIONS[self.state] if self.state else f"NOT ({pending}) AND NOT ({blocked})"
+        unheld = f"NOT ({statements.CONDITIONS['pending']}) AND NOT ({statements.HELD})"
+        state = statements.CONDITIONS[self.state] if self.state else unheld
         return state + statements.narrowed(self.state, self.names)
 
 

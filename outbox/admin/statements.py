@@ -37,6 +37,12 @@ CONDITIONS = {
     "dead": f"SentAt IS NULL AND {_DEAD}",
     "sent": "SentAt IS NOT NULL",
 }
+#: Of a task read by its ID: it is deferred, and an unsent task of its key that has not expired is where BlockedBy says.
+#: Otherwise the head was deleted or changed by SQL, and blocks the task no more.
+HELD = f"""{_BLOCKED} AND EXISTS (
+    SELECT 1 FROM {BY_ID} AS head
+    WHERE head.Id = task.BlockedBy AND head.Topic = task.Topic AND head.OrderingKey = task.OrderingKey
+      AND head.SentAt IS NULL AND COALESCE(head.ExpiresAt > CURRENT_TIMESTAMP(), TRUE))"""
 _STATE = "CASE {} END".format(" ".join(f"WHEN {CONDITIONS[state]} THEN '{state}'" for state in STATES))
 
 # For each shard and topic, the index holds the tasks of a state in one range, and pending tasks in two. Retrying,
@@ -253,6 +259,8 @@ ORDER BY SentAt, CreatedAt, Id"""
 def by_ids(condition: str) -> str:
     """Return the statement that reads tasks by @ids. The plan makes one seek for each, so it locks no other rows.
 
+    A condition with HELD also makes a seek for the head of each deferred task.
+
     A further state here is `expired`: neither blocked nor pending, and ExpiresAt has passed.
     """
     return f"""
@@ -261,7 +269,7 @@ SELECT Id, Topic, OrderingKey, Shard,
     ELSE {_STATE} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy
 FROM UNNEST(@ids) AS wanted
-{SEEK} {BY_ID} ON Id = wanted"""
+{SEEK} {BY_ID} AS task ON Id = wanted"""
 
 
 def locked(condition: str) -> str:

@@ -124,6 +124,9 @@ def run_show(options: argparse.Namespace) -> int:
         )
     message = task.message
     data = task.columns["Data"] if message is None else message.data
+    as_retried = admin.changes.TaskSelection(ids=(id,))
+    if task.state == "blocked" and admin.changes.count(task_table, as_retried, exact=True).number:
+        note(f"task {escaped(task.columns['BlockedBy'])} no longer blocks this task. `outbox retry` sends it now")
     if message is None:
         note("Data is not a serialized google.pubsub.v1.PubsubMessage. The bytes of the column are shown")
     if options.raw:

@@ -81,6 +81,15 @@ def test_a_retry_of_a_blocked_task_names_the_head_to_retry(outbox: Commands, dat
     assert done.stderr == f"outbox: 1 task not changed, {waits}: next\n"
 
 
+def test_a_task_blocked_by_a_deleted_head_is_shown_and_retried(outbox: Commands, database: Database):
+    insert(database, [row("next", "blocked")])
+    done = outbox.here("show", "next")
+    assert "State        blocked" in done.stdout
+    assert done.stderr == "outbox: task head no longer blocks this task. `outbox retry` sends it now\n"
+    done = outbox.here("retry", "next")
+    assert (done.code, done.stdout, done.stderr) == (0, "due now: 1 task\n", "")
+
+
 def test_a_dry_run_counts_the_selection_and_changes_nothing(outbox: Commands, database: Database):
     quoted = "it's \"\\ \N{GRINNING FACE}\n"
     insert(

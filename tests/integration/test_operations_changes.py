@@ -182,6 +182,7 @@ def test_a_deferred_task_is_left_to_the_head_of_its_key(database: Database, tabl
     insert(
         database,
         [
+            row("head", OrderingKey="k", AvailableAt=NEVER),
             row("deferred", OrderingKey="k", **deferred),
             row("deferred again", OrderingKey="k", Attempts=3, **deferred),
             row("scheduled", OrderingKey="k", AvailableAt=FUTURE), row("no key", AvailableAt=FUTURE),
@@ -194,6 +195,25 @@ def test_a_deferred_task_is_left_to_the_head_of_its_key(database: Database, tabl
     assert sorted(outcome.changed) == ["no key", "retrying", "scheduled"]
     assert outcome.unchanged == {"deferred": "blocked", "deferred again": "blocked"}
     assert outcome.heads == {"head"}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [None, {"SentAt": PAST}, {"ExpiresAt": PAST, "AvailableAt": NEVER}, {"OrderingKey": "l"}, {"Topic": "invoices"}],
+    ids=["gone", "sent", "expired", "of another key", "of another topic"],
+)
+def test_a_deferred_task_whose_head_no_longer_blocks_is_retried(
+    database: Database, table: TaskTable, head: dict[str, Any] | None
+):
+    """Nothing else would release it before its deferral ends, and there is no head to retry."""
+    deferred = row("deferred", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="head")
+    insert(database, [deferred, *([row("head", **{"OrderingKey": "k", **head})] if head else [])])
+    selection = TaskSelection(ids=("deferred",))
+    assert changes.count(table, selection, exact=True).number == 1
+    [outcome] = changes.retry(table, selection)
+    assert outcome == Outcome(("deferred",), {}, ())
+    after = rows_of(database)["deferred"]
+    assert (after["BlockedBy"], after["AvailableAt"] < FUTURE) == (None, True)
 
 
 def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, table: TaskTable):

@@ -10,11 +10,12 @@ from typing import Any
 
 from publishworker.in_doubt import MAX_AGE_SECONDS
 from publishworker.pubsub.errors import FailureKind, kind_of
-from publishworker.types import Deferred, LockedRow, Mark, NotSent, Sent, Version
+from publishworker.retry_policy import CHECK_SECONDS
+from publishworker.types import Deferred, Key, LockedRow, Mark, NotSent, Sent, Version
 from tests.simulation.clockwork import Clockwork, Process
 
-#: Max seconds between two attempts, as the workers are set.
-LONGEST_BACKOFF = 60.0
+#: Max seconds for which the first unsent task of a key may be deferred: a few turns.
+FEW_TURNS = 5.0
 
 
 @dataclass(slots=True)
@@ -58,6 +59,10 @@ class Audit:
     _claimed: dict[tuple[Process, str], LockedRow] = field(default_factory=dict)
     _unfit: dict[tuple[Process, str], str] = field(default_factory=dict)
     _acknowledged: dict[tuple[Process, str], tuple[float, Version]] = field(default_factory=dict)
+    #: The deferred first task of each key, with the time since which it is so.
+    _deferred: dict[Key, tuple[str, float]] = field(default_factory=dict)
+    #: When an operator last deleted a task of the key. Nothing then releases the tasks behind it.
+    _deleted_at: dict[Key, float] = field(default_factory=dict)
     _digest: Any = field(default_factory=hashlib.sha256)
 
     def committed(self, id: str, task: Known) -> None:
@@ -84,6 +89,7 @@ class Audit:
     def deleted(self, id: str) -> None:
         """An operator has deleted a dead task."""
         self.mended(id)
+        self._deleted_at[Key(self.tasks[id].topic, self.tasks[id].key)] = self.clockwork.now
         self.tasks[id].excused = True
         self.tasks[id].received += 1  # nothing is owed any more
 
@@ -166,8 +172,21 @@ class Audit:
             if state := self._unfit[process, id]:
                 self.problem(f"{id} was {state} when {process.name} claimed it, and was published")
             at, version = self._acknowledged.get((process, id), (float("-inf"), None))
-            if version == Version.of(row) and self.clockwork.now - at < MAX_AGE_SECONDS:
+            if version and version.has_message_of(row) and self.clockwork.now - at < MAX_AGE_SECONDS:
                 self.problem(f"{process.name} knew that Pub/Sub has {id}, and published it again")
+
+    def heads(self, deferred: Mapping[Key, str]) -> None:
+        """The first unsent task of these keys is deferred. No task blocks it, so this must end within a few turns."""
+        now = self.clockwork.now
+        for key, id in deferred.items():
+            since = self._deferred[key][1] if self._deferred.get(key, ("",))[0] == id else now
+            excuse = self._deleted_at.get(key, -inf) + CHECK_SECONDS
+            if now > max(since, excuse) + FEW_TURNS:
+                self.problem(f"{id} is the first unsent task of its key, and deferred since {since:.3f}")
+                since = inf
+            self._deferred[key] = id, since
+        for key in self._deferred.keys() - deferred.keys():
+            del self._deferred[key]
 
     def _in_order(self, id: str, task: Known) -> None:
         of_key, settled = self._of_key[task.topic, task.key], self._settled[task.topic, task.key]

@@ -3,10 +3,11 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 from outbox.admin.reshard import Snapshot
-from publishworker import delivery, eligibility, in_doubt
+from publishworker import delivery, eligibility, in_doubt, retry_policy
 from publishworker.delivery import Delivery
 from publishworker.in_doubt import InDoubt
 from publishworker.in_flight import InFlight
@@ -87,8 +88,10 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "no answer is no success": (publisher, "failure_of", always(Sent(""))),
     "deferred tasks are released": (Delivery, "_releases", always({})),
     "a deferral ends": (
-        RetryPolicy, "defer",
-        lambda real: lambda self, *a: replace(real(self, *a), available_at=a[2].replace(year=a[2].year + 5))
+        RetryPolicy, "deferrals",
+        lambda real: lambda self, *a: (
+            replace(each, available_at=a[2].replace(year=a[2].year + 5)) for each in real(self, *a)
+        )
     ),
     "a circuit closes again": (CircuitBreakers, "suspended", lambda _: lambda self: frozenset(self._open)),
     "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
@@ -101,9 +104,12 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         lambda real: lambda self, batch: replace(real(self, batch), suspects=frozenset(batch.ids))
     ),
     "deferred tasks cost no attempt": (
-        Delivery, "_deferral_behind", lambda _: lambda _self, _head, recorded, _now: recorded
+        Delivery, "_deferrals_behind", lambda _: lambda _self, _head, recorded, _now: repeat(recorded)
     ),
-    "a deferral is short": (RetryPolicy, "defer", lambda _: lambda _self, head, at, _now: Deferred(at, head.id)),
+    "a deferral is short": (
+        RetryPolicy, "deferrals", lambda _: lambda _self, head, at, _now: repeat(Deferred(at, head.id))
+    ),
+    "the first deferred task of a key returns soon": (retry_policy, "CHECK_SECONDS", lambda _: 3600.0),
     "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (delivery, "is_recorded", always(True)),
@@ -122,6 +128,3 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         Membership, "learn", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
     ),
 }  # fmt: skip
-
-#: A defect that breaks no promise: a deferred task that is not released waits until its deferral ends.
-MASKED = {"deferred tasks are released"}

@@ -29,7 +29,7 @@ from publishworker.types import (
     PollRequest,
     QueuedTask,
 )
-from tests.simulation.audit import LONGEST_BACKOFF, Audit
+from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process
 from tests.support.fakes import NO_SEQUENCE, FakeStore, StoredTask, candidate
 
@@ -272,6 +272,19 @@ class Table(FakeStore):
                 found[key] = first
         return found
 
+    def deferred_heads(self, *, skip_dead: bool) -> dict[Key, str]:
+        """Return the keys whose first task that may block is deferred until later, each with this task."""
+        now, found = self.time(), {}
+        for key, queue in self._unsent_of_key.items():
+            rows = (self.rows[id] for _, _, id in queue)
+            blocking = (
+                row for row in rows if not (self.waiting(row).expired_before_due or (skip_dead and self.is_dead(row)))
+            )
+            head = next(blocking, None)
+            if head is not None and head.blocked_by is not None and head.available_at and head.available_at > now:
+                found[key] = head.id
+        return found
+
     def unsent_rows(self) -> list[StoredTask]:
         return [row for row in self.rows.values() if row.sent_at is None]
 
@@ -395,6 +408,7 @@ class Connection:
         exclusive: bool = True,
         cpu: Cpu = NO_CPU,
         audit: Audit | None = None,
+        max_deferral: timedelta = timedelta.max,
         only: Sequence[Layout] = (),
     ) -> None:
         """`fate` says of each request whether it is `refused`, or its way there (`lost`) or back (`unanswered`) fails.
@@ -404,7 +418,7 @@ class Connection:
         self._spanner, self._process, self._fate, self._exclusive = spanner, process, fate, exclusive
         self._clockwork, self._audit, self._cpu = spanner.clockwork, audit, cpu
         self.layouts: Sequence[Layout] = only or spanner.table.layouts
-        self._only = only
+        self._only, self._max_deferral = only, max_deferral
 
     def _call(
         self,
@@ -557,7 +571,7 @@ class Connection:
         def execute() -> datetime:
             committed = spanner.commit(transaction, marks)
             if self._audit:
-                self._audit.marked(self._process, marks, committed + timedelta(seconds=LONGEST_BACKOFF))
+                self._audit.marked(self._process, marks, committed + self._max_deferral)
             return committed
 
         committed: datetime = self._call("commit", spanner.latencies.commit, execute, 10.0, rows=len(marks))

@@ -21,7 +21,7 @@ from publishworker.relay import Relay
 from publishworker.retry_policy import RetryPolicy
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.worker import Worker
-from tests.simulation.audit import LONGEST_BACKOFF, Audit, Known
+from tests.simulation.audit import Audit, Known
 from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
 from tests.simulation.faults import FAULTS
 from tests.simulation.pubsub import PubSub
@@ -76,6 +76,7 @@ class Plan:
     reshard: int = 0  # new number of shards, while the applications register
     wake: bool = False  # a change stream starts polls, and idle workers poll seldom
     refused: float = 0.0  # part of the tasks whose rows Spanner refuses to change, until the registrations end
+    longest_backoff: float = 60.0  # seconds between two attempts
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
@@ -104,6 +105,7 @@ class Plan:
             latencies=DEFAULT_LATENCIES.times(random.choice([0.3, 1, 1, 3, 10])),
             reshard=random.choice([0, 0, 0, 2, 5]),
             wake=random.random() < 0.5,
+            longest_backoff=random.choice([5.0, 60.0, 900.0]),
         )
 
 
@@ -135,11 +137,14 @@ class Node:
         random = Random(f"{plan.seed}/{process.name}")
         store = Connection(
             world.spanner, process, self._fate("spanner"), exclusive=plan.exclusive, cpu=plan.cpu, audit=world.audit,
+            max_deferral=timedelta(seconds=plan.longest_backoff),
             only=(Layout(plan.shards),) if previous else (),
         )  # fmt: skip
         publisher = world.pubsub.publisher(process, self.clock, plan.latencies.publish, self._fate("pubsub"))
         membership = self.membership = Membership(store, process.name, clock=self.clock, wall_clock=self.clock)
-        retries = RetryPolicy(initial=1, longest=LONGEST_BACKOFF, max_attempts=10, dead_after=86_400, random=random)
+        retries = RetryPolicy(
+            initial=1, longest=plan.longest_backoff, max_attempts=10, dead_after=86_400, random=random
+        )
         relay = self.relay = Relay(
             store,
             Delivery(store, publisher, retries, 5.0, skip_dead=plan.skip_dead, clock=self.clock),
@@ -308,6 +313,11 @@ class World:
             for row in [row for row in table.unsent_rows() if table.is_dead(row)]:
                 self._repair(row.id, delete=False)
 
+    def _watch_keys(self) -> None:
+        while True:
+            self.clockwork.sleep(1.0)
+            self.audit.heads(self.spanner.table.deferred_heads(skip_dead=self.plan.skip_dead))
+
     def _reshard(self) -> None:
         """Run the steps of `outbox schema reshard`, with pauses; sometimes return to the former number, and go on."""
         random, table = Random(f"{self.plan.seed}/reshard"), self.spanner.table
@@ -390,6 +400,7 @@ class World:
         with quiet():
             self.clockwork.spawn(self.application, self.applications)
             self.clockwork.spawn(self.application, self._operator)
+            self.clockwork.spawn(self.application, self._watch_keys)
             if self._resharding:
                 self.clockwork.spawn(self.application, self._reshard)
             for fault in self.plan.faults:

@@ -27,14 +27,17 @@ def block(bench: Bench, tasks: int) -> list[str]:
 def released(bench: Bench, tasks: int) -> list[str]:
     """Defer so many tasks behind a dead one that is then retried by hand; return all in their order."""
     ids = block(bench, tasks)
-    bench.turns()
+    bench.turns(40)
     bench.change("head", available_at=None, attempts=0)
     return ["head", *ids]
 
 
 @pytest.mark.parametrize("state", ["scheduled", "retrying", "dead"])
 def test_a_head_that_is_not_due_blocks_only_its_key(bench: Bench, state: str) -> None:
-    """The tasks behind it are deferred to its time, at most by an hour, and appear neither failed nor dead."""
+    """The tasks behind it are deferred to its time, and appear neither failed nor dead.
+
+    The first one returns after a minute, because the head may be deleted meanwhile, and the others after an hour.
+    """
     at = NEVER if state == "dead" else bench.store.now + timedelta(seconds=90)
     bench.line("head", available_at=at, attempts=0 if state == "scheduled" else 3)
     bench.line("a", "b")
@@ -43,9 +46,9 @@ def test_a_head_that_is_not_due_blocks_only_its_key(bench: Bench, state: str) ->
     bench.insert("x")
     bench.turns()
     assert sorted(bench.publisher.ids()) == ["other", "x"]
-    for id in ("a", "b"):
+    for id, seconds in {"a": 60, "b": 3600 if state == "dead" else 90}.items():
         row = bench.store.rows[id]
-        assert bench.waits(id) == pytest.approx(3600 if state == "dead" else 90, abs=1)
+        assert bench.waits(id) == pytest.approx(seconds, abs=1)
         assert (row.attempts, row.blocked_by) == (0, "head")
     assert bench.waits("later") == pytest.approx(9 * 3600, abs=1)
     assert bench.count(m.DEFERRED) == 2
@@ -84,21 +87,110 @@ def test_any_worker_sends_deferred_tasks_whose_head_is_gone(bench: Bench) -> Non
     assert bench.publisher.ids() == ids
 
 
-def test_deferred_tasks_that_are_not_released_are_sent_when_due(bench: Bench) -> None:
-    first, second = released(bench, 25)[1:], ["u1", "u2"]
-    del bench.store.rows["head"]
+#: What others do to a head by SQL, so that it blocks no task any more.
+BY_SQL: dict[str, Callable[[Bench], object]] = {
+    "deleted": lambda bench: bench.store.rows.pop("head"),
+    "marked as sent": lambda bench: bench.change("head", sent_at=bench.store.now),
+    "expired": lambda bench: bench.change("head", expires_at=bench.store.now),
+    "moved to another key": lambda bench: bench.change("head", ordering_key="l"),
+}
+
+
+@pytest.mark.parametrize("seconds", [0, 200])
+@pytest.mark.parametrize("change", BY_SQL.values(), ids=BY_SQL)
+@pytest.mark.parametrize("scheduled", [0, 2])
+def test_a_head_that_no_longer_blocks_is_noticed_within_a_minute(
+    bench: Bench, change: Callable[[Bench], object], seconds: int, scheduled: int
+) -> None:
+    """Nothing releases the tasks behind it, but a new task of their key brings them back at once."""
+    ids = block(bench, 25)
+    for id in ids[:scheduled]:  # these have a time of their own, and go first when it comes
+        bench.change(id, available_at=bench.store.now + timedelta(days=7))
+    bench.turns(40)
+    bench.run_for(seconds, step=20)
+    change(bench)
+    for id in ids[:scheduled]:
+        del bench.store.rows[id]
     bench.turns()
     assert bench.publisher.ids() == []
-    bench.wait(3600)
+    if seconds:
+        bench.line("new", created_at=bench.store.now)
+    else:
+        bench.wait(60)
     bench.turns()
-    assert bench.publisher.ids() == first
-    bench.line("head", *second, key="l")
-    bench.change("head", available_at=NEVER)
+    assert bench.publisher.ids() == ids[scheduled:] + ["new"] * bool(seconds)
+
+
+def test_a_blocked_key_costs_one_deferral_a_minute(bench: Bench) -> None:
+    """However many tasks are behind its head."""
+    block(bench, 200)
+    bench.turns(40)
+    deferred = bench.count(m.DEFERRED)
+    bench.run_for(610, step=10)
+    assert bench.count(m.DEFERRED) - deferred == 10
+
+
+@pytest.mark.parametrize("size", [2, 3, 10])
+@pytest.mark.parametrize("errors", [1, 2, 5])
+def test_marks_of_tasks_in_doubt_release_the_next_task(size: int, errors: int) -> None:
+    """And so does a probe while commits fail, which is only a part of its batch."""
+    bench = Bench(size=size)
+    ids = released(bench, 20)
+    bench.commits(*[StoreError("no answer")] * errors)
+    bench.run_for(90, step=10)
+    assert bench.publisher.ids() == ids
+
+
+def test_a_worker_that_ends_with_tasks_in_doubt_releases_the_next_task() -> None:
+    bench = Bench(size=3)
+    ids = released(bench, 9)
+    bench.commits(StoreError("no answer"))
+    bench.relay.turn()
+    bench.relay.finish()
+    bench.relay = bench.another()
     bench.turns()
+    assert bench.publisher.ids() == ids
+
+
+@pytest.mark.parametrize("failing", [{}, {"t00": Failed("unavailable", "no")}], ids=["sent", "mark undone"])
+def test_an_at_most_once_task_releases_the_next_task(bench: Bench, failing: dict[str, Failed]) -> None:
+    """Only other programs register such a task with an ordering key. If its mark is undone, it is ready."""
+    ids = released(bench, 5)
+    bench.change("t00", at_most_once=True)
+    bench.publisher.failing = failing
+    bench.turns()
+    bench.publisher.failing = {}
+    bench.run_for(60, step=5)
+    assert bench.publisher.ids() == [id for id in ids if id in bench.publisher.ids()]
+    assert bench.unsent() == []
+
+
+def test_a_failed_task_makes_the_next_one_return_soon() -> None:
+    """The next one was deferred behind another head, and is in no batch yet."""
+    bench = Bench(size=1)
+    ids = released(bench, 3)
+    bench.publisher.failing = {"head": REFUSED}
+    bench.turns()
+    assert bench.waits("t00") == pytest.approx(60, abs=1)
     del bench.store.rows["head"]
-    bench.line("u3", key="l")
+    bench.wait(60)
     bench.turns()
-    assert bench.publisher.ids() == [*first, "u1", "u2", "u3"]
+    assert bench.publisher.ids() == ids[1:]
+
+
+def test_each_of_many_keys_releases_its_next_task() -> None:
+    """The more keys there are, the fewer tasks of each are read. The last one that is read is the next task."""
+    bench = Bench(size=200, batches=8)
+    keys = [f"k{n}" for n in range(100)]
+    for key in keys:
+        bench.line(f"{key} head", key=key, available_at=NEVER, attempts=1)
+        bench.line(*(f"{key} {n:02}" for n in range(60)), key=key)
+    bench.turns(200)
+    assert bench.publisher.ids() == []
+    for key in keys:
+        bench.change(f"{key} head", available_at=None)
+    bench.turns(200)
+    assert bench.unsent() == []
 
 
 def test_a_task_not_tried_before_the_deadline_is_ready_again(bench: Bench) -> None:

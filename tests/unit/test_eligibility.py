@@ -36,7 +36,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, bool]] = {
 
 def row(id: str, **columns: Any) -> LockedRow:
     values = {"topic": "orders", "ordering_key": "k", "available_at": None, "sent_at": None, **columns}
-    return LockedRow(id=id, data=b"", created_at=BEFORE, **values)
+    return LockedRow(**{"id": id, "data": b"", "created_at": BEFORE, **values})
 
 
 def reasons(
@@ -89,22 +89,34 @@ def test_a_published_task_is_marked_even_behind_a_blocked_head() -> None:
     assert reasons(batch, row("b", sent_at=BEFORE), published=published) == {"a": "gone", "b": "sent", "c": "gone"}
 
 
+#: Changes of a row by others after it was published. They decide when to try it, so it is published nevertheless.
+POSTPONED: list[dict[str, Any]] = [
+    {"available_at": NOW},  # `outbox retry`
+    {"available_at": LATER, "attempts": 1},  # another worker failed on it
+    {"available_at": LATER, "deferred": True},
+    {"expires_at": LATER},
+]
+#: Changes after which the row asks for another publish.
+CHANGED: list[dict[str, Any]] = [
+    {"created_at": NOW},  # registered again under its id
+    {"data": b"repaired"},
+    {"topic": "invoices"},
+    {"ordering_key": "l"},
+    {"times_sent": 1},  # marked, and then `outbox retry`
+]
+
+
 @pytest.mark.parametrize(
-    "columns",
-    [
-        {"available_at": NOW},  # `outbox retry`, after another worker has sent it
-        {"available_at": LATER, "attempts": 1},  # and after it has failed since, or another worker failed on it
-        {"available_at": LATER, "deferred": True},
-        {"created_at": NOW},  # registered again under its id
-        {"topic": "invoices"},
-        {"ordering_key": "l"},
-        {"expires_at": LATER},
-    ],
+    ("columns", "expected"), [*((each, {}) for each in POSTPONED), *((each, {"a": "changed"}) for each in CHANGED)]
 )
-def test_a_published_task_whose_row_changed_is_left_to_the_next_poll(columns: dict[str, Any]) -> None:
+def test_a_published_task_is_marked_unless_its_row_asks_for_another_publish(
+    columns: dict[str, Any], expected: dict[str, str]
+) -> None:
     batch = Batch("orders", ("a", "b"), keys=("k", "k"))
-    published = {"a": Version.of(row("a"))}
-    assert reasons(batch, row("a")._replace(**columns), row("b"), published=published) == {"a": "changed"}
+    for deferred in (False, True):  # when it was published
+        before = row("a", deferred=deferred)
+        published = {"a": Version.of(before)}
+        assert reasons(batch, before._replace(**columns), row("b"), published=published) == expected
 
 
 def test_rows_are_put_in_the_order_of_the_batch() -> None:
@@ -143,3 +155,8 @@ def test_the_deferred_task_that_becomes_the_head_is_released(
     rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
     batch = Batch("orders", ("a", "b"), keys=("k", "k"), releases=("c", "d"))
     assert [each.id for each in to_release(batch, rows, marks, NOW, skip_dead=skip_dead)] == released_ids
+    # A head that has expired since the poll blocks no task.
+    rows = [each._replace(expires_at=NOW) if each.id in released_ids else each for each in rows]
+    behind = [each.id for each in rows if each.deferred and each.ordering_key == "k" and each.id not in marks]
+    released = [each.id for each in to_release(batch, rows, marks, NOW, skip_dead=skip_dead)]
+    assert released == (behind if released_ids else [])

@@ -247,8 +247,8 @@ def test_a_failed_commit_records_no_attempt(bench: Bench) -> None:
         (None, {"expires_at": NOON}, {"expires_at": None}, (1, 0)),
         # Another worker sent the task, too: both counters say so.
         (None, {}, {"sent_at": NOON - timedelta(seconds=1)}, (1, 1)),
-        # An operator may want it sent again, and it failed since: it is published again, and no other worker sent it.
-        (None, {}, {"attempts": 1, "available_at": LATER}, (1, 0)),
+        # Another worker sent it, an operator wants it sent again, and it failed since: it is published again.
+        (None, {}, {"attempts": 1, "available_at": LATER, "times_sent": 1}, (1, 0)),
     ],
 )
 def test_a_change_between_two_transaction_attempts_is_kept(
