@@ -70,16 +70,22 @@ class Poller:
         """Note that a task was inserted, perhaps one of an unknown topic."""
         self._woken = True
 
-    def discover(self, *, in_vain: bool) -> Discovery | None:
+    def discover(
+        self, *, in_vain: bool = False, now: bool = False, unavailable: Collection[str] = ()
+    ) -> Discovery | None:
         """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
 
-        `in_vain` says that this turn had nothing to start, although it could. If there are unknown topics, the next
-        call reads again, because one read may find only one unknown topic in each gap between the names of known ones.
+        With `now` it is never too early, and a topic that polls have given up is read again if it has unsent tasks.
+        Polls have not read the `unavailable` topics. `in_vain` says that this turn had nothing to start, although it
+        could. If there are unknown topics, the next call reads again, because one read may find only one unknown topic
+        in each gap between the names of known ones.
         """
         shards = self._membership.shards
         is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
-        if is_early and not (self._woken and in_vain):
+        if is_early and not now and not (self._woken and in_vain):
             return None
+        if now:
+            self._topics.forget(unavailable)
         known = self._topics.polled
         found = self._store.discover(shards, known)
         self._woken = False

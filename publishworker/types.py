@@ -3,6 +3,7 @@
 Candidate, LockedRow and Version are NamedTuples, which take a quarter of the time of a frozen dataclass to create.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -363,6 +364,7 @@ class Turn:
     still_waiting: bool = False  # the turn waited for batches, and none ended, so the next turn starts at once
     poll_again: bool = False  # new topics or shards to poll, or a circuit opened, closed or failed a probe
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
+    max_pause: float = math.inf  # seconds after which the topic controls must be read again
 
     @property
     def made_progress(self) -> bool:

@@ -15,6 +15,8 @@ from tests.simulation.clockwork import Clockwork, Process
 
 #: Max seconds between two attempts, as the workers are set.
 LONGEST_BACKOFF = 60.0
+#: Seconds after which no worker publishes a task that is registered in a paused topic.
+PAUSE_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -58,6 +60,8 @@ class Audit:
     _claimed: dict[tuple[Process, str], LockedRow] = field(default_factory=dict)
     _unfit: dict[tuple[Process, str], str] = field(default_factory=dict)
     _acknowledged: dict[tuple[Process, str], tuple[float, Version]] = field(default_factory=dict)
+    #: When each paused topic was paused.
+    _paused_at: dict[str, float] = field(default_factory=dict)
     _digest: Any = field(default_factory=hashlib.sha256)
 
     def committed(self, id: str, task: Known) -> None:
@@ -72,6 +76,12 @@ class Audit:
         task = self.tasks[id]
         task.resets += 1
         task.reset_at, task.available_at, task.expires_at = self.clockwork.now, -inf, inf
+
+    def set_paused(self, topic: str, *, paused: bool) -> None:
+        """An operator has paused or resumed a topic."""
+        self._paused_at.pop(topic, None)
+        if paused:
+            self._paused_at[topic] = self.clockwork.now
 
     def mended(self, id: str) -> None:
         """An operator has made a dead task good and ready."""
@@ -168,6 +178,10 @@ class Audit:
             at, version = self._acknowledged.get((process, id), (float("-inf"), None))
             if version == Version.of(row) and self.clockwork.now - at < MAX_AGE_SECONDS:
                 self.problem(f"{process.name} knew that Pub/Sub has {id}, and published it again")
+            task = self.tasks[id]
+            late = max(task.at, task.reset_at) - self._paused_at.get(task.topic, inf)
+            if late > PAUSE_SECONDS:
+                self.problem(f"{id} was registered or reset {late:.1f} s after a pause of {task.topic}, and published")
 
     def _in_order(self, id: str, task: Known) -> None:
         of_key, settled = self._of_key[task.topic, task.key], self._settled[task.topic, task.key]

@@ -75,6 +75,8 @@ class Plan:
     cpu: Cpu = NO_CPU
     reshard: int = 0  # new number of shards, while the applications register
     wake: bool = False  # a change stream starts polls, and idle workers poll seldom
+    poll_interval: float = 1.0
+    idle_interval: float = 15.0
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
@@ -103,6 +105,8 @@ class Plan:
             latencies=DEFAULT_LATENCIES.times(random.choice([0.3, 1, 1, 3, 10])),
             reshard=random.choice([0, 0, 0, 2, 5]),
             wake=random.random() < 0.5,
+            poll_interval=random.choice([1.0, 1.0, 1.0, 10.0, 30.0]),
+            idle_interval=random.choice([15.0, 15.0, 60.0, 300.0]),
         )
 
 
@@ -145,7 +149,7 @@ class Node:
             world.metrics,
             membership,
             limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
-            discovery_seconds=0.5,
+            discovery_seconds=min(plan.poll_interval / 2, 1.0),
             random=random,
             fair_share=plan.fair_share,
             skip_dead=plan.skip_dead,
@@ -154,10 +158,10 @@ class Node:
             clock=self.clock,
             threads=VirtualThreads(world.clockwork, process),
         )
-        idle_interval = (lambda: 15.0) if plan.wake else None
+        idle_interval = (lambda: max(plan.poll_interval, plan.idle_interval)) if plan.wake else None
         worker = Worker(
-            relay, membership, poll_interval=1.0, idle_interval=idle_interval, touch_file=lambda: None, random=random,
-            clock=self.clock,
+            relay, membership, poll_interval=plan.poll_interval, idle_interval=idle_interval, touch_file=lambda: None,
+            random=random, clock=self.clock,
         )  # fmt: skip
         stop: Any = self.stop
         world.clockwork.spawn(process, lambda: worker.run(stop))
@@ -289,19 +293,23 @@ class World:
             dead = [row.id for row in latest if table.is_dead(row) and row.sent_at is None]
             topic = random.choice(self.topics)
             match random.randrange(8):
-                case 0 if topic in table.paused:
-                    table.paused.discard(topic)
                 case 0:
-                    table.paused.add(topic)
+                    self.set_paused(topic, paused=topic not in table.paused)
                 case 1 | 2 if dead:
                     self._repair(random.choice(dead), delete=random.random() < 0.5)
                 case _ if sent:
                     self._retry(random.choice(sent))
-        table.paused.clear()
+        for topic in self.topics:
+            self.set_paused(topic, paused=False)
         while True:
             self.clockwork.sleep(5.0)
             for row in [row for row in table.unsent_rows() if table.is_dead(row)]:
                 self._repair(row.id, delete=False)
+
+    def set_paused(self, topic: str, *, paused: bool) -> None:
+        """Pause or resume a topic, as `outbox pause` and `outbox resume`."""
+        (self.spanner.table.paused.add if paused else self.spanner.table.paused.discard)(topic)
+        self.audit.set_paused(topic, paused=paused)
 
     def _reshard(self) -> None:
         """Run the steps of `outbox schema reshard`, with pauses; sometimes return to the former number, and go on."""
