@@ -84,7 +84,7 @@ class Relay:
             store, membership, target_rows=limits.batches * limits.batch_size, discovery_seconds=discovery_seconds,
             clock=clock,
         )  # fmt: skip
-        self._ordering = Ordering(store, limits, random, skip_dead=skip_dead)
+        self._ordering = Ordering(store, limits, random, skip_dead=skip_dead, clock=clock)
         self._selector = Selector(limits, self._topics, random, fair_share)
         #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
         self._learned_at = clock()
@@ -115,6 +115,7 @@ class Relay:
         if not discovered:  # live workers, controls, unknown topics
             poll_again |= self._discover(in_vain=not (started or polled.no_room))
         self._reads_failed = False
+        poll_again |= polled.unread
         waits = len(self._in_flight) > 0 and (polled.no_room or started or ready.busy or self._selector.lacks_bytes)
         ended = self._wait() if waits else self._in_flight.collect()
         poll_again |= self._settle(ended)
@@ -222,7 +223,7 @@ class Relay:
         if found is None:
             return False
         self._learn(found, began)
-        return bool(found.topics) or shards != self._membership.shards
+        return self._poller.discovers_again or shards != self._membership.shards
 
     def _learn(self, found: Discovery, began: float) -> None:
         self._membership.learn(found.workers)

@@ -59,6 +59,11 @@ class QueuedTask:
 KeyHeads = Mapping[Key, Sequence[QueuedTask]]
 
 
+#: Max rows of a poll, and thus max ranges, because each range returns at least one row. A row takes 2.8 kB of
+#: memory.
+MAX_POLL_ROWS = 20_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollRequest:
     """A poll reads the ready tasks of these shards and topics, and optionally more."""
@@ -68,10 +73,22 @@ class PollRequest:
     topics: frozenset[str]
     #: Max rows of each range. A range is the ready or the due tasks of one shard and topic.
     per_range: int
+    #: Max rows of all ranges together. If there are more, any of them are returned.
+    max_rows: int = MAX_POLL_ROWS
     #: Read due tasks as well.
     due: bool = False
     #: Also read ready tasks with a priority below this, up to `per_range` of each shard and topic.
     below: int | None = None
+
+    @property
+    def ranges(self) -> int:
+        """Return the number of ranges."""
+        return self.pairs * (1 + self.due + (self.below is not None))
+
+    @property
+    def pairs(self) -> int:
+        """Return the number of pairs of shard and topic."""
+        return len(self.shards) * len(self.topics)
 
 
 @dataclass(frozen=True, slots=True)

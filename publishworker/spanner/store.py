@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
-from google.api_core.exceptions import Aborted, GoogleAPICallError, NotFound, RetryError
+from google.api_core.exceptions import Aborted, DeadlineExceeded, GoogleAPICallError, NotFound, RetryError
 from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions, param_types
 from google.rpc.error_details_pb2 import ResourceInfo
@@ -61,6 +61,7 @@ _PARAM_TYPES = {
     "lows": param_types.Array(param_types.STRING),
     "highs": param_types.Array(param_types.STRING),
     "per_range": param_types.INT64,
+    "most": param_types.INT64,
     "below": param_types.INT64,
     "keys": param_types.Array(param_types.STRING),
     "per_key": param_types.INT64,
@@ -79,6 +80,10 @@ class StoreError(NotReached):
 
 class DatabaseMissing(StoreError):
     """Spanner has no such database, instance or table, or no longer has it."""
+
+
+class TimedOut(StoreError):
+    """Spanner did not answer within the time limit of the request. A read may have asked for too much."""
 
 
 class NotWritten(StoreError):
@@ -167,12 +172,14 @@ class SpannerStore:
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         """See Store. A strong single-use read at the request priority, one request for each layout."""
-        parameters = {"topics": sorted(request.topics), "per_range": request.per_range}
+        by_layout = by_suffix(request.shards)
+        most = max(1, request.max_rows // max(1, len(by_layout)))
+        parameters = {"topics": sorted(request.topics), "per_range": request.per_range, "most": most}
         if request.below is not None:
             parameters["below"] = request.below
         statement = statements.POLLS[request.due, request.below is not None]
         found: dict[str, Candidate] = {}
-        for suffix, shards in by_suffix(request.shards).items():
+        for suffix, shards in by_layout.items():
             values = parameters | {"shards": shards}
             read = self._query(renamed(statement, suffix), "outbox-poll", values, lazy_decode=True)
             found |= rows.candidates(read, first_id(suffix))
@@ -306,9 +313,7 @@ class SpannerStore:
     def _unsent_of(
         self, suffix: str, shards: Sequence[int], at: datetime, skip_rest: Callable[[rows.UnsentRow], bool]
     ) -> Iterator[rows.UnsentRow]:
-        """Yield each task that is unsent at `at`, once, sorted by shard, topic and time.
-
-        Each read is small enough not to time out.
+        """Yield each task that is unsent at `at`, once, by shard, topic and time. No read is large enough to time out.
 
         If `skip_rest` is true of the last task of a read, the rest of its topic in its shard is left out.
         """
@@ -410,7 +415,8 @@ class SpannerStore:
                 raise
             if isinstance(error, NotFound) and not lost:
                 raise DatabaseMissing(describe(error)) from error
-            raise (NotWritten if isinstance(error, Aborted) else StoreError)(describe(error)) from error
+            kind = TimedOut if isinstance(error, DeadlineExceeded) else StoreError
+            raise (NotWritten if isinstance(error, Aborted) else kind)(describe(error)) from error
 
 
 def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:

@@ -18,7 +18,7 @@ from sortedcontainers import SortedList
 
 from outbox.storage.layout import Layout
 from publishworker.spanner import store as product
-from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
+from publishworker.spanner.store import Decide, NotWritten, StoreError, TimedOut, UnsentCount
 from publishworker.types import (
     Candidate,
     Discovery,
@@ -255,7 +255,7 @@ class Table(FakeStore):
                 due = itertools.takewhile(lambda each: each[0] <= now, self._due[place])
                 ids += [each[-1] for each in itertools.islice(due, request.per_range)]
             found |= {id: candidate(self.rows[id], place[0]) for id in ids}
-        return tuple(found.values())
+        return tuple(found.values())[: request.max_rows]
 
     def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         self.require(shards)
@@ -436,7 +436,7 @@ class Connection:
             clockwork.after(there, lambda: spanner.begin(kind, serve))
         answer = clockwork.park(limit)
         if answer is None:
-            raise StoreError("DEADLINE_EXCEEDED")
+            raise TimedOut("DEADLINE_EXCEEDED")
         if isinstance(answer, StoreError):
             raise answer
         [result] = answer
