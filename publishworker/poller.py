@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from publishworker.membership import Membership
 from publishworker.read_size import ReadSize
-from publishworker.spanner.store import Store
+from publishworker.spanner.store import Store, TimedOut
 from publishworker.topics.discovery import KnownTopics
 from publishworker.types import MAX_POLL_ROWS, Candidate, Discovery, PollRequest
 
@@ -139,8 +139,12 @@ class Poller:
             below=below,
         )
         part = self._next_part(request)
-        with self._ranges.reading(part.ranges):
-            candidates, cut_off = self._read(part, room, in_flight, depths)
+        try:
+            with self._ranges.reading(part.ranges):
+                candidates, cut_off = self._read(part, room, in_flight, depths)
+        except TimedOut:
+            self._size.limit(part.per_range // 4)
+            raise
         self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part is not request else 0
         self._note(candidates, unavailable, due=request.due)
         found = [each for each in candidates if each.id not in in_flight]
@@ -167,9 +171,10 @@ class Poller:
         """
         shards, topics = self._membership.shards, self._topics.polled.difference(unavailable)
         if (ranges := len(shards) * len(topics)) > self._ranges.limit:
-            return 0.0  # polls, which read a part at a time, find out
-        with self._ranges.reading(ranges):
-            seconds = self._store.seconds_until_due(shards, topics) if topics else None
+            seconds: float | None = 0.0  # polls, which read a part at a time, find out
+        else:
+            with self._ranges.reading(ranges):
+                seconds = self._store.seconds_until_due(shards, topics) if topics else None
         self._reads_due_tasks |= seconds is not None
         return seconds
 
