@@ -139,13 +139,15 @@ class Poller:
             below=below,
         )
         part = self._next_part(request)
+        self._size.limit(MAX_POLL_ROWS // max(1, part.ranges))
+        part = replace(part, per_range=self._size.per_range)
         try:
             with self._ranges.reading(part.ranges):
                 candidates, cut_off = self._read(part, room, in_flight, depths)
         except TimedOut:
             self._size.limit(part.per_range // 4)
             raise
-        self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part is not request else 0
+        self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
         self._note(candidates, unavailable, due=request.due)
         found = [each for each in candidates if each.id not in in_flight]
         return Polled(found, cut_off, unread=self._left_pairs > 0)
@@ -191,10 +193,6 @@ class Poller:
         candidates = list(self._store.poll(others)) if others.topics else []
         self._size.adapt(_by_range(candidates), _startable(candidates, in_flight), room)
         cut_off = self._size.cut_off
-        # With `below`, the poll may return a row twice.
-        if len(candidates) * (1 + (request.below is not None)) >= others.max_rows:
-            self._size.limit(others.max_rows // others.ranges)
-            cut_off = others.topics
         for topic, depth in sorted(deep.items()):
             shards = self._next_shards("deep", request.shards, DEEP_ROWS // depth)
             found = self._store.poll(replace(request, shards=shards, topics=frozenset({topic}), per_range=depth))

@@ -73,8 +73,6 @@ class PollRequest:
     topics: frozenset[str]
     #: Max rows of each range. A range is the ready or the due tasks of one shard and topic.
     per_range: int
-    #: Max rows of all ranges together. If there are more, any of them are returned.
-    max_rows: int = MAX_POLL_ROWS
     #: Read due tasks as well.
     due: bool = False
     #: Also read ready tasks with a priority below this, up to `per_range` of each shard and topic.

@@ -31,11 +31,12 @@ SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNN
   WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt <= CURRENT_TIMESTAMP()
   ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
 #: The statements of a poll by two flags: whether the poll also reads due tasks, and whether it reads the ready tasks of
-#: lower priorities separately. The last limit bounds the memory of the result, whatever all ranges together hold.
+#: lower priorities separately.
 POLLS = {
-    (due, lower): f"{_READY}{f' UNION ALL {_LOWER}' * lower}{f' UNION ALL {_DUE}' * due} LIMIT @most"
-    for due in (False, True)
-    for lower in (False, True)
+    (False, False): _READY,
+    (False, True): f"{_READY} UNION ALL {_LOWER}",
+    (True, False): f"{_READY} UNION ALL {_DUE}",
+    (True, True): f"{_READY} UNION ALL {_LOWER} UNION ALL {_DUE}",
 }
 
 # Topic discovery: one unsent row in each gap between the known topics. The n-th gap begins with the n-th of @lows and

@@ -61,7 +61,6 @@ _PARAM_TYPES = {
     "lows": param_types.Array(param_types.STRING),
     "highs": param_types.Array(param_types.STRING),
     "per_range": param_types.INT64,
-    "most": param_types.INT64,
     "below": param_types.INT64,
     "keys": param_types.Array(param_types.STRING),
     "per_key": param_types.INT64,
@@ -172,14 +171,12 @@ class SpannerStore:
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         """See Store. A strong single-use read at the request priority, one request for each layout."""
-        by_layout = by_suffix(request.shards)
-        most = max(1, request.max_rows // max(1, len(by_layout)))
-        parameters = {"topics": sorted(request.topics), "per_range": request.per_range, "most": most}
+        parameters = {"topics": sorted(request.topics), "per_range": request.per_range}
         if request.below is not None:
             parameters["below"] = request.below
         statement = statements.POLLS[request.due, request.below is not None]
         found: dict[str, Candidate] = {}
-        for suffix, shards in by_layout.items():
+        for suffix, shards in by_suffix(request.shards).items():
             values = parameters | {"shards": shards}
             read = self._query(renamed(statement, suffix), "outbox-poll", values, lazy_decode=True)
             found |= rows.candidates(read, first_id(suffix))

@@ -78,7 +78,7 @@ def test_reads_that_time_out_become_smaller_until_all_is_sent(topics: int, keys:
 
 
 def test_one_poll_has_an_upper_bound_of_rows() -> None:
-    """Many topics are resumed after polls have become deep. The next polls have rows of each range."""
+    """Many topics are resumed after polls have become deep. Each range has its part."""
     store = FakeStore()
     names = [f"topic-{number:02}" for number in range(22)]
     for id, name in itertools.product(range(1_000), names):
@@ -86,10 +86,12 @@ def test_one_poll_has_an_upper_bound_of_rows() -> None:
     poller = Poller(store, Membership(store, "me"), target_rows=2_000, discovery_seconds=1.0)
     poller._size.per_range = 1_000
     poller.discover()
-    first, *others = [poller.poll(2_000, None, ()) for _ in range(3)]
-    assert (len(first.candidates), first.cut_off) == (MAX_POLL_ROWS, set(names))
-    for found in others:
-        assert len(found.candidates) < MAX_POLL_ROWS
+    for _ in range(3):
+        found = poller.poll(2_000, None, ())
+        assert (store.polls[-1].per_range * store.polls[-1].ranges <= MAX_POLL_ROWS, found.cut_off) == (
+            True,
+            set(names),
+        )
         assert {(each.topic, each.shard) for each in found.candidates} == set(itertools.product(names, range(10)))
 
 
