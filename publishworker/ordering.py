@@ -5,7 +5,8 @@ each key, and only these may be sent (docs/guide/ordering.md). A task that is co
 CreatedAt than all tasks in it, so it belongs behind the prefix.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 from outbox.shared.throttled_log import ThrottledLog
 from publishworker.batching import Limits
+from publishworker.read_size import ReadSize
 from publishworker.spanner.store import Store
 from publishworker.types import Batch, Candidate, Key, QueuedTask
 
@@ -20,6 +22,9 @@ from publishworker.types import Batch, Candidate, Key, QueuedTask
 MAX_KEY_HEAD_ROWS = 5_000
 #: Max rows of a further read, if the first one returned expired tasks. Each row takes 4 kB of memory while it is read.
 MAX_EXPIRED_ROWS = 20_000
+
+#: Max keys of one read, each with its head and the task behind it.
+MAX_KEYS = MAX_KEY_HEAD_ROWS // 2
 
 _T = TypeVar("_T", Candidate, QueuedTask)
 
@@ -39,13 +44,22 @@ class ResolvedKeys:
 class Ordering:
     """Reads the heads of ordering keys. It belongs to the relay's thread."""
 
-    def __init__(self, store: Store, limits: Limits, random: Random, *, skip_dead: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        limits: Limits,
+        random: Random,
+        *,
+        skip_dead: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Cut prefixes to the `limits` of a batch. With `skip_dead` a dead task does not block its key."""
         self._store = store
         self._limits = limits
         self._random = random
         self._skip_dead = skip_dead
         self._throttled_log = ThrottledLog()
+        self._size = ReadSize(MAX_KEYS, clock)
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
         """Replace the tasks of each key by its sendable prefix. Raises StoreError.
@@ -58,6 +72,9 @@ class Ordering:
             if each.ordering_key is not None:
                 by_key.setdefault(Key(each.topic, each.ordering_key), []).append(each)
         keys = {key: tasks for key, tasks in by_key.items() if key not in in_flight}
+        # A later poll reads the keys that are not chosen.
+        chosen = self._random.sample([*keys], self._size.limit) if len(keys) > self._size.limit else keys
+        keys = {key: keys[key] for key in chosen}
         busy = len(keys) < len(by_key)
         if not keys:
             return ResolvedKeys(unordered, busy=busy)
@@ -85,7 +102,8 @@ class Ordering:
         rows = wanted
         queues: dict[Key, list[QueuedTask]] = {}
         while keys:
-            found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
+            with self._size.reading(len(keys)):
+                found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
             queues |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
             short = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
             rows += max((len(found[key]) - len(queues[key]) for key in short), default=0)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from publishworker.membership import Membership
-from publishworker.spanner.store import Store
+from publishworker.read_size import ReadSize
+from publishworker.spanner.store import Store, TimedOut
 from publishworker.topics.discovery import KnownTopics
-from publishworker.types import Candidate, Discovery, PollRequest
+from publishworker.types import MAX_POLL_ROWS, Candidate, Discovery, PollRequest
 
 #: A deep read is a query for a single topic. It reads more rows of each range than the query for all other topics does:
 #: at most this many ready rows, and this many due rows. Together they take about 25 MB while they are decoded.
@@ -27,6 +28,8 @@ class Polled:
     candidates: Sequence[Candidate] = ()
     cut_off: frozenset[str] = frozenset()
     no_room: bool = False
+    #: Further polls must read the other ranges.
+    unread: bool = False
 
 
 class Poller:
@@ -50,6 +53,8 @@ class Poller:
         self._store = store
         self._membership = membership
         self._size = PollSize(target_rows, len(membership.shards))
+        #: For the reads of ranges of AsynchronousTasksToSend: polls, discoveries and next due times.
+        self._ranges = ReadSize(MAX_POLL_ROWS, clock)
         self._discovery_seconds = discovery_seconds
         self._clock = clock
         self._topics = KnownTopics(clock)
@@ -59,7 +64,17 @@ class Poller:
         self._reads_due_tasks = True
         #: True from `wake` until the next discovery.
         self._woken = False
-        self._next_shard = 0
+        #: Where each kind of read continues if it reads only a part of the shards or topics.
+        self._next = Counter[str]()
+        #: If a poll reads only a part of the ranges: the pairs of shard and topic that are left, the topics that the
+        #: parts before found, and whether they found due tasks.
+        self._left_pairs = 0
+        self._seen: set[str] = set()
+        self._seen_due = False
+        #: Shards that the next discoveries must read before all are discovered.
+        self._undiscovered = 0
+        #: Whether the next discovery must follow at once: there may be more unknown topics.
+        self.discovers_again = False
 
     @property
     def topics(self) -> frozenset[str]:
@@ -70,22 +85,34 @@ class Poller:
         """Note that a task was inserted, perhaps one of an unknown topic."""
         self._woken = True
 
-    def discover(self, *, in_vain: bool) -> Discovery | None:
+    def discover(
+        self, *, in_vain: bool = False, now: bool = False, unavailable: Collection[str] = ()
+    ) -> Discovery | None:
         """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
 
-        `in_vain` says that this turn had nothing to start, although it could. If there are unknown topics, the next
-        call reads again, because one read may find only one unknown topic in each gap between the names of known ones.
+        With `now` it is never too early, and a topic that polls have given up is read again if it has unsent tasks.
+        Polls have not read the `unavailable` topics. `in_vain` says that this turn had nothing to start, although it
+        could. If there are unknown topics, the next call reads again, because one read may find only one unknown topic
+        in each gap between the names of known ones.
         """
         shards = self._membership.shards
         is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
-        if is_early and not (self._woken and in_vain):
+        if is_early and not now and not (self._woken and in_vain):
             return None
+        if now:
+            self._topics.forget(unavailable)
         known = self._topics.polled
-        found = self._store.discover(shards, known)
+        if shards != self._discovered_shards or not self._undiscovered:
+            self._undiscovered = len(shards)
+        part = self._next_shards("discovery", shards, self._ranges.limit // (len(known) + 1))
+        with self._ranges.reading(len(part) * (len(known) + 1)):
+            found = self._store.discover(part, known)
+        self._undiscovered = max(0, self._undiscovered - len(part))
+        self.discovers_again = bool(found.topics or self._undiscovered)
         self._woken = False
         self._topics.discover(found.topics)
         self._reads_due_tasks = True
-        self._discovered_at = float("-inf") if found.topics else self._clock()
+        self._discovered_at = float("-inf") if self.discovers_again else self._clock()
         self._discovered_shards = shards
         return found
 
@@ -111,12 +138,32 @@ class Poller:
             due=self._reads_due_tasks,
             below=below,
         )
-        candidates, cut_off = self._read(request, room, in_flight, depths)
-        if request.due:
-            self._reads_due_tasks = any(each.available_at is not None for each in candidates)
-        self._topics.see({each.topic for each in candidates})
+        part = self._next_part(request)
+        self._size.limit(MAX_POLL_ROWS // max(1, part.ranges))
+        part = replace(part, per_range=self._size.per_range)
+        try:
+            with self._ranges.reading(part.ranges):
+                candidates, cut_off = self._read(part, room, in_flight, depths)
+        except TimedOut:
+            self._size.limit(part.per_range // 4)
+            raise
+        self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
+        self._note(candidates, unavailable, due=request.due)
+        found = [each for each in candidates if each.id not in in_flight]
+        return Polled(found, cut_off, unread=self._left_pairs > 0)
+
+    def _note(self, candidates: Sequence[Candidate], unavailable: Collection[str], *, due: bool) -> None:
+        """Note the topics of the candidates. After all parts, decide about due tasks and topics without candidates."""
+        self._seen.update(each.topic for each in candidates)
+        self._seen_due |= any(each.available_at is not None for each in candidates)
+        if self._left_pairs > 0:
+            return
+        self._left_pairs = 0
+        self._topics.see(self._seen)
         self._topics.forget(unavailable)
-        return Polled([each for each in candidates if each.id not in in_flight], cut_off)
+        if due:
+            self._reads_due_tasks = self._seen_due
+        self._seen, self._seen_due = set(), False
 
     def seconds_until_due(self, unavailable: Collection[str]) -> float | None:
         """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
@@ -124,8 +171,12 @@ class Poller:
         Tasks of `unavailable` topics do not count. Unless the result is None, the next poll also reads due tasks.
         Raises StoreError.
         """
-        topics = self._topics.polled.difference(unavailable)
-        seconds = self._store.seconds_until_due(self._membership.shards, topics) if topics else None
+        shards, topics = self._membership.shards, self._topics.polled.difference(unavailable)
+        if (ranges := len(shards) * len(topics)) > self._ranges.limit:
+            seconds: float | None = 0.0  # polls, which read a part at a time, find out
+        else:
+            with self._ranges.reading(ranges):
+                seconds = self._store.seconds_until_due(shards, topics) if topics else None
         self._reads_due_tasks |= seconds is not None
         return seconds
 
@@ -143,18 +194,35 @@ class Poller:
         self._size.adapt(_by_range(candidates), _startable(candidates, in_flight), room)
         cut_off = self._size.cut_off
         for topic, depth in sorted(deep.items()):
-            shards = self._next_shards(request.shards, DEEP_ROWS // depth)
+            shards = self._next_shards("deep", request.shards, DEEP_ROWS // depth)
             found = self._store.poll(replace(request, shards=shards, topics=frozenset({topic}), per_range=depth))
             candidates += found
             if max(_by_range(found).values(), default=0) >= depth:
                 cut_off |= {topic}
         return candidates, cut_off
 
-    def _next_shards(self, shards: tuple[int, ...], number: int) -> tuple[int, ...]:
-        """Return `number` of the shards, at least one, beginning after the last shard of the previous deep read."""
+    def _next_part(self, request: PollRequest) -> PollRequest:
+        """Return the request if one read may have all of its ranges. Otherwise return the part after the last one.
+
+        A part has some of the shards or, if the topics of one shard are too many, some of the topics of one shard.
+        """
+        pairs = max(1, self._ranges.limit * request.pairs // max(1, request.ranges))
+        topics = sorted(request.topics)
+        if request.pairs <= pairs:
+            return request
+        if len(topics) <= pairs:
+            return replace(request, shards=self._next_shards("poll", request.shards, pairs // len(topics)))
+        first = self._next["topic"] if self._next["topic"] < len(topics) else 0
+        shard = request.shards[self._next["poll"] % len(request.shards)]
+        self._next["topic"] = first + pairs
+        self._next["poll"] += first + pairs >= len(topics)
+        return replace(request, shards=(shard,), topics=frozenset(topics[first : first + pairs]))
+
+    def _next_shards(self, kind: str, shards: tuple[int, ...], number: int) -> tuple[int, ...]:
+        """Return `number` of the shards, at least one, beginning after the last shard of the previous such read."""
         number = min(max(1, number), len(shards))
-        first = self._next_shard % len(shards)
-        self._next_shard = first + number
+        first = self._next[kind] % len(shards)
+        self._next[kind] = first + number
         return (*shards[first:], *shards[:first])[:number]
 
 
@@ -184,6 +252,10 @@ class PollSize:
         self.per_range = max(1, -(-target // max(1, shards)))
         #: The topics that may have more tasks than the last poll read.
         self.cut_off: frozenset[str] = frozenset()
+
+    def limit(self, per_range: int) -> None:
+        """Read no more rows of each range, because all ranges together have too many."""
+        self.per_range = max(1, min(self.per_range, per_range))
 
     def adapt(self, by_range: Mapping[tuple[str, int, bool], int], startable: int, room: int) -> None:
         """Adapt to the last poll: the rows of each range, and how many `startable` tasks it found for the `room`.

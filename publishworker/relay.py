@@ -1,7 +1,7 @@
 """One turn of the relay, in the order in which data moves.
 
-Settle the batches that have ended, mark tasks in doubt, poll, resolve ordering keys, select and start batches,
-discover, report.
+Settle the batches that have ended, mark tasks in doubt, discover if the last discovery is old, poll, resolve ordering
+keys, select and start batches, discover, report.
 """
 
 import time
@@ -26,6 +26,9 @@ from publishworker.types import Batch, BatchResult, Discovery, Turn
 
 #: Max seconds that a turn waits for in-flight batches. It then ends without them, so that the worker sends a heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
+#: A turn neither polls nor starts a batch with topic controls, layouts and live workers that were read longer ago. Its
+#: pause may have been long, its reads slow, or its process suspended.
+MAX_AGE_SECONDS = 2.0
 
 
 class Relay:
@@ -82,8 +85,10 @@ class Relay:
             store, membership, target_rows=limits.batches * limits.batch_size, discovery_seconds=discovery_seconds,
             clock=clock,
         )  # fmt: skip
-        self._ordering = Ordering(store, limits, random, skip_dead=skip_dead)
+        self._ordering = Ordering(store, limits, random, skip_dead=skip_dead, clock=clock)
         self._selector = Selector(limits, self._topics, random, fair_share)
+        #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
+        self._learned_at = clock()
         #: True while the reads of a turn run, and afterwards if one of them failed.
         self._reads_failed = False
         #: Set by `wake`. The worker then ends its pause.
@@ -101,18 +106,22 @@ class Relay:
         """
         self._take_wake_up()
         finished = self._in_flight.collect()
-        poll_again = self._settle(finished, stopping)  # circuits, limits, tasks in doubt, metrics and logs
+        poll_again = self._settle(finished)  # circuits, limits, tasks in doubt, metrics and logs
         self._in_flight.raise_if_stuck()
         self._in_doubt.mark()
-        self._begin_reads()
+        discovered = self._begin_reads()
+        self._start_at_most_once(finished, stopping)
         polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         started = self._start(self._select(polled, ready, stopping))
-        poll_again |= self._discover(in_vain=not (started or polled.no_room))  # live workers, controls, unknown topics
+        if not discovered:  # live workers, controls, unknown topics
+            poll_again |= self._discover(in_vain=not (started or polled.no_room))
         self._reads_failed = False
+        poll_again |= polled.unread
         waits = len(self._in_flight) > 0 and (polled.no_room or started or ready.busy or self._selector.lacks_bytes)
         ended = self._wait() if waits else self._in_flight.collect()
-        poll_again |= self._settle(ended, stopping)
+        poll_again |= self._settle(ended)
+        self._start_at_most_once(ended, stopping)
         return self._report(polled, finished + ended, waits=waits, poll_again=poll_again)
 
     def wake(self) -> None:
@@ -135,7 +144,7 @@ class Relay:
         try:
             while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
                 ended = self._in_flight.wait_for_one()
-                self._settle(ended, stopping=lambda: True)
+                self._settle(ended)
                 finished += ended
             self._in_doubt.finish(self._shutdown_seconds)
             return self._report(Polled(), finished)
@@ -156,8 +165,8 @@ class Relay:
         """Return the topics whose circuit is not closed, and whether it is open (True) or half-open (False)."""
         return self._topics.circuits.states()
 
-    def _settle(self, finished: Sequence[BatchResult], stopping: Callable[[], bool]) -> bool:
-        """Report finished batches, update tasks in doubt, circuits and limits, and start the at-most-once tasks found.
+    def _settle(self, finished: Sequence[BatchResult]) -> bool:
+        """Report finished batches, and update tasks in doubt, circuits and limits.
 
         Returns whether the circuit of a topic has opened or closed, or a probe has failed.
         """
@@ -169,36 +178,60 @@ class Relay:
             if (change := self._topics.learn(result)) is not None:
                 self._reporter.circuit(change)
                 changed = True
-            # A poll cannot tell which tasks are at-most-once, but the lock query can. Start them now in a batch that
-            # marks them before it publishes them.
-            if not stopping() and (at_most_once := self._topics.at_most_once_batch(result)) is not None:
-                self._start([at_most_once])
         return changed
+
+    def _start_at_most_once(self, finished: Sequence[BatchResult], stopping: Callable[[], bool]) -> None:
+        """Start the at-most-once tasks that finished batches found, in batches that mark them before they publish them.
+
+        A poll cannot tell which tasks are at-most-once, but the lock query can.
+        """
+        if stopping():
+            return
+        if batches := [batch for each in finished if (batch := self._topics.at_most_once_batch(each)) is not None]:
+            self._refresh()
+            self._start(batches)
 
     def _take_wake_up(self) -> None:
         if self.woken.is_set():
             self.woken.clear()  # before the poll, so that an insert during the turn starts another one
             self._poller.wake()
 
-    def _begin_reads(self) -> None:
-        """If a read of the last turn failed, read the layouts to poll: a reshard may have dropped its index."""
-        self._touch_file()
-        if self._reads_failed:
-            self._learn(self._store.discover((), ()))
-        self._reads_failed = True  # `turn` resets it if no read raises StoreError
+    def _begin_reads(self) -> bool:
+        """Discover if the last discovery is old. Return whether the end of the turn then has nothing left to discover.
 
-    def _discover(self, *, in_vain: bool) -> bool:
-        """Discover if it is time, and return whether there are new topics or shards to poll."""
+        If a read of the last turn failed, read no topics: a reshard may have dropped the index.
+        """
+        failed, self._reads_failed = self._reads_failed, True  # `turn` resets it if no read raises StoreError
+        if failed:
+            self._learned_at = float("-inf")
+            self._refresh()
+        return self._is_outdated() and not self._discover(now=True)
+
+    def _is_outdated(self) -> bool:
+        return self._clock() - self._learned_at > MAX_AGE_SECONDS
+
+    def _refresh(self) -> None:
+        """Read live workers, layouts and topic controls if they are outdated. Raises StoreError."""
+        if self._is_outdated():
+            self._touch_file()
+            began = self._clock()
+            self._learn(self._store.discover((), ()), began)
+
+    def _discover(self, *, in_vain: bool = False, now: bool = False) -> bool:
+        """Discover if it is time, or `now`, and return whether there are new topics or shards to poll."""
         self._touch_file()
-        shards, found = self._membership.shards, self._poller.discover(in_vain=in_vain)
+        began, shards = self._clock(), self._membership.shards
+        unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic()) if now else ()
+        found = self._poller.discover(in_vain=in_vain, now=now, unavailable=unavailable)
         if found is None:
             return False
-        self._learn(found)
-        return bool(found.topics) or shards != self._membership.shards
+        self._learn(found, began)
+        return self._poller.discovers_again or shards != self._membership.shards
 
-    def _learn(self, found: Discovery) -> None:
+    def _learn(self, found: Discovery, began: float) -> None:
         self._membership.learn(found.workers)
         self._topics.control(found.controls, self._membership.size)
+        self._learned_at = began
 
     def _poll(self) -> Polled:
         self._touch_file()
@@ -226,13 +259,16 @@ class Relay:
         self._touch_file()
         if polled.no_room or stopping():
             return []
+        if ready.candidates:
+            self._refresh()  # the reads may have taken long
         return self._in_doubt.limit_to_probe(self._selector.select(ready, self._in_flight, polled.cut_off))
 
     def _start(self, batches: Sequence[Batch]) -> bool:
-        """Start batches; return whether there were any."""
-        for batch in batches:
+        """Start the batches whose topic is not paused; return whether there were any."""
+        started = [batch for batch in batches if batch.defers or batch.topic not in self._topics.paused]
+        for batch in started:
             self._in_flight.start(self._topics.prepare(batch))
-        return bool(batches)
+        return bool(started)
 
     def _wait(self) -> list[BatchResult]:
         """Wait until a batch has ended and at most `stragglers` of this turn's batches are in flight.
@@ -260,6 +296,7 @@ class Relay:
             still_waiting=waits and not finished,
             poll_again=poll_again,
             seconds_to_retry=self._topics.seconds_until_available(),
+            max_pause=self._topics.max_pause,
         )
         self._reporter.turn(turn, worked=bool(finished))
         return turn

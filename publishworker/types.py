@@ -3,6 +3,7 @@
 Candidate, LockedRow and Version are NamedTuples, which take a quarter of the time of a frozen dataclass to create.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -61,6 +62,11 @@ class QueuedTask:
 KeyHeads = Mapping[Key, Sequence[QueuedTask]]
 
 
+#: Max rows of a poll, and thus max ranges, because each range returns at least one row. A row takes 2.8 kB of
+#: memory.
+MAX_POLL_ROWS = 20_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollRequest:
     """A poll reads the ready tasks of these shards and topics, and optionally more."""
@@ -74,6 +80,16 @@ class PollRequest:
     due: bool = False
     #: Also read ready tasks with a priority below this, up to `per_range` of each shard and topic.
     below: int | None = None
+
+    @property
+    def ranges(self) -> int:
+        """Return the number of ranges."""
+        return self.pairs * (1 + self.due + (self.below is not None))
+
+    @property
+    def pairs(self) -> int:
+        """Return the number of pairs of shard and topic."""
+        return len(self.shards) * len(self.topics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +422,7 @@ class Turn:
     still_waiting: bool = False  # the turn waited for batches, and none ended, so the next turn starts at once
     poll_again: bool = False  # new topics or shards to poll, or a circuit opened, closed or failed a probe
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
+    max_pause: float = math.inf  # seconds after which the topic controls must be read again
 
     @property
     def made_progress(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from google.api_core.exceptions import (
     Aborted,
     AlreadyExists,
+    DeadlineExceeded,
     FailedPrecondition,
     GoogleAPICallError,
     InvalidArgument,
@@ -99,6 +100,10 @@ class DatabaseMissing(NotWritten):
 
 class Refused(NotWritten):
     """Nothing was written, because Spanner refuses the content of the request. A single row may be the reason."""
+
+
+class TimedOut(StoreError):
+    """Spanner did not answer within the time limit of the request. A read may have asked for too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,9 +346,7 @@ class SpannerStore:
     def _unsent_of(
         self, suffix: str, shards: Sequence[int], at: datetime, skip_rest: Callable[[rows.UnsentRow], bool]
     ) -> Iterator[rows.UnsentRow]:
-        """Yield each task that is unsent at `at`, once, sorted by shard, topic and time.
-
-        Each read is small enough not to time out.
+        """Yield each task that is unsent at `at`, once, by shard, topic and time. No read is large enough to time out.
 
         If `skip_rest` is true of the last task of a read, the rest of its topic in its shard is left out.
         """
@@ -462,7 +465,7 @@ def _kind(error: Exception) -> type[StoreError]:
     """Return what an error of the client says about the rows: whether they may have been written."""
     is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, Aborted)
     if is_unanswered or not isinstance(error, _NOT_EXECUTED):
-        return StoreError
+        return TimedOut if isinstance(error, DeadlineExceeded) else StoreError
     if isinstance(error, NotFound) and not _is_lost_session(error):
         return DatabaseMissing
     return Refused if isinstance(error, _CONTENT) else NotWritten

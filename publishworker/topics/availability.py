@@ -1,6 +1,7 @@
 """May a topic be published to now? Topic controls, circuit breakers and rate limits, asked together."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from random import Random
@@ -10,6 +11,10 @@ from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import Batch, BatchResult, TopicControls
 
 _log = logging.getLogger("publishworker")
+
+#: Max seconds between two reads of the topic controls while a topic is paused or waits for its rate limit: an operator
+#: may end that, and workers apply each change within 10 s.
+CONTROLS_SECONDS = 8.0
 
 
 class Topics:
@@ -57,3 +62,9 @@ class Topics:
         """Return the seconds until a topic that is unavailable now may be tried again, or None."""
         waits = (self.circuits.seconds_to_probe(), self.rate_limits.seconds_to_next())
         return min((seconds for seconds in waits if seconds is not None), default=None)
+
+    @property
+    def max_pause(self) -> float:
+        """Return the seconds after which the topic controls must be read again. No read is needed to pause a topic."""
+        waits = self.paused or self.rate_limits.seconds_to_next() is not None
+        return CONTROLS_SECONDS if waits else math.inf

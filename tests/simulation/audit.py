@@ -16,6 +16,8 @@ from tests.simulation.clockwork import Clockwork, Process
 
 #: Max seconds for which the first unsent task of a key may be deferred: a few turns.
 FEW_TURNS = 5.0
+#: Seconds after which no worker publishes a task that is registered in a paused topic.
+PAUSE_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class Audit:
     _deferred: dict[Key, tuple[str, float]] = field(default_factory=dict)
     #: When an operator last deleted a task of the key. Nothing then releases the tasks behind it.
     _deleted_at: dict[Key, float] = field(default_factory=dict)
+    #: When each paused topic was paused.
+    _paused_at: dict[str, float] = field(default_factory=dict)
     _digest: Any = field(default_factory=hashlib.sha256)
 
     def committed(self, id: str, task: Known) -> None:
@@ -77,6 +81,12 @@ class Audit:
         task = self.tasks[id]
         task.resets += 1
         task.reset_at, task.available_at, task.expires_at = self.clockwork.now, -inf, inf
+
+    def set_paused(self, topic: str, *, paused: bool) -> None:
+        """An operator has paused or resumed a topic."""
+        self._paused_at.pop(topic, None)
+        if paused:
+            self._paused_at[topic] = self.clockwork.now
 
     def mended(self, id: str) -> None:
         """An operator has made a dead task good and ready."""
@@ -174,6 +184,10 @@ class Audit:
             at, version = self._acknowledged.get((process, id), (float("-inf"), None))
             if version and version.has_message_of(row) and self.clockwork.now - at < MAX_AGE_SECONDS:
                 self.problem(f"{process.name} knew that Pub/Sub has {id}, and published it again")
+            task = self.tasks[id]
+            late = max(task.at, task.reset_at) - self._paused_at.get(task.topic, inf)
+            if late > PAUSE_SECONDS:
+                self.problem(f"{id} was registered or reset {late:.1f} s after a pause of {task.topic}, and published")
 
     def heads(self, deferred: Mapping[Key, str]) -> None:
         """The first unsent task of these keys is deferred. No task blocks it, so this must end within a few turns."""

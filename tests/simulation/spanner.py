@@ -18,7 +18,7 @@ from sortedcontainers import SortedList
 
 from outbox.storage.layout import Layout
 from publishworker.spanner import store as product
-from publishworker.spanner.store import Decide, NotWritten, StoreError, UnsentCount
+from publishworker.spanner.store import Decide, NotWritten, StoreError, TimedOut, UnsentCount
 from publishworker.types import (
     Candidate,
     Discovery,
@@ -451,7 +451,7 @@ class Connection:
             clockwork.after(there, lambda: spanner.begin(kind, serve))
         answer = clockwork.park(limit)
         if answer is None:
-            raise StoreError("DEADLINE_EXCEEDED")
+            raise TimedOut("DEADLINE_EXCEEDED")
         if isinstance(answer, StoreError):
             raise answer
         [result] = answer

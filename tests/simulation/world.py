@@ -77,6 +77,8 @@ class Plan:
     wake: bool = False  # a change stream starts polls, and idle workers poll seldom
     refused: float = 0.0  # part of the tasks whose rows Spanner refuses to change, until the registrations end
     longest_backoff: float = 60.0  # seconds between two attempts
+    poll_interval: float = 1.0
+    idle_interval: float = 15.0
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
@@ -106,6 +108,8 @@ class Plan:
             reshard=random.choice([0, 0, 0, 2, 5]),
             wake=random.random() < 0.5,
             longest_backoff=random.choice([5.0, 60.0, 900.0]),
+            poll_interval=random.choice([1.0, 1.0, 1.0, 10.0, 30.0]),
+            idle_interval=random.choice([15.0, 15.0, 60.0, 300.0]),
         )
 
 
@@ -151,7 +155,7 @@ class Node:
             world.metrics,
             membership,
             limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
-            discovery_seconds=0.5,
+            discovery_seconds=min(plan.poll_interval / 2, 1.0),
             random=random,
             fair_share=plan.fair_share,
             skip_dead=plan.skip_dead,
@@ -160,10 +164,10 @@ class Node:
             clock=self.clock,
             threads=VirtualThreads(world.clockwork, process),
         )
-        idle_interval = (lambda: 15.0) if plan.wake else None
+        idle_interval = (lambda: max(plan.poll_interval, plan.idle_interval)) if plan.wake else None
         worker = Worker(
-            relay, membership, poll_interval=1.0, idle_interval=idle_interval, touch_file=lambda: None, random=random,
-            clock=self.clock,
+            relay, membership, poll_interval=plan.poll_interval, idle_interval=idle_interval, touch_file=lambda: None,
+            random=random, clock=self.clock,
         )  # fmt: skip
         stop: Any = self.stop
         world.clockwork.spawn(process, lambda: worker.run(stop))
@@ -298,15 +302,14 @@ class World:
             dead = [row.id for row in latest if table.is_dead(row) and row.sent_at is None]
             topic = random.choice(self.topics)
             match random.randrange(8):
-                case 0 if topic in table.paused:
-                    table.paused.discard(topic)
                 case 0:
-                    table.paused.add(topic)
+                    self.set_paused(topic, paused=topic not in table.paused)
                 case 1 | 2 if dead:
                     self._repair(random.choice(dead), delete=random.random() < 0.5)
                 case _ if sent:
                     self._retry(random.choice(sent))
-        table.paused.clear()
+        for topic in self.topics:
+            self.set_paused(topic, paused=False)
         table.refused.clear()
         while True:
             self.clockwork.sleep(5.0)
@@ -317,6 +320,11 @@ class World:
         while True:
             self.clockwork.sleep(1.0)
             self.audit.heads(self.spanner.table.deferred_heads(skip_dead=self.plan.skip_dead))
+
+    def set_paused(self, topic: str, *, paused: bool) -> None:
+        """Pause or resume a topic, as `outbox pause` and `outbox resume`."""
+        (self.spanner.table.paused.add if paused else self.spanner.table.paused.discard)(topic)
+        self.audit.set_paused(topic, paused=paused)
 
     def _reshard(self) -> None:
         """Run the steps of `outbox schema reshard`, with pauses; sometimes return to the former number, and go on."""

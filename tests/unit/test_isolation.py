@@ -1,10 +1,12 @@
 """One topic must not delay another: poison, missing topics, pauses, limits, schedules, at size; on the fakes."""
 
-from datetime import timedelta
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 
-from publishworker.types import Failed, TopicLimit
+from publishworker.types import Candidate, Failed, PollRequest, TopicLimit
 from tests.support.fakes import serialized
 from tests.support.relay_bench import Bench, overtake
 
@@ -185,3 +187,55 @@ def test_hanging_topics_leave_places_for_others() -> None:
     bench.insert("good")
     bench.turns()
     assert "good" in bench.publisher.ids()
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("slow", ["pause", "poll"])
+def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) -> None:
+    """After a long pause, or reads that took long. Also the batch of the at-most-once tasks that a claim has found."""
+    bench = Bench()
+    bench.insert("first")
+    bench.turns()
+    reads = len(bench.store.discoveries)
+    poll = bench.store.poll
+
+    def pass_time() -> None:
+        bench.store.paused = {"orders"}
+        bench.insert("a", at_most_once=once)
+        bench.wait(4)
+
+    def slow_poll(request: PollRequest) -> Sequence[Candidate]:
+        pass_time()
+        return poll(request)
+
+    if slow == "pause":
+        pass_time()
+    else:
+        bench.store.poll = slow_poll  # type: ignore[method-assign]  # a fault on purpose
+    bench.relay.turn()
+    bench.store.poll = poll  # type: ignore[method-assign]  # the same
+    assert len(bench.store.discoveries) - reads == (1 if slow == "pause" else 2)  # one before, one at the end
+    assert bench.relay.in_flight == 0
+    bench.turns()
+    assert bench.publisher.ids() == ["first"]
+    bench.store.paused = set()
+    bench.run_for(5)
+    assert bench.publisher.ids() == ["first", "a"]
+
+
+def test_at_most_once_tasks_that_a_claim_found_wait_while_their_topic_is_paused() -> None:
+    bench = Bench()
+    bench.insert("a", at_most_once=True)
+    claim = bench.store.claim
+
+    def pause_and_claim(*arguments: Any) -> datetime:
+        bench.store.paused = {"orders"}
+        bench.wait(60)
+        return claim(*arguments)
+
+    bench.store.claim = pause_and_claim  # type: ignore[method-assign]  # a fault on purpose
+    bench.turns()
+    assert (bench.publisher.ids(), bench.unsent()) == ([], ["a"])
+    bench.store.paused, bench.store.claim = set(), claim  # type: ignore[method-assign]  # the same
+    bench.run_for(5)
+    assert bench.publisher.ids() == ["a"]

@@ -1,0 +1,37 @@
+"""How many index ranges one read asks for. A read that timed out is never repeated unchanged."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from publishworker.spanner.store import READ_SECONDS, TimedOut
+
+#: A read that takes longer than this part of its time limit does not become larger.
+QUICK_SECONDS = READ_SECONDS / 6
+#: For so long after a read that timed out, reads ask for at most half as much as it did.
+CAUTIOUS_SECONDS = 600.0
+
+
+class ReadSize:
+    """Limits reads to `limit` ranges: a quarter of a read that timed out, and twice as many after each quick one."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with `most`, which is never exceeded."""
+        self.limit = self._most = self._ceiling = most
+        self._clock = clock
+        self._timed_out_at = float("-inf")
+
+    @contextmanager
+    def reading(self, ranges: int) -> Iterator[None]:
+        """Adapt the limit to a read of so many ranges, which runs in this context."""
+        began = self._clock()
+        try:
+            yield
+        except TimedOut:
+            self._timed_out_at = self._clock()
+            self._ceiling, self.limit = max(1, ranges // 2), max(1, ranges // 4)
+            raise
+        if self._clock() - self._timed_out_at > CAUTIOUS_SECONDS:
+            self._ceiling = self._most
+        if ranges > self.limit // 2 and self._clock() - began < QUICK_SECONDS:
+            self.limit = max(self.limit, min(2 * self.limit, self._ceiling))

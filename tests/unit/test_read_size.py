@@ -1,0 +1,138 @@
+"""Reads are bounded before they are sent, and a read that timed out is not repeated unchanged; on the fakes."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from publishworker.membership import Membership
+from publishworker.poller import Poller
+from publishworker.read_size import CAUTIOUS_SECONDS, QUICK_SECONDS, ReadSize
+from publishworker.spanner.store import StoreError, TimedOut
+from publishworker.types import MAX_POLL_ROWS
+from tests.support.fakes import FakeStore
+from tests.support.relay_bench import Bench
+
+
+class SlowSpanner(Bench):
+    """Each index range of a read takes `seconds`; a read that takes more than 30 s fails after 30 s."""
+
+    def __init__(self, seconds: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.seconds_of_range = seconds
+        self.longest = 0.0
+        self.asked: list[int] = []
+        self.timeouts = 0
+        store = self.store
+        store.poll = self.reading(store.poll, lambda request: request.ranges)  # type: ignore[method-assign]  # slow
+        store.discover = self.reading(  # type: ignore[method-assign]
+            store.discover, lambda shards, known: len(shards) * (len(known) + 1)
+        )
+        store.seconds_until_due = self.reading(  # type: ignore[method-assign]
+            store.seconds_until_due, lambda shards, topics: len(shards) * len(topics)
+        )
+        store.key_heads = self.reading(store.key_heads, lambda keys, *_, **__: len(keys))  # type: ignore[method-assign]
+
+    def reading(self, read: Callable[..., Any], ranges: Callable[..., int]) -> Callable[..., Any]:
+        def slow(*arguments: Any, **keywords: Any) -> Any:
+            self.asked.append(ranges(*arguments, **keywords))
+            seconds = self.asked[-1] * self.seconds_of_range
+            self.wait(min(seconds, 30.0))
+            if seconds > 30.0:
+                self.timeouts += 1
+                raise TimedOut("DEADLINE_EXCEEDED")
+            return read(*arguments, **keywords)
+
+        return slow
+
+    def settled_turn(self) -> None:
+        self.relay.turn()
+        self.relay.finish()
+        self.wait(0.1)
+
+    def send_all(self, turns: int) -> int:
+        """Run turns until everything is sent; return how many."""
+        for number in range(turns):
+            if not self.unsent():
+                return number
+            try:
+                self.settled_turn()
+                self.relay.seconds_until_due()
+            except StoreError:
+                self.wait(1)
+        return turns
+
+
+@pytest.mark.parametrize(("topics", "keys"), [(16, 0), (1, 0), (1, 400), (40, 400)])
+def test_reads_that_time_out_become_smaller_until_all_is_sent(topics: int, keys: int) -> None:
+    """As on a large table in the emulator, which scans it for each range: polls, discoveries, key heads, due times."""
+    bench = SlowSpanner(0.6, size=20, batches=4)
+    for number in range(400):
+        bench.insert(f"id{number}", topic="orders" if number % 2 else f"t{number % topics}",
+                     ordering_key=f"k{number}" if keys else None)  # fmt: skip
+    bench.publisher.topics |= {f"projects/test-project/topics/t{number}" for number in range(topics)}
+    assert bench.send_all(800) < 800
+    assert bench.timeouts <= 12
+    assert min(bench.asked) * bench.seconds_of_range <= 30
+
+
+def test_one_poll_has_an_upper_bound_of_rows() -> None:
+    """Many topics are resumed after polls have become deep. Each range has its part."""
+    store = FakeStore()
+    names = [f"topic-{number:02}" for number in range(22)]
+    for id, name in itertools.product(range(1_000), names):
+        store.insert(f"{name}/{id}", name)
+    poller = Poller(store, Membership(store, "me"), target_rows=2_000, discovery_seconds=1.0)
+    poller._size.per_range = 1_000
+    poller.discover()
+    for _ in range(3):
+        found = poller.poll(2_000, None, ())
+        assert (store.polls[-1].per_range * store.polls[-1].ranges <= MAX_POLL_ROWS, found.cut_off) == (
+            True,
+            set(names),
+        )
+        assert {(each.topic, each.shard) for each in found.candidates} == set(itertools.product(names, range(10)))
+
+
+def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
+    bench = Bench(size=10, batches=8)
+    names = [f"t{number}" for number in range(30)]
+    bench.publisher.topics |= {f"projects/test-project/topics/{name}" for name in names}
+    bench.relay._poller._ranges.limit = bench.relay._poller._ranges._most = 7
+    for name in names:
+        bench.insert(f"first {name}", topic=name)
+    for _ in range(600):
+        bench.relay.turn()
+        bench.relay.finish()
+        bench.wait(0.05)
+    assert bench.unsent() == []
+    assert max(request.ranges for request in bench.store.polls) <= 7
+    assert bench.relay._poller._topics.polled == frozenset()  # idle topics are forgotten nevertheless
+
+
+def test_a_read_that_timed_out_becomes_a_quarter_and_grows_to_half_for_ten_minutes() -> None:
+    seconds = 0.0
+    size = ReadSize(1_000, lambda: seconds)
+
+    def read(ranges: int, takes: float = 0.0, error: Exception | None = None) -> int:
+        nonlocal seconds
+        try:
+            with size.reading(ranges):
+                seconds += takes
+                if error:
+                    raise error
+        except StoreError:
+            assert error
+        return size.limit
+
+    assert read(1_000, error=StoreError("another reason")) == 1_000
+    assert read(800, error=TimedOut("")) == 200
+    assert read(10) == 200  # this read says nothing about larger ones
+    assert read(200, takes=QUICK_SECONDS) == 200
+    assert [read(size.limit) for _ in range(3)] == [400, 400, 400]
+    seconds += CAUTIOUS_SECONDS
+    assert [read(size.limit) for _ in range(3)] == [800, 1_000, 1_000]
+    for _ in range(9):
+        read(size.limit, error=TimedOut(""))
+    assert size.limit == 1
