@@ -32,8 +32,9 @@ from publishworker.retry_policy import RetryPolicy
 from publishworker.settings import RelaySettings
 from publishworker.spanner.change_stream import ChangeStream
 from publishworker.spanner.emulator import EmulatorStore
+from publishworker.spanner.errors import DatabaseMissing
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import DatabaseMissing, SpannerStore
+from publishworker.spanner.store import SpannerStore
 from publishworker.stopping import run_on_thread
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_age

@@ -18,8 +18,9 @@ from outbox.storage.connection import open_database
 from publishworker import exits
 from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.settings import WorkerSettings
+from publishworker.spanner.errors import describe
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import SpannerStore, describe
+from publishworker.spanner.store import SpannerStore
 from publishworker.topics.rate_limit import problem
 
 #: Seconds for one request about a topic.

@@ -20,7 +20,8 @@ from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
 from publishworker.retry_policy import RetryPolicy, is_recorded, last_error
-from publishworker.spanner.store import Decide, NotWritten, Refused, Store, StoreError
+from publishworker.spanner.errors import NotWritten, Refused, StoreError
+from publishworker.spanner.store import Decide, Store
 from publishworker.telemetry.metrics import CLAIM, COMMIT, PUBLISH
 from publishworker.types import (
     MARKED,

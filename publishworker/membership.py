@@ -17,7 +17,8 @@ from itertools import product
 from outbox.shared.terminal import counted
 from outbox.shared.throttled_log import ThrottledLog
 from outbox.storage.layout import Layout
-from publishworker.spanner.store import Store, StoreError
+from publishworker.spanner.errors import StoreError
+from publishworker.spanner.store import Store
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
 
 _log = logging.getLogger("publishworker")

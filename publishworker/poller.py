@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from publishworker.membership import Membership
 from publishworker.read_size import ReadSize
-from publishworker.spanner.store import Store, TimedOut
+from publishworker.spanner.errors import TimedOut
+from publishworker.spanner.store import Store
 from publishworker.topics.discovery import KnownTopics
 from publishworker.types import MAX_POLL_ROWS, Candidate, Discovery, PollRequest
 

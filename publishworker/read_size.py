@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from publishworker.spanner.store import READ_SECONDS, TimedOut
+from publishworker.spanner.errors import TimedOut
+from publishworker.spanner.store import READ_SECONDS
 
 #: A read that takes longer than this part of its time limit does not become larger.
 QUICK_SECONDS = READ_SECONDS / 6

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from publishworker.in_flight import StuckBatch
 from publishworker.membership import Membership
-from publishworker.spanner.store import DatabaseMissing, StoreError
+from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.threads import Event
 from publishworker.types import Turn
 

@@ -13,7 +13,8 @@ from typing import Any
 from outbox.storage.layout import renamed
 from outbox.storage.sql import IN_ORDER, SEEK
 from publishworker.spanner import rows, statements
-from publishworker.spanner.store import NotWritten, SpannerStore
+from publishworker.spanner.errors import NotWritten
+from publishworker.spanner.store import SpannerStore
 from publishworker.types import Key, KeyHeads
 
 #: With more ordering keys than this, all tasks of the keys are read at once.

@@ -1,7 +1,6 @@
 """All reads and writes of the relay on Spanner. The SQL is in `statements`."""
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,26 +9,23 @@ from typing import Any, Protocol
 
 from google.api_core.exceptions import (
     Aborted,
-    AlreadyExists,
-    DeadlineExceeded,
-    FailedPrecondition,
     GoogleAPICallError,
-    InvalidArgument,
-    NotFound,
-    OutOfRange,
-    PermissionDenied,
-    RetryError,
-    Unauthenticated,
 )
-from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions, param_types
-from google.rpc.error_details_pb2 import ResourceInfo
 
-from outbox.errors import NotReached
-from outbox.storage.connection import STREAM_RETRY, UNANSWERED, Deadline, LimitedDatabase
+from outbox.storage.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.storage.layout import Layout, by_suffix, first_id, renamed, suffix_of
 from outbox.storage.sql import FORGET_WORKER_SECONDS, PESSIMISTIC
 from publishworker.spanner import marks, rows, statements
+from publishworker.spanner.errors import (
+    CONTENT,
+    SERVICE_ERRORS,
+    NotWritten,
+    StoreError,
+    describe,
+    is_lost_session,
+    kind_of,
+)
 from publishworker.types import (
     Candidate,
     Discovery,
@@ -76,34 +72,8 @@ _PARAM_TYPES = {
     "max_rows": param_types.INT64,
     "skip_dead": param_types.BOOL,
 }
-_SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
-#: Errors by which Spanner certainly has not executed a request, those about its content first, such as a value that a
-#: constraint forbids. After all other errors the outcome is unknown.
-_CONTENT = (AlreadyExists, FailedPrecondition, InvalidArgument, OutOfRange)
-_NOT_EXECUTED = (*_CONTENT, Aborted, NotFound, PermissionDenied, Unauthenticated)
-
 #: Called under the lock with the rows and the database's time, and again after an abort. Returns the marks by ID.
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, Mark]]
-
-
-class StoreError(NotReached):
-    """Spanner did not answer, or refused the request. Rows may have been written, unless the error is a NotWritten."""
-
-
-class NotWritten(StoreError):
-    """Nothing was written: the rows were not locked, or Spanner aborted or refused the transaction."""
-
-
-class DatabaseMissing(NotWritten):
-    """Spanner has no such database, instance or table, or no longer has it."""
-
-
-class Refused(NotWritten):
-    """Nothing was written, because Spanner refuses the content of the request. A single row may be the reason."""
-
-
-class TimedOut(StoreError):
-    """Spanner did not answer within the time limit of the request. A read may have asked for too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +248,10 @@ class SpannerStore:
                     commit_request_options={"priority": self._priority},
                     **PESSIMISTIC,
                 )
-            except _CONTENT:
+            except CONTENT:
                 # The client leaves the refused transaction and its locks open, but its rows are locked again at once.
                 if transaction is not None:
-                    with contextlib.suppress(*_SERVICE_ERRORS):
+                    with contextlib.suppress(*SERVICE_ERRORS):
                         transaction.rollback()
                 raise
         committed: datetime = transaction.committed
@@ -435,14 +405,14 @@ class SpannerStore:
         used = self._database
         try:
             yield
-        except (*_SERVICE_ERRORS, StoreError) as error:
+        except (*SERVICE_ERRORS, StoreError) as error:
             cause = error.__cause__ if isinstance(error, StoreError) else error
-            if self._database is used and _is_lost_session(cause):  # otherwise another thread has replaced it
+            if self._database is used and is_lost_session(cause):  # otherwise another thread has replaced it
                 # Spanner has deleted the session, or the database was restored. The client would keep using it.
                 self._database, self._heartbeats = used.renewed(), self._heartbeats.renewed()
             if isinstance(error, StoreError):
                 raise
-            raise _kind(error)(describe(error)) from error
+            raise kind_of(error)(describe(error)) from error
 
 
 def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:
@@ -459,27 +429,6 @@ def _controls(found: Sequence[Sequence[Any]]) -> TopicControls:
         paused=frozenset(topic for topic, paused, *_ in found if paused),
         limits={topic: limit for topic, limit in limits.items() if limit != TopicLimit()},
     )
-
-
-def _kind(error: Exception) -> type[StoreError]:
-    """Return what an error of the client says about the rows: whether they may have been written."""
-    is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, Aborted)
-    if is_unanswered or not isinstance(error, _NOT_EXECUTED):
-        return TimedOut if isinstance(error, DeadlineExceeded) else StoreError
-    if isinstance(error, NotFound) and not _is_lost_session(error):
-        return DatabaseMissing
-    return Refused if isinstance(error, _CONTENT) else NotWritten
-
-
-def _is_lost_session(error: BaseException | None) -> bool:
-    """Tell whether Spanner has no such session. Spanner words this error differently from case to case.
-
-    https://github.com/googleapis/google-cloud-cpp/pull/9183
-    """
-    if not isinstance(error, NotFound):
-        return False
-    resources = (detail.resource_type for detail in error.details if isinstance(detail, ResourceInfo))
-    return any(name.endswith("google.spanner.v1.Session") for name in resources) or "Session not found" in str(error)
 
 
 def _lock(transaction: Any, ids: Sequence[str], priority: RequestOptions.Priority) -> tuple[list[LockedRow], datetime]:
@@ -503,9 +452,3 @@ def _lock(transaction: Any, ids: Sequence[str], priority: RequestOptions.Priorit
         # rolls back.
         raise NotWritten(describe(error)) from error
     return rows.locked(found)
-
-
-def describe(error: Exception) -> str:
-    """Return the first line of a service's error, without request IDs."""
-    text = str(getattr(error, "cause", None) or error)
-    return re.sub(r",? request_id = [0-9.]+", "", text.splitlines()[0] if text else type(error).__name__)[:500]

@@ -6,7 +6,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.storage.layout import Layout
 from publishworker import read_size
 from publishworker.spanner import store as store_module
-from publishworker.spanner.store import TimedOut
+from publishworker.spanner.errors import TimedOut
 from tests.support import operations, real
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of

@@ -32,8 +32,9 @@ from publishworker.app import open_store
 from publishworker.relay import Relay
 from publishworker.settings import WorkerSettings
 from publishworker.spanner import statements
+from publishworker.spanner.errors import DatabaseMissing, NotWritten, Refused, StoreError
 from publishworker.spanner.grants import verify_grants
-from publishworker.spanner.store import DatabaseMissing, NotWritten, Refused, SpannerStore, StoreError
+from publishworker.spanner.store import SpannerStore
 from publishworker.types import Heartbeat
 from tests.benchmarks.cost import cost
 from tests.support.fakes import FakePublisher, serialized

@@ -29,7 +29,7 @@ from outbox_pipeline.jobs.drain import job
 from outbox_pipeline.jobs.drain.job import Drained, Tally
 from outbox_pipeline.settings import AuditSettings, DrainSettings
 from publishworker.app import open_store
-from publishworker.spanner.store import StoreError
+from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Heartbeat
 from tests.support.fakes import Counted

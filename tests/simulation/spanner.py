@@ -18,7 +18,8 @@ from sortedcontainers import SortedList
 
 from outbox.storage.layout import Layout
 from publishworker.spanner import store as product
-from publishworker.spanner.store import Decide, NotWritten, StoreError, TimedOut, UnsentCount
+from publishworker.spanner.errors import NotWritten, StoreError, TimedOut
+from publishworker.spanner.store import Decide, UnsentCount
 from publishworker.types import (
     Candidate,
     Discovery,

@@ -16,8 +16,9 @@ from outbox.storage.sql import FORGET_WORKER_SECONDS
 from outbox.storage.task_states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
+from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.spanner.marks import times_sent
-from publishworker.spanner.store import Decide, NotWritten, Refused, StoreError, UnsentCount
+from publishworker.spanner.store import Decide, UnsentCount
 from publishworker.types import (
     LIVENESS_TIMEOUT_SECONDS,
     Candidate,

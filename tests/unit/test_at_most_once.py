@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.store import Decide, NotWritten, StoreError
+from publishworker.spanner.errors import NotWritten, StoreError
+from publishworker.spanner.store import Decide
 from publishworker.telemetry import metrics as m
 from publishworker.types import Batch, BatchResult, Failed, LockedRow, Outcome, Sent, Skipped
 from tests.support.relay_bench import Bench

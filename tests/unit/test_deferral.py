@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.store import StoreError
+from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, TopicLimit
 from tests.support.relay_bench import Bench, overtake

@@ -10,7 +10,7 @@ from outbox.message import RawPubsubMessage
 from outbox.storage.task_states import NEVER
 from publishworker.delivery import Delivery
 from publishworker.retry_policy import RetryPolicy
-from publishworker.spanner.store import StoreError
+from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Batch, BatchResult, Failed, Outcome
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized

@@ -21,7 +21,8 @@ from publishworker.membership import (
     Membership,
     divide,
 )
-from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS, NotWritten, StoreError
+from publishworker.spanner.errors import NotWritten, StoreError
+from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Workers
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench, run_at_once

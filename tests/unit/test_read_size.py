@@ -9,7 +9,7 @@ import pytest
 from publishworker.membership import Membership
 from publishworker.poller import Poller
 from publishworker.read_size import CAUTIOUS_SECONDS, QUICK_SECONDS, ReadSize
-from publishworker.spanner.store import StoreError, TimedOut
+from publishworker.spanner.errors import StoreError, TimedOut
 from publishworker.types import MAX_POLL_ROWS
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from outbox.storage.task_states import NEVER
-from publishworker.spanner.store import Refused
+from publishworker.spanner.errors import Refused
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed
 from tests.support.relay_bench import Bench

@@ -10,7 +10,7 @@ import pytest
 
 from publishworker import in_flight
 from publishworker.in_flight import StuckBatch
-from publishworker.spanner.store import StoreError
+from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, Mark
 from tests.support.fakes import Abort

@@ -17,7 +17,7 @@ from publishworker.membership import (
     IDLE_LIVENESS_TIMEOUT_SECONDS,
     Membership,
 )
-from publishworker.spanner.store import DatabaseMissing, StoreError
+from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Batch, Turn, Workers
 from publishworker.worker import MAX_MISSING_SECONDS, Pause, Worker
 from tests.support.fakes import FakeStore

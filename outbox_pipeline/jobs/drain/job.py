@@ -26,7 +26,8 @@ from outbox_pipeline.settings import DrainSettings
 from publishworker import exits
 from publishworker.app import App, open_store, until_drained
 from publishworker.settings import RelaySettings
-from publishworker.spanner.store import SpannerStore, StoreError
+from publishworker.spanner.errors import StoreError
+from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Client, Metric, Metrics

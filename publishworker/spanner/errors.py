@@ -1,0 +1,76 @@
+"""What an error of Spanner says about the rows: whether they may have been written, and what to do next."""
+
+import re
+
+from google.api_core.exceptions import (
+    Aborted,
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    GoogleAPICallError,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    PermissionDenied,
+    RetryError,
+    Unauthenticated,
+)
+from google.auth.exceptions import GoogleAuthError
+from google.rpc.error_details_pb2 import ResourceInfo
+
+from outbox.errors import NotReached
+from outbox.storage.connection import UNANSWERED
+
+#: The errors that the client raises for a request.
+SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
+#: Errors about the content of a request, such as a value that a constraint forbids.
+CONTENT = (AlreadyExists, FailedPrecondition, InvalidArgument, OutOfRange)
+#: Errors by which Spanner certainly has not executed a request. After all other errors the outcome is unknown.
+_NOT_EXECUTED = (*CONTENT, Aborted, NotFound, PermissionDenied, Unauthenticated)
+
+
+class StoreError(NotReached):
+    """Spanner did not answer, or refused the request. Rows may have been written, unless the error is a NotWritten."""
+
+
+class NotWritten(StoreError):
+    """Nothing was written: the rows were not locked, or Spanner aborted or refused the transaction."""
+
+
+class DatabaseMissing(NotWritten):
+    """Spanner has no such database, instance or table, or no longer has it."""
+
+
+class Refused(NotWritten):
+    """Nothing was written, because Spanner refuses the content of the request. A single row may be the reason."""
+
+
+class TimedOut(StoreError):
+    """Spanner did not answer within the time limit of the request. A read may have asked for too much."""
+
+
+def kind_of(error: Exception) -> type[StoreError]:
+    """Return what an error of the client says about the rows: whether they may have been written."""
+    is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, Aborted)
+    if is_unanswered or not isinstance(error, _NOT_EXECUTED):
+        return TimedOut if isinstance(error, DeadlineExceeded) else StoreError
+    if isinstance(error, NotFound) and not is_lost_session(error):
+        return DatabaseMissing
+    return Refused if isinstance(error, CONTENT) else NotWritten
+
+
+def is_lost_session(error: BaseException | None) -> bool:
+    """Tell whether Spanner has no such session. Spanner words this error differently from case to case.
+
+    https://github.com/googleapis/google-cloud-cpp/pull/9183
+    """
+    if not isinstance(error, NotFound):
+        return False
+    resources = (detail.resource_type for detail in error.details if isinstance(detail, ResourceInfo))
+    return any(name.endswith("google.spanner.v1.Session") for name in resources) or "Session not found" in str(error)
+
+
+def describe(error: Exception) -> str:
+    """Return the first line of a service's error, without request IDs."""
+    text = str(getattr(error, "cause", None) or error)
+    return re.sub(r",? request_id = [0-9.]+", "", text.splitlines()[0] if text else type(error).__name__)[:500]
