@@ -93,6 +93,8 @@ class Worker:
         self._max_pause = idle_interval or (lambda: poll_interval)
         self._idle = Pause(FIRST_WAIT, self._max_pause, random)
         self._outage = Pause(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
+        #: Whether the last turn left something to try again.
+        self._unfinished = False
         self._unavailable = False
         self._missing_since: float | None = None
 
@@ -144,10 +146,10 @@ class Worker:
     def _seconds_to_next(self, turn: Turn) -> float:
         """Return the seconds until the next poll, and tell the membership whether this worker is idle."""
         self._membership.idle = False
-        if turn.made_progress:
-            self._idle.reset()
-            return 0.0
-        if turn.still_waiting:
+        if turn.made_progress or (turn.unfinished and not self._unfinished):
+            self._idle.reset()  # a first failure is retried soon, and repeated ones more and more slowly
+        self._unfinished = turn.unfinished
+        if turn.made_progress or turn.still_waiting:
             return 0.0
         seconds = self._idle.next()
         if seconds > self._poll_interval:

@@ -120,6 +120,12 @@ def test_without_work_the_wait_doubles_up_to_the_interval() -> None:
     assert Script(*[IDLE] * 6, WORK, IDLE, IDLE).run()[-1] == near(0.05)[0]
 
 
+def test_a_first_failure_is_retried_soon_and_repeated_ones_more_and_more_slowly() -> None:
+    unfinished = Turn(polled=1, unfinished=True)
+    waits = Script(*[IDLE] * 6, *[unfinished] * 6, IDLE, unfinished, IDLE).run()
+    assert waits[6:] == near(0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 0.05)
+
+
 def test_a_turn_can_shorten_but_not_lengthen_the_wait() -> None:
     """A topic that soon has tokens is polled then; one that has none for long delays no other."""
     assert Script(Turn(seconds_to_retry=0.01), Turn(seconds_to_retry=60.0), IDLE).run() == [0.01, near(0.1)[0]]
