@@ -150,10 +150,11 @@ def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], followi
 def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits) -> Iterator[Batch]:
     """Return batches that defer the tasks that the poll read behind the head of a key.
 
-    The first task behind the head follows it in each batch, because its deferral is shorter.
+    The first and the last known task behind the head follow it in each batch, because their deferrals are shorter: who
+    deletes a head often deletes some tasks behind it.
     """
     head = queue[0].id
-    first = [each.id for each in queue[1:] if each.sendable][:1]
+    behind = [each.id for each in queue[1:] if each.sendable]
     for piece in cut([each for each in tasks if each.id != head], limits):
-        ids = tuple(dict.fromkeys([head, *first, *(each.id for each in piece)]))
+        ids = tuple(dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in piece)]))
         yield Batch(key.topic, ids, keys=(key.ordering_key,) * len(ids), defers=True)

@@ -45,15 +45,16 @@ class RetryPolicy:
     def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
         """Yield the values to write to each task behind `head`, which is not due before `available_at`.
 
-        The deferral of the first task ends within CHECK_SECONDS. Then a poll finds the key even if the head is deleted
-        or changed by SQL. The commit that sends the first task releases the next, so one such task is enough.
+        The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
+        deleted or changed by SQL. The commit that sends a task releases the next, so one such task is enough. The other
+        one is for the case that the first is deleted, too.
 
         The others end within `longest` seconds. Otherwise the tasks behind a dead head would look dead too. All end
         when the head expires, because an expired head blocks no task.
         """
         if head.expires_at is not None:
             available_at = min(available_at, max(head.expires_at, now))
-        for longest in chain([min(CHECK_SECONDS, self.longest)], repeat(self.longest)):
+        for longest in chain([min(CHECK_SECONDS, self.longest)] * 2, repeat(self.longest)):
             yield Deferred(min(available_at, now + timedelta(seconds=longest)), head.id)
 
     def _is_last(self, row: LockedRow, attempts: int, kind: FailureKind, now: datetime) -> bool:

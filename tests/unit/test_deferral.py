@@ -36,22 +36,22 @@ def released(bench: Bench, tasks: int) -> list[str]:
 def test_a_head_that_is_not_due_blocks_only_its_key(bench: Bench, state: str) -> None:
     """The tasks behind it are deferred to its time, and appear neither failed nor dead.
 
-    The first one returns after a minute, because the head may be deleted meanwhile, and the others after an hour.
+    The first and the last return after a minute, because the head may be deleted meanwhile, the others after an hour.
     """
     at = NEVER if state == "dead" else bench.store.now + timedelta(seconds=90)
     bench.line("head", available_at=at, attempts=0 if state == "scheduled" else 3)
-    bench.line("a", "b")
+    bench.line("a", "b", "c")
     bench.line("later", available_at=bench.store.now + 9 * HOUR)
     bench.line("other", key="l")
     bench.insert("x")
     bench.turns()
     assert sorted(bench.publisher.ids()) == ["other", "x"]
-    for id, seconds in {"a": 60, "b": 3600 if state == "dead" else 90}.items():
+    for id, seconds in {"a": 60, "b": 3600 if state == "dead" else 90, "c": 60}.items():
         row = bench.store.rows[id]
         assert bench.waits(id) == pytest.approx(seconds, abs=1)
         assert (row.attempts, row.blocked_by) == (0, "head")
     assert bench.waits("later") == pytest.approx(9 * 3600, abs=1)
-    assert bench.count(m.DEFERRED) == 2
+    assert bench.count(m.DEFERRED) == 3
     assert bench.relay.turn().polled == 0
 
 
@@ -121,13 +121,37 @@ def test_a_head_that_no_longer_blocks_is_noticed_within_a_minute(
     assert bench.publisher.ids() == ids[scheduled:] + ["new"] * bool(seconds)
 
 
-def test_a_blocked_key_costs_one_deferral_a_minute(bench: Bench) -> None:
-    """However many tasks are behind its head."""
+@pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize("later", [0, 30, 200])
+@pytest.mark.parametrize("tasks", [1, 2, 8])
+def test_a_head_that_is_deleted_with_tasks_behind_it_is_noticed_within_a_minute(
+    bench: Bench, tasks: int, later: int, failing: bool
+) -> None:
+    """All at once, or the tasks behind it `later`. The head was dead or has just failed."""
+    ids = block(bench, 25)
+    if failing:
+        bench.change("head", available_at=None)
+        bench.publisher.failing = {"head": REFUSED}
+    bench.turns(40)
+    if later:
+        bench.run_for(later, step=10)
+    del bench.store.rows["head"]
+    if later == 30:  # those that return within the minute
+        bench.wait(20)
+    for id in ids[:tasks]:
+        del bench.store.rows[id]
+    bench.wait(60)
+    bench.turns()
+    assert bench.publisher.ids() == ids[tasks:]
+
+
+def test_a_blocked_key_costs_one_transaction_a_minute(bench: Bench) -> None:
+    """However many tasks are behind its head. It defers two of them."""
     block(bench, 200)
     bench.turns(40)
-    deferred = bench.count(m.DEFERRED)
+    deferred, claimed = bench.count(m.DEFERRED), bench.store.claimed["head"]
     bench.run_for(610, step=10)
-    assert bench.count(m.DEFERRED) - deferred == 10
+    assert (bench.count(m.DEFERRED) - deferred, bench.store.claimed["head"] - claimed) == (20, 10)
 
 
 @pytest.mark.parametrize("size", [2, 3, 10])

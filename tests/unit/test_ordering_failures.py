@@ -43,7 +43,7 @@ def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_tasks_behind_a_refused_task_are_deferred(bench: Bench, aborted: bool) -> None:
     """Tasks before it are sent. A transaction attempt after an abort remembers the failure."""
-    bench.line(*"abcd")
+    bench.line(*"abcde")
     bench.publisher.failing = {"b": REFUSED}
     if aborted:
         bench.abort_once(bench.publisher.failing.clear)
@@ -51,8 +51,8 @@ def test_tasks_behind_a_refused_task_are_deferred(bench: Bench, aborted: bool) -
     assert [bench.relay.turn().polled for _ in range(3)] == [0, 0, 0]
     assert bench.publisher.ids() == ["a"]
     assert dead(bench) == ["b"]
-    assert attempts(bench) == {"a": 0, "b": 1, "c": 0, "d": 0}
-    for id, seconds in {"c": 60, "d": 3600}.items():
+    assert attempts(bench) == {"a": 0, "b": 1, "c": 0, "d": 0, "e": 0}
+    for id, seconds in {"c": 60, "d": 60, "e": 3600}.items():
         assert bench.waits(id) == pytest.approx(seconds, abs=1)
         assert bench.store.rows[id].blocked_by == "b"
 
