@@ -11,7 +11,7 @@ import griffe
 
 from outbox.cli.emulators import EmulatorSettings
 from outbox.cli.output import OutputSettings
-from outbox.shared.settings import DatabaseSettings, Field, fields_of
+from outbox.program.settings import DatabaseSettings, Field, fields_of
 from outbox_pipeline.settings import (
     ArchiveSettings,
     AuditSettings,
@@ -20,9 +20,9 @@ from outbox_pipeline.settings import (
     RegisterSettings,
     ReplaySettings,
 )
-from publishworker.healthcheck import MAX_AGE
+from publishworker.process.healthcheck import MAX_AGE
+from publishworker.process.settings import RelaySettings, WorkerSettings
 from publishworker.pubsub.errors import REASONS, FailureKind, Reason
-from publishworker.settings import RelaySettings, WorkerSettings
 from publishworker.telemetry.clients import INSTRUMENTS, unit_of
 from publishworker.telemetry.metrics import APPLICATION, METRICS, PIPELINE, Metric
 

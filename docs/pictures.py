@@ -38,7 +38,7 @@ from payments import demo
 from PIL import Image
 
 import outbox
-from outbox.storage import schema
+from outbox.table import schema
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"

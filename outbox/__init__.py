@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from outbox._version import __version__
     from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, OutboxError
     from outbox.message import TASK_ID_ATTRIBUTE, Message
+    from outbox.metrics import Recorder, set_metrics
     from outbox.registration import Priority, Task, register, register_many, register_once
-    from outbox.shared.metric_recorder import Recorder, set_metrics
-    from outbox.storage.transactions import SupportsInsert, SupportsReadInsert
+    from outbox.table.transactions import SupportsInsert, SupportsReadInsert
 else:
     # The names are imported when they are first used, because the clients take half a second to import, and `outbox
     # --help` does not need them. Type checkers do not see this function: it would give every name the type Any.
@@ -26,8 +26,8 @@ else:
         "errors": "InvalidConsumer InvalidMessage InvalidTransaction MissingTaskId OutboxError",
         "message": "Message TASK_ID_ATTRIBUTE",
         "registration": "Priority Task register register_many register_once",
-        "shared.metric_recorder": "Recorder set_metrics",
-        "storage.transactions": "SupportsInsert SupportsReadInsert",
+        "metrics": "Recorder set_metrics",
+        "table.transactions": "SupportsInsert SupportsReadInsert",
     }
     _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

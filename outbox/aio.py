@@ -11,9 +11,9 @@ from typing import Any, Protocol, Unpack
 from google.cloud.spanner_v1 import KeySet
 
 from outbox.message import Message, check_task_id
+from outbox.metrics import count_registered
 from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
-from outbox.shared.metric_recorder import count_registered
-from outbox.storage.transactions import SupportsInsert, insert, is_inserted, remember
+from outbox.table.transactions import SupportsInsert, insert, is_inserted, remember
 
 
 class SupportsAsyncReadInsert(SupportsInsert, Protocol):

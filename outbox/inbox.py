@@ -26,9 +26,9 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
-from outbox.shared.metric_recorder import count_delivery
-from outbox.shared.values import check_finished, plain
-from outbox.storage.transactions import SupportsReadInsert, check_transaction, insert_once
+from outbox.metrics import count_delivery
+from outbox.table.transactions import SupportsReadInsert, check_transaction, insert_once
+from outbox.table.values import check_finished, plain
 from outbox.tracing import processing
 
 TABLE = "ProcessedTasks"

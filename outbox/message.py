@@ -14,8 +14,8 @@ from proto import Message as ProtoPlusMessage
 
 from outbox import tracing
 from outbox.errors import InvalidMessage
-from outbox.shared.names import PROJECT, TOPIC_ID
-from outbox.shared.values import plain
+from outbox.table.names import PROJECT, TOPIC_ID
+from outbox.table.values import plain
 
 #: The attribute that carries the task ID to the subscriber.
 TASK_ID_ATTRIBUTE = "asynchronous_task_id"

@@ -14,10 +14,9 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import message as messages
 from outbox.errors import InvalidMessage
-from outbox.shared.metric_recorder import count_registered
-from outbox.shared.values import in_utc
-from outbox.storage.task_states import NEVER
-from outbox.storage.transactions import (
+from outbox.metrics import count_registered
+from outbox.table.states import NEVER
+from outbox.table.transactions import (
     SupportsInsert,
     SupportsReadInsert,
     check_transaction,
@@ -25,6 +24,7 @@ from outbox.storage.transactions import (
     insert_once,
     remember,
 )
+from outbox.table.values import in_utc
 
 TABLE = "AsynchronousTasks"
 #: The columns that a registration writes. The others have defaults or are generated.

@@ -13,11 +13,11 @@ from typing import Any
 
 from outbox._version import __version__
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.shared import logs
-from outbox.shared.arguments import Parser
-from outbox.shared.settings import Settings, unknown_variables
-from outbox.shared.terminal import complain, prepare_streams, say
-from outbox.shared.times import shown
+from outbox.program import logs
+from outbox.program.arguments import Parser
+from outbox.program.settings import Settings, unknown_variables
+from outbox.program.terminal import complain, prepare_streams, say
+from outbox.program.times import shown
 from outbox_pipeline.settings import (
     ArchiveSettings,
     AuditSettings,
@@ -27,8 +27,8 @@ from outbox_pipeline.settings import (
     ReplaySettings,
 )
 from outbox_pipeline.spark.session import is_submitted
-from publishworker.exits import DONE, FAILED, INTERRUPTED, NOT_REACHED, USAGE, WORK_LEFT
-from publishworker.settings import add_deadline
+from publishworker.process.exits import DONE, FAILED, INTERRUPTED, NOT_REACHED, USAGE, WORK_LEFT
+from publishworker.process.settings import add_deadline
 
 _log = logging.getLogger("outbox_pipeline")
 

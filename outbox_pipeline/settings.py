@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from outbox.errors import SettingError
-from outbox.shared.names import DATABASE, INSTANCE, PROJECT
-from outbox.shared.settings import (
+from outbox.program.settings import (
     DatabaseSettings,
     SettingType,
     matching,
@@ -14,8 +13,9 @@ from outbox.shared.settings import (
     setting,
     whole_number,
 )
-from outbox.shared.times import MOMENT, SECONDS
-from publishworker.settings import RelaySettings
+from outbox.program.times import MOMENT, SECONDS
+from outbox.table.names import DATABASE, INSTANCE, PROJECT
+from publishworker.process.settings import RelaySettings
 
 FORMATS = ("parquet", "json", "csv")
 _ENDINGS = {"parquet": "parquet", "avro": "avro", "jsonl": "json", "ndjson": "json", "json": "json", "csv": "csv"}

@@ -17,11 +17,11 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestO
 
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import SECONDS, shown
 from outbox.registration import TABLE
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import SECONDS, shown
-from outbox.storage import schema
-from outbox.storage.connection import open_database, retry_and_timeout
+from outbox.table import schema
+from outbox.table.connection import open_database, retry_and_timeout
 
 TO_SEND = "AsynchronousTasksToSend"
 

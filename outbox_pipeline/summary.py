@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from outbox.cli.output import as_json, cell
-from outbox.shared.terminal import Escaped
-from outbox.shared.times import spoken
+from outbox.program.terminal import Escaped
+from outbox.program.times import spoken
 from publishworker.telemetry.metrics import PIPELINE_DURATION, PIPELINE_ROWS, PIPELINE_RUNS, Metrics
 
 #: The fields of results that count rows.

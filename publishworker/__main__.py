@@ -2,6 +2,6 @@
 
 import sys
 
-from publishworker.cli import main
+from publishworker.process.cli import main
 
 sys.exit(main())

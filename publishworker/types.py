@@ -10,8 +10,8 @@ from datetime import datetime
 from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
 
-from outbox.storage.layout import Layout
-from outbox.storage.task_states import NEVER
+from outbox.table.layouts import Layout
+from outbox.table.states import NEVER
 
 #: Max value of an INT64 column. Another writer may have set a column to it.
 MAX_INT64 = 2**63 - 1

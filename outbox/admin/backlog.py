@@ -12,8 +12,8 @@ from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotF
 from outbox.admin import statements
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
 from outbox.errors import OutboxError
-from outbox.storage.sql import chunked
-from outbox.storage.task_states import UNSENT
+from outbox.table.sql import chunked
+from outbox.table.states import UNSENT
 
 T = TypeVar("T")
 

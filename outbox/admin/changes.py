@@ -17,9 +17,9 @@ from outbox.admin import operations, statements
 from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError
-from outbox.shared.terminal import counted
-from outbox.storage.sql import chunked
-from outbox.storage.task_states import STATES
+from outbox.program.terminal import counted
+from outbox.table.sql import chunked
+from outbox.table.states import STATES
 
 _TABLE = "AsynchronousTasks"
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.

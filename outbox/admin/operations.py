@@ -11,8 +11,8 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox.admin import statements
 from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
-from outbox.shared.times import shown
-from outbox.storage.ddl import OPERATIONS
+from outbox.program.times import shown
+from outbox.table.ddl import OPERATIONS
 
 #: Max task IDs that the record of a selection contains.
 RECORDED_IDS = 1_000

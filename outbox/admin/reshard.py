@@ -17,10 +17,10 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from outbox.admin import operations, statements
 from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
-from outbox.shared.terminal import counted
-from outbox.shared.times import shown
-from outbox.storage import ddl, schema
-from outbox.storage.layout import COLUMN, Layout
+from outbox.program.terminal import counted
+from outbox.program.times import shown
+from outbox.table import ddl, schema
+from outbox.table.layouts import COLUMN, Layout
 
 #: States of a layout in AsynchronousTaskShards.
 BUILDING, POLLED, RETIRED = "building", "polled", "retired"

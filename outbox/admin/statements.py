@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from google.cloud.spanner_v1 import param_types
 
-from outbox.storage.sql import (
+from outbox.table.sql import (
     BY_ID,
     IN_ORDER,
     IN_ORDER_ORDER,
@@ -19,7 +19,7 @@ from outbox.storage.sql import (
     TO_SEND,
     TO_SEND_ORDER,
 )
-from outbox.storage.task_states import STATES
+from outbox.table.states import STATES
 
 _WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {NEVER}"
 _RETRIES = f"{_WAITS} AND Attempts > 0 AND BlockedBy IS NULL"
@@ -269,7 +269,7 @@ SELECT Id, Topic, OrderingKey, Shard,
     ELSE {_STATE} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy
 FROM UNNEST(@ids) AS wanted
-{SEEK} {BY_ID} AS task ON Id = wanted"""
+{SEEK} {BY_ID} AS task ON task.Id = wanted"""
 
 
 def locked(condition: str) -> str:

@@ -14,11 +14,11 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import statements
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
-from outbox.shared.settings import DatabaseSettings
-from outbox.storage import schema
-from outbox.storage.connection import open_database, retry_and_timeout
-from outbox.storage.layout import Layout
-from outbox.storage.sql import PESSIMISTIC
+from outbox.program.settings import DatabaseSettings
+from outbox.table import schema
+from outbox.table.connection import open_database, retry_and_timeout
+from outbox.table.layouts import Layout
+from outbox.table.sql import PESSIMISTIC
 
 T = TypeVar("T")
 

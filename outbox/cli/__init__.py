@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from outbox._version import __version__
 from outbox.cli import changes, emulators, flags, operations, output, schema, status, tasks, topics
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.shared.arguments import Parser
-from outbox.shared.settings import one_of, unknown_variables
-from outbox.shared.terminal import Escaped, prepare_streams, say
+from outbox.program.arguments import Parser
+from outbox.program.settings import one_of, unknown_variables
+from outbox.program.terminal import Escaped, prepare_streams, say
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 #: Any other OutboxError is FAILED.

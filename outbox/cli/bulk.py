@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from outbox import admin
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.terminal import counted, say
+from outbox.program.terminal import counted, say
 
 #: The commands ask for confirmation above this number of tasks.
 CONFIRM_ABOVE = 1_000

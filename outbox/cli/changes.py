@@ -12,11 +12,11 @@ from outbox import admin
 from outbox.cli import bulk, errors, flags
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.shared import logs
-from outbox.shared.settings import one_of
-from outbox.shared.terminal import counted, escaped, say
-from outbox.shared.times import MOMENT, resolved, shown
-from outbox.storage.task_states import MARKS_FINAL_AFTER
+from outbox.program import logs
+from outbox.program.settings import one_of
+from outbox.program.terminal import counted, escaped, say
+from outbox.program.times import MOMENT, resolved, shown
+from outbox.table.states import MARKS_FINAL_AFTER
 
 RETRY_DESCRIPTION = """\
 Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are

@@ -6,7 +6,7 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli.output import shortened, table
-from outbox.shared.terminal import Escaped, joined
+from outbox.program.terminal import Escaped, joined
 
 #: Max rows of the table.
 ROWS = 10

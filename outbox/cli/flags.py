@@ -13,7 +13,7 @@ from typing import Any
 from outbox import admin
 from outbox.cli.output import OutputSettings, named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import (
+from outbox.program.settings import (
     DatabaseSettings,
     SettingType,
     argparse_type,
@@ -23,8 +23,8 @@ from outbox.shared.settings import (
     one_of,
     whole_number,
 )
-from outbox.shared.terminal import escaped
-from outbox.shared.times import MOMENT, resolved, shown
+from outbox.program.terminal import escaped
+from outbox.program.times import MOMENT, resolved, shown
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.

@@ -6,7 +6,7 @@ from typing import Any
 from outbox import admin
 from outbox.cli import flags
 from outbox.cli.output import as_json, note, shortened, table
-from outbox.shared.terminal import counted, say
+from outbox.program.terminal import counted, say
 
 DESCRIPTION = """\
 List the last changes, newest first: retry, purge, discard, pause, resume, limit, reshard,

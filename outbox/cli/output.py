@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from outbox.shared.logs import as_line
-from outbox.shared.settings import Settings, one_of, setting
-from outbox.shared.terminal import Escaped, complain, escaped
-from outbox.shared.times import shown
+from outbox.program.logs import as_line
+from outbox.program.settings import Settings, one_of, setting
+from outbox.program.terminal import Escaped, complain, escaped
+from outbox.program.times import shown
 
 #: Max names that a message lists, and max characters of a text in a table.
 NAMES, CHARACTERS = 10, 80

@@ -5,10 +5,10 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli import flags
-from outbox.shared.settings import DatabaseSettings, SettingType, whole_number
-from outbox.shared.terminal import Escaped, counted, say
-from outbox.storage import ddl
-from outbox.storage.layout import MAX_SHARDS
+from outbox.program.settings import DatabaseSettings, SettingType, whole_number
+from outbox.program.terminal import Escaped, counted, say
+from outbox.table import ddl
+from outbox.table.layouts import MAX_SHARDS
 
 SCHEMA_DESCRIPTION = "Print or create the outbox's tables, or change their number of shards."
 PRINT_DESCRIPTION = """\
@@ -89,8 +89,8 @@ def run_apply(options: argparse.Namespace) -> int:
     free = {part for flag, part in parts.items() if flag not in options}
 
     # Importing the Spanner client takes 0.5 s, so check the flags first.
-    from outbox.storage import schema  # noqa: PLC0415 - see above
-    from outbox.storage.connection import open_database  # noqa: PLC0415 - see above
+    from outbox.table import schema  # noqa: PLC0415 - see above
+    from outbox.table.connection import open_database  # noqa: PLC0415 - see above
 
     for name, state in schema.apply(open_database(settings), _statements(options), free=free):
         say(f"{state:<8} {name}")

@@ -10,10 +10,10 @@ from outbox import admin
 from outbox.cli import errors, flags
 from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import whole_number
-from outbox.shared.signals import exit_on
-from outbox.shared.terminal import Escaped, counted, joined, say
-from outbox.shared.times import SECONDS, shown, spoken
+from outbox.program.settings import whole_number
+from outbox.program.signals import exit_on
+from outbox.program.terminal import Escaped, counted, joined, say
+from outbox.program.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\
 Count the unsent tasks of each topic and priority, and those sent in the last minute.

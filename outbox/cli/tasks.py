@@ -16,10 +16,10 @@ from outbox import admin
 from outbox.cli import errors, flags
 from outbox.cli.output import as_json, by_field, cell, note, shortened, table
 from outbox.errors import OutboxError
-from outbox.shared.signals import exit_on
-from outbox.shared.terminal import counted, escaped, say
-from outbox.shared.times import MOMENT, resolved, shown, spoken
-from outbox.storage.task_states import NEVER, STATES
+from outbox.program.signals import exit_on
+from outbox.program.terminal import counted, escaped, say
+from outbox.program.times import MOMENT, resolved, shown, spoken
+from outbox.table.states import NEVER, STATES
 
 LIST_DESCRIPTION = """\
 List the tasks of one state, or all unsent tasks. Pending tasks are sorted by priority

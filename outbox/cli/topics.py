@@ -11,10 +11,10 @@ from outbox.cli.output import as_json, by_field, named, note
 from outbox.cli.output import table as as_table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import SettingType, did_you_mean, whole_number
-from outbox.shared.terminal import say
-from outbox.shared.times import shown
-from outbox.storage.ddl import MIN_RATE
+from outbox.program.settings import SettingType, did_you_mean, whole_number
+from outbox.program.terminal import say
+from outbox.program.times import shown
+from outbox.table.ddl import MIN_RATE
 
 TOPICS_DESCRIPTION = """\
 Show the pauses and limits of topics with their backlog. The list has every topic that has

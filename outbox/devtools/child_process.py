@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from outbox.errors import NotReached
-from outbox.shared.settings import host_and_port
+from outbox.program.settings import host_and_port
 
 LOOPBACK = "127.0.0.1"
 #: Seconds until a server must answer; the Pub/Sub emulator is a Java program and takes about two.

@@ -18,7 +18,7 @@ from pathlib import Path
 from outbox.devtools import child_process
 from outbox.devtools.child_process import LOOPBACK, Child
 from outbox.errors import NotReached
-from outbox.shared.settings import emulator_address, host_and_port
+from outbox.program.settings import emulator_address, host_and_port
 
 #: Seconds for an emulator that a variable names, because it may be starting in a container.
 REACH_SECONDS = 5.0

@@ -10,8 +10,8 @@ from google.cloud import pubsub_v1, spanner
 from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import OutboxError
-from outbox.shared.settings import DatabaseSettings
-from outbox.storage import schema
+from outbox.program.settings import DatabaseSettings
+from outbox.table import schema
 
 #: Timeout of one call in seconds. The emulators take milliseconds.
 SECONDS = 30.0

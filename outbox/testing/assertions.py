@@ -7,7 +7,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.registration import COLUMNS, TABLE
-from outbox.shared.values import plain
+from outbox.table.values import plain
 from outbox.testing.fakes import RecordingTransaction, RegisteredTask, task_of
 
 #: How many tasks a failure lists, and how many bytes of each.

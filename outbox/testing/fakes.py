@@ -16,7 +16,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.message import RawPubsubMessage
 from outbox.registration import TABLE
-from outbox.shared.values import check_finished, in_utc, plain
+from outbox.table.values import check_finished, in_utc, plain
 
 #: A prepared row, by column. For `read` it begins with the columns of the key, for `execute_sql` it has their order.
 Row: TypeAlias = Mapping[str, Any]

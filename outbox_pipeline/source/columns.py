@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 
 #: The columns from which a derived column is computed.
 NEEDS = {

@@ -14,8 +14,8 @@ from pyspark.sql.types import StructType
 
 from outbox.admin.table import LayoutChanged
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import resolved, shown
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import resolved, shown
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse

@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from outbox.errors import SettingError
-from outbox.shared.settings import DatabaseSettings, SettingType, one_of, whole_number
-from outbox.shared.times import MOMENT, resolved, shown
-from outbox.storage.task_states import STATES
+from outbox.program.settings import DatabaseSettings, SettingType, one_of, whole_number
+from outbox.program.times import MOMENT, resolved, shown
+from outbox.table.states import STATES
 from outbox_pipeline import schemas
 from outbox_pipeline.source.columns import states
 

@@ -13,8 +13,8 @@ from uuid import uuid4
 import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
-from outbox.storage.layout import by_suffix, renamed, suffix_of
-from outbox.storage.sql import chunked
+from outbox.table.layouts import by_suffix, renamed, suffix_of
+from outbox.table.sql import chunked
 from outbox_pipeline.source import columns as arrow
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TO_SEND, Table

@@ -20,9 +20,9 @@ from typing import Any
 
 from google.cloud.spanner_v1 import param_types
 
-from outbox.storage.connection import STREAM_RETRY, Deadline
+from outbox.table.connection import STREAM_RETRY, Deadline
 from publishworker.spanner import statements
-from publishworker.worker import Pause
+from publishworker.turn.worker import Pause
 
 _log = logging.getLogger("publishworker")
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from outbox.storage.layout import renamed
-from outbox.storage.sql import IN_ORDER, SEEK
+from outbox.table.layouts import renamed
+from outbox.table.sql import IN_ORDER, SEEK
 from publishworker.spanner import rows, statements
 from publishworker.spanner.errors import NotWritten
 from publishworker.spanner.store import SpannerStore

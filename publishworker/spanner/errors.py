@@ -19,7 +19,7 @@ from google.auth.exceptions import GoogleAuthError
 from google.rpc.error_details_pb2 import ResourceInfo
 
 from outbox.errors import NotReached
-from outbox.storage.connection import UNANSWERED
+from outbox.table.connection import UNANSWERED
 
 #: The errors that the client raises for a request.
 SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.types import Candidate, Key, LockedRow, QueuedTask
 
 

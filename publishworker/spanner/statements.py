@@ -6,8 +6,8 @@ read with a limit. Aliases differ from column names, because names are compared 
 be true for every row.
 """
 
-from outbox.storage.ddl import CHANGE_STREAM
-from outbox.storage.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, LIVE_SECONDS, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
+from outbox.table.ddl import CHANGE_STREAM
+from outbox.table.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, LIVE_SECONDS, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
 
 # Ready tasks by priority, then age.
 _READY = f"""

@@ -13,9 +13,9 @@ from google.api_core.exceptions import (
 )
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions, param_types
 
-from outbox.storage.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from outbox.storage.layout import Layout, by_suffix, first_id, renamed, suffix_of
-from outbox.storage.sql import FORGET_WORKER_SECONDS, PESSIMISTIC
+from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
+from outbox.table.layouts import Layout, by_suffix, first_id, renamed, suffix_of
+from outbox.table.sql import FORGET_WORKER_SECONDS, PESSIMISTIC
 from publishworker.spanner import marks, rows, statements
 from publishworker.spanner.errors import (
     CONTENT,

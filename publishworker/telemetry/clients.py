@@ -8,7 +8,7 @@ from typing import Any
 
 from outbox import __version__
 from outbox.errors import SettingError
-from outbox.shared.settings import one_of
+from outbox.program.settings import one_of
 from publishworker.telemetry.metrics import METRICS, PIPELINE, Client, Metric
 
 _log = logging.getLogger("publishworker")

@@ -14,11 +14,11 @@ from outbox.admin import backlog
 from outbox.admin.backlog import Backlog
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
-from outbox.shared.throttled_log import ThrottledLog
-from publishworker.membership import Membership
-from publishworker.relay import Relay
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
 
 _log = logging.getLogger("publishworker")
 K = TypeVar("K")

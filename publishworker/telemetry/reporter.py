@@ -5,10 +5,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from outbox.shared.throttled_log import ThrottledLog
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.throttled_log import ThrottledLog
 from publishworker.topics.circuit_breaker import CircuitChange
 from publishworker.types import BatchResult, Turn
 

@@ -12,8 +12,8 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools import resources
 from outbox.errors import OutboxError
-from outbox.shared.settings import DatabaseSettings
-from outbox.storage import ddl
+from outbox.program.settings import DatabaseSettings
+from outbox.table import ddl
 
 #: Each table, and its parent or NULL. Names of a named schema begin with it.
 _TABLES = """

@@ -15,16 +15,16 @@ from google.api_core.exceptions import AlreadyExists
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.pubsub_v1.types import PubsubMessage
 
-from outbox.shared.pubsub import open_pubsub
-from outbox.shared.values import plain
-from publishworker.app import open_store, relay_of
-from publishworker.membership import Membership
+from outbox.table.values import plain
+from publishworker.process.app import open_store, relay_of
+from publishworker.process.settings import RelaySettings
+from publishworker.pubsub.client import open_pubsub
 from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.relay import Relay
-from publishworker.settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
 from publishworker.threads import Threads
+from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
 #: Seconds for one call, and until all published messages have arrived. The emulator takes milliseconds.

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from outbox.shared.throttled_log import ThrottledLog
-from outbox.storage.ddl import MIN_RATE
+from outbox.table.ddl import MIN_RATE
+from publishworker.telemetry.throttled_log import ThrottledLog
 from publishworker.types import TopicLimit
 
 _log = logging.getLogger("publishworker")

@@ -23,15 +23,15 @@ from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.message import MAX_ATTRIBUTES, MAX_REQUEST_BYTES
-from outbox.storage import ddl, schema
-from outbox.storage.connection import open_database
-from publishworker.app import open_store, relay_of
-from publishworker.membership import Membership
+from outbox.table import ddl, schema
+from outbox.table.connection import open_database
+from publishworker.process.app import open_store, relay_of
 from publishworker.pubsub.messages import MAX_REQUEST_MESSAGES
-from publishworker.relay import Relay
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
+from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
 from publishworker.types import Failed, Key, LockedRow, Mark, Outcome, PollRequest, Sent
 from publishworker.verify import plans
 from publishworker.verify.scratch import TOPICS, Scratch

@@ -12,9 +12,9 @@ from jinja2 import Environment, PackageLoader
 from outbox.cli.bulk import confirm
 from outbox.cli.output import as_json, table
 from outbox.errors import SettingError
-from outbox.shared.terminal import Escaped, complain, say
-from publishworker import exits
-from publishworker.settings import WorkerSettings
+from outbox.program.terminal import Escaped, complain, say
+from publishworker.process import exits
+from publishworker.process.settings import WorkerSettings
 from publishworker.verify.checks import CHECKS, FAILED, Finding, run
 from publishworker.verify.scratch import scratch
 

@@ -6,7 +6,7 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 from outbox.devtools.emulators import Emulators
-from outbox.storage import schema
+from outbox.table import schema
 from tests.support.commands import TRACE
 from tests.support.processes import Finished, run
 from tests.support.pubsub_server import pubsub_server, refuse

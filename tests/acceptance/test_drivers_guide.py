@@ -12,7 +12,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from outbox.storage import ddl, schema
+from outbox.table import ddl, schema
 from tests.support.processes import ROOT
 from tests.support.spanner import ADMIN_SECONDS, instance, query
 

@@ -16,7 +16,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
-from outbox.storage import schema
+from outbox.table import schema
 from tests.support import processes
 from tests.support.commands import TRACE, here
 from tests.support.processes import Process, children, gone, run, started

@@ -17,7 +17,7 @@ from google.cloud.spanner_v1.instance import Instance
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from outbox.storage import ddl, schema
+from outbox.table import ddl, schema
 from tests.support.processes import ROOT
 from tests.support.pubsub import PubSub
 from tests.support.relays import worker

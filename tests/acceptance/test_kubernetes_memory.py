@@ -44,7 +44,7 @@ LOCKED = (
 )  # fmt: skip
 #: A worker that knows nothing of the emulator, and so locks several batches at once.
 NO_EMULATOR = """
-from publishworker import app
+from publishworker.process import app
 app.EmulatorStore = app.SpannerStore
 """
 

@@ -12,7 +12,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from publishworker.healthcheck import MAX_AGE
+from publishworker.process.healthcheck import MAX_AGE
 from publishworker.telemetry import metrics as m
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS
 from tests.support.container import NOTICE_SECONDS, Probe, altered, settings
@@ -31,7 +31,7 @@ SHORT_AGE = 6.0
 
 BLOCKED_LOOP = """
 import threading
-from publishworker.relay import Relay
+from publishworker.turn.relay import Relay
 turn, turns = Relay.turn, []
 def blocked(self, stopping):
     turns.append(turn(self, stopping))
@@ -40,7 +40,7 @@ Relay.turn = blocked
 """
 #: A tenth of the limits that add up to the max time between two heartbeats.
 SHORT_LIMITS = """
-from publishworker import worker
+from publishworker.turn import worker
 from publishworker.spanner import store
 store.READ_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECONDS = 3.0, 0.5, 0.5
 """
@@ -49,7 +49,8 @@ store.READ_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECO
 #: Batches of one topic never end, and a batch is stuck after 3 s.
 STUCK = """
 import threading
-from publishworker import delivery, in_flight
+from publishworker.delivery import delivery
+from publishworker.turn import in_flight
 in_flight.STUCK_SECONDS = 3.0
 deliver = delivery.Delivery.deliver
 def hang(self, batch):

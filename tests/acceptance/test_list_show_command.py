@@ -11,7 +11,7 @@ from google.cloud.spanner_v1.instance import Instance
 
 import outbox as api
 from outbox.devtools.emulators import Emulators
-from outbox.storage.task_states import STATES
+from outbox.table.states import STATES
 from tests.support.commands import HOUR, Commands, row
 from tests.support.operations import insert
 from tests.support.relays import insert_undecodable

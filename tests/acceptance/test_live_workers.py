@@ -7,7 +7,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from outbox.storage import ddl
+from outbox.table import ddl
 from tests.support.pubsub import PubSub
 from tests.support.relays import account, divided, register, wait_until_all_sent, worker
 from tests.support.spanner import ADMIN_SECONDS, query

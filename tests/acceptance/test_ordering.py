@@ -8,7 +8,7 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from tests.support.pubsub import PubSub
 from tests.support.relays import execute, first_deliveries, insert_undecodable, unsent, worker
 

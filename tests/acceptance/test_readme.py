@@ -22,11 +22,11 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 import outbox.cli
-import publishworker.cli
+import publishworker.process.cli
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
-from outbox.storage.connection import open_database
-from outbox.storage.layout import Layout
+from outbox.table.connection import open_database
+from outbox.table.layouts import Layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Failed
 from tests.support.fakes import FakePublisher
@@ -40,7 +40,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.xdist_group("spark")
 
 PROJECT = "my-project"
-PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
+PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.process.cli._parser}
 #: Tables of the application and of the subscribers, which the pages presuppose.
 TABLES = (
     "CREATE TABLE Orders (OrderId STRING(36), Cents INT64) PRIMARY KEY (OrderId)",

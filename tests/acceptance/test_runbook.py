@@ -14,7 +14,7 @@ import pytest
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached
-from outbox.storage import schema
+from outbox.table import schema
 from tests.support import fork_server
 from tests.support.gateway import Gateway, running_gateway
 from tests.support.processes import ROOT, clean_environment

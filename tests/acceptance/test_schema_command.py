@@ -4,7 +4,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from outbox.storage import schema
+from outbox.table import schema
 from tests.support.commands import TRACE, Commands, here
 from tests.support.processes import run
 

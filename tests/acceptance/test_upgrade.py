@@ -10,8 +10,8 @@ import outbox
 from outbox.admin.reshard import POLLED, Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
-from outbox.storage.connection import open_database
-from outbox.storage.layout import Layout
+from outbox.table.connection import open_database
+from outbox.table.layouts import Layout
 from tests.support.older import older_version
 from tests.support.pubsub import Subscription
 from tests.support.relays import EACH_ONCE, account, divided, first_deliveries, register, wait_until_all_sent, worker

@@ -15,7 +15,7 @@ import tracemalloc
 from pathlib import Path
 
 from outbox.devtools.emulators import Emulators
-from publishworker import relay
+from publishworker.turn import relay
 from tests.benchmarks.bench import stopwatch
 from tests.benchmarks.relaying import PATIENT_SECONDS, drive, open_worker
 

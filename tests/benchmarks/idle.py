@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from outbox.devtools.emulators import SPANNER, running_one
-from outbox.storage.ddl import statements
+from outbox.table.ddl import statements
 from tests.benchmarks.bench import Bench, fresh_table
 from tests.benchmarks.results import Section, figures
 from tests.support.counting import Counting

@@ -14,7 +14,7 @@ from google.pubsub_v1.types import PubsubMessage
 from tqdm import tqdm
 
 import outbox
-from outbox.storage.ddl import statements
+from outbox.table.ddl import statements
 from publishworker.spanner.change_stream import ChangeStream
 from tests.benchmarks.bench import MESSAGE, Bench, Table, connecting_to, fresh_table
 from tests.benchmarks.results import Section, figures

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable
 
 from outbox.devtools.emulators import Emulators
-from outbox.shared import logs
-from publishworker.app import App
-from publishworker.commands import collect_garbage_rarely
-from publishworker.settings import RelaySettings
+from outbox.program import logs
+from publishworker.process.app import App
+from publishworker.process.commands import collect_garbage_rarely
+from publishworker.process.settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
 from tests.benchmarks.bench import ROWS, Bench, Speed, Table, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT

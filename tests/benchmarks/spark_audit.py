@@ -15,7 +15,7 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as f
 
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
-from outbox.shared.times import shown
+from outbox.program.times import shown
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, Manifest, archivable, checksum_columns, rebalanced
 from outbox_pipeline.jobs.audit import job as audit

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.types import LockedRow, Mark, NotSent, Sent
 from tests.support.fakes import serialized
 from tests.support.store_harness import Harness, poll_ids

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.spanner import emulator
 from publishworker.types import Deferred, Key, LockedRow, QueuedTask
 from tests.support.fakes import serialized

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from outbox.storage.layout import Layout
-from outbox.storage.task_states import NEVER
+from outbox.table.layouts import Layout
+from outbox.table.states import NEVER
 from publishworker.types import Discovery, Heartbeat, Key, TopicControls, TopicLimit, Workers
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.storage import schema
-from outbox.storage.layout import Layout
+from outbox.table import schema
+from outbox.table.layouts import Layout
 from tests.support.older import older_version
 from tests.support.processes import Process, run, started
 from tests.support.spanner import INSTANCE, PROJECT

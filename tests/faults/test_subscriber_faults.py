@@ -10,7 +10,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-from outbox.storage import schema
+from outbox.table import schema
 from tests.support.inbox_subscriber import EFFECTS, LEASE_SECONDS
 from tests.support.outages import lasting
 from tests.support.processes import Process, started

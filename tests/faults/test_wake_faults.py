@@ -10,7 +10,7 @@ import grpc
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.storage import ddl
+from outbox.table import ddl
 from tests.faults.faults import freezing_heartbeats
 from tests.support.outages import lasting, log_count
 from tests.support.pubsub import PubSub

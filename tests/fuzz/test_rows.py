@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPubsubMessage, parsed
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from tests.fuzz.conftest import Fuzz

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from outbox import cli
 from outbox.errors import NotReached, SettingError
-from outbox.shared.settings import Field, fields_of
+from outbox.program.settings import Field, fields_of
 from outbox_pipeline import cli as pipeline
-from publishworker import cli as worker
-from publishworker.settings import WorkerSettings
+from publishworker.process import cli as worker
+from publishworker.process.settings import WorkerSettings
 from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import TopicLimit
 from tests.fuzz.conftest import Fuzz

@@ -13,8 +13,8 @@ from google.cloud.spanner_v1.instance import Instance
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from outbox.storage import schema
-from outbox.storage.connection import open_database
+from outbox.table import schema
+from outbox.table.connection import open_database
 from publishworker.spanner.change_stream import MAX_SILENCE_SECONDS, ChangeStream, Partitions
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub

@@ -24,9 +24,9 @@ from google.cloud.spanner_v1 import (
 )
 from google.protobuf.json_format import ParseDict
 
-from outbox.storage.layout import Layout
-from publishworker import app
-from publishworker.settings import WorkerSettings
+from outbox.table.layouts import Layout
+from publishworker.process import app
+from publishworker.process.settings import WorkerSettings
 from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import MAX_STREAMS, ChangeStream
 from publishworker.spanner.store import SpannerStore

@@ -13,7 +13,7 @@ from google.auth.exceptions import RefreshError
 from google.auth.transport.grpc import AuthMetadataPlugin
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
-from outbox.shared import logs
+from outbox.program import logs
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:U
 
 @pytest.fixture(scope="module")
 def orders_database(spanner_instance: Any) -> Iterator[Database]:
-    from outbox.storage import schema
+    from outbox.table import schema
 
     with fresh_database(spanner_instance, [*schema.statements(), ORDERS]) as created:
         yield created

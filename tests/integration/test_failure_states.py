@@ -12,11 +12,11 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 import outbox
-from outbox.shared.pubsub import open_pubsub
-from outbox.storage.layout import Layout
-from outbox.storage.task_states import NEVER
+from outbox.table.layouts import Layout
+from outbox.table.states import NEVER
+from publishworker.pubsub.client import open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.relay import Relay
+from publishworker.turn.relay import Relay
 from tests.support import real
 from tests.support.parts import relay_of
 from tests.support.pubsub import PubSub, Subscription

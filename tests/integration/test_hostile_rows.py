@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.storage.connection import open_database
-from outbox.storage.layout import Layout
+from outbox.table.connection import open_database
+from outbox.table.layouts import Layout
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed
 from tests.support import real

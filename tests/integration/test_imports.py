@@ -44,7 +44,7 @@ def test_the_names_of_the_library_are_imported_when_they_are_used() -> None:
 def test_the_health_check_imports_the_standard_library_only(tmp_path: Path) -> None:
     """A probe that imports the clients costs half a second of CPU, every few seconds, for ever."""
     code = (
-        "import sys\nfrom publishworker.cli import main\n"
+        "import sys\nfrom publishworker.process.cli import main\n"
         f"main(['healthcheck', '--heartbeat-file', {str(tmp_path / 'none')!r}])\nprint(*sorted(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

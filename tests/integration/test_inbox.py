@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import outbox
 from outbox import inbox
 from outbox.devtools.emulators import Emulators
-from outbox.storage import schema, transactions
+from outbox.table import schema, transactions
 from tests.support.drivers import STACKS, DbApi, aborting
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub

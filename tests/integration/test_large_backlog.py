@@ -3,10 +3,10 @@
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.storage.layout import Layout
-from publishworker import read_size
+from outbox.table.layouts import Layout
 from publishworker.spanner import store as store_module
 from publishworker.spanner.errors import TimedOut
+from publishworker.turn import read_size
 from tests.support import operations, real
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of

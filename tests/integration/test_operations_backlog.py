@@ -17,7 +17,7 @@ from outbox.admin import table as operations_table
 from outbox.admin.backlog import COUNTS, Line
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 from tests.support.operations import (
     CREATED,

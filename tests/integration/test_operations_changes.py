@@ -11,7 +11,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import changes
 from outbox.admin.changes import Count, Outcome, TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from tests.support.operations import (
     CREATED,
     FUTURE,

@@ -14,8 +14,8 @@ from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
-from outbox.storage.connection import UNARY_SECONDS, retry_and_timeout
-from outbox.storage.task_states import NEVER
+from outbox.table.connection import UNARY_SECONDS, retry_and_timeout
+from outbox.table.states import NEVER
 from tests.support.operations import FUTURE, PAST, Watch, insert, opened, row, rows_of, update
 from tests.support.proxy import Proxy
 

@@ -12,8 +12,8 @@ from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import RECORDED_IDS, Operation
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
-from outbox.shared.times import shown
-from outbox.storage.task_states import NEVER
+from outbox.program.times import shown
+from outbox.table.states import NEVER
 from tests.support.operations import FUTURE, PAST, insert, row, rows_of
 
 DEAD = {"AvailableAt": NEVER, "Attempts": 9}

@@ -14,7 +14,7 @@ from outbox.admin import changes, statements
 from outbox.admin.changes import Outcome, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, Watch, changed, insert, row, rows_of, update
 
 UNTIL = PAST + 10 * SECOND

@@ -12,7 +12,7 @@ from outbox.admin import tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
-from outbox.storage.task_states import NEVER, STATES, UNSENT
+from outbox.table.states import NEVER, STATES, UNSENT
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PAST, SECOND, Watch, insert, row
 

@@ -19,10 +19,10 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
-from outbox.shared.pubsub import create_topic_command, open_pubsub
-from outbox.shared.settings import PubSubSettings
+from outbox.program.settings import PubSubSettings
+from publishworker.process.settings import WorkerSettings
+from publishworker.pubsub.client import create_topic_command, open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.settings import WorkerSettings
 from publishworker.types import Failed, LockedRow, Sent
 from tests.support.fakes import serialized
 from tests.support.processes import run

@@ -15,16 +15,16 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from outbox.shared.pubsub import open_pubsub
-from outbox.storage.connection import open_database
-from outbox.storage.layout import Layout
-from outbox.storage.task_states import NEVER
-from publishworker import relay as relay_module
+from outbox.table.connection import open_database
+from outbox.table.layouts import Layout
+from outbox.table.states import NEVER
+from publishworker.pubsub.client import open_pubsub
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
-from publishworker.relay import Relay
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
+from publishworker.turn import relay as relay_module
+from publishworker.turn.relay import Relay
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 from tests.support import real
 from tests.support.counting import Counting

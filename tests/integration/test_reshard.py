@@ -12,7 +12,7 @@ from outbox.admin import backlog
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.cli import status
-from outbox.storage.connection import open_database
+from outbox.table.connection import open_database
 from tests.support.spanner import place
 
 STEPS = [

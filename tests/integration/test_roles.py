@@ -14,9 +14,9 @@ from outbox import inbox
 from outbox.admin import backlog, changes, operations, tasks, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.storage import schema
-from outbox.storage.connection import open_database
-from outbox.storage.task_states import NEVER
+from outbox.table import schema
+from outbox.table.connection import open_database
+from outbox.table.states import NEVER
 from publishworker.types import Deferred, Heartbeat, Key, NotSent, Sent
 from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row

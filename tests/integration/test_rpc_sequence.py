@@ -26,15 +26,15 @@ from grpc_status.rpc_status import to_status
 
 import outbox
 from outbox.errors import NotReached
-from outbox.storage.connection import COMMIT_SECONDS, LimitedDatabase, open_database
-from outbox.storage.layout import Layout
-from publishworker.app import open_store
-from publishworker.relay import Relay
-from publishworker.settings import WorkerSettings
+from outbox.table.connection import COMMIT_SECONDS, LimitedDatabase, open_database
+from outbox.table.layouts import Layout
+from publishworker.process.app import open_store
+from publishworker.process.settings import WorkerSettings
 from publishworker.spanner import statements
-from publishworker.spanner.errors import DatabaseMissing, NotWritten, Refused, StoreError
+from publishworker.spanner.errors import DatabaseMissing, NotWritten, Refused, StoreError, TimedOut
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
+from publishworker.turn.relay import Relay
 from publishworker.types import Heartbeat
 from tests.benchmarks.cost import cost
 from tests.support.fakes import FakePublisher, serialized
@@ -58,7 +58,7 @@ INTERVAL_TAGS = ("outbox-discover",)
 @pytest.fixture
 def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpannerServicer]:
     monkeypatch.delenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", raising=False)
-    monkeypatch.setattr("publishworker.relay.MAX_TURN_WAIT_SECONDS", 20.0)  # a turn waits for its batch
+    monkeypatch.setattr("publishworker.turn.relay.MAX_TURN_WAIT_SECONDS", 20.0)  # a turn waits for its batch
     server, servicer, _admin, port = start_mock_server()
     monkeypatch.setenv("SPANNER_EMULATOR_HOST", f"localhost:{port}")
     yield servicer
@@ -217,7 +217,7 @@ def test_the_request_priority_is_that_of_the_flag(
     """Of all requests of a turn, the commit too. A heartbeat is HIGH, which is the default, whatever the flag says."""
     ids = prepare(mock, 2, "key")
     for check in ("verified_layout", "verify_grants"):
-        monkeypatch.setattr(f"publishworker.app.{check}", lambda _database: Layout(10))
+        monkeypatch.setattr(f"publishworker.process.app.{check}", lambda _database: Layout(10))
     flags = {"project": "p", "instance": "inst", "database": "db"} | ({"request_priority": name} if name else {})
     store = open_store(WorkerSettings.read(flags, {}))
     assert make_relay(store).turn().published == len(ids)
@@ -270,7 +270,7 @@ def test_a_surely_failed_commit_differs_from_an_unknown_outcome(
     store = SpannerStore(database, Layout(10))
     monkeypatch.setattr("publishworker.spanner.store.ABORTED_SECONDS", 0.0)
     refusals = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE", "ALREADY_EXISTS")
-    unknown = ("DEADLINE_EXCEEDED", "UNKNOWN", "INTERNAL", "CANCELLED", "DATA_LOSS")
+    unknown = ("UNKNOWN", "INTERNAL", "CANCELLED", "DATA_LOSS")
     for request, codes, kind in (
         ("ExecuteStreamingSql", ["INTERNAL"], NotWritten),
         ("ExecuteStreamingSql", ["INVALID_ARGUMENT"], NotWritten),
@@ -278,6 +278,7 @@ def test_a_surely_failed_commit_differs_from_an_unknown_outcome(
         ("Commit", ["NOT_FOUND"], DatabaseMissing),
         *(("Commit", [code], Refused) for code in refusals),
         *(("Commit", [code], StoreError) for code in unknown),
+        ("Commit", ["DEADLINE_EXCEEDED"], TimedOut),
         *(("Commit", ["UNAVAILABLE", code], StoreError) for code in (*refusals, "NOT_FOUND", "PERMISSION_DENIED")),
     ):
         for code in codes:

@@ -13,11 +13,11 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SchemaDiffers
-from outbox.storage import ddl, schema
-from outbox.storage.layout import Layout
-from publishworker import check
-from publishworker.app import verified_layout
-from publishworker.settings import WorkerSettings
+from outbox.table import ddl, schema
+from outbox.table.layouts import Layout
+from publishworker.process import check
+from publishworker.process.app import verified_layout
+from publishworker.process.settings import WorkerSettings
 from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
 

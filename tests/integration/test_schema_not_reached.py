@@ -14,10 +14,10 @@ from google.cloud.spanner_v1.instance import Instance
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
-from outbox.storage import schema
-from outbox.storage.connection import open_database
-from outbox.storage.layout import Layout
-from publishworker import app
+from outbox.table import schema
+from outbox.table.connection import open_database
+from outbox.table.layouts import Layout
+from publishworker.process import app
 from tests.support.proxy import Proxy, silent_port
 from tests.support.spanner import client, place
 

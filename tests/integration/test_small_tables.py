@@ -14,9 +14,9 @@ from outbox import cli
 from outbox.admin import backlog, operations, reshard, topics
 from outbox.admin.table import TaskTable
 from outbox.cli import status
-from outbox.storage.connection import open_database
-from outbox.storage.layout import Layout
-from outbox.storage.sql import FORGET_WORKER_SECONDS
+from outbox.table.connection import open_database
+from outbox.table.layouts import Layout
+from outbox.table.sql import FORGET_WORKER_SECONDS
 from publishworker.spanner.store import SpannerStore
 from publishworker.topics.rate_limit import RateLimits
 from tests.support.spanner import INSTANCE, PROJECT, place

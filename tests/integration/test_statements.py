@@ -15,10 +15,10 @@ from outbox.admin import backlog, changes, operations, tasks, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
-from outbox.storage.connection import open_database
-from outbox.storage.layout import Layout
-from outbox.storage.sql import IN_ORDER_ORDER, TO_SEND_ORDER
-from outbox.storage.task_states import STATES
+from outbox.table.connection import open_database
+from outbox.table.layouts import Layout
+from outbox.table.sql import IN_ORDER_ORDER, TO_SEND_ORDER
+from outbox.table.states import STATES
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Key
 from tests.support.operations import FUTURE, PAST, insert, row

@@ -12,7 +12,7 @@ from google.cloud.spanner_v1.instance import Instance
 from google.pubsub_v1 import PublisherClient
 
 from outbox.devtools.emulators import Emulators
-from publishworker import cli
+from publishworker.process import cli
 from publishworker.verify import checks
 from publishworker.verify.checks import CHECKS
 from tests.support.pubsub import PubSub

@@ -23,7 +23,7 @@ from datadog_api_client.v2.model.metric_tag_configuration_create_request import 
 
 from outbox import cli as outbox_cli
 from outbox.errors import SettingError
-from publishworker import cli as publishworker_cli
+from publishworker.process import cli as publishworker_cli
 from tests.manifests.datadog_queries import (
     ALARM,
     DASHBOARD,

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import outbox.cli
-import publishworker.cli
+import publishworker.process.cli
 from tests.manifests.rendering import (
     GOLDEN,
     K8S,
@@ -34,7 +34,7 @@ from tests.manifests.test_spark import refusals
 
 WORKER, PIPELINE = "docs/operations/deploy.md", "docs/operations/pipeline-deploy.md"
 PAGES = (WORKER, PIPELINE, "k8s/README.md")
-PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.cli._parser}
+PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.process.cli._parser}
 TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", "outbox-pipeline", "spark-submit", *PARSERS)
 NAMESPACES = {"outbox": OVERLAYS["production"], "outbox-development": OVERLAYS["development"]}
 #: The answers of the registry and the project.

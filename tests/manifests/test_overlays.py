@@ -7,10 +7,10 @@ from pathlib import Path, PurePosixPath
 import pytest
 import yaml
 
-from outbox.shared.settings import fields_of
-from outbox.storage.connection import COMMIT_SECONDS, UNARY_SECONDS
-from outbox.storage.schema import SCHEMA_SECONDS
-from publishworker.settings import WorkerSettings
+from outbox.program.settings import fields_of
+from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
+from outbox.table.schema import SCHEMA_SECONDS
+from publishworker.process.settings import WorkerSettings
 from publishworker.spanner.grants import READ_SECONDS
 from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
 from publishworker.telemetry import metrics

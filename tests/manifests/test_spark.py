@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from outbox.errors import SettingError
-from outbox.shared.settings import fields_of
+from outbox.program.settings import fields_of
 from outbox_pipeline.cli import _parser
 from outbox_pipeline.settings import ArchiveSettings, RegisterSettings
 from outbox_pipeline.spanner import DEFAULT_RETENTION, TIME_TO_READ

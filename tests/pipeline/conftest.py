@@ -8,7 +8,7 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
 from outbox.devtools.emulators import Emulators
-from outbox.shared.settings import DatabaseSettings
+from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.source.datasource import register_source
 from outbox_pipeline.spark import session as jobs_session
 from tests.support import quick, spanner
@@ -56,7 +56,7 @@ def many_partitions(spark: SparkSession) -> Iterator[None]:
 def in_process(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands in this process use the Spark session of the tests, and do not configure logging."""
     monkeypatch.setattr(jobs_session, "session", lambda _name: spark)
-    monkeypatch.setattr("outbox.shared.logs.configure", lambda *_arguments: None)
+    monkeypatch.setattr("outbox.program.logs.configure", lambda *_arguments: None)
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from pyspark.sql import functions as f
 from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import shown
-from outbox.storage.task_states import NEVER
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import shown
+from outbox.table.states import NEVER
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive import job
 from outbox_pipeline.jobs.archive.job import run

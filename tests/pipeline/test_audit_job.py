@@ -13,9 +13,9 @@ from pyspark.sql import SparkSession
 
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import shown
-from outbox.storage.task_states import NEVER
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import shown
+from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.audit import job as audit

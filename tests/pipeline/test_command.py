@@ -21,7 +21,7 @@ from pyspark.errors import PySparkException
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings
+from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import cli
 from outbox_pipeline import summary as report
 from outbox_pipeline.jobs.archive.job import Archived

@@ -21,14 +21,14 @@ from pyspark.sql import SparkSession
 import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
-from outbox.shared.settings import DatabaseSettings
-from outbox.storage.task_states import NEVER
+from outbox.program.settings import DatabaseSettings
+from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.drain import job
 from outbox_pipeline.jobs.drain.job import Drained, Tally
 from outbox_pipeline.settings import AuditSettings, DrainSettings
-from publishworker.app import open_store
+from publishworker.process.app import open_store
 from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Heartbeat

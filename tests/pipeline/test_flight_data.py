@@ -14,7 +14,7 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from outbox.shared.settings import DatabaseSettings
+from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import decoded, read_archive, register, task_id
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.settings import ArchiveSettings

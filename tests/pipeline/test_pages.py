@@ -18,8 +18,8 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from outbox.storage import schema
-from outbox.storage.task_states import NEVER
+from outbox.table import schema
+from outbox.table.states import NEVER
 from outbox_pipeline import cli, task_id
 from outbox_pipeline.jobs.audit.transforms import FLAWS, OUT_OF_ORDER, STATES
 from outbox_pipeline.jobs.drain.job import Drained

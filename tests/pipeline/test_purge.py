@@ -10,9 +10,9 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import shown
-from outbox.storage.task_states import NEVER
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import shown
+from outbox.table.states import NEVER
 from outbox_pipeline.jobs.archive import job
 from outbox_pipeline.jobs.archive.job import CHUNK_ROWS, Purge, purge_chunk, run
 from outbox_pipeline.spanner import Table

@@ -18,7 +18,7 @@ from pyspark.sql import functions as f
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
 from outbox.message import RawPubsubMessage
-from outbox.shared.settings import DatabaseSettings
+from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.jobs.register import job
 from outbox_pipeline.jobs.register.ids import task_id
 from tests.support.operations import rows_of

@@ -10,8 +10,8 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox import OutboxError
 from outbox.message import RawPubsubMessage
+from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
-from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline.jobs.register.executor import ANSWER, CHUNK_BYTES, CHUNK_ROWS, COUNTS, TRIES, Writer
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.tasks import Pace

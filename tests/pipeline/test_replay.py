@@ -18,10 +18,10 @@ import outbox
 from outbox.admin import changes
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import shown
-from outbox.storage import schema
-from outbox.storage.task_states import NEVER
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import shown
+from outbox.table import schema
+from outbox.table.states import NEVER
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
 from outbox_pipeline.jobs.replay.job import CHUNK_ROWS, Replayed, replay_chunk, run

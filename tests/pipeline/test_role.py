@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from google.cloud.spanner_v1.database import Database
 
-from outbox.shared.settings import DatabaseSettings
+from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.jobs.archive.job import purge_chunk
 from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay_chunk

@@ -17,9 +17,9 @@ from outbox.admin import statements
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import shown
-from outbox.storage.task_states import NEVER, STATES
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import shown
+from outbox.table.states import NEVER, STATES
 from outbox_pipeline import schemas, spanner
 from outbox_pipeline.source import parts
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxReader

@@ -15,8 +15,8 @@ from pyspark.sql import SparkSession
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import shown
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import shown
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
 from outbox_pipeline.spanner import open_table
 from tests.support.archives import delete

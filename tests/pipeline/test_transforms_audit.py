@@ -13,7 +13,7 @@ from pyspark.sql import functions as f
 
 from outbox.errors import SettingError
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.audit.received import LINES, digest, received

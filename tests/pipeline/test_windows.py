@@ -13,7 +13,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox.errors import OutboxError
-from outbox.shared.times import shown
+from outbox.program.times import shown
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive.windows import (
     Archive,

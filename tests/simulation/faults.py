@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from outbox.admin.reshard import POLLED
-from outbox.storage.layout import Layout
+from outbox.table.layouts import Layout
 
 if TYPE_CHECKING:
     from tests.simulation.world import Fault, Node, World

@@ -23,7 +23,7 @@ from matplotlib import pyplot as plt
 from tqdm import tqdm
 
 from outbox.devtools import emulators
-from publishworker.membership import HEARTBEAT_INTERVAL_SECONDS
+from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS
 from tests.benchmarks.bench import Bench
 from tests.benchmarks.cost import INSERT, MARK, TTL_DELETE
 from tests.benchmarks.page import grid, markdown

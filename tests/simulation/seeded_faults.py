@@ -7,20 +7,21 @@ from itertools import repeat
 from typing import Any
 
 from outbox.admin.reshard import Snapshot
-from publishworker import delivery, eligibility, in_doubt, retry_policy
-from publishworker.delivery import Delivery
-from publishworker.in_doubt import InDoubt
-from publishworker.in_flight import InFlight
-from publishworker.membership import Membership
-from publishworker.ordering import Ordering, ResolvedKeys
-from publishworker.poller import Poller
+from publishworker.delivery import delivery, in_doubt, retry_policy
+from publishworker.delivery import rules as eligibility
+from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.in_doubt import InDoubt
+from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
-from publishworker.retry_policy import RetryPolicy
 from publishworker.topics.circuit_breaker import CircuitBreakers
 from publishworker.topics.discovery import KnownTopics
+from publishworker.turn.in_flight import InFlight
+from publishworker.turn.membership import Membership
+from publishworker.turn.ordering import Ordering, ResolvedKeys
+from publishworker.turn.poller import Poller
+from publishworker.turn.worker import Worker
 from publishworker.types import BatchResult, Deferred, LockedRow, Sent, Skipped, Version
-from publishworker.worker import Worker
 
 
 def always(value: object) -> Callable[[Any], Any]:

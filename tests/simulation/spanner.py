@@ -16,7 +16,7 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
-from outbox.storage.layout import Layout
+from outbox.table.layouts import Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.errors import NotWritten, StoreError, TimedOut
 from publishworker.spanner.store import Decide, UnsentCount

@@ -13,14 +13,14 @@ from typing import Any
 from unittest import mock
 
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
-from outbox.storage.layout import Layout
-from publishworker.batching import Limits
-from publishworker.delivery import Delivery
-from publishworker.membership import Membership
-from publishworker.relay import Relay
-from publishworker.retry_policy import RetryPolicy
+from outbox.table.layouts import Layout
+from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.telemetry.metrics import Client, Metrics
-from publishworker.worker import Worker
+from publishworker.turn.batching import Limits
+from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
+from publishworker.turn.worker import Worker
 from tests.simulation.audit import Audit, Known
 from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
 from tests.simulation.faults import FAULTS

@@ -28,7 +28,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox import cli
 from outbox.devtools.child_process import tied
 from outbox.devtools.emulators import Emulators
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from tests.support import fork_server, operations, real
 from tests.support.operations import Row
 from tests.support.processes import ROOT, Finished, Process, clean_environment, run, started

@@ -123,7 +123,7 @@ def main() -> int:
         command = confined(Path(directory), [sys.executable, "-m", "tests.support.container", *rest])
         os.execvp(command[0], command)
     exec(code, {})
-    from publishworker.cli import main as publishworker
+    from publishworker.process.cli import main as publishworker
 
     return publishworker(arguments)
 

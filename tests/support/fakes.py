@@ -11,9 +11,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
-from outbox.storage.layout import Layout, suffix_of
-from outbox.storage.sql import FORGET_WORKER_SECONDS
-from outbox.storage.task_states import NEVER
+from outbox.table.layouts import Layout, suffix_of
+from outbox.table.sql import FORGET_WORKER_SECONDS
+from outbox.table.states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.spanner.errors import NotWritten, Refused, StoreError

@@ -10,8 +10,8 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin.changes import Outcome
 from outbox.admin.table import TaskTable
-from outbox.storage.connection import open_database
-from outbox.storage.task_states import NEVER
+from outbox.table.connection import open_database
+from outbox.table.states import NEVER
 from tests.support.fakes import serialized
 from tests.support.spanner import place, query, record_requests
 

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping
 from random import Random
 from typing import Any
 
-from publishworker.batching import Limits
-from publishworker.delivery import Delivery
-from publishworker.membership import Membership
+from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.pubsub.publisher import Publisher
-from publishworker.relay import Relay
-from publishworker.retry_policy import RetryPolicy
 from publishworker.spanner.store import Store
 from publishworker.telemetry.metrics import Client, Metrics
+from publishworker.turn.batching import Limits
+from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
 from publishworker.types import PollRequest
 
 

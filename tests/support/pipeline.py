@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
 
 from outbox.admin.table import Transaction
-from outbox.shared.settings import DatabaseSettings
+from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.job import Purge
 from outbox_pipeline.jobs.register.executor import Registration

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from publishworker.relay import Relay
 from publishworker.telemetry import metrics as m
+from publishworker.turn.relay import Relay
 from publishworker.types import LockedRow, Outcome, Turn
 from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
 from tests.support.parts import relay_of

@@ -5,8 +5,8 @@ from typing import Any
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
-from outbox.shared.settings import DatabaseSettings
-from outbox.storage import schema
+from outbox.program.settings import DatabaseSettings
+from outbox.table import schema
 from outbox_pipeline.settings import ReplaySettings
 
 COLUMNS = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Principal", "Selection", "Tasks")

@@ -8,7 +8,7 @@ from typing import Any
 from google.cloud.spanner_v1 import CommitRequest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.storage import ddl
+from outbox.table import ddl
 from tests.support.spanner import record_requests
 
 ROLES = Path(__file__).parents[2] / "schema" / "roles.sql"

@@ -13,7 +13,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.message import build
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.pubsub.messages import topic_name
 from tests.support.operations import insert, pause, row
 from tests.support.pubsub import PubSub

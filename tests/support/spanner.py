@@ -22,7 +22,7 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 from outbox.devtools.emulators import Emulators
-from outbox.shared.settings import PubSubSettings
+from outbox.program.settings import PubSubSettings
 from tests.support import real
 
 PROJECT = os.environ.get("TEST_PROJECT", "test-project")
@@ -103,7 +103,7 @@ def fresh_database(of: Instance, statements: Sequence[str] = ()) -> Iterator[Dat
 
 @contextlib.contextmanager
 def outbox_database(of: Instance) -> Iterator[Database]:
-    from outbox.storage import schema
+    from outbox.table import schema
 
     with fresh_database(of, schema.statements()) as database:
         yield database
@@ -142,7 +142,7 @@ class Pool:
             self._instance.database(each).drop()
 
     def _take(self) -> str:
-        from outbox.storage import schema
+        from outbox.table import schema
 
         if self._emptied and self._emptied[0][0] + STALE_SECONDS < time.monotonic():
             return self._emptied.popleft()[1]

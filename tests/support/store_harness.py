@@ -8,9 +8,9 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING, Array
 
-from outbox.storage.connection import open_database
-from outbox.storage.ddl import added_layout
-from outbox.storage.layout import Layout
+from outbox.table.connection import open_database
+from outbox.table.ddl import added_layout
+from outbox.table.layouts import Layout
 from publishworker.spanner.store import Store
 from publishworker.types import Key, TopicLimit
 from tests.support import real

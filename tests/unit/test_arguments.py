@@ -6,7 +6,7 @@ import pytest
 
 from outbox import cli as operators
 from outbox_pipeline import cli as pipeline
-from publishworker import cli as worker
+from publishworker.process import cli as worker
 
 Main = Callable[[Sequence[str]], int]
 

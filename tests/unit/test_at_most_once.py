@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.spanner.store import Decide
 from publishworker.telemetry import metrics as m

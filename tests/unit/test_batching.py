@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.batching import Limits, choose_batches, fitting
+from publishworker.turn.batching import Limits, choose_batches, fitting
 from publishworker.types import Batch, Candidate
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -12,7 +12,7 @@ from google.api_core.exceptions import InvalidArgument, OutOfRange, ServiceUnava
 
 from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import ChangeStream
-from publishworker.worker import Pause
+from publishworker.turn.worker import Pause
 from tests.support.waiting import eventually
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -20,8 +20,8 @@ from outbox import admin, cli
 from outbox.cli.flags import continue_command, full_ids, ids, selection
 from outbox.cli.output import as_json
 from outbox.errors import SettingError
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import shown
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import shown
 from tests.support.commands import here
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)

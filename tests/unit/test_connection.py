@@ -3,7 +3,7 @@
 import pytest
 from google.api_core.exceptions import DeadlineExceeded
 
-from outbox.storage.connection import Deadline
+from outbox.table.connection import Deadline
 
 
 def test_a_deadline_includes_all_restarts_of_a_stream() -> None:

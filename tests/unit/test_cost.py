@@ -4,7 +4,7 @@ from dataclasses import astuple
 from inspect import signature
 from pathlib import Path
 
-from publishworker.settings import RelaySettings
+from publishworker.process.settings import RelaySettings
 from tests.benchmarks.cost import cost
 
 PAGE = Path(__file__).parents[2] / "docs/operations/cost.md"

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, TopicLimit

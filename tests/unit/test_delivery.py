@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from outbox.message import RawPubsubMessage
-from outbox.storage.task_states import NEVER
-from publishworker.delivery import Delivery
-from publishworker.retry_policy import RetryPolicy
+from outbox.table.states import NEVER
+from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Batch, BatchResult, Failed, Outcome

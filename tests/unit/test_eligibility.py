@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outbox.storage.task_states import NEVER
-from publishworker.eligibility import in_order, skip_reasons, to_publish, to_release
+from outbox.table.states import NEVER
+from publishworker.delivery.rules import in_order, skip_reasons, to_publish, to_release
 from publishworker.types import Batch, Deferred, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Version
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed

@@ -5,9 +5,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from publishworker import relay
-from publishworker.fair_share import FairShare
-from publishworker.relay import Relay
+from publishworker.turn import relay
+from publishworker.turn.fair_share import FairShare
+from publishworker.turn.relay import Relay
 from publishworker.types import Candidate
 from tests.support.relay_bench import Bench, SlowPublisher
 

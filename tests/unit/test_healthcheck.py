@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from publishworker import healthcheck
-from publishworker.commands import heartbeat_file
+from publishworker.process import healthcheck
+from publishworker.process.commands import heartbeat_file
 
 
 def test_the_health_check_reports_fresh_old_and_missing_heartbeats(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from publishworker.batching import Limits
-from publishworker.in_doubt import MAX_AGE_SECONDS, MAX_TASKS, PROBE_SECONDS, InDoubt
+from publishworker.delivery.in_doubt import MAX_AGE_SECONDS, MAX_TASKS, PROBE_SECONDS, InDoubt
 from publishworker.threads import REAL_THREADS, Queue, Thread
+from publishworker.turn.batching import Limits
 from publishworker.types import Batch, BatchResult, Key, LockedRow, Sent, Version
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

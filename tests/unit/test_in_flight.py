@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from publishworker import batching, in_flight
-from publishworker import relay as relay_module
-from publishworker.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, InFlight, StuckBatch
+from publishworker.turn import batching, in_flight
+from publishworker.turn import relay as relay_module
+from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, InFlight, StuckBatch
 from publishworker.types import Batch, BatchResult, Outcome, Turn
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.relay_bench import Bench, SlowPublisher

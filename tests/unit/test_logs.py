@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from outbox.shared.logs import JsonFormatter, TextFormatter
-from outbox.shared.throttled_log import ThrottledLog
+from outbox.program.logs import JsonFormatter, TextFormatter
+from publishworker.telemetry.throttled_log import ThrottledLog
 
 
 def test_a_log_line_is_one_json_object_without_empty_fields() -> None:

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.storage.layout import Layout
-from outbox.storage.sql import FORGET_WORKER_SECONDS
-from publishworker.membership import (
+from outbox.table.layouts import Layout
+from outbox.table.sql import FORGET_WORKER_SECONDS
+from publishworker.spanner.errors import NotWritten, StoreError
+from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
+from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
     HEARTBEAT_RETRY_SECONDS,
     IDLE_HEARTBEAT_INTERVAL_SECONDS,
@@ -21,8 +23,6 @@ from publishworker.membership import (
     Membership,
     divide,
 )
-from publishworker.spanner.errors import NotWritten, StoreError
-from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Workers
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench, run_at_once

@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 
-from outbox.storage.task_states import NEVER
-from publishworker import ordering
-from publishworker.batching import Limits
-from publishworker.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
+from outbox.table.states import NEVER
+from publishworker.turn import ordering
+from publishworker.turn.batching import Limits
+from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
 from publishworker.types import Key, KeyHeads, QueuedTask
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import poll_request

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed
 from tests.support.relay_bench import Bench

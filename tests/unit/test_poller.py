@@ -6,11 +6,11 @@ from datetime import timedelta
 
 import pytest
 
-from outbox.storage.task_states import NEVER
-from publishworker.membership import Membership
-from publishworker.poller import Polled, Poller, PollSize
+from outbox.table.states import NEVER
 from publishworker.spanner.statements import POLLS
 from publishworker.topics.discovery import FORGET_TOPIC_SECONDS, POLLED_SECONDS
+from publishworker.turn.membership import Membership
+from publishworker.turn.poller import Polled, Poller, PollSize
 from publishworker.types import PollRequest
 from tests.support.fakes import FakeStore
 

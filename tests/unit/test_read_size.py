@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from publishworker.membership import Membership
-from publishworker.poller import Poller
-from publishworker.read_size import CAUTIOUS_SECONDS, QUICK_SECONDS, ReadSize
 from publishworker.spanner.errors import StoreError, TimedOut
+from publishworker.turn.membership import Membership
+from publishworker.turn.poller import Poller
+from publishworker.turn.read_size import CAUTIOUS_SECONDS, QUICK_SECONDS, ReadSize
 from publishworker.types import MAX_POLL_ROWS
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench

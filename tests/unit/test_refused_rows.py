@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.spanner.errors import Refused
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed

@@ -16,7 +16,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
 from outbox import aio, registration
-from outbox.storage import transactions
+from outbox.table import transactions
 from outbox.testing import RecordingTransaction
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

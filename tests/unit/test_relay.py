@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from publishworker import in_flight
-from publishworker.in_flight import StuckBatch
 from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
+from publishworker.turn import in_flight
+from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import Failed, Mark
 from tests.support.fakes import Abort
 from tests.support.relay_bench import Bench, SlowPublisher, overtake

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter

@@ -10,8 +10,8 @@ import pytest
 from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, next_step
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
-from outbox.storage import schema
-from outbox.storage.layout import Layout, by_suffix, renamed, suffix_of
+from outbox.table import schema
+from outbox.table.layouts import Layout, by_suffix, renamed, suffix_of
 
 FIRST, NEW = Layout(10), Layout(32, "32")
 COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}

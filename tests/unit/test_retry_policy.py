@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.storage.task_states import NEVER
-from publishworker.retry_policy import RetryPolicy, is_recorded, last_error
+from outbox.table.states import NEVER
+from publishworker.delivery.retry_policy import RetryPolicy, is_recorded, last_error
 from publishworker.types import Batch, Failed, LockedRow, NotSent
 
 #: Far from the machine's clock.

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
-from outbox.storage import ddl, schema
+from outbox.table import ddl, schema
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()
@@ -51,7 +51,7 @@ WORDS = st.sampled_from(["CREATE", "(", "- -", "1 / 2 * 3", "@{a=b}"])
 CODE = st.one_of(*map(quoted, ("'", '"', "`", "'''", '"""')), WORDS)
 COMMENT = st.one_of(
     st.tuples(st.sampled_from(["--", "#"]), TEXT, st.sampled_from(["\n", "\r\n"])).map("".join),
-    TEXT.map(lambda text: f"/*{text.replace('*/', '')}\n;*/"),
+    TEXT.map(lambda text: f"/*{text.replace('*', '')}\n;*/"),
 )
 
 

@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from publishworker.batching import Limits
-from publishworker.in_flight import InFlight
-from publishworker.ordering import ResolvedKeys
-from publishworker.selection import Selector
 from publishworker.topics.availability import Topics
+from publishworker.turn.batching import Limits
+from publishworker.turn.in_flight import InFlight
+from publishworker.turn.ordering import ResolvedKeys
+from publishworker.turn.selection import Selector
 from publishworker.types import Batch, BatchResult, Candidate, Failed, TopicLimit
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -8,9 +8,9 @@ import pytest
 from outbox.cli.emulators import EmulatorSettings
 from outbox.cli.output import OutputSettings
 from outbox.errors import SettingError
-from outbox.shared.settings import NAMES, DatabaseSettings, fields_of, setting, unknown_variables, whole_number
+from outbox.program.settings import NAMES, DatabaseSettings, fields_of, setting, unknown_variables, whole_number
 from outbox_pipeline import settings as pipeline
-from publishworker.settings import WorkerSettings, add_deadline
+from publishworker.process.settings import WorkerSettings, add_deadline
 
 NEEDED = {"project": "shop", "instance": "main", "database": "orders"}
 

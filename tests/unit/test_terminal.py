@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.cli.output import as_json
-from outbox.shared.logs import JsonFormatter, TextFormatter
-from outbox.shared.terminal import complain, counted, prepare_streams, say
+from outbox.program.logs import JsonFormatter, TextFormatter
+from outbox.program.terminal import complain, counted, prepare_streams, say
 
 FAKED = "orders\nok          topic invoices\r\x1b[2J\x9b2J\u202e\u2028\x85ok"
 TEXT = st.text(st.characters(exclude_categories=()), max_size=30)

@@ -14,7 +14,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 
 import outbox
 from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessage
-from outbox.shared import logs
+from outbox.program import logs
 from outbox.testing import RecordingTransaction
 from outbox.tracing import span_of
 from publishworker.pubsub import tracing

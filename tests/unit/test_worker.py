@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from publishworker.in_flight import StuckBatch
-from publishworker.membership import (
+from publishworker.spanner.errors import DatabaseMissing, StoreError
+from publishworker.turn.in_flight import StuckBatch
+from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
     IDLE_HEARTBEAT_INTERVAL_SECONDS,
     IDLE_LIVENESS_TIMEOUT_SECONDS,
     Membership,
 )
-from publishworker.spanner.errors import DatabaseMissing, StoreError
+from publishworker.turn.worker import MAX_MISSING_SECONDS, Pause, Worker
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Batch, Turn, Workers
-from publishworker.worker import MAX_MISSING_SECONDS, Pause, Worker
 from tests.support.fakes import FakeStore
 
 WORK, IDLE, AWAY = Turn(published=1), Turn(), StoreError("connection refused")

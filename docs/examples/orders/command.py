@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from google.api_core.exceptions import GoogleAPIError
 
 from outbox.errors import NotReached, OutboxError, SettingError
-from outbox.shared.settings import argparse_type, whole_number
+from outbox.program.settings import argparse_type, whole_number
 
 DONE, FAILED, USAGE, NOT_REACHED, INTERRUPTED = 0, 1, 2, 3, 130
 

@@ -19,7 +19,7 @@ from orders.subscriber import Inbox, Subscriber
 from orders.summary import Run, exit_code, summarize, text, verdict
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
-from outbox.storage import schema
+from outbox.table import schema
 
 #: The emulator scans the whole table for each shard and topic that a poll asks for, where Spanner reads a short range.
 SHARDS = 2

@@ -18,7 +18,7 @@ from orders import command, stage
 from orders.stage import Stage
 
 from outbox.errors import OutboxError
-from outbox.storage import schema
+from outbox.table import schema
 from payments.collector import Collector, collecting
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from outbox.admin import statements
 from outbox.admin.operations import as_json
 from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import resolved, shown, spoken
 from outbox.registration import TABLE
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import resolved, shown, spoken
-from outbox.storage.sql import chunked
-from outbox.storage.task_states import MARKS_FINAL_AFTER
+from outbox.table.sql import chunked
+from outbox.table.states import MARKS_FINAL_AFTER
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import (
     Archive,

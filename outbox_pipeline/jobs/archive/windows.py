@@ -23,7 +23,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox.errors import OutboxError
-from outbox.shared.times import shown
+from outbox.program.times import shown
 from outbox_pipeline import schemas
 from outbox_pipeline.spark.files import Folder
 

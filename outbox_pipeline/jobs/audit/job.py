@@ -15,7 +15,7 @@ from pyspark.sql import functions as f
 
 from outbox.cli.output import as_json
 from outbox.errors import OutboxError, SettingError
-from outbox.shared.times import resolved, shown
+from outbox.program.times import resolved, shown
 from outbox_pipeline.jobs.archive.windows import Archive
 from outbox_pipeline.jobs.audit import effects, received
 from outbox_pipeline.jobs.audit import transforms as audit

@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, Template, Undefined
 from markupsafe import Markup
 
 from outbox.cli.output import cell
-from outbox.shared.times import spoken
+from outbox.program.times import spoken
 from outbox_pipeline.jobs.audit.transforms import STATES
 
 #: Max rows of the table of topics. summary.json has all topics.

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as f
 
-from outbox.storage.task_states import NEVER
+from outbox.table.states import NEVER
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.audit.received import digest
 

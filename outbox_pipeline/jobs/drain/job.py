@@ -19,20 +19,20 @@ from pyspark.sql import SparkSession
 
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
-from outbox.shared import logs
-from outbox.shared.terminal import counted
+from outbox.program import logs
+from outbox.program.terminal import counted
 from outbox_pipeline import schemas
 from outbox_pipeline.settings import DrainSettings
-from publishworker import exits
-from publishworker.app import App, open_store, until_drained
-from publishworker.settings import RelaySettings
+from publishworker.process import exits
+from publishworker.process.app import App, open_store, until_drained
+from publishworker.process.settings import RelaySettings
 from publishworker.spanner.errors import StoreError
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Client, Metric, Metrics
+from publishworker.turn.worker import Pause
 from publishworker.types import Heartbeat
-from publishworker.worker import Pause
 
 #: Max seconds to wait after a round that published nothing. The first wait is --poll-interval, and each further one is
 #: twice as long.

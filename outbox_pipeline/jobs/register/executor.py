@@ -15,8 +15,8 @@ from pyspark.sql.types import StructType
 
 from outbox import InvalidMessage, OutboxError, Priority, Task
 from outbox.message import parsed
+from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS, task_row
-from outbox.shared.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.tasks import Pace

@@ -13,7 +13,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructField, StructType
 
 from outbox.errors import SettingError
-from outbox.shared.settings import DatabaseSettings
+from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, Registration
 from outbox_pipeline.jobs.register.json_objects import CONVERT

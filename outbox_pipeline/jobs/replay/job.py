@@ -26,10 +26,10 @@ from outbox.admin.changes import RETRY_COLUMNS, retry_values
 from outbox.admin.operations import as_json
 from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
+from outbox.program.settings import DatabaseSettings
+from outbox.program.times import resolved, shown
 from outbox.registration import COLUMNS, TABLE
-from outbox.shared.settings import DatabaseSettings
-from outbox.shared.times import resolved, shown
-from outbox.storage.sql import chunked
+from outbox.table.sql import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.settings import ReplaySettings

@@ -1,0 +1,298 @@
+"""One list of fields feeds flags, environment variables, help texts and the reference page.
+
+A settings class is a frozen dataclass whose fields are declared with `setting`. A flag overrides its environment
+variable (`OUTBOX_` and the flag's name in capitals), and the variable overrides the default. A wrong value is a
+SettingError that names the flag or variable, the value, and what is allowed. Standard library only.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self
+
+from outbox.errors import SettingError
+from outbox.table.names import DATABASE, INSTANCE, PROJECT
+
+PREFIX = "OUTBOX_"
+#: The variable names of all settings of all commands, without PREFIX. Each command reports a misspelled one.
+NAMES = frozenset(
+    """ALLOWED_TOPICS ARCHIVE ATTRIBUTE BACKOFF_INITIAL BACKOFF_MAX BATCH_BYTES BATCH_SIZE CLOCK_SKEW COLOR CONCURRENCY
+    DATABASE DATABASE_ROLE DEAD_AFTER FAIR_SHARE GRACE HEARTBEAT_FILE IDLE_INTERVAL INBOX INBOX_DATABASE INPUT
+    INPUT_FORMAT INSTANCE KEY LOG_FORMAT LOG_LEVEL MAX_AGE MAX_ATTEMPTS MAX_ROWS_PER_SECOND METRICS
+    ON_ORDERING_FAILURE OUTPUT POLL_INTERVAL PROJECT PUBLISH_TIMEOUT PUBSUB_ENDPOINT PUBSUB_PLAINTEXT PUBSUB_PORT
+    RECEIVED RECEIVED_DATA RECEIVED_FORMAT RECEIVED_UNTIL REJECTS REQUEST_PRIORITY SAMPLES SHUTDOWN_TIMEOUT SINCE
+    SPANNER_ENDPOINT SPANNER_PLAINTEXT SPANNER_PORT TASKS TOPIC UNTIL WAKE WHERE WINDOW WORKERS""".split()  # noqa: SIM905 - a list would have 56 lines
+)
+#: Kubernetes sets these in every container for a Service whose name begins with `outbox`.
+_OF_KUBERNETES = re.compile(r"OUTBOX_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SettingType:
+    """How a text becomes a value. `parse` raises ValueError, and `allowed` says in an error what is allowed."""
+
+    parse: Callable[[str], Any]
+    allowed: str
+    choices: tuple[str, ...] = ()
+
+    def value(self, text: str, source: str) -> Any:
+        """Return the parsed `text`. Raises SettingError, which begins with `source`, a flag or a variable."""
+        try:
+            return self.parse(text)
+        except ValueError:
+            near = did_you_mean(text, self.choices)
+            raise SettingError(
+                f"{source}: {text!r} is not allowed. It must be {self.allowed}{near and '.' + near}"
+            ) from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'NAME'?` with the nearest known name, or an empty string."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a sentence for each variable that begins with PREFIX and is no setting of any command."""
+    return [
+        f"{name} is set, but no setting has this name.{_nearest(name)}"
+        for name in sorted(environment)
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in NAMES and not _OF_KUBERNETES.fullmatch(name)
+    ]
+
+
+def _nearest(variable: str) -> str:
+    # Compared without the prefix, because the prefix alone would make short names similar.
+    near = difflib.get_close_matches(variable.removeprefix(PREFIX).upper(), sorted(NAMES), n=1)
+    return f" Did you mean {PREFIX + near[0]}?" if near else ""
+
+
+def whole_number(low: int, high: int) -> SettingType:
+    """Return the type of integers from `low` to `high`."""
+    return SettingType(lambda text: _between(int(text), low, high), f"a whole number from {low:,} to {high:,}")
+
+
+def seconds(low: float, high: float) -> SettingType:
+    """Return the type of durations in seconds from `low` to `high`."""
+    return SettingType(lambda text: _between(float(text), low, high), f"seconds from {low:,.12g} to {high:,.12g}")
+
+
+def fraction(low: float, high: float) -> SettingType:
+    """Return the type of fractions from `low` to `high`."""
+    return SettingType(lambda text: _between(float(text), low, high), f"a number from {low:g} to {high:g}")
+
+
+def one_of(*choices: str) -> SettingType:
+    """Return the type of texts that are one of `choices`."""
+    *others, last = choices
+    return SettingType(lambda text: choices[choices.index(text)], f"{', '.join(others)} or {last}", choices)
+
+
+def matching(pattern: str, allowed: str) -> SettingType:
+    """Return the type of texts that match all of `pattern`."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(text)
+        return text
+
+    return SettingType(parse, allowed)
+
+
+def _between(value: float, low: float, high: float) -> Any:
+    if not low <= value <= high:
+        raise ValueError(value)
+    return value
+
+
+def setting(default: str | None, kind: SettingType, help: str, *, fallback_variable: str = "") -> Any:
+    """Declare one field. `default` is written as a user would write it; None means that a value is required.
+
+    `fallback_variable` names an environment variable that is not ours. It is read if the setting's own is not set.
+    """
+    return dataclasses.field(
+        metadata={"default": default, "kind": kind, "help": help, "fallback_variable": fallback_variable}
+    )
+
+
+def argparse_type(name: str, kind: SettingType) -> Callable[[str], Any]:
+    """Return argparse's `type` for a flag that is no setting, with the same sentence for a wrong value."""
+    return lambda text: kind.value(text, name)
+
+
+#: A switch is a flag without a value. Its variable is true or false.
+SWITCH = SettingType(lambda text: ("false", "true").index(text) == 1, "true or false")
+_ADDRESS = re.compile(
+    r"(?:\[(?P<ipv6>[^]]*)\]|(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?))(?::(?P<port>[1-9][0-9]{0,4}))?"
+)
+
+
+def host_and_port(address: str) -> tuple[str, int | None]:
+    """Return the parts of HOST, HOST:PORT, [IPV6] or [IPV6]:PORT, without brackets. Raises ValueError."""
+    match = _ADDRESS.fullmatch(address)
+    if not match or int(match["port"] or 0) > 65_535:
+        raise ValueError(address)
+    if match["ipv6"] is not None:
+        ipaddress.IPv6Address(match["ipv6"])  # raises ValueError
+    return match["ipv6"] or match["name"], int(match["port"]) if match["port"] else None
+
+
+def _endpoint(text: str) -> str:
+    if text:
+        host_and_port(text)
+    return text
+
+
+def _emulator(text: str) -> str:
+    if host_and_port(text)[1] is None:
+        raise ValueError(text)
+    return text
+
+
+ENDPOINT = SettingType(_endpoint, "a host, or HOST:PORT, or [IPV6]:PORT, or empty for the global endpoint")
+_EMULATOR = SettingType(_emulator, "HOST:PORT or [IPV6]:PORT, such as 127.0.0.1:9010, without http://")
+
+
+def emulator_address(variable: str) -> str | None:
+    """Return the address in the variable of an emulator, or None if it is not set. Raises SettingError."""
+    text = os.environ.get(variable)
+    return _EMULATOR.value(text, variable) if text else None
+
+
+PROJECT_ID = matching(PROJECT, "a Google Cloud project ID")
+INSTANCE_ID = matching(INSTANCE, "2 to 64 characters of a-z, 0-9 and -, beginning with a letter")
+DATABASE_ID = matching(DATABASE, "2 to 30 characters of a-z, 0-9, - and _, beginning with a letter")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The base class of all settings classes."""
+
+    @classmethod
+    def add_flags(cls, parser: argparse._ActionsContainer) -> None:
+        """Give `parser` one flag per field."""
+        for field in fields_of(cls):
+            form: dict[str, Any] = {"metavar": field.metavar}
+            if field.kind is SWITCH:
+                form = {"action": "store_const", "const": "true"}
+            # A percent sign in a help text is argparse's own format.
+            parser.add_argument(field.flag, dest=field.name, help=field.help_text.replace("%", "%%"), **form)
+
+    @classmethod
+    def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Self:
+        """Return the settings from `flags` (None: not passed) and `environment`. Raises SettingError."""
+        return cls(**{field.name: field.value(flags.get(field.name), environment) for field in fields_of(cls)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseSettings(Settings):
+    """Which database; every command that reads the table has these."""
+
+    project: str = setting(
+        None,
+        PROJECT_ID,
+        "Project of the database, and of topics that name no project.",
+        fallback_variable="GOOGLE_CLOUD_PROJECT",
+    )
+    instance: str = setting(None, INSTANCE_ID, "Spanner instance.")
+    database: str = setting(None, DATABASE_ID, "Spanner database.")
+    database_role: str = setting(
+        "",
+        matching(r"(?:[A-Za-z][A-Za-z0-9_]{0,127})?", "a database role, or nothing"),
+        "Database role (fine-grained access control) to use; see schema/roles.sql.",
+    )
+    spanner_endpoint: str = setting(
+        "",
+        ENDPOINT,
+        "Spanner's endpoint, for example a private one or Spanner Omni. It overrides SPANNER_EMULATOR_HOST.",
+    )
+    spanner_plaintext: bool = setting(
+        "false", SWITCH, "Reach --spanner-endpoint without TLS and credentials, for example if it is Spanner Omni."
+    )
+
+    def __post_init__(self) -> None:
+        """Check values that depend on each other. Raises SettingError."""
+        if self.spanner_plaintext and not self.spanner_endpoint:
+            raise SettingError("--spanner-plaintext needs --spanner-endpoint. Pass both")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PubSubSettings(DatabaseSettings):
+    """Which database, and where Pub/Sub is."""
+
+    pubsub_endpoint: str = setting(
+        "",
+        ENDPOINT,
+        "Pub/Sub's endpoint, such as europe-west1-pubsub.googleapis.com. Ordering keys need an endpoint of one region.",
+    )
+    pubsub_plaintext: bool = setting("false", SWITCH, "Reach --pubsub-endpoint without TLS and credentials.")
+
+    def __post_init__(self) -> None:
+        """Check values that depend on each other. Raises SettingError."""
+        DatabaseSettings.__post_init__(self)
+        if self.pubsub_plaintext and not self.pubsub_endpoint:
+            raise SettingError("--pubsub-plaintext needs --pubsub-endpoint. Pass both")
+
+
+def metrics_setting() -> Any:
+    """Declare the field `metrics` of a process that sends metrics."""
+    return setting(
+        "datadog",
+        one_of("datadog", "opentelemetry", "none"),
+        "Where metrics go: to a DogStatsD agent if DD_AGENT_HOST is set, to OTEL_EXPORTER_OTLP_ENDPOINT, or nowhere.",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One setting as users see it."""
+
+    name: str
+    default: str | None
+    kind: SettingType
+    help: str
+    fallback_variable: str
+
+    @property
+    def flag(self) -> str:
+        """Return `--batch-size` for `batch_size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """Return `OUTBOX_BATCH_SIZE` for `batch_size`."""
+        return PREFIX + self.name.upper()
+
+    @property
+    def metavar(self) -> str:
+        """Return the word for the value in help texts."""
+        return "" if self.kind is SWITCH else self.name.split("_")[-1].upper()
+
+    @property
+    def help_text(self) -> str:
+        """Return the help of the flag: what it is, what is allowed, where else it comes from."""
+        variables = f"env {self.variable}" + (f" or {self.fallback_variable}" if self.fallback_variable else "")
+        default = "required" if self.default is None else f"default {self.default or 'empty'}"
+        return f"{self.help} Allowed: {self.kind.allowed} ({variables}; {default})."
+
+    def value(self, flag: str | None, environment: Mapping[str, str]) -> Any:
+        """Return the parsed value. Raises SettingError."""
+        sources = [(self.flag, flag), (self.variable, environment.get(self.variable))]
+        if self.fallback_variable:
+            sources.append((self.fallback_variable, environment.get(self.fallback_variable)))
+        for name, text in sources:
+            if text is not None:
+                return self.kind.value(text, name)
+        if self.default is None:
+            raise SettingError(f"Pass {self.flag} or set {self.variable} ({self.kind.allowed})")
+        return self.kind.value(self.default, f"the default of {self.flag}")
+
+
+def fields_of(settings: type) -> Iterator[Field]:
+    """Yield the settings of a settings class in their order."""
+    for field in dataclasses.fields(settings):
+        yield Field(field.name, **field.metadata)

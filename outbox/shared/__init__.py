@@ -1,1 +1,0 @@
-"""What both packages and their commands use: settings, logs, times, the metric recorder."""

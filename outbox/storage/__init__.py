@@ -1,1 +1,0 @@
-"""The tables: their DDL, what a database has of them, and the states of a task."""

@@ -1,0 +1,1 @@
+"""The tables of the outbox in Spanner: connection, DDL, states, layouts, transactions."""

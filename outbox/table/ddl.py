@@ -1,0 +1,190 @@
+"""The DDL of the outbox, which is `schema/schema.sql` with the choices of a user. Standard library only.
+
+To compare a database with it, each object, such as "table AsynchronousTasks", is cut into named parts, such as "column
+Shard", with a text each.
+"""
+
+import importlib.resources
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from outbox.table.layouts import COLUMN, MAX_SHARDS, renamed
+
+#: Min tasks a second, one in thirty years. A smaller RatePerSecond is a mistake, and could become 0 for each worker.
+MIN_RATE = 1e-9
+#: Ten years; a policy counts in days.
+MAX_RETENTION_DAYS = 3650
+#: Two parts that each database chooses for itself.
+SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
+DELETION = "deletion of unsent tasks"
+OWN_CHOICES = (SHARD_COUNT, RETENTION)
+
+#: The record of every change that an operator or the pipeline made.
+OPERATIONS = "AsynchronousTaskOperations"
+#: Tables that the relay does not need.
+_NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")
+
+CHANGE_STREAM = "AsynchronousTasksInserts"
+#: For readers that want to know of new tasks: one record for each registered task, none for marks and deletions.
+_CHANGE_STREAM = f"""CREATE CHANGE STREAM {CHANGE_STREAM}
+  FOR AsynchronousTasks(SentAt)
+  OPTIONS (
+    retention_period = '7d', exclude_update = true, exclude_delete = true, exclude_ttl_deletes = true
+  )"""
+
+
+def statements(
+    shards: int = 10,
+    retention_days: int | None = 7,
+    *,
+    change_stream: bool = False,
+    relay_only: bool = False,
+    suffix: str = "",
+) -> list[str]:
+    """Return the DDL, one statement each, without comments and semicolons.
+
+    Args:
+        shards: 1 to 1,000.
+        retention_days: sent tasks are deleted when they are older, 1 to 3,650; None keeps them.
+        change_stream: add the change stream AsynchronousTasksInserts.
+        relay_only: leave out the tables that the relay does not need.
+        suffix: that of the layout, empty unless the table has been resharded.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if not 1 <= shards <= MAX_SHARDS:
+        raise ValueError(f"shards is {shards}. It must be 1 to {MAX_SHARDS}")
+    if retention_days is not None and not 1 <= retention_days <= MAX_RETENTION_DAYS:
+        raise ValueError(f"retention_days is {retention_days}. It must be None or 1 to {MAX_RETENTION_DAYS}")
+    table, *others = cut(_schema_sql())
+    if relay_only:
+        others = [each for each in others if not any(f"TABLE {name} " in each for name in _NOT_OF_RELAY)]
+    table = re.sub(r"(FARM_FINGERPRINT\(.+\), )\d+(?=\)\))", rf"\g<1>{shards}", table)
+    if retention_days is None:
+        table = re.sub(r",\s*ROW DELETION POLICY \(.+\)$", "", table)
+    else:
+        table = re.sub(r"INTERVAL \d+ DAY", f"INTERVAL {retention_days} DAY", table)
+    return [renamed(each, suffix) for each in (table, *others, *([_CHANGE_STREAM] if change_stream else []))]
+
+
+def tables() -> list[str]:
+    """Return the names of the tables, for example for the filter of a migration tool."""
+    return re.findall(r"^CREATE TABLE (\w+)", _schema_sql(), re.MULTILINE)
+
+
+def added_layout(shards: int) -> list[str]:
+    """Return the DDL that adds the layout of so many shards to a table: its column, and its indexes."""
+    table, *others = statements(shards, suffix=str(shards))
+    [column] = re.findall(rf"^  ({COLUMN}{shards} .+),$", table, re.MULTILINE)
+    indexes = [each for each in others if each.startswith("CREATE INDEX ")]
+    return [f"ALTER TABLE AsynchronousTasks ADD COLUMN {' '.join(column.split())}", *indexes]
+
+
+def dropped_layout(suffix: str, indexes: Collection[str]) -> list[str]:
+    """Return the DDL that removes a layout from a table that still has these of its indexes."""
+    drops = [f"DROP INDEX {each}" for each in sorted(indexes)]
+    return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {COLUMN}{suffix}"]
+
+
+#: What may contain a semicolon that ends no statement: texts and names in quotes, and comments. In all quotes, also of
+#: raw texts, a backslash keeps the next character from ending them, so prefixes such as rb do not matter.
+#: https://cloud.google.com/spanner/docs/reference/standard-sql/lexical
+_TOKEN = re.compile(
+    r"""
+    (?P<quoted> \'{3} (?:\\.|[^\\])*? \'{3} | "{3} (?:\\.|[^\\])*? "{3}
+      | ' (?:\\.|[^'\\\r\n])* ' | " (?:\\.|[^"\\\r\n])* " | ` (?:\\.|[^`\\\r\n])* ` )
+    | (?P<line> \s* (?:\#|--) [^\r\n]* )
+    | (?P<block> \s* /\* .*? \*/ \s* )
+    | (?P<end> ; )""",
+    re.DOTALL | re.VERBOSE,
+)
+
+
+def cut(sql: str) -> list[str]:
+    """Return the statements of a file without semicolons and comments, which the emulator refuses."""
+    statements, begin = [""], 0
+    for token in _TOKEN.finditer(sql):
+        statements[-1] += sql[begin : token.start()] + (token["quoted"] or (" " if token["block"] else ""))
+        if token["end"]:
+            statements.append("")
+        begin = token.end()
+    statements[-1] += sql[begin:]
+    return [statement.strip() for statement in statements if statement.strip()]
+
+
+def _schema_sql() -> str:
+    # pyproject.toml puts schema/ into the wheel as outbox/ddl; in a checkout it is beside the package.
+    installed = importlib.resources.files("outbox") / "ddl" / "schema.sql"
+    source = installed if installed.is_file() else Path(__file__).parents[2] / "schema" / "schema.sql"
+    return source.read_text(encoding="utf-8")
+
+
+_TABLE = re.compile(
+    r"CREATE TABLE (\w+) \(\n(.+)\n\) PRIMARY KEY \(([\w ,]+)\)(?:,\s+ROW DELETION POLICY \((\w+\([\w ,]+\))\))?",
+    re.DOTALL,
+)
+_INDEX = re.compile(r"CREATE INDEX (\w+)\s+ON (\w+) \(([\w ,]+)\)\s+STORING \(([\w ,]+)\)(?:\s+WHERE \w+ IS NOT NULL)?")
+_STREAM = re.compile(r"CREATE CHANGE STREAM (\w+)\s+FOR \w+\(\w+\)\s+OPTIONS \([^()]+\)")
+
+
+def parse(statement: str) -> tuple[str, dict[str, str]]:
+    """Return the title and the parts of the object that a statement of schema.sql creates.
+
+    Each column has a line of its own. Raises ValueError for DDL that schema.sql does not use.
+    """
+    if match := _TABLE.fullmatch(statement):
+        name, elements, key, policy = match.groups()
+        parts = {"primary key": key}
+        for element in elements.split(",\n"):
+            word, text = " ".join(element.split()).split(maxsplit=1)
+            if word != "CONSTRAINT":
+                parts |= part(f"column {word}", text)
+        if "column SentAt" in parts:
+            parts |= part(DELETION, policy or "")
+        return f"table {name}", parts
+    if match := _INDEX.fullmatch(statement):
+        name, table, key, stored = match.groups()
+        definition = f"ON {table} ({key}) STORING ({', '.join(sorted(stored.split(', ')))})"
+        return f"index {name}", {"definition": definition, "state": "READ_WRITE"}
+    if match := _STREAM.fullmatch(statement):
+        return f"change stream {match[1]}", {}  # users may choose other options
+    raise ValueError(f"not a statement that schema.sql uses: {statement}")
+
+
+def part(name: str, text: str) -> dict[str, str]:
+    """Return a part by its name. Those that each database chooses for itself become parts of their own."""
+    if re.fullmatch(r"column shard\d*", name.lower()) and (count := re.search(r"\b(\d+)(?=\W+STORED$)", text)):
+        return {SHARD_COUNT: count[1], name: f"{text[: count.start()]}N{text[count.end() :]}"}
+    if name == DELETION:
+        days = re.fullmatch(r"older_thansentat,interval(\d+)day", normalized(text))
+        # Any other policy deletes unsent tasks, because only SentAt is NULL until a task is sent.
+        return {RETENTION: f"{days[1]} days" if days else "for ever", name: "never" if days or not text else text}
+    return {name: text}
+
+
+def compare(
+    expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]], free: Collection[str]
+) -> Iterator[str]:
+    """Yield a sentence for each object that is missing and each part that is missing or different.
+
+    The objects are by title and the parts by name. In `found` both are `normalized`. The parts named in `free` may
+    have any text.
+    """
+    for title, parts in expected.items():
+        others = found.get(normalized(title))
+        if others is None:
+            yield f"{title} is missing"
+            continue
+        for name in [each for each in parts if each not in free]:
+            other, text = others.get(normalized(name)), parts[name]
+            if other is None:
+                yield f"{title}, {name} is missing: expected {text}"
+            elif normalized(other) != normalized(text):
+                yield f"{title}, {name}: the database has {other}, expected {text}"
+
+
+def normalized(text: str) -> str:
+    """Return a text in lower case without spaces and parentheses, so that equivalent texts become equal."""
+    return re.sub(r"[\s()]", "", text).casefold()

@@ -1,0 +1,114 @@
+"""Inserts into the transaction of an application, which owns it and commits it."""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1.transaction import Transaction
+
+from outbox.errors import InvalidTransaction
+from outbox.table.connection import retry_and_timeout
+from outbox.table.values import check_finished
+
+#: Max seconds for the read of `insert_once`, including the wait for another transaction's lock. Without a limit of our
+#: own, the client repeats the read without a pause while Spanner is unavailable.
+READ_SECONDS = 30.0
+
+#: A primary key.
+Key = tuple[str, ...]
+
+#: The keys that each transaction has inserted. A read does not see the buffered mutations of its own transaction. After
+#: ABORTED the client calls the function again with a new Transaction, so each attempt begins with none.
+_inserted: WeakKeyDictionary[object, set[Key]] = WeakKeyDictionary()
+
+
+class SupportsInsert(Protocol):
+    """Accepts an insert: a Spanner Transaction, Batch, MutationGroup or AsyncTransaction, or a test's fake of one."""
+
+    def insert(self, table: str, columns: Sequence[str], values: Sequence[tuple[Any, ...]], /) -> object:
+        """Add one insert."""
+
+
+class SupportsReadInsert(SupportsInsert, Protocol):
+    """Accepts reads and inserts: a Spanner Transaction, or a test's fake of one."""
+
+    def read(
+        self, table: str, columns: Sequence[str], keyset: KeySet, /, *, request_options: Any, retry: Any, timeout: Any
+    ) -> Iterable[Sequence[Any]]:
+        """Return the rows of `keyset`."""
+
+
+def check_transaction(transaction: object, function: str, *, reads: bool = False) -> None:
+    """Raise TypeError if `transaction` cannot insert, or if `reads` is true and it cannot read.
+
+    Raises InvalidTransaction for the transaction of a DB-API connection, whose replay after ABORTED drops mutations.
+    The errors name `function`.
+    """
+    read, insert = getattr(transaction, "read", None), getattr(transaction, "insert", None)
+    # The client's AsyncTransaction inserts like the others, but its read must be awaited.
+    if reads and (not callable(read) or not callable(insert) or inspect.iscoroutinefunction(read)):
+        others = ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once"
+        raise TypeError(
+            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because {function} reads "
+            "before it inserts: call it in a function given to database.run_in_transaction"
+            + (others if function == "register_once" else "")
+        )
+    if not callable(insert):
+        raise TypeError(
+            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, Batch or MutationGroup. "
+            f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
+        )
+    # `run_in_transaction` sets `isolation_level` and `read_lock_mode`. `session.transaction()` sets neither, and DB-API
+    # only `isolation_level`.
+    if (
+        "google.cloud.spanner_dbapi" in sys.modules
+        and isinstance(transaction, Transaction)
+        and "isolation_level" in vars(transaction)
+        and "read_lock_mode" not in vars(transaction)
+    ):
+        raise InvalidTransaction(
+            "transaction belongs to a DB-API connection, such as that of SQLAlchemy or Django. After an abort the "
+            "connection replays its statements but not this insert, so it would be lost. Use "
+            f"{function} of outbox.ext.sqlalchemy, .django or .dbapi"
+        )
+
+
+def insert(transaction: SupportsInsert, table: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    """Add one insert. Raises TypeError if `transaction` has only returned a coroutine."""
+    check_finished(transaction.insert(table, columns, rows), f"the insert of {type(transaction).__name__}")
+
+
+def insert_once(
+    transaction: SupportsReadInsert, table: str, columns: Sequence[str], row: tuple[Any, ...], *, key: Key, tag: str
+) -> bool:
+    """Add an insert unless the table or the transaction has a row with this key; return whether it was added.
+
+    The read locks the key for the transaction. `tag` is its request tag. Raises RetryError or DeadlineExceeded after
+    READ_SECONDS.
+    """
+    if is_inserted(transaction, key):
+        return False
+    options = {"request_options": {"request_tag": tag}, **retry_and_timeout(READ_SECONDS)}
+    # Read to the end, because until then the client blocks the next statement of the transaction.
+    if list(transaction.read(table, columns[: len(key)], KeySet(keys=[list(key)]), **options)):
+        return False
+    insert(transaction, table, columns, [row])
+    remember(transaction, key)
+    return True
+
+
+def remember(transaction: object, key: Key) -> None:
+    """Remember a key that `transaction` has inserted."""
+    with contextlib.suppress(TypeError):  # a test's fake that has no weak reference or no hash
+        _inserted.setdefault(transaction, set()).add(key)
+
+
+def is_inserted(transaction: object, key: Key) -> bool:
+    """Tell whether `transaction` has inserted this key."""
+    with contextlib.suppress(TypeError):
+        return key in _inserted.get(transaction, ())
+    return False

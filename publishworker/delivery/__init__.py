@@ -1,0 +1,1 @@
+"""The delivery of one batch: claim, publish, mark."""

@@ -1,0 +1,1 @@
+"""The process: commands, settings, start, signals, health."""

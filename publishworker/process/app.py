@@ -1,0 +1,237 @@
+"""Wires the relay of one process together, verifies the table, and runs the worker until it is told to stop.
+
+Its caller, a command or a Spark task, handles signals, configures logs and names the process.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+
+from google.api_core.exceptions import DeadlineExceeded
+
+from outbox.admin.table import TaskTable
+from outbox.errors import NotReached
+from outbox.program.terminal import counted
+from outbox.table import schema
+from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
+from outbox.table.layouts import Layout
+from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.process import exits
+from publishworker.process.settings import RelaySettings
+from publishworker.process.stopping import run_on_thread
+from publishworker.pubsub.client import create_topic_command, open_pubsub
+from publishworker.pubsub.messages import topic_filter
+from publishworker.pubsub.publisher import Publisher, PubSubPublisher
+from publishworker.spanner.change_stream import ChangeStream
+from publishworker.spanner.emulator import EmulatorStore
+from publishworker.spanner.errors import DatabaseMissing
+from publishworker.spanner.grants import verify_grants
+from publishworker.spanner.store import SpannerStore
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_age
+from publishworker.telemetry.metrics import Metrics
+from publishworker.threads import REAL_THREADS, Threads
+from publishworker.turn.batching import Limits
+from publishworker.turn.in_flight import StuckBatch
+from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
+from publishworker.turn.worker import Worker
+from publishworker.types import Turn
+
+_log = logging.getLogger("publishworker")
+
+
+class App:
+    """The parts of one process."""
+
+    def __init__(
+        self,
+        settings: RelaySettings,
+        *,
+        id: str,
+        metrics: Metrics,
+        touch_file: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connect and verify the table. Raises NotReached.
+
+        `id` is unique to this process, at most 64 characters. `touch_file` is called at each turn, for liveness
+        probes. The caller stops `metrics`.
+        """
+        self._settings = settings
+        self._metrics = metrics
+        self.store = open_store(settings)
+        self.membership = Membership(self.store, id)
+        publisher = PubSubPublisher(
+            open_pubsub(settings),
+            settings.project,
+            topic_filter(settings.allowed_topics, settings.project),
+            create_command=partial(create_topic_command, settings),
+        )
+        random = Random()  # noqa: S311 - it spreads load, and protects nothing
+        self.relay = relay_of(
+            settings, self.store, publisher, self.membership, metrics=metrics, random=random, touch_file=touch_file
+        )
+        self._stream = (
+            ChangeStream(self.store.database.on_own_connection().renewed, self.relay.wake)
+            if settings.wake == "change-stream"
+            else None
+        )
+        self._worker = Worker(
+            self.relay,
+            self.membership,
+            poll_interval=settings.poll_interval,
+            idle_interval=self._idle_interval if self._stream else None,
+            touch_file=touch_file,
+            report=WorkerGauges(metrics, self.membership, self.relay),
+            random=random,
+        )
+        samplers = (oldest_age(metrics), backlog_counts(metrics, lambda: self.relay.topics)) if metrics.wanted else ()
+        self._background: list[BacklogSampler | ChangeStream] = [
+            BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
+        ]
+        if self._stream:
+            self._background.append(self._stream)
+
+    def _idle_interval(self) -> float:
+        """Return the max seconds between polls: the longer interval only while the change stream works."""
+        interval = self._settings.poll_interval
+        return max(interval, self._settings.idle_interval) if self._stream and self._stream.works else interval
+
+    def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, timeout_exit_code: int) -> int:
+        """Run the worker until `stop` is set or `until(turn)` is true; return the exit code.
+
+        It is `timeout_exit_code` if the batches in flight do not end within --shutdown-timeout after `stop`.
+        """
+        where = (self._settings.project, self._settings.instance, self._settings.database)
+        _log.info(
+            "relaying %s/%s/%s, %s", *where, counted(self.store.layouts[0].shards, "shard"), extra={"action": "start"}
+        )
+        for each in self._background:
+            each.start()
+        try:
+            in_time = run_on_thread(
+                lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout, self.relay.wake
+            )
+        except StuckBatch as error:
+            for batch in error.batches:
+                self._metrics.count(m.STUCK, 1, topic=batch.topic)
+            _log.critical(
+                "%s. This exceeds all time limits, so the worker exits and another one takes over its tasks.", error,
+                extra={"action": "stuck"},
+            )  # fmt: skip
+            return exits.FAILED
+        except DatabaseMissing as error:
+            _log.critical(
+                "The worker exits, because the database, the instance or a table has been missing for five minutes: %s",
+                error,
+                extra={"action": "missing"},
+            )
+            return exits.NOT_REACHED
+        except Exception:
+            _log.critical(
+                "The worker failed with an unexpected error. Please report it.", exc_info=True, extra={"action": "died"}
+            )
+            return exits.FAILED
+        else:
+            if in_time:
+                _log.info("stopped", extra={"action": "stopped"})
+                return exits.DONE
+            self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
+            _log.error(
+                "Stopped after --shutdown-timeout with batches in flight. Their tasks are not marked as sent, so "
+                "another worker may publish them again.", extra={"action": "shutdown_timeout"},
+            )  # fmt: skip
+            return timeout_exit_code
+        finally:
+            for each in self._background:
+                each.stop()
+
+
+def relay_of(
+    settings: RelaySettings,
+    store: SpannerStore,
+    publisher: Publisher,
+    membership: Membership,
+    *,
+    metrics: Metrics,
+    random: Random,
+    touch_file: Callable[[], None] = lambda: None,
+    threads: Threads = REAL_THREADS,
+) -> Relay:
+    """Return a relay from `store` to `publisher` with the limits and times of the settings."""
+    skip_dead = settings.on_ordering_failure == "skip"
+    retries = RetryPolicy(
+        initial=settings.backoff_initial,
+        longest=settings.backoff_max,
+        max_attempts=settings.max_attempts,
+        dead_after=settings.dead_after,
+        random=random,
+    )
+    return Relay(
+        store,
+        Delivery(store, publisher, retries, settings.publish_timeout, skip_dead=skip_dead),
+        metrics,
+        membership,
+        limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
+        # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
+        discovery_seconds=min(settings.poll_interval / 2, 1.0),
+        random=random,
+        fair_share=settings.fair_share,
+        skip_dead=skip_dead,
+        stragglers=settings.concurrency // 8,
+        shutdown_seconds=settings.shutdown_timeout,
+        touch_file=touch_file,
+        threads=threads,
+    )
+
+
+def open_store(settings: RelaySettings) -> SpannerStore:
+    """Connect, and verify the table and the permission to write to it. Raises NotReached."""
+    emulator = uses_emulator(settings)
+    if emulator:
+        # Emulators before 1.5.38 end a session's transaction when another begins, so threads must not share a session.
+        os.environ.setdefault("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
+    database = open_database(settings)
+    layout = verified_layout(database)
+    verify_grants(database)
+    store = EmulatorStore if emulator else SpannerStore
+    # Batches may use all that a server allows for a connection, if they are slow. Heartbeats must not wait for them.
+    return store(database, layout, settings.request_priority, database.on_own_connection())
+
+
+def verified_layout(database: LimitedDatabase) -> Layout:
+    """Return a layout of the table. Raises NotReached if the table is missing or has another shape."""
+    layout, wrong = schema.layout(database), []
+    try:
+        wrong = schema.differences(database, schema.statements(relay_only=True, suffix=layout.suffix))
+    except NotReached as error:
+        if not isinstance(error.__cause__, DeadlineExceeded):
+            raise
+        # Start anyway. In a database with very many objects, the comparison may never end in time.
+        _log.warning("The schema was not compared with the DDL: %s", error, extra={"action": "schema_not_compared"})
+    if wrong:
+        raise NotReached(f"database {database.name}: " + "; ".join(wrong) + ". See `outbox schema apply`.")
+    return layout
+
+
+def until_drained(store: SpannerStore, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
+    """Return a function that tells, after a turn, whether `shards` are drained.
+
+    A drained shard has no pending or retrying task. The function reads the table only after a turn that made no
+    progress and left no batch in flight, and at most once every `interval` seconds.
+    """
+    read_at = float("-inf")
+
+    def drained(turn: Turn) -> bool:
+        nonlocal read_at
+        if turn.made_progress or turn.in_flight or time.monotonic() - read_at < interval:
+            return False
+        read_at = time.monotonic()
+        return not store.has_work(shards())
+
+    return drained

@@ -1,0 +1,109 @@
+"""`publishworker check`: one line for each check: `ok`, or the error and how to fix it."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from google.api_core.exceptions import GoogleAPICallError, NotFound, PermissionDenied
+from google.auth.exceptions import GoogleAuthError
+from google.pubsub_v1 import PublisherClient
+
+from outbox.errors import InvalidMessage, NotReached
+from outbox.message import check_topic
+from outbox.program.settings import unknown_variables
+from outbox.program.terminal import counted, say
+from outbox.table import schema
+from outbox.table.connection import open_database
+from publishworker.process import exits
+from publishworker.process.settings import WorkerSettings
+from publishworker.pubsub.client import create_topic_command, emulator_host, open_pubsub
+from publishworker.pubsub.messages import topic_filter, topic_name
+from publishworker.spanner.errors import describe
+from publishworker.spanner.grants import verify_grants
+from publishworker.spanner.store import SpannerStore
+from publishworker.topics.rate_limit import problem
+
+#: Seconds for one request about a topic.
+_TOPIC_SECONDS = 5.0
+_ONE_REGION = (
+    "Pub/Sub keeps their order only within one region, so give all workers the same regional endpoint, such as "
+    "europe-west1-pubsub.googleapis.com"
+)
+
+
+#: A line of the output: `ok`, `unknown`, `warning`, `wrong`, `missing` or `unreachable`, and a text.
+Finding = tuple[str, str]
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print the findings; return 0 if all is well.
+
+    Return 3 if a service cannot be reached, or the table or a permission is missing. Otherwise return 1.
+    """
+    settings = WorkerSettings.read(vars(options))
+    verdicts = set()
+    for verdict, text in _findings(settings, options.topics):
+        verdicts.add(verdict)
+        say(f"{verdict:<12}{text}")
+    if verdicts & {"missing", "unreachable"}:
+        return exits.NOT_REACHED
+    return exits.FAILED if "wrong" in verdicts else exits.DONE
+
+
+def _findings(settings: WorkerSettings, topics: Iterable[str]) -> Iterator[Finding]:
+    values = dataclasses.asdict(settings)
+    yield from (("warning", sentence) for sentence in unknown_variables())
+    yield "ok", "settings: " + ", ".join(f"{name}={value}" for name, value in values.items())
+    try:
+        found = set(topics)
+        yield from _database(settings, found)
+        client = PublisherClient(transport=open_pubsub(settings))
+        allowed = topic_filter(settings.allowed_topics, settings.project)
+        for topic in sorted(found):
+            yield _topic(client, topic, settings, allowed)
+    except NotReached as error:
+        yield "unreachable", str(error)
+
+
+def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
+    """Check the table, permissions and topic controls. Add the topics in use to `topics`. Raises NotReached."""
+    database = open_database(settings)
+    layout = schema.layout(database)
+    if wrong := schema.differences(database, schema.statements(relay_only=True, suffix=layout.suffix)):
+        yield "missing", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md"
+        return
+    yield "ok", f"table: {database.name}, {counted(layout.shards, 'shard')}"
+    verify_grants(database)
+    yield "ok", "permissions: the worker may write SentAt and heartbeats"
+    store = SpannerStore(database, layout)
+    topics_to_send, ordered = store.topics_in_use()
+    if ordered and not settings.pubsub_endpoint and not emulator_host(settings):
+        names = ", ".join(sorted(ordered))
+        yield "warning", f"tasks have ordering keys (topics {names}), but --pubsub-endpoint is not set. {_ONE_REGION}"
+    controls = store.discover((), ()).controls
+    for topic in sorted(controls.paused):
+        yield "ok", f"topic {topic} is paused: no task is sent until `outbox resume {topic}`"
+    for topic, limit in sorted(controls.limits.items()):
+        if error := problem(limit):
+            yield "wrong", f"invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {error}"
+    topics |= topics_to_send | controls.paused | controls.limits.keys()
+
+
+def _topic(client: PublisherClient, topic: str, settings: WorkerSettings, allowed: Callable[[str], bool]) -> Finding:
+    try:
+        check_topic(topic)
+    except InvalidMessage as error:
+        return "wrong", str(error)
+    name = topic_name(topic, settings.project)
+    if not allowed(name):
+        return "wrong", f"topic {name} matches no pattern of --allowed-topics: its tasks would become dead"
+    try:
+        client.get_topic(topic=name, timeout=_TOPIC_SECONDS, retry=None)
+    except NotFound:
+        return "wrong", f"topic {name} does not exist. Create it: {create_topic_command(settings, name)}"
+    except PermissionDenied:
+        needed = "no permission to check it (pubsub.topics.get); publishing needs roles/pubsub.publisher"
+        return "unknown", f"topic {name}: {needed}"
+    except (GoogleAPICallError, GoogleAuthError) as error:
+        return "unreachable", f"topic {name}: {describe(error)}"
+    return "ok", f"topic {name}"

@@ -1,0 +1,119 @@
+"""The worker's settings. Flags, environment variables, help and docs/reference/settings.md derive from this list."""
+
+import argparse
+from dataclasses import dataclass
+
+from outbox.errors import SettingError
+from outbox.program.settings import (
+    PubSubSettings,
+    argparse_type,
+    fraction,
+    matching,
+    metrics_setting,
+    one_of,
+    seconds,
+    setting,
+    whole_number,
+)
+from publishworker.process.healthcheck import HEARTBEAT_FILE
+
+_PATTERN = r"(?:projects/[A-Za-z0-9.:_*-]+/topics/)?[A-Za-z0-9._~+%*-]+"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaySettings(PubSubSettings):
+    """Settings of the relay, in a worker and in the Spark tasks of a drain."""
+
+    batch_size: int = setting(
+        "200", whole_number(1, 1000), "Max tasks in a batch. With 1, each task has its own transaction."
+    )
+    batch_bytes: int = setting("8000000", whole_number(1, 100_000_000), "Max bytes of messages in a batch.")
+    concurrency: int = setting("8", whole_number(1, 100), "Max in-flight batches.")
+    publish_timeout: float = setting(
+        "5", seconds(0.1, 8), "Time to publish a batch. Spanner may abort a transaction that is idle for 10 s."
+    )
+    allowed_topics: str = setting(
+        "*",
+        matching(rf"{_PATTERN}(?:,{_PATTERN})*", "comma-separated patterns of topics, in which * is any text"),
+        "Topics to publish to: topic IDs in the worker's project, or projects/PROJECT/topics/TOPIC.",
+    )
+    request_priority: str = setting(
+        "medium",
+        one_of("low", "medium", "high"),
+        "Spanner's request priority of polls, claims and marks. Applications without a setting use high.",
+    )
+    on_ordering_failure: str = setting(
+        "block",
+        one_of("block", "skip"),
+        "Whether a dead task blocks its ordering key until an operator acts, or is skipped.",
+    )
+    backoff_initial: float = setting(
+        "1", seconds(0.05, 3600), "Time until a failed task is retried; doubles with each attempt."
+    )
+    backoff_max: float = setting("3600", seconds(0.05, 7 * 86_400), "Max time between two attempts.")
+    max_attempts: int = setting("10", whole_number(1, 1_000_000), "Failed attempts after which a task is dead.")
+    dead_after: float = setting(
+        "86400",
+        seconds(0, 365 * 86_400),
+        "A task does not become dead before this age if its topic is missing or refuses messages.",
+    )
+    fair_share: float = setting(
+        "0.1", fraction(0, 0.5), "Min share of capacity for lower priorities while higher-priority tasks keep arriving."
+    )
+    poll_interval: float = setting("1", seconds(0.05, 30), "Max time between polls while there is nothing to send.")
+    wake: str = setting(
+        "off",
+        one_of("off", "change-stream"),
+        "With change-stream, the change stream AsynchronousTasksInserts starts a poll soon after a task is registered.",
+    )
+    idle_interval: float = setting(
+        "15", seconds(1, 300), "Max time between polls while there is nothing to send and --wake works."
+    )
+    shutdown_timeout: float = setting(
+        "30", seconds(0, 3600), "Time to finish batches in flight after SIGTERM; less than the pod's grace period."
+    )
+    metrics: str = metrics_setting()
+    log_format: str = setting(
+        "auto", one_of("auto", "json", "text"), "Log format; auto is text on a terminal, otherwise json."
+    )
+    log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "Min level of log lines.")
+
+    def __post_init__(self) -> None:
+        """Check values that depend on each other. Raises SettingError."""
+        PubSubSettings.__post_init__(self)
+        if self.backoff_initial > self.backoff_max:
+            raise SettingError(
+                f"--backoff-initial: {self.backoff_initial:g} is not allowed. It must not exceed --backoff-max, "
+                f"which is {self.backoff_max:g}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings(RelaySettings):
+    """Settings of `publishworker run`, `drain` and `check`."""
+
+    heartbeat_file: str = setting(
+        HEARTBEAT_FILE,
+        matching(r".+", "a path that the worker can write to"),
+        "File that the worker touches; see healthcheck.",
+    )
+
+
+def add_deadline(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of `drain` that is not a setting."""
+    parser.add_argument(
+        "--deadline",
+        type=argparse_type("--deadline", seconds(0, 1e9)),
+        metavar="SECONDS",
+        help="Stop after this time with exit code 4 (default: never).",
+    )
+
+
+def add_verify_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `verify`. Its `--database` names the scratch database."""
+    WorkerSettings.add_flags(parser)
+    parser.add_argument("--rows", type=int, default=100_000, help="Tasks to load, at least 100; default 100000.")
+    parser.add_argument("--keep", action="store_true", help="Keep the database and the topic for inspection.")
+    parser.add_argument("--yes", action="store_true", help="Create the database and the topic without confirmation.")
+    parser.add_argument("--json", action="store_true", help="Print the result as one line of JSON.")
+    parser.add_argument("--report", metavar="FILE", help="Write an HTML page with the figures and the plans.")

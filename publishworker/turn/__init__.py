@@ -1,0 +1,1 @@
+"""One turn of the relay, and the loop that runs turns."""

@@ -1,0 +1,208 @@
+"""Shard assignment: the live workers divide the shards among themselves, without a leader.
+
+Each worker writes a heartbeat row and reads those of the others. Workers that read the same rows compute
+the same assignment. A wrong assignment costs collisions, or a delay until the liveness timeout and the next poll.
+Correctness depends only on the row locks.
+"""
+
+import hashlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime
+from itertools import product
+
+from outbox.program.terminal import counted
+from outbox.table.layouts import Layout
+from publishworker.spanner.errors import StoreError
+from publishworker.spanner.store import Store
+from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
+
+_log = logging.getLogger("publishworker")
+
+#: Seconds between two heartbeats of a worker.
+HEARTBEAT_INTERVAL_SECONDS = 7.5
+#: The same while the worker has nothing to send and waits for the change stream. It saves requests.
+IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
+#: The liveness timeout after such a heartbeat. It leaves time for a second attempt if one takes 5 s and fails.
+IDLE_LIVENESS_TIMEOUT_SECONDS = 29
+#: Seconds from a heartbeat that failed to the next attempt.
+HEARTBEAT_RETRY_SECONDS = 2.0
+
+
+class Membership:
+    """This worker among the live workers. It belongs to the worker's thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        worker: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin as if no other worker were live. `wall_clock` need not be right: see `seconds_to_heartbeat`."""
+        self._store = store
+        self._worker = worker
+        #: Whether the worker has no tasks and waits for the change stream. It then writes its heartbeat less often.
+        self.idle = False
+        #: That of the last heartbeat that was written.
+        self._liveness_timeout = LIVENESS_TIMEOUT_SECONDS
+        #: The layouts that this worker polls.
+        self.layouts = tuple(store.layouts)
+        self._clock, self._wall_clock = clock, wall_clock
+        self._throttled_log = ThrottledLog(clock)
+        self._failure: StoreError | None = None
+        self._was_seen = True
+        self._keep_former_until = float("-inf")
+        self._started_at = datetime.now(UTC)
+        self._heartbeat_at = float("-inf")
+        self._idle_interval = IDLE_HEARTBEAT_INTERVAL_SECONDS
+        self._learned_at = clock()
+        self._next_timeout_at = math.inf
+        self._living: frozenset[str] = frozenset({worker})
+        self._gone: frozenset[str] = frozenset()
+        #: The IDs of the shards that this worker polls.
+        self.shards = _ids(self.layouts)
+
+    @property
+    def size(self) -> int:
+        """Return the number of live workers, including this one."""
+        return len(self._living)
+
+    @property
+    def counts_backlog(self) -> bool:
+        """Tell whether this worker is the one that counts the backlog: the one with the first shard."""
+        return self.layouts[0].ids[0] in self.shards
+
+    @property
+    def seconds_to_heartbeat(self) -> float:
+        """Return the seconds until the next heartbeat.
+
+        Idle workers write theirs at the same time if their clocks agree. Then one discovery serves for all their
+        liveness timeouts.
+        """
+        may_be_late = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
+        interval = self._idle_interval if may_be_late else HEARTBEAT_INTERVAL_SECONDS
+        seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
+        return max(0.0, self._heartbeat_at + seconds - self._clock())
+
+    @property
+    def seconds_to_next_timeout(self) -> float:
+        """Return the seconds until the next liveness timeout of another worker, unless it writes a heartbeat."""
+        return max(0.0, self._next_timeout_at - self._clock())
+
+    @property
+    def lapsed(self) -> bool:
+        """Tell whether this process was suspended for so long that it must call `learn` before its next heartbeat."""
+        return self._clock() - max(self._heartbeat_at, self._learned_at) > self._liveness_timeout
+
+    def heartbeat(self) -> None:
+        """Write the heartbeat if it is due. After a lapse, write none before `learn`: the layouts may have changed.
+
+        A failure is not raised. If failures go on, other workers take over the shards, and row locks keep them apart.
+        """
+        if self.seconds_to_heartbeat > 0 or self.lapsed:
+            return
+        self._heartbeat_at = self._clock()
+        # To the next multiple of 21 s of the wall clock. If that is less than 1 s away, to the one after it, because
+        # this heartbeat may have come slightly early.
+        self._idle_interval = 1 + (-1 - self._wall_clock()) % IDLE_HEARTBEAT_INTERVAL_SECONDS
+        self._failure = None
+        try:
+            self._write(self.layouts)
+        except StoreError as error:
+            self._failure = error
+
+    def _write(self, polls: Sequence[Layout]) -> None:
+        liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS
+        self._store.heartbeat(Heartbeat(self._worker, self._started_at, polls, liveness_timeout), self._gone)
+        self._liveness_timeout = liveness_timeout
+
+    def learn(self, workers: Workers) -> None:
+        """Take this worker's part of the shards. Raises StoreError.
+
+        The worker begins to poll a new layout before its heartbeat names the new layout. It stops polling the old one
+        after its heartbeat no longer names the old one. `outbox schema reshard` relies on both: it retires the
+        old layout when all live heartbeats name the new one, and drops the old layout when no heartbeat names it. If
+        the write of the heartbeat fails, the worker polls both layouts until a later write succeeds, because the failed
+        write may have been committed.
+        """
+        self._learned_at = self._clock()
+        if self._failure is not None:  # only the heartbeat failed, because the read succeeded. `Worker` logs outages
+            self._throttled_log.log(
+                "heartbeat_failed",
+                "",
+                f"Heartbeat failed: {self._failure}. If this goes on, other workers take over the shards.",
+            )
+        self._gone = workers.gone - {self._worker}
+        seen = self._worker in workers.live
+        if self._was_seen and not seen:
+            # After an outage no heartbeat is fresh. Keep the former workers until they have had time to write one.
+            self._keep_former_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
+        self._was_seen = seen
+        others = {id: seconds for id, seconds in workers.live.items() if id != self._worker}
+        self._next_timeout_at = self._clock() + min(others.values(), default=math.inf)
+        living = frozenset({*others, self._worker})  # this worker is live even if its row timed out
+        if self._clock() < self._keep_former_until:
+            living |= self._living
+            self._next_timeout_at = min(self._next_timeout_at, self._keep_former_until)
+        layouts = workers.layouts or self.layouts
+        if layouts != self.layouts:
+            self._divide(living, tuple(sorted({*layouts, *self.layouts})))
+            self._write(layouts)
+            _log.info(
+                "This worker polls %s", " and ".join(each.column for each in layouts), extra={"action": "reshard"}
+            )
+        self._divide(living, layouts)
+
+    def _divide(self, living: frozenset[str], layouts: tuple[Layout, ...]) -> None:
+        """Take this worker's part of the shards if the live workers or the layouts have changed."""
+        if (living, layouts) != (self._living, self.layouts):
+            self._living, self.layouts = living, layouts
+            self.shards = divide(living, _ids(layouts))[self._worker]
+            shards = ", ".join(map(str, self.shards))
+            workers = counted(len(living), "live worker")
+            _log.info("%s; this one polls shards %s", workers, shards, extra={"action": "assigned"})
+
+    def delete_heartbeat(self) -> None:
+        """Delete the heartbeat, so that others take over at once, and not only after the liveness timeout."""
+        try:
+            self._store.delete_heartbeat(self._worker)
+        except StoreError as error:
+            self._throttled_log.log(
+                "heartbeat_failed",
+                "",
+                f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}",
+            )
+
+
+def _ids(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    return tuple(id for layout in layouts for id in layout.ids)
+
+
+def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the shards of each worker: each shard has a worker, each worker a shard, and loads differ by at most one.
+
+    Rendezvous hashing with bounded loads: pairs of worker and shard are assigned by descending hash while both have
+    room. If there are more workers than shards, each worker has one shard, and a shard has several workers.
+    """
+    pairs = sorted(product(workers, shards), key=lambda pair: _score(*pair), reverse=True)
+    # `many` is the index in a pair of whatever is more numerous, workers or shards. `few` is the other index.
+    many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)
+    min_load, rest = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
+    load: Counter[object] = Counter()
+    assigned: dict[object, tuple[str, int]] = {}
+    for max_load in (min_load, min_load + 1) if rest else (min_load,):
+        for pair in pairs:
+            if pair[many] not in assigned and load[pair[few]] < max_load:
+                assigned[pair[many]] = pair
+                load[pair[few]] += 1
+    return {worker: tuple(sorted(shard for it, shard in assigned.values() if it == worker)) for worker in workers}
+
+
+def _score(worker: str, shard: int) -> bytes:
+    return hashlib.blake2b(f"{worker}/{shard}".encode(), digest_size=8).digest()

@@ -1,0 +1,160 @@
+"""Find the sendable prefix of each ordering key: the leading tasks that may be sent, as one candidate.
+
+For tasks with ordering keys, the poll only shows which keys have work. A later snapshot reads the first unsent tasks of
+each key, and only these may be sent (docs/guide/ordering.md). A task that is committed after this snapshot has a later
+CreatedAt than all tasks in it, so it belongs behind the prefix.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from random import Random
+from typing import TypeVar
+
+from publishworker.spanner.store import Store
+from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.turn.batching import Limits
+from publishworker.turn.read_size import ReadSize
+from publishworker.types import Batch, Candidate, Key, QueuedTask
+
+#: Max rows, roughly, of one read of key heads. If very many keys have many tasks, their prefixes become shorter.
+MAX_KEY_HEAD_ROWS = 5_000
+#: Max rows of a further read, if the first one returned expired tasks. Each row takes 4 kB of memory while it is read.
+MAX_EXPIRED_ROWS = 20_000
+
+#: Max keys of one read, each with its head and the task behind it.
+MAX_KEYS = MAX_KEY_HEAD_ROWS // 2
+
+_T = TypeVar("_T", Candidate, QueuedTask)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedKeys:
+    """The candidates that may be sent, and the batches that defer tasks behind blocked heads.
+
+    `busy` says that some polled tasks belong to keys in flight.
+    """
+
+    candidates: Sequence[Candidate]
+    blocked: Sequence[Batch] = ()
+    busy: bool = False
+
+
+class Ordering:
+    """Reads the heads of ordering keys. It belongs to the relay's thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        limits: Limits,
+        random: Random,
+        *,
+        skip_dead: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Cut prefixes to the `limits` of a batch. With `skip_dead` a dead task does not block its key."""
+        self._store = store
+        self._limits = limits
+        self._random = random
+        self._skip_dead = skip_dead
+        self._throttled_log = ThrottledLog()
+        self._size = ReadSize(MAX_KEYS, clock)
+
+    def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
+        """Replace the tasks of each key by its sendable prefix. Raises StoreError.
+
+        Keys in flight are left out, because a key's next publish request must wait for the answer to the one before.
+        """
+        unordered = [each for each in candidates if each.ordering_key is None]
+        by_key: dict[Key, list[Candidate]] = {}
+        for each in candidates:
+            if each.ordering_key is not None:
+                by_key.setdefault(Key(each.topic, each.ordering_key), []).append(each)
+        keys = {key: tasks for key, tasks in by_key.items() if key not in in_flight}
+        # A later poll reads the keys that are not chosen.
+        chosen = self._random.sample([*keys], self._size.limit) if len(keys) > self._size.limit else keys
+        keys = {key: keys[key] for key in chosen}
+        busy = len(keys) < len(by_key)
+        if not keys:
+            return ResolvedKeys(unordered, busy=busy)
+        longest = max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
+        # One row more than the longest prefix: if this row is deferred, the commit of the prefix must release it.
+        queues = self._read({key: tasks[0].shard for key, tasks in keys.items()}, longest + 1)
+        prefixes: list[Candidate] = []
+        blocked: list[Batch] = []
+        for key, tasks in keys.items():
+            queue = queues.get(key, ())
+            sendable = [*takewhile(lambda each: each.sendable, queue)]
+            prefix = next(cut(sendable[:longest], self._limits), [])
+            if prefix:
+                following = next(iter(sendable[len(prefix) :]), None)
+                prefixes.append(_candidate(tasks, prefix, following))
+            elif queue:
+                blocked += _deferrals(key, queue, tasks, self._limits)
+        return ResolvedKeys(unordered + prefixes, blocked, busy)
+
+    def _read(self, keys: Mapping[Key, int], wanted: int) -> dict[Key, list[QueuedTask]]:
+        """Return the first `wanted` unsent tasks of each key, without tasks that expired before they were due.
+
+        A key that begins with more expired tasks than a worker can read is logged and stays blocked.
+        """
+        rows = wanted
+        queues: dict[Key, list[QueuedTask]] = {}
+        while keys:
+            with self._size.reading(len(keys)):
+                found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
+            queues |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
+            short = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
+            rows += max((len(found[key]) - len(queues[key]) for key in short), default=0)
+            # A later poll reads the keys that are not chosen. A key over MAX_EXPIRED_ROWS can never be read.
+            chosen = self._random.sample(short, min(len(short), MAX_EXPIRED_ROWS // rows))
+            keys = {key: keys[key] for key in chosen}
+            for key in short:
+                if rows > MAX_EXPIRED_ROWS and not queues[key]:
+                    self._log_crowded_key(key.topic, [each.id for each in found[key]])
+        return queues
+
+    def _log_crowded_key(self, topic: str, ids: Sequence[str]) -> None:
+        sentence = (
+            f"An ordering key of topic {topic} begins with at least {len(ids)} expired tasks, which is more than a "
+            f"worker reads. Its later tasks are not sent. The first expired task is {ids[0]}. List dead tasks with "
+            f"`outbox list --state dead --topic {topic}`, and delete them with `outbox discard`."
+        )
+        self._throttled_log.log("crowded_key", topic, sentence)
+
+
+def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
+    """Cut tasks into pieces within a batch's tasks and bytes. A task that is too large makes a piece of its own."""
+    piece: list[_T] = []
+    size = 0
+    for task in tasks:
+        if piece and (len(piece) == limits.batch_size or size + task.bytes > limits.batch_bytes):
+            yield piece
+            piece, size = [], 0
+        piece.append(task)
+        size += task.bytes
+    if piece:
+        yield piece
+
+
+def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], following: QueuedTask | None) -> Candidate:
+    """Return a prefix as a candidate. A key is as urgent as the most urgent of its tasks that the poll read."""
+    most_urgent = min(tasks, key=lambda each: (-each.priority, each.available_at or each.created_at))
+    first, *behind = (each.id for each in prefix)
+    releases = following.id if following is not None and following.deferred else None
+    size = sum(each.bytes for each in prefix)
+    return most_urgent._replace(id=first, bytes=size, behind=tuple(behind), releases=releases)
+
+
+def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits) -> Iterator[Batch]:
+    """Return batches that defer the tasks that the poll read behind the head of a key.
+
+    The first and the last known task behind the head follow it in each batch, because their deferrals are shorter: who
+    deletes a head often deletes some tasks behind it.
+    """
+    head = queue[0].id
+    behind = [each.id for each in queue[1:] if each.sendable]
+    for piece in cut([each for each in tasks if each.id != head], limits):
+        ids = tuple(dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in piece)]))
+        yield Batch(key.topic, ids, keys=(key.ordering_key,) * len(ids), defers=True)

@@ -1,0 +1,273 @@
+"""What each poll reads: which shards, topics and ranges, and how many rows."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from publishworker.spanner.errors import TimedOut
+from publishworker.spanner.store import Store
+from publishworker.topics.discovery import KnownTopics
+from publishworker.turn.membership import Membership
+from publishworker.turn.read_size import ReadSize
+from publishworker.types import MAX_POLL_ROWS, Candidate, Discovery, PollRequest
+
+#: A deep read is a query for a single topic. It reads more rows of each range than the query for all other topics does:
+#: at most this many ready rows, and this many due rows. Together they take about 25 MB while they are decoded.
+DEEP_ROWS = 2_500
+
+
+@dataclass(frozen=True, slots=True)
+class Polled:
+    """The candidates of one poll.
+
+    `cut_off` holds the topics that may have more tasks than the poll read. `no_room` says that the worker did not poll,
+    because no further batch may start.
+    """
+
+    candidates: Sequence[Candidate] = ()
+    cut_off: frozenset[str] = frozenset()
+    no_room: bool = False
+    #: Further polls must read the other ranges.
+    unread: bool = False
+
+
+class Poller:
+    """Reads ready tasks at each poll. At an interval, reads due tasks, live workers, topic controls and new topics."""
+
+    def __init__(
+        self,
+        store: Store,
+        membership: Membership,
+        *,
+        target_rows: int,
+        discovery_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Poll this worker's shards for about `target_rows` rows.
+
+        `discover` reads every `discovery_seconds`. It reads earlier if the worker's shards have changed, if the last
+        read returned an unknown topic, or if a turn after `wake` had nothing to start. After each read, the next poll
+        also reads due tasks.
+        """
+        self._store = store
+        self._membership = membership
+        self._size = PollSize(target_rows, len(membership.shards))
+        #: For the reads of ranges of AsynchronousTasksToSend: polls, discoveries and next due times.
+        self._ranges = ReadSize(MAX_POLL_ROWS, clock)
+        self._discovery_seconds = discovery_seconds
+        self._clock = clock
+        self._topics = KnownTopics(clock)
+        self._discovered_at = float("-inf")
+        self._discovered_shards: tuple[int, ...] = ()
+        #: True for the first poll, for the first one after each discovery, and as long as polls find due tasks.
+        self._reads_due_tasks = True
+        #: True from `wake` until the next discovery.
+        self._woken = False
+        #: Where each kind of read continues if it reads only a part of the shards or topics.
+        self._next = Counter[str]()
+        #: If a poll reads only a part of the ranges: the pairs of shard and topic that are left, the topics that the
+        #: parts before found, and whether they found due tasks.
+        self._left_pairs = 0
+        self._seen: set[str] = set()
+        self._seen_due = False
+        #: Shards that the next discoveries must read before all are discovered.
+        self._undiscovered = 0
+        #: Whether the next discovery must follow at once: there may be more unknown topics.
+        self.discovers_again = False
+
+    @property
+    def topics(self) -> frozenset[str]:
+        """Return the topics that have, or recently had, unsent tasks."""
+        return self._topics.recent
+
+    def wake(self) -> None:
+        """Note that a task was inserted, perhaps one of an unknown topic."""
+        self._woken = True
+
+    def discover(
+        self, *, in_vain: bool = False, now: bool = False, unavailable: Collection[str] = ()
+    ) -> Discovery | None:
+        """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
+
+        With `now` it is never too early, and a topic that polls have given up is read again if it has unsent tasks.
+        Polls have not read the `unavailable` topics. `in_vain` says that this turn had nothing to start, although it
+        could. If there are unknown topics, the next call reads again, because one read may find only one unknown topic
+        in each gap between the names of known ones.
+        """
+        shards = self._membership.shards
+        is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
+        if is_early and not now and not (self._woken and in_vain):
+            return None
+        if now:
+            self._topics.forget(unavailable)
+        known = self._topics.polled
+        if shards != self._discovered_shards or not self._undiscovered:
+            self._undiscovered = len(shards)
+        part = self._next_shards("discovery", shards, self._ranges.limit // (len(known) + 1))
+        with self._ranges.reading(len(part) * (len(known) + 1)):
+            found = self._store.discover(part, known)
+        self._undiscovered = max(0, self._undiscovered - len(part))
+        self.discovers_again = bool(found.topics or self._undiscovered)
+        self._woken = False
+        self._topics.discover(found.topics)
+        self._reads_due_tasks = True
+        self._discovered_at = float("-inf") if self.discovers_again else self._clock()
+        self._discovered_shards = shards
+        return found
+
+    def poll(
+        self,
+        room: int,
+        below: int | None,
+        in_flight: Collection[str],
+        unavailable: Collection[str] = frozenset(),
+        depths: Mapping[str, int] = MappingProxyType({}),
+    ) -> Polled:
+        """Return candidates, except those `in_flight` and those of `unavailable` topics. Raises StoreError.
+
+        `room` is the number of tasks that may start now. With `below`, the poll reads each range of ready tasks a
+        second time, for priorities below it, because more urgent tasks may fill the first read. `depths` maps a topic
+        to the number of rows to read of each of its ranges. If the number exceeds that of the other topics, the topic
+        is read by a query of its own.
+        """
+        request = PollRequest(
+            shards=self._membership.shards,
+            topics=self._topics.polled.difference(unavailable),
+            per_range=self._size.per_range,
+            due=self._reads_due_tasks,
+            below=below,
+        )
+        part = self._next_part(request)
+        self._size.limit(MAX_POLL_ROWS // max(1, part.ranges))
+        part = replace(part, per_range=self._size.per_range)
+        try:
+            with self._ranges.reading(part.ranges):
+                candidates, cut_off = self._read(part, room, in_flight, depths)
+        except TimedOut:
+            self._size.limit(part.per_range // 4)
+            raise
+        self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
+        self._note(candidates, unavailable, due=request.due)
+        found = [each for each in candidates if each.id not in in_flight]
+        return Polled(found, cut_off, unread=self._left_pairs > 0)
+
+    def _note(self, candidates: Sequence[Candidate], unavailable: Collection[str], *, due: bool) -> None:
+        """Note the topics of the candidates. After all parts, decide about due tasks and topics without candidates."""
+        self._seen.update(each.topic for each in candidates)
+        self._seen_due |= any(each.available_at is not None for each in candidates)
+        if self._left_pairs > 0:
+            return
+        self._left_pairs = 0
+        self._topics.see(self._seen)
+        self._topics.forget(unavailable)
+        if due:
+            self._reads_due_tasks = self._seen_due
+        self._seen, self._seen_due = set(), False
+
+    def seconds_until_due(self, unavailable: Collection[str]) -> float | None:
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
+
+        Tasks of `unavailable` topics do not count. Unless the result is None, the next poll also reads due tasks.
+        Raises StoreError.
+        """
+        shards, topics = self._membership.shards, self._topics.polled.difference(unavailable)
+        if (ranges := len(shards) * len(topics)) > self._ranges.limit:
+            seconds: float | None = 0.0  # polls, which read a part at a time, find out
+        else:
+            with self._ranges.reading(ranges):
+                seconds = self._store.seconds_until_due(shards, topics) if topics else None
+        self._reads_due_tasks |= seconds is not None
+        return seconds
+
+    def _read(
+        self, request: PollRequest, room: int, in_flight: Collection[str], depths: Mapping[str, int]
+    ) -> tuple[list[Candidate], frozenset[str]]:
+        """Return the candidates, and the topics that may have more tasks in the table.
+
+        A topic in `depths` is read alone if it needs more rows than the others. If all topics were read to the same
+        depth, their candidates could fill the memory.
+        """
+        deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
+        others = replace(request, topics=request.topics - deep.keys())
+        candidates = list(self._store.poll(others)) if others.topics else []
+        self._size.adapt(_by_range(candidates), _startable(candidates, in_flight), room)
+        cut_off = self._size.cut_off
+        for topic, depth in sorted(deep.items()):
+            shards = self._next_shards("deep", request.shards, DEEP_ROWS // depth)
+            found = self._store.poll(replace(request, shards=shards, topics=frozenset({topic}), per_range=depth))
+            candidates += found
+            if max(_by_range(found).values(), default=0) >= depth:
+                cut_off |= {topic}
+        return candidates, cut_off
+
+    def _next_part(self, request: PollRequest) -> PollRequest:
+        """Return the request if one read may have all of its ranges. Otherwise return the part after the last one.
+
+        A part has some of the shards or, if the topics of one shard are too many, some of the topics of one shard.
+        """
+        pairs = max(1, self._ranges.limit * request.pairs // max(1, request.ranges))
+        topics = sorted(request.topics)
+        if request.pairs <= pairs:
+            return request
+        if len(topics) <= pairs:
+            return replace(request, shards=self._next_shards("poll", request.shards, pairs // len(topics)))
+        first = self._next["topic"] if self._next["topic"] < len(topics) else 0
+        shard = request.shards[self._next["poll"] % len(request.shards)]
+        self._next["topic"] = first + pairs
+        self._next["poll"] += first + pairs >= len(topics)
+        return replace(request, shards=(shard,), topics=frozenset(topics[first : first + pairs]))
+
+    def _next_shards(self, kind: str, shards: tuple[int, ...], number: int) -> tuple[int, ...]:
+        """Return `number` of the shards, at least one, beginning after the last shard of the previous such read."""
+        number = min(max(1, number), len(shards))
+        first = self._next[kind] % len(shards)
+        self._next[kind] = first + number
+        return (*shards[first:], *shards[:first])[:number]
+
+
+def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]:
+    """Count candidates by range: topic, shard, and whether they are ready or due."""
+    return Counter((each.topic, each.shard, each.available_at is None) for each in candidates)
+
+
+def _startable(candidates: Sequence[Candidate], in_flight: Collection[str]) -> int:
+    """Count the candidates of the highest priority that are not in flight."""
+    highest = max((each.priority for each in candidates), default=0)
+    return len({each.id for each in candidates if each.priority == highest} - set(in_flight))
+
+
+class PollSize:
+    """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
+
+    `per_range` doubles while ranges are cut off and too few tasks are startable for the room. It halves if a poll
+    returns more than twice the target, or more than four times the target while too few tasks are startable. A task is
+    startable if it has the highest priority of the poll and is not in flight. If less urgent tasks counted too, one of
+    them could start before an urgent task that the poll did not reach.
+    """
+
+    def __init__(self, target: int, shards: int) -> None:
+        """Expect at first that one topic has the `target` rows, spread over the shards."""
+        self._target = target
+        self.per_range = max(1, -(-target // max(1, shards)))
+        #: The topics that may have more tasks than the last poll read.
+        self.cut_off: frozenset[str] = frozenset()
+
+    def limit(self, per_range: int) -> None:
+        """Read no more rows of each range, because all ranges together have too many."""
+        self.per_range = max(1, min(self.per_range, per_range))
+
+    def adapt(self, by_range: Mapping[tuple[str, int, bool], int], startable: int, room: int) -> None:
+        """Adapt to the last poll: the rows of each range, and how many `startable` tasks it found for the `room`.
+
+        A range is a topic, a shard, and whether its tasks are ready or due. If the poll read a range a second time, for
+        lower priorities, the range may have more rows than `per_range`.
+        """
+        total = sum(min(count, self.per_range) for count in by_range.values())
+        self.cut_off = frozenset(topic for (topic, *_), count in by_range.items() if count >= self.per_range)
+        max_rows = (2 if startable >= room else 4) * self._target
+        if total > max_rows:
+            self.per_range = max(1, self.per_range // 2)
+        elif self.cut_off and startable < room and total <= max_rows // 2:
+            self.per_range = min(self._target, self.per_range * 2)

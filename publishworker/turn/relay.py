@@ -1,0 +1,302 @@
+"""One turn of the relay, in the order in which data moves.
+
+Settle the batches that have ended, mark tasks in doubt, discover if the last discovery is old, poll, resolve ordering
+keys, select and start batches, discover, report.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+
+from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.held_back import HeldBack
+from publishworker.delivery.in_doubt import InDoubt
+from publishworker.spanner.store import Store
+from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.reporter import Reporter
+from publishworker.threads import REAL_THREADS, Threads
+from publishworker.topics.availability import Topics
+from publishworker.turn.batching import Limits
+from publishworker.turn.in_flight import InFlight
+from publishworker.turn.membership import Membership
+from publishworker.turn.ordering import Ordering, ResolvedKeys
+from publishworker.turn.poller import Polled, Poller
+from publishworker.turn.selection import Selector
+from publishworker.types import Batch, BatchResult, Discovery, Turn
+
+#: Max seconds that a turn waits for in-flight batches. It then ends without them, so that the worker sends a heartbeat.
+MAX_TURN_WAIT_SECONDS = 0.25
+#: A turn neither polls nor starts a batch with topic controls, layouts and live workers that were read longer ago. Its
+#: pause may have been long, its reads slow, or its process suspended.
+MAX_AGE_SECONDS = 2.0
+
+
+class Relay:
+    """Moves tasks from a store to their topics. Not thread-safe: one turn at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        delivery: Delivery,
+        metrics: Metrics,
+        membership: Membership,
+        *,
+        limits: Limits,
+        discovery_seconds: float,
+        random: Random,
+        fair_share: float = 0.0,
+        skip_dead: bool = False,
+        stragglers: int = 0,
+        shutdown_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        touch_file: Callable[[], None] = lambda: None,
+        threads: Threads = REAL_THREADS,
+    ) -> None:
+        """Send the tasks of `store` in batches within `limits`.
+
+        Args:
+            store: where the tasks are.
+            delivery: claims, publishes and marks each batch.
+            metrics: where counts and durations go.
+            membership: which shards this worker polls.
+            limits: tasks and bytes of a batch, and how many batches may be in flight.
+            discovery_seconds: seconds between two discoveries. A discovery reads live workers, topic controls and
+                unknown topics, and the next poll also reads due tasks.
+            random: shuffles slices of tasks, and draws probes.
+            fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
+            skip_dead: a dead task does not block its ordering key.
+            stragglers: how many of a turn's batches may still be in flight when it stops waiting. If no task is left to
+                start, it waits for all of them.
+            shutdown_seconds: how long `finish` keeps trying to mark tasks in doubt. It tries at least once.
+            clock: monotonic seconds.
+            touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
+                for a hung one.
+            threads: creates a thread for each batch.
+        """
+        self._limits = limits
+        self._stragglers = stragglers
+        self._shutdown_seconds = shutdown_seconds
+        self._clock = clock
+        self._touch_file = touch_file
+        self._store = store
+        self._membership = membership
+        self._topics = Topics(random, clock, places=limits.batches)
+        self._poller = Poller(
+            store, membership, target_rows=limits.batches * limits.batch_size, discovery_seconds=discovery_seconds,
+            clock=clock,
+        )  # fmt: skip
+        self._ordering = Ordering(store, limits, random, skip_dead=skip_dead, clock=clock)
+        self._selector = Selector(limits, self._topics, random, fair_share)
+        #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
+        self._learned_at = clock()
+        #: True while the reads of a turn run, and afterwards if one of them failed.
+        self._reads_failed = False
+        #: Set by `wake`. The worker then ends its pause.
+        self.woken = threads.event()
+        self._in_flight = InFlight(delivery.run, clock, touch_file, threads)
+        self._in_doubt = InDoubt(delivery.mark, limits, clock, touch_file, threads)
+        self._held_back = HeldBack(clock)
+        self._reporter = Reporter(metrics, clock)
+
+    def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
+        """Run one turn and return its numbers. Start no batch once `stopping()` is true.
+
+        Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. After a
+        StoreError, batches in flight go on, and a later turn reports them.
+        """
+        self._take_wake_up()
+        finished = self._in_flight.collect()
+        poll_again = self._settle(finished)  # circuits, limits, tasks in doubt, metrics and logs
+        self._in_flight.raise_if_stuck()
+        self._in_doubt.mark()
+        discovered = self._begin_reads()
+        self._start_at_most_once(finished, stopping)
+        polled = self._poll()  # reads nothing while no batch may start
+        ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
+        started = self._start(self._select(polled, ready, stopping))
+        if not discovered:  # live workers, controls, unknown topics
+            poll_again |= self._discover(in_vain=not (started or polled.no_room))
+        self._reads_failed = False
+        poll_again |= polled.unread
+        waits = len(self._in_flight) > 0 and (polled.no_room or started or ready.busy or self._selector.lacks_bytes)
+        ended = self._wait() if waits else self._in_flight.collect()
+        poll_again |= self._settle(ended)
+        self._start_at_most_once(ended, stopping)
+        return self._report(polled, finished + ended, waits=waits, poll_again=poll_again)
+
+    def wake(self) -> None:
+        """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
+        self.woken.set()
+
+    def seconds_until_due(self) -> float | None:
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
+
+        Tasks of topics that are unavailable now do not count. Raises StoreError.
+        """
+        return self._poller.seconds_until_due(self._topics.unavailable(self._in_flight.tasks_by_topic()))
+
+    def finish(self) -> Turn:
+        """Wait for all batches in flight, try to mark tasks in doubt, and return the numbers.
+
+        Raises StuckBatch if a batch does not end.
+        """
+        finished: list[BatchResult] = []
+        try:
+            while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
+                ended = self._in_flight.wait_for_one()
+                self._settle(ended)
+                finished += ended
+            self._in_doubt.finish(self._shutdown_seconds)
+            return self._report(Polled(), finished)
+        finally:
+            self._reporter.end()
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of batches in flight, including those that mark tasks in doubt."""
+        return len(self._in_flight) + self._in_doubt.batches_in_flight
+
+    @property
+    def topics(self) -> frozenset[str]:
+        """Return the topics that have, or recently had, unsent tasks, except paused ones."""
+        return self._poller.topics - self._topics.paused
+
+    def circuit_states(self) -> Mapping[str, bool]:
+        """Return the topics whose circuit is not closed, and whether it is open (True) or half-open (False)."""
+        return self._topics.circuits.states()
+
+    def _settle(self, finished: Sequence[BatchResult]) -> bool:
+        """Report finished batches, and update tasks in doubt, circuits and limits.
+
+        Returns whether the circuit of a topic has opened or closed, or a probe has failed.
+        """
+        changed = False
+        for result in finished:
+            self._reporter.batch(result)
+            self._in_doubt.learn(result)
+            self._held_back.learn(result)
+            if (change := self._topics.learn(result)) is not None:
+                self._reporter.circuit(change)
+                changed = True
+        return changed
+
+    def _start_at_most_once(self, finished: Sequence[BatchResult], stopping: Callable[[], bool]) -> None:
+        """Start the at-most-once tasks that finished batches found, in batches that mark them before they publish them.
+
+        A poll cannot tell which tasks are at-most-once, but the lock query can.
+        """
+        if stopping():
+            return
+        if batches := [batch for each in finished if (batch := self._topics.at_most_once_batch(each)) is not None]:
+            self._refresh()
+            self._start(batches)
+
+    def _take_wake_up(self) -> None:
+        if self.woken.is_set():
+            self.woken.clear()  # before the poll, so that an insert during the turn starts another one
+            self._poller.wake()
+
+    def _begin_reads(self) -> bool:
+        """Discover if the last discovery is old. Return whether the end of the turn then has nothing left to discover.
+
+        If a read of the last turn failed, read no topics: a reshard may have dropped the index.
+        """
+        failed, self._reads_failed = self._reads_failed, True  # `turn` resets it if no read raises StoreError
+        if failed:
+            self._learned_at = float("-inf")
+            self._refresh()
+        return self._is_outdated() and not self._discover(now=True)
+
+    def _is_outdated(self) -> bool:
+        return self._clock() - self._learned_at > MAX_AGE_SECONDS
+
+    def _refresh(self) -> None:
+        """Read live workers, layouts and topic controls if they are outdated. Raises StoreError."""
+        if self._is_outdated():
+            self._touch_file()
+            began = self._clock()
+            self._learn(self._store.discover((), ()), began)
+
+    def _discover(self, *, in_vain: bool = False, now: bool = False) -> bool:
+        """Discover if it is time, or `now`, and return whether there are new topics or shards to poll."""
+        self._touch_file()
+        began, shards = self._clock(), self._membership.shards
+        unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic()) if now else ()
+        found = self._poller.discover(in_vain=in_vain, now=now, unavailable=unavailable)
+        if found is None:
+            return False
+        self._learn(found, began)
+        return self._poller.discovers_again or shards != self._membership.shards
+
+    def _learn(self, found: Discovery, began: float) -> None:
+        self._membership.learn(found.workers)
+        self._topics.control(found.controls, self._membership.size)
+        self._learned_at = began
+
+    def _poll(self) -> Polled:
+        self._touch_file()
+        if not self._in_flight.has_room(self._limits):
+            return Polled(no_room=True)
+        if not self._in_doubt.may_publish:
+            return Polled()
+        # Batches that end during the poll are collected only after the selection. Otherwise the turn could start their
+        # tasks again, because the poll may have returned them as unsent.
+        in_flight = self._in_flight.ids() | self._in_doubt.ids() | self._held_back.ids()
+        unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
+        began = self._clock()
+        room = (self._limits.batches - len(self._in_flight)) * self._limits.batch_size
+        depths = self._topics.circuits.depths()
+        polled = self._poller.poll(room, self._selector.below, in_flight, unavailable, depths)
+        self._reporter.poll(self._clock() - began)
+        return polled
+
+    def _resolve(self, polled: Polled) -> ResolvedKeys:
+        self._touch_file()
+        busy = self._in_flight.keys() | self._in_doubt.keys() | self._held_back.keys()
+        return self._ordering.resolve(polled.candidates, busy)
+
+    def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> list[Batch]:
+        self._touch_file()
+        if polled.no_room or stopping():
+            return []
+        if ready.candidates:
+            self._refresh()  # the reads may have taken long
+        return self._in_doubt.limit_to_probe(self._selector.select(ready, self._in_flight, polled.cut_off))
+
+    def _start(self, batches: Sequence[Batch]) -> bool:
+        """Start the batches whose topic is not paused; return whether there were any."""
+        started = [batch for batch in batches if batch.defers or batch.topic not in self._topics.paused]
+        for batch in started:
+            self._in_flight.start(self._topics.prepare(batch))
+        return bool(started)
+
+    def _wait(self) -> list[BatchResult]:
+        """Wait until a batch has ended and at most `stragglers` of this turn's batches are in flight.
+
+        If no tasks are left to start, wait for all of these batches, because another poll would find nothing.
+        """
+        max_left = self._stragglers if self._selector.left_tasks else 0
+        return self._in_flight.wait_for_most(max_left, MAX_TURN_WAIT_SECONDS)
+
+    def _report(
+        self, polled: Polled, finished: Sequence[BatchResult], *, waits: bool = False, poll_again: bool = False
+    ) -> Turn:
+        """Return the numbers of a turn, and log them."""
+        committed = [result for result in finished if result.error is None]
+        turn = Turn(
+            polled=len(polled.candidates),
+            published=sum(len(result.published()) for result in finished),
+            already_sent=sum(len(result.already_sent()) for result in finished),
+            failed=sum(len(result.failed()) for result in finished),
+            recorded=sum(len(result.recorded) for result in committed),
+            deferred=sum(len(result.deferred) for result in committed),
+            uncommitted=sum(len(result.published()) for result in finished if result.error is not None),
+            in_flight=self.in_flight,
+            unfinished=bool(polled.candidates or polled.no_room or finished or self.in_flight or self._in_doubt.ids()),
+            still_waiting=waits and not finished,
+            poll_again=poll_again,
+            seconds_to_retry=self._topics.seconds_until_available(),
+            max_pause=self._topics.max_pause,
+        )
+        self._reporter.turn(turn, worked=bool(finished))
+        return turn

@@ -1,0 +1,206 @@
+"""The worker's loop: when the next turn runs, what happens while Spanner is unavailable, how it stops."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+from publishworker.spanner.errors import DatabaseMissing, StoreError
+from publishworker.threads import Event
+from publishworker.turn.in_flight import StuckBatch
+from publishworker.turn.membership import Membership
+from publishworker.types import Turn
+
+_log = logging.getLogger("publishworker")
+
+#: Seconds of the first wait after work. Each further wait is twice as long, up to the poll interval.
+FIRST_WAIT = 0.05
+#: Max seconds between two turns while Spanner is unavailable.
+MAX_OUTAGE_WAIT_SECONDS = 5.0
+#: Seconds of NOT_FOUND after which the worker ends: waiting does not bring a dropped database back.
+MAX_MISSING_SECONDS = 300.0
+
+
+class TurnRunner(Protocol):
+    """What the worker needs from a relay."""
+
+    woken: Event
+
+    def turn(self, stopping: Callable[[], bool]) -> Turn:
+        """Run one turn. Start no batch once `stopping()` is true.
+
+        Raises StoreError if the store does not answer, StuckBatch if a batch does not end.
+        """
+
+    def seconds_until_due(self) -> float | None:
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
+
+        Raises StoreError.
+        """
+
+    def finish(self) -> Turn:
+        """Wait for the batches in flight."""
+
+
+class Pause:
+    """Waits that double from `first` to `longest`, with jitter, so that workers do not act in step."""
+
+    def __init__(self, first: float, longest: float | Callable[[], float], random: Random) -> None:
+        """Begin with `first` seconds."""
+        self._first = first
+        self._longest = longest if callable(longest) else lambda: longest
+        self._random = random
+        self._next = first
+
+    def reset(self) -> None:
+        """Begin again with the shortest wait."""
+        self._next = self._first
+
+    def next(self) -> float:
+        """Return the current wait less a random part: at most 15 % of it, and at most 0.5 s. Then double it."""
+        nominal = min(self._next, self._longest())
+        self._next = nominal * 2
+        return nominal - self._random.uniform(0, min(0.15 * nominal, 0.5))
+
+
+class Worker:
+    """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`."""
+
+    def __init__(
+        self,
+        relay: TurnRunner,
+        membership: Membership,
+        *,
+        poll_interval: float,
+        idle_interval: Callable[[], float] | None = None,
+        touch_file: Callable[[], None],
+        report: Callable[[], None] = lambda: None,
+        random: Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wait at most `poll_interval` seconds between polls, or `idle_interval()` if new tasks wake the relay.
+
+        `touch_file` and `report` are called at each turn, even while Spanner is unavailable.
+        """
+        self._relay = relay
+        self._membership = membership
+        self._touch_file = touch_file
+        self._report = report
+        self._clock = clock
+        self._poll_interval = poll_interval
+        self._max_pause = idle_interval or (lambda: poll_interval)
+        self._idle = Pause(FIRST_WAIT, self._max_pause, random)
+        self._outage = Pause(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
+        #: Whether the last turn left something to try again.
+        self._unfinished = False
+        self._unavailable = False
+        self._missing_since: float | None = None
+
+    def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
+        """Run turns until `stop` is set or `until(turn)` is true. Then finish the batches in flight.
+
+        Raises StuckBatch, after the other batches have ended, and DatabaseMissing if the database or a table has been
+        gone for five minutes.
+        """
+        try:
+            self._turn_until(stop, until)
+        except StuckBatch as stuck:
+            try:
+                self._end()
+            except StuckBatch as others:
+                raise StuckBatch((*stuck.batches, *others.batches), stuck.seconds) from None
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        # The heartbeat is deleted before the wait for batches, so that other workers poll the shards immediately. Row
+        # locks keep them from publishing the tasks in flight.
+        self._membership.delete_heartbeat()
+        self._relay.finish()
+
+    def _turn_until(self, stop: threading.Event, until: Callable[[Turn], bool]) -> None:
+        self._membership.heartbeat()
+        while not stop.is_set():
+            self._touch_file()
+            self._report()
+            try:
+                turn = self._relay.turn(stop.is_set)
+                finished = not stop.is_set() and until(turn)
+                seconds = self._seconds_to_next(turn)
+            except StoreError as error:
+                self._touch_file()  # the poll alone may have taken 30 s
+                self._log_unavailable(error)
+                self._raise_if_missing_too_long(error)
+                stop.wait(self._outage.next())
+                continue
+            self._log_available()
+            self._missing_since = None
+            if finished or stop.is_set():
+                return
+            began = self._clock()
+            self._membership.heartbeat()  # not after a StoreError: a worker whose turns fail must lose its shards
+            self._pause(stop, began, seconds)
+
+    def _seconds_to_next(self, turn: Turn) -> float:
+        """Return the seconds until the next poll, and tell the membership whether this worker is idle."""
+        self._membership.idle = False
+        if turn.made_progress or (turn.unfinished and not self._unfinished):
+            self._idle.reset()  # a first failure is retried soon, and repeated ones more and more slowly
+        self._unfinished = turn.unfinished
+        if turn.made_progress or turn.still_waiting:
+            return 0.0
+        seconds = self._idle.next()
+        if seconds > self._poll_interval:
+            seconds = self._limit_long_pause(seconds, turn)
+        seconds = min(seconds, turn.max_pause)
+        return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
+
+    def _limit_long_pause(self, seconds: float, turn: Turn) -> float:
+        """Shorten `seconds` to the next event that the change stream does not report.
+
+        A batch may end, a task may become due, and another worker may crash.
+        """
+        if turn.unfinished:
+            return self._poll_interval
+        due = self._relay.seconds_until_due()
+        self._membership.idle = due is None and turn.seconds_to_retry is None
+        if due is not None:
+            seconds = min(seconds, due or self._poll_interval)  # 0: the poll may have just missed the task
+        return min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
+
+    def _pause(self, stop: threading.Event, began: float, seconds: float) -> None:
+        """Wait until `seconds` after `began`, or until the relay is woken, and send heartbeats.
+
+        If the change stream fails meanwhile, the pause is cut to the poll interval.
+        """
+        while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
+            if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
+                if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile
+                    stop.wait(max(0.0, FIRST_WAIT - (self._clock() - began)))
+                return
+            self._touch_file()
+            self._report()
+            if self._membership.lapsed:
+                return
+            self._membership.heartbeat()
+
+    def _raise_if_missing_too_long(self, error: StoreError) -> None:
+        if not isinstance(error, DatabaseMissing):
+            self._missing_since = None
+            return
+        self._missing_since = self._clock() if self._missing_since is None else self._missing_since
+        if self._clock() - self._missing_since >= MAX_MISSING_SECONDS:
+            raise error
+
+    def _log_unavailable(self, error: StoreError) -> None:
+        if not self._unavailable:
+            self._unavailable = True
+            _log.error("A request to Spanner failed; retrying: %s", error, extra={"action": "spanner_unavailable"})
+
+    def _log_available(self) -> None:
+        if self._unavailable:
+            self._unavailable = False
+            self._outage.reset()
+            _log.info("Spanner is available again", extra={"action": "spanner_available"})
