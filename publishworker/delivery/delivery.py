@@ -298,9 +298,14 @@ class Delivery:
         unchanged: dict[str, Mark] = {}
         end = self._clock() + SEARCH_SECONDS
 
-        def decide(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
+        def holds(row: LockedRow, now: datetime) -> bool:
+            # An at-most-once task is published after this search, which may take long.
+            is_too_late = result.batch.at_most_once and marks[row.id] is MARKED and row.is_expired(now)
+            return _is_unchanged(row, locked[row.id]) and not is_too_late
+
+        def decide(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             nonlocal unchanged
-            unchanged = {row.id: marks[row.id] for row in rows if _is_unchanged(row, locked[row.id])}
+            unchanged = {row.id: marks[row.id] for row in rows if holds(row, now)}
             return unchanged
 
         while refused:
