@@ -364,10 +364,11 @@ def test_a_long_blocked_tail_is_deferred_and_hides_no_other_task(
     assert {message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.pull_until(10)} == set(others)
     deferred = "Attempts = 0 AND BlockedBy = 'head'"
     statement = f"SELECT AvailableAt FROM AsynchronousTasks WHERE SentAt IS NULL AND {deferred} ORDER BY AvailableAt"
-    [[soon], *later] = query(own_database, statement)
-    assert soon <= datetime.now(UTC) + timedelta(minutes=1)
-    assert len(later) == tail - 1
-    assert before + hour <= later[0][0] <= later[-1][0] <= datetime.now(UTC) + hour
+    times = [at for [at] in query(own_database, statement)]
+    later = [at for at in times if at > datetime.now(UTC) + timedelta(minutes=1)]
+    assert len(times) == tail
+    assert 1 <= len(times) - len(later) <= tail / 5  # the first and the last of each deferral look at the head soon
+    assert before + hour <= later[0] <= later[-1] <= datetime.now(UTC) + hour
     assert [relay.turn().polled for _ in range(3)] == [0, 0, 0]
 
     good = base64.b64encode(serialized()).decode()

@@ -107,7 +107,7 @@ class Plan:
             latencies=DEFAULT_LATENCIES.times(random.choice([0.3, 1, 1, 3, 10])),
             reshard=random.choice([0, 0, 0, 2, 5]),
             wake=random.random() < 0.5,
-            longest_backoff=random.choice([5.0, 60.0, 900.0]),
+            longest_backoff=random.choice([60.0, 300.0, 900.0]),
             poll_interval=random.choice([1.0, 1.0, 1.0, 10.0, 30.0]),
             idle_interval=random.choice([15.0, 15.0, 60.0, 300.0]),
         )
