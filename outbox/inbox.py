@@ -110,7 +110,7 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
     task_id = plain(attributes.get(TASK_ID_ATTRIBUTE, ""))
     if 1 <= len(task_id) <= MAX_ID_CHARACTERS:
         return consumer, task_id
-    message_id = message.message_id
+    message_id = plain(message.message_id)
     if key == "message_id" and message_id:
         # Message IDs increase, so a TaskId that began with one would be a hot spot: https://cloud.google.com/spanner/docs/schema-design
         return consumer, f"{zlib.crc32(message_id.encode()):08x}-message-{message_id}"

@@ -70,23 +70,24 @@ class Emulators:
         return {
             SPANNER.variable: self.spanner_host,
             PUBSUB.variable: self.pubsub_host,
-            **self._without_proxy(),
+            **without_proxy(self.spanner_host, self.pubsub_host),
             # Before 1.5.38 the emulator treats a multiplexed session as an ordinary one: the transactions of two
             # threads close one another.
             "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false",
         }
 
-    def _without_proxy(self) -> dict[str, str]:
-        """Return the variable that lets gRPC reach the emulators directly, if the environment names a proxy."""
-        if not any(map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))):
-            return {}
-        former = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
-        hosts = (host_and_port(address)[0] for address in (self.spanner_host, self.pubsub_host))
-        return {"no_grpc_proxy": ",".join(dict.fromkeys(filter(None, (*former.split(","), *hosts))))}
-
     def ended(self) -> str | None:
         """Return how an emulator ended that was started here, or None while all run."""
         return next((ended for ended in (child.ended() for child in self.children) if ended), None)
+
+
+def without_proxy(*addresses: str) -> dict[str, str]:
+    """Return the variable that lets gRPC reach these addresses directly, if the environment names a proxy."""
+    if not any(map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))):
+        return {}
+    former = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
+    hosts = (host_and_port(address)[0] for address in addresses)
+    return {"no_grpc_proxy": ",".join(dict.fromkeys(filter(None, (*former.split(","), *hosts))))}
 
 
 @contextlib.contextmanager

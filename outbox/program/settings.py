@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from outbox.errors import SettingError
 from outbox.table.names import DATABASE, INSTANCE, PROJECT
+from outbox.table.values import plain
 
 PREFIX = "OUTBOX_"
 #: The variable names of all settings of all commands, without PREFIX. Each command reports a misspelled one.
@@ -42,7 +43,7 @@ class SettingType:
     def value(self, text: str, source: str) -> Any:
         """Return the parsed `text`. Raises SettingError, which begins with `source`, a flag or a variable."""
         try:
-            return self.parse(text)
+            return self.parse(plain(text))
         except ValueError:
             near = did_you_mean(text, self.choices)
             raise SettingError(

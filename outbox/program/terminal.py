@@ -6,8 +6,12 @@
 import codecs
 import io
 import json
+import os
 import sys
+from pathlib import Path
 from typing import TextIO
+
+_DISCARD = Path(os.devnull)
 
 
 class Escaped(str):
@@ -53,7 +57,12 @@ def complain(program: str, text: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Let stdout and stderr escape characters that their encoding does not have, in a form that JSON has, too."""
+    """Let stdout and stderr escape characters that their encoding does not have, in a form that JSON has, too.
+
+    A stream that the parent process has closed becomes one that discards what is written.
+    """
+    sys.stdin = sys.stdin or _DISCARD.open()  # noqa: SIM115 - open until the process ends
+    sys.stdout, sys.stderr = (stream or _DISCARD.open("w") for stream in (sys.stdout, sys.stderr))
     codecs.register_error("json_escape", _replacement)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

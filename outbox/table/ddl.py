@@ -91,12 +91,14 @@ def dropped_layout(suffix: str, indexes: Collection[str]) -> list[str]:
 #: What may contain a semicolon that ends no statement: texts and names in quotes, and comments. In all quotes, also of
 #: raw texts, a backslash keeps the next character from ending them, so prefixes such as rb do not matter.
 #: https://cloud.google.com/spanner/docs/reference/standard-sql/lexical
+#: Each alternative also matches when its end is missing, so a text is read once whatever it repeats.
 _TOKEN = re.compile(
     r"""
-    (?P<quoted> \'{3} (?:\\.|[^\\])*? \'{3} | "{3} (?:\\.|[^\\])*? "{3}
-      | ' (?:\\.|[^'\\\r\n])* ' | " (?:\\.|[^"\\\r\n])* " | ` (?:\\.|[^`\\\r\n])* ` )
-    | (?P<line> \s* (?:\#|--) [^\r\n]* )
-    | (?P<block> \s* /\* .*? \*/ \s* )
+    (?P<quoted> \'{3} (?:\\.|[^\\])*? (?:\'{3}|\Z) | "{3} (?:\\.|[^\\])*? (?:"{3}|\Z)
+      | ' (?:\\.|[^'\\\r\n])* '? | " (?:\\.|[^"\\\r\n])* "? | ` (?:\\.|[^`\\\r\n])* `? )
+    | (?P<line> (?:\#|--) [^\r\n]* )
+    | (?P<block> /\* .*? \*/ \s* )
+    | (?P<open> /\* .* )
     | (?P<end> ; )""",
     re.DOTALL | re.VERBOSE,
 )
@@ -106,7 +108,11 @@ def cut(sql: str) -> list[str]:
     """Return the statements of a file without semicolons and comments, which the emulator refuses."""
     statements, begin = [""], 0
     for token in _TOKEN.finditer(sql):
-        statements[-1] += sql[begin : token.start()] + (token["quoted"] or (" " if token["block"] else ""))
+        before = sql[begin : token.start()]
+        if kept := token["quoted"] or token["open"]:
+            statements[-1] += before + kept
+        else:
+            statements[-1] += before.rstrip() + (" " if token["block"] else "")
         if token["end"]:
             statements.append("")
         begin = token.end()

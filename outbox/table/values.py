@@ -1,7 +1,10 @@
 """Values that callers pass, as the exact types that the rest of the code relies on. Standard library only."""
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from datetime import UTC, datetime
+from functools import partial
+from typing import Any
 
 
 def plain(text: str) -> str:
@@ -20,17 +23,43 @@ def in_utc(time: datetime) -> datetime:
 def check_finished(result: object, function: str, *others: type) -> None:
     """Raise TypeError if a function of the caller has returned work that has not been done, and may never be.
 
-    `others` are types of results that stand for such work.
+    Also if a list, tuple, set or dict holds such work. `others` are types of results that stand for it.
     """
-    # A MagicMock has all methods of an iterator, but it is not its own iterator.
-    if (
-        isinstance(result, (Awaitable, *others))
-        or hasattr(type(result), "add_done_callback")
-        or (isinstance(result, Iterator) and iter(result) is result)
-        or (isinstance(result, AsyncIterator) and aiter(result) is result)
-    ):
-        raise TypeError(
-            f"{function} returned a {type(result).__name__}, so its work may not be done. It must be a plain function "
-            "that returns when its work is done: no `async def`, no `yield`, and it waits for futures and reads all "
-            "rows of a result"
-        )
+    looked_at: dict[int, object] = {}  # a list can hold itself
+    to_look_at = [result]
+    while to_look_at:
+        one = to_look_at.pop()
+        if id(one) in looked_at:
+            continue
+        looked_at[id(one)] = one
+        if _unfinished(one, others):
+            raise TypeError(
+                f"{function} returned a {type(one).__name__}, so its work may not be done. It must be a plain function "
+                "that returns when its work is done: no `async def`, no `yield`, and it waits for futures and threads "
+                "and reads all rows of a result"
+            )
+        if isinstance(one, dict):
+            to_look_at.extend(one.values())
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            to_look_at.extend(one)
+
+
+def _unfinished(result: Any, others: tuple[type, ...]) -> bool:
+    # A MagicMock has every method of an iterator, but it is not its own iterator, and its type has none of the names.
+    return (
+        isinstance(result, (Awaitable, partial, *others))
+        or inspect.isroutine(result)
+        or _is_iterator(result)
+        or _is_iterator(getattr(result, "__dict__", {}).get("gen"))  # a context manager that was not entered
+        or any(all(hasattr(type(result), name) for name in names) for names in _OF_WORK)
+    )
+
+
+#: Methods of futures, threads and processes, results of pools, and child processes.
+_OF_WORK = (("add_done_callback",), ("is_alive",), ("ready", "wait"), ("poll", "wait"))
+
+
+def _is_iterator(result: Any) -> bool:
+    return (isinstance(result, Iterator) and iter(result) is result) or (
+        isinstance(result, AsyncIterator) and aiter(result) is result
+    )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one
+from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one, without_proxy
 from outbox.errors import NotReached
 from publishworker.testing.sharing import Sharing, ask
 
@@ -77,8 +77,9 @@ def _running(config: pytest.Config, program: Program) -> Iterator[str]:
             pytest.skip(str(error))
         # The last variable: see outbox.devtools.emulators.
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv(program.variable, host)
-        patch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
+        variables = {program.variable: host, "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false"}
+        for name, value in (variables | without_proxy(host)).items():
+            patch.setenv(name, value)
         yield host
 
 

@@ -135,6 +135,11 @@ def test_a_test_gets_emulators_a_database_and_a_relay(
     assert "9 passed" in ended.stdout
 
 
+def test_the_emulators_are_reached_without_the_proxy_of_the_environment(emulators: Emulators, project: Path) -> None:
+    ended = run(project, "-k", "once", http_proxy="http://127.0.0.1:1", **emulators.environment())
+    assert ended.returncode == 0, ended.stdout
+
+
 @pytest.mark.parametrize(("ci", "outcome"), [("", "9 skipped"), ("true", "9 errors")])
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")])
 def test_without_an_emulator_tests_are_skipped_and_fail_in_ci(

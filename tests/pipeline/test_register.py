@@ -1,6 +1,7 @@
 """`register`, on Spark and the emulator: what becomes of rows, also when Spark tasks fail or the job is killed."""
 
 import base64
+import enum
 import json
 import os
 import random
@@ -178,6 +179,12 @@ def test_files_of_every_format_become_tasks(
     assert {id: message_of(each).data for id, each in rows_of(database).items()} == {
         task_id("orders", "1"): b"a,\n", task_id("orders", "2"): b"", task_id("orders", "3"): b"\xff"
     }  # fmt: skip
+
+
+def test_an_id_derives_from_the_text_of_a_value() -> None:
+    """A member of an enumeration has the format of its name."""
+    values = enum.Enum("Values", {"TOPIC": "orders", "KEY": "é"}, type=str)
+    assert task_id(*values) == task_id("orders", "é")  # type: ignore[arg-type]
 
 
 def test_empty_input_and_a_single_row(

@@ -1,9 +1,13 @@
 """What the inbox accepts and refuses, and what its callback does with a message, without a service."""
 
 import enum
+import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from multiprocessing.pool import ApplyResult
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -101,7 +105,10 @@ def test_names_and_ids_are_plain_text(set_metrics: Any) -> None:
     receive = inbox.Handler(database, consumer=consumer)(lambda *_: None)  # type: ignore[arg-type]  # a fake
     receive(message(consumer))
     [(_, _, _, [row])] = database.committed
+    without_id = message(None)
+    without_id.message_id = consumer
     assert [type(each) for each in row[:2]] == [str, str]
+    assert inbox.inbox_row(without_id, consumer, "message_id")[1].endswith("-message-billing")
     counter.increment.assert_called_once_with(
         "outbox.inbox_message_count", 1, ["consumer:billing", "outcome:processed"]
     )
@@ -148,6 +155,14 @@ UNFINISHED = [
     lambda *of: map(print, of),
     lambda *_of: Future(),
     lambda *_of: pubsub_future.Future(),
+    lambda *_of: [{"answer": (Future(),)}],  # whatever holds it
+    lambda *_of: {"rows": {1: generator(None)}},
+    lambda *_of: contextmanager(generator)(None),  # its body runs when it is entered
+    lambda *_of: asynccontextmanager(async_generator)(None),
+    lambda *_of: threading.Thread(),
+    lambda *_of: ApplyResult(mock.MagicMock(_cache={}), None, None),
+    lambda *_of: fails,  # a function that nothing calls
+    lambda *_of: partial(fails),
 ]
 
 
@@ -184,7 +199,14 @@ def test_a_function_without_an_effect_is_no_success(handle: Any, error: type[Exc
     assert (of.seen, database.committed) == (["nack"], [])
 
 
-@pytest.mark.parametrize("result", [None, 7, "text", [1], {"a": 1}, mock.Mock(), mock.MagicMock(), object()])
+ROUND: list[object] = []
+ROUND.append(ROUND)
+
+
+IGNORED = [None, 7, "text", [1], {"a": [mock.MagicMock()]}, mock.Mock(), mock.MagicMock(), object(), Path(), ROUND]
+
+
+@pytest.mark.parametrize("result", IGNORED)
 def test_the_result_of_a_function_is_ignored(result: object) -> None:
     assert receiver(FakeDatabase(), lambda *_: result).process(message()) is True
 

@@ -66,6 +66,14 @@ def test_random_statements_are_cut_where_they_end(statements: list[list[tuple[st
     assert [words(each) for each in ddl.cut(file)] == expected
 
 
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("piece", [" ", "\n", "/* ", "--", "'", '"""', "`", "\\", "\\'", '\\"', "/**/", " ;"])
+def test_a_long_file_is_cut_in_linear_time(piece: str):
+    """Whatever it repeats, also if it never ends."""
+    text = "CREATE TABLE T (A INT64)" + piece * 100_000 + "x"
+    assert ddl.cut(text)[0].startswith("CREATE TABLE T (A INT64)")
+
+
 def test_a_comment_separates_words():
     assert ddl.cut("CREATE/**/TABLE#;\nA--;\r\n(B); -- no end") == ["CREATE TABLE\nA\r\n(B)"]
 

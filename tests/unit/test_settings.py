@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import enum
 
 import pytest
 
@@ -33,6 +34,12 @@ def test_a_flag_overrides_its_variable_which_overrides_the_default() -> None:
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g"}).project == "g"
     assert WorkerSettings.read(needed, {"GOOGLE_CLOUD_PROJECT": "g", "OUTBOX_PROJECT": "o"}).project == "o"
     assert {field.name for field in fields_of(WorkerSettings) if field.fallback_variable} == {"project"}
+
+
+def test_a_member_of_an_enumeration_becomes_plain_text() -> None:
+    """Its format is that of its name."""
+    name = enum.Enum("Name", {"DATABASE": "orders"}, type=str).DATABASE
+    assert type(read(database=name.value).database) is type(read(database=name).database) is str  # type: ignore[arg-type]
 
 
 #: By the flag: the allowed values, values beyond them, and the boundaries inside.

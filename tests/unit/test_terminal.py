@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from outbox.cli.output import as_json
 from outbox.program.logs import JsonFormatter, TextFormatter
 from outbox.program.terminal import complain, counted, prepare_streams, say
+from tests.support.processes import ROOT
 
 FAKED = "orders\nok          topic invoices\r\x1b[2J\x9b2J\u202e\u2028\x85ok"
 TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
@@ -72,3 +74,12 @@ def test_one_of_a_kind_is_not_in_the_plural() -> None:
     assert [counted(number, "live worker") for number in (0, 1, 1_000)] == [
         "0 live workers", "1 live worker", "1,000 live workers",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2"])
+@pytest.mark.parametrize("command", ["outbox status", "publishworker run", "outbox_pipeline drain"])
+def test_a_command_runs_without_one_of_its_streams(command: str, closed: str) -> None:
+    """As a service manager may start it."""
+    line = f"{sys.executable} -m {command} {closed}>&-"
+    run = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (run.returncode, "Traceback" in run.stderr) == (2, False)

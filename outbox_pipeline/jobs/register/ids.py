@@ -10,13 +10,15 @@ from uuid import UUID, uuid5
 from pyspark.sql import Column
 from pyspark.sql import functions as f
 
+from outbox.table.values import plain
+
 #: The namespace of all derived IDs.
 NAMESPACE = UUID("3b0c7e0e-9b50-5d3c-8f43-6d6e2a6d1c55")
 
 
 def task_id(topic: str, *key: str) -> str:
     """Return the ID that `register` gives a row with this topic and these values of its key columns."""
-    name = "".join(f"{len(part.encode())}:{part}" for part in (topic, *key))
+    name = "".join(f"{len(part.encode())}:{part}" for part in map(plain, (topic, *key)))
     return str(uuid5(NAMESPACE, name))
 
 
