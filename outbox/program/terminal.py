@@ -61,7 +61,7 @@ def prepare_streams() -> None:
 
     A stream that the parent process has closed becomes one that discards what is written.
     """
-    sys.stdin = sys.stdin or _DISCARD.open()  # noqa: SIM115 - open until the process ends
+    sys.stdin = sys.stdin or _DISCARD.open()
     sys.stdout, sys.stderr = (stream or _DISCARD.open("w") for stream in (sys.stdout, sys.stderr))
     codecs.register_error("json_escape", _replacement)
     for stream in (sys.stdout, sys.stderr):
