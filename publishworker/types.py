@@ -4,10 +4,9 @@ Candidate, LockedRow and Version are NamedTuples, which take a quarter of the ti
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
 
 from outbox.table.layouts import Layout
@@ -151,50 +150,6 @@ class Discovery:
     topics: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Tasks of one topic that are claimed in one transaction. The same transaction usually publishes and marks them."""
-
-    topic: str
-    ids: tuple[str, ...]
-    #: Tasks whose publish failed in the topic's last outage. If one fails again while the topic accepts other tasks, a
-    #: failed attempt is recorded.
-    suspects: frozenset[str] = frozenset()
-    #: The worker has published a task to the topic since its last outage.
-    topic_accepts: bool = True
-    #: The batch probes a topic whose circuit is open.
-    probe: bool = False
-    #: The marks are committed before the tasks are published.
-    at_most_once: bool = False
-    #: The ordering key of each task, or empty if none has one. The tasks of each key are in order.
-    keys: tuple[str | None, ...] = ()
-    #: Deferred tasks that follow the sendable prefixes, to be released when these are sent.
-    releases: tuple[str, ...] = ()
-    #: Nothing is published: the first task is a key head that is not due, and the batch defers the others behind it.
-    defers: bool = False
-    #: Size of all messages.
-    bytes: int = 0
-
-    def part(self, ids: Collection[str], *, at_most_once: bool = False) -> "Batch":
-        """Return a batch of these tasks alone. Its commit releases the task behind them, as each commit does."""
-        ids = frozenset(ids)
-        tasks = list(zip_longest(self.ids, self.keys))
-        keys = tuple(key for id, key in tasks if id in ids)
-        behind = (
-            after
-            for (id, key), (after, its) in pairwise(tasks)
-            if key is not None and key == its and id in ids and after not in ids
-        )
-        return Batch(
-            self.topic,
-            tuple(id for id in self.ids if id in ids),
-            at_most_once=at_most_once,
-            keys=keys if any(keys) else (),
-            releases=(*behind, *self.releases) if any(keys) else (),
-            bytes=self.bytes,
-        )
-
-
 class LockedRow(NamedTuple):
     """A task as the claim reads it under the lock."""
 
@@ -268,7 +223,7 @@ MARKED = Sent("")
 class Skipped:
     """The task is not published in this batch.
 
-    - `sent`: another worker has sent it. Only this reason is counted: see `BatchResult.already_sent`.
+    - `sent`: another worker has sent it. Only this reason is counted: see `Delivered.already_sent`.
     - `changed`: it was published, and then registered again, repaired, moved, or marked and reset.
     - `gone`: the row does not exist any more.
     - `not_due`: AvailableAt is in the future.
@@ -318,93 +273,6 @@ class Deferred:
 Mark = Sent | NotSent | Deferred
 
 
-@dataclass(slots=True)
-class BatchResult:
-    """The outcome of one batch, including the state that later transaction attempts need.
-
-    If `error` is None, the commit succeeded and every mark is written. Otherwise `commit_unknown` says whether the
-    outcome of the commit is unknown, and `refused` that Spanner has refused to write these tasks, each by itself.
-    """
-
-    batch: Batch
-    #: Pub/Sub's answer for each task over all transaction attempts. A task that is expired or cannot be published has a
-    #: failure instead, without a request.
-    answers: dict[str, Outcome] = field(default_factory=dict)
-    #: The row as it was when its task was published.
-    versions: dict[str, Version] = field(default_factory=dict)
-    #: The outcomes of the last attempt. If another worker sent a task while this one published it, `answers` has Sent
-    #: and `outcomes` has Skipped.
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    #: When the rows were last locked, by the database's clock.
-    locked_at: datetime | None = None
-    #: Failed attempts that the commit writes.
-    recorded: dict[str, NotSent] = field(default_factory=dict)
-    #: Deferrals that the commit writes.
-    deferred: dict[str, Deferred] = field(default_factory=dict)
-    #: At-most-once tasks that may be marked as sent without having been published.
-    unconfirmed: list[str] = field(default_factory=list)
-    #: Trace IDs of the messages whose failure was recorded.
-    traces: dict[str, str] = field(default_factory=dict)
-    #: Seconds between a task's due time and Pub/Sub's answer.
-    waited: dict[str, float] = field(default_factory=dict)
-    #: Seconds of each phase, over all attempts.
-    phases: dict[str, float] = field(default_factory=dict)
-    #: Number of transaction attempts. All but the last were aborted.
-    transaction_attempts: int = 0
-    error: str | None = None
-    commit_unknown: bool = False
-    refused: bool = False
-    #: Results of tasks that were in this batch until Spanner refused its commit.
-    parts: list["BatchResult"] = field(default_factory=list)
-
-    def split_off(self, ids: Collection[str]) -> "BatchResult":
-        """Move tasks to a new result in `parts`, and return it."""
-        keys = dict(zip_longest(self.batch.ids, self.batch.keys)) if self.batch.keys else {}
-
-        def batch(*ids: str) -> Batch:
-            return replace(self.batch, ids=ids, keys=tuple(keys.get(id) for id in ids) if keys else (), releases=())
-
-        part = BatchResult(batch(*ids), locked_at=self.locked_at)
-        self.batch = batch(*(id for id in self.batch.ids if id not in ids))
-        for name in ("answers", "versions", "outcomes", "recorded", "deferred", "traces", "waited"):
-            kept = getattr(self, name)
-            setattr(part, name, {id: kept.pop(id) for id in ids if id in kept})
-        self.parts.append(part)
-        return part
-
-    def published(self) -> list[str]:
-        """Return the IDs of the published tasks, whether or not the commit succeeded."""
-        return [id for id, outcome in self.answers.items() if isinstance(outcome, Sent)]
-
-    def published_versions(self) -> dict[str, Version]:
-        """Return the versions of the published rows, by ID."""
-        return {id: self.versions[id] for id in self.published()}
-
-    def already_sent(self) -> list[str]:
-        """Return the IDs that another worker had sent."""
-        return self._skipped("sent")
-
-    def failed(self) -> dict[str, Failed]:
-        """Return the failures by ID."""
-        return {id: outcome for id, outcome in self.answers.items() if isinstance(outcome, Failed)}
-
-    def at_most_once_batch(self) -> Batch | None:
-        """Return a batch of the tasks that must be marked first, or None.
-
-        Tasks behind a failed one of their ordering key are left out. There is none if tasks were split off, because
-        they may be such failed ones.
-        """
-        skipped = [] if self.parts else self._skipped("at_most_once")
-        pairs = list(zip_longest(self.batch.ids, self.batch.keys)) if skipped else []
-        failed = {key for id, key in pairs if key is not None and isinstance(self.answers.get(id), Failed)}
-        once = {id for id, key in pairs if id in skipped and key not in failed}
-        return self.batch.part(once, at_most_once=True) if once else None
-
-    def _skipped(self, reason: str) -> list[str]:
-        skipped = ((id, outcome) for id, outcome in self.outcomes.items() if isinstance(outcome, Skipped))
-        return [id for id, outcome in skipped if outcome.reason == reason]
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The numbers of one turn, in tasks unless noted."""
@@ -417,7 +285,7 @@ class Turn:
     deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # batches that a later turn will report
-    #: Whether there are candidates, failed batches, in-flight batches or tasks in doubt: a later turn must try again.
+    #: Whether there are candidates, finished batches or batches in flight: a later turn must try again.
     unfinished: bool = False
     still_waiting: bool = False  # the turn waited for batches, and none ended, so the next turn starts at once
     poll_again: bool = False  # new topics or shards to poll, or a circuit opened, closed or failed a probe

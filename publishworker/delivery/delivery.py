@@ -1,13 +1,17 @@
-"""Send one batch: claim, publish, mark.
+"""Deliver one batch: claim its rows, publish its messages, mark its tasks, and mark them again until it is committed.
 
-`Reporter` counts and logs the results of `run`. `InDoubt` uses those of `mark`.
+`Delivery` publishes and marks in one transaction. `MarkFirst` and `Deferral` do so for other kinds of claims.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
-from publishworker.delivery.retry_policy import RetryPolicy, is_recorded, last_error
+from publishworker.delivery.claim import Claim
+from publishworker.delivery.delivered import Delivered, State, Unmarked
+from publishworker.delivery.marking import Marking, Settling
+from publishworker.delivery.retry_policy import RetryPolicy, is_recorded
 from publishworker.delivery.rules import (
     deferred_behind,
     expired,
@@ -17,358 +21,271 @@ from publishworker.delivery.rules import (
     to_publish,
     to_release,
 )
-from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
+from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
-from publishworker.spanner.errors import NotWritten, Refused, StoreError
+from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide, Store
 from publishworker.telemetry.metrics import CLAIM, COMMIT, PUBLISH
-from publishworker.types import (
-    MARKED,
-    Batch,
-    BatchResult,
-    Deferred,
-    Failed,
-    LockedRow,
-    Mark,
-    NotSent,
-    Outcome,
-    Sent,
-    Skipped,
-    Version,
-)
+from publishworker.types import MARKED, Deferred, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Version
 
-#: Max seconds to search for the rows for which Spanner refuses a commit, and max refused rows while all are refused.
-#: Then the reason is probably in no row.
+#: Max seconds to search for the rows for which Spanner refuses a commit, before the result is reported.
 SEARCH_SECONDS = 20.0
-MAX_REFUSED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What every delivery works with."""
+
+    store: Store
+    publisher: Publisher
+    retries: RetryPolicy
+    #: The time limit for publishing one batch.
+    publish_seconds: float
+    #: A dead task does not block its ordering key.
+    skip_dead: bool
+    clock: Callable[[], float] = time.monotonic
 
 
 class Delivery:
-    """Delivers batches, and may be called on several threads at once. It keeps no state between batches."""
+    """One batch, on a thread of its own. The relay's thread reads `claim`, `unsettled`, `aside` and `transactions`.
 
-    def __init__(
-        self,
-        store: Store,
-        publisher: Publisher,
-        retries: RetryPolicy,
-        publish_seconds: float,
-        *,
-        skip_dead: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`publish_seconds` is the time limit for publishing one batch.
+    After an abort the transaction function, `decide`, runs again. The next attempt publishes only tasks that have no
+    answer yet, and failed tasks whose row has changed since. It marks every task that any attempt has published.
+    """
 
-        With `skip_dead` a dead task does not block its ordering key.
-        """
-        self._skip_dead = skip_dead
-        self._clock = clock
-        self._store = store
-        self._publisher = publisher
-        self._retries = retries
-        self._publish_seconds = publish_seconds
+    def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
+        """Deliver the tasks of `claim`."""
+        self.claim = claim
+        #: The tasks whose marks are not written: until the result, all tasks of the claim.
+        self.unsettled = frozenset(claim.ids)
+        #: The batch needs no place any more: only tasks are left that cannot be marked while others can.
+        self.aside = False
+        #: Transactions that have begun. While the number grows, the batch is not stuck.
+        self.transactions = 0
+        self._tools = tools
+        self._marking = marking
+        self._clock = tools.clock
+        self._answers: dict[str, Outcome] = {}
+        self._outcomes: dict[str, Outcome] = {}
+        self._recorded: dict[str, NotSent] = {}
+        self._deferred: dict[str, Deferred] = {}
+        self._unconfirmed: list[str] = []
+        #: The rows as they were when their tasks were last tried.
+        self._tried: dict[str, Version] = {}
+        #: The marks that Spanner has refused to write. They hold while their rows are as they were.
+        self._refused: dict[str, tuple[Mark, Version]] = {}
+        self._waited: dict[str, float] = {}
+        self._traces: dict[str, str] = {}
+        self._phases: dict[str, float] = {}
+        self._attempts = 0
+        self._locked_at = 0.0
+        self._error: str | None = None
+        self._settling: Settling | None = None
 
-    def run(self, batch: Batch) -> BatchResult:
-        """Deliver a batch according to its kind."""
-        if batch.defers:
-            return self.defer(batch)
-        if batch.at_most_once:
-            return self.deliver_at_most_once(batch)
-        return self.deliver(batch)
+    def run(self) -> Delivered:
+        """Claim, publish and mark, in one transaction."""
+        try:
+            self._transact(self.claim, self._decide)
+            self.unsettled = frozenset()
+        except StoreError as error:
+            self._fail(error)
+        return self._delivered()
 
-    def deliver(self, batch: Batch) -> BatchResult:
-        """Claim a batch, publish its tasks and mark them, in one transaction.
+    def settle(self) -> Iterator[Unmarked]:
+        """Mark again, in transactions that publish nothing. Yield tasks that cannot be marked while others can."""
+        return iter(()) if self._settling is None else self._settling.run()
 
-        After an abort the transaction function runs again, and only `result` is kept. The next attempt publishes only
-        tasks that have no answer yet, and failed tasks whose row has changed since. It marks every task that any
-        attempt has published.
-        """
-        result = BatchResult(batch)
+    def mark_again(self, claim: Claim) -> None:
+        """Write the marks of a part of the claim. Raises StoreError."""
+        self._transact(claim, lambda rows, now: self._marks_again(claim, rows, now))
 
-        def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            locked_at = self._clock()
-            eligible = self._check(result, rows, now)
-            self._expire(result, to_publish(eligible, result.answers), now)
-            self._publish(result, to_publish(eligible, result.answers), locked_at)
-            return self._marks(result, [*eligible, *deferred_behind(batch, rows)], now)
+    def state_of(self, claim: Claim) -> State:
+        """Return what has happened to the tasks of a part, whose marks are not written."""
+        return "published" if all(isinstance(self._answers.get(id), Sent) for id in claim.ids) else "unpublished"
 
-        self._transact(result, attempt)
-        return result
+    def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+        """Publish, under the lock, and return the marks."""
+        eligible = self._check(self.claim, rows, now)
+        self._expire(to_publish(eligible, self._answers), now)
+        self._publish(to_publish(eligible, self._answers), now)
+        marks = self._marks([*eligible, *deferred_behind(self.claim, rows)], now)
+        return marks | self._releases(self.claim, rows, marks, now)
 
-    def defer(self, batch: Batch) -> BatchResult:
-        """Defer tasks of a key, if the first task of the batch, the key head, is still unsent and not due."""
-        result = BatchResult(batch)
-
-        def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            result.deferred = {}
-            reasons = skip_reasons(batch, rows, now, {}, skip_dead=self._skip_dead)
-            blocked = [row for row in in_order(batch, rows) if reasons.get(row.id) == Skipped("blocked")]
-            head = next((row for row in rows if row.id == batch.ids[0]), None)
-            if head is not None and head.available_at is not None:
-                deferrals = self._retries.deferrals(head, head.available_at, now)
-                waiting = [row for row in blocked if row.is_due(now) or row.deferred]
-                pairs = zip(waiting, deferrals, strict=False)
-                result.deferred = {row.id: deferral for row, deferral in pairs if _is_too_late(row, deferral, now)}
-            return result.deferred
-
-        self._transact(result, attempt)
-        return result
-
-    def deliver_at_most_once(self, batch: Batch) -> BatchResult:
-        """Mark a batch, commit, and only then publish it. A task can be lost but is never published twice.
-
-        If Pub/Sub certainly did not accept a message, a second transaction clears SentAt again.
-        """
-        result = BatchResult(batch)
-        marked: dict[str, LockedRow] = {}
-        locked_at = 0.0
-
-        def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            nonlocal marked, locked_at
-            locked_at = self._clock()
-            result.answers = {}
-            eligible = self._check(result, rows, now)
-            self._expire(result, eligible, now)
-            publishable = [row for row in eligible if row.id not in result.answers]
-            result.answers |= self._publisher.refusals(batch.topic, publishable)
-            marked = {row.id: row for row in to_publish(eligible, result.answers)}
-            return self._marks(result, eligible, now) | dict.fromkeys(marked, MARKED)
-
-        committed = self._transact(result, attempt)
-        for part in (result, *result.parts):
-            part.unconfirmed = [id for id in part.batch.ids if id in marked] if part.commit_unknown else []
-        sendable = _without_gaps(list(marked.values()), committed)
-        marked = {id: row for id, row in marked.items() if id in committed}
-        self._publish(result, sendable, locked_at)
-        refused = {id: row for id, row in marked.items() if _is_surely_not_published(result.answers.get(id))}
-        result.unconfirmed += [id for id in marked.keys() - refused.keys() if not isinstance(result.answers[id], Sent)]
-        if refused:
-            self._undo_marks(result, refused, committed)
-        return result
-
-    def mark(self, batch: Batch, decide: Decide) -> BatchResult:
-        """Write the marks that `decide` returns, in a transaction that publishes nothing."""
-        result = BatchResult(batch)
-        self._transact(result, decide)
-        return result
-
-    def _undo_marks(
-        self, result: BatchResult, before: Mapping[str, LockedRow], committed: Mapping[str, datetime]
-    ) -> None:
-        """Clear SentAt of rows that have not changed since the mark was committed, and record the failed attempts."""
-        recorded_before = result.recorded
-
-        def attempt(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            ours = [before[row.id] for row in rows if row.sent_at == committed[row.id]]
-            self._marks(result, ours, now)
-            failed, result.deferred = result.recorded, {}
-            result.recorded = recorded_before | failed
-            return {row.id: failed.get(row.id) or _restored(row, result.answers.get(row.id)) for row in ours}
-
-        undone = self.mark(Batch(result.batch.topic, tuple(before)), attempt)
-        for id in (id for part in (undone, *undone.parts) if part.error is not None for id in part.batch.ids):
-            result.recorded.pop(id, None)
-            result.unconfirmed.append(id)
-
-    def _check(self, result: BatchResult, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
+    def _check(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows to publish or, if they are published, to mark. Note why the others are skipped.
 
         They are in the order of their ordering keys.
 
         A task that failed in an earlier attempt loses its answer if its row has changed since.
         """
-        versions = {row.id: Version.of(row) for row in rows}
-        for id in result.failed():
-            if id in versions and versions[id] != result.versions[id]:
-                del result.answers[id]
-        result.outcomes = skip_reasons(result.batch, rows, now, result.published_versions(), skip_dead=self._skip_dead)
-        excluded = {*result.outcomes, *result.batch.releases}
-        eligible = [row for row in in_order(result.batch, rows) if row.id not in excluded]
-        result.versions |= {row.id: versions[row.id] for row in eligible if row.id not in result.answers}
-        result.locked_at = now
+        self._forget(claim)
+        for row in rows:
+            if isinstance(self._answers.get(row.id), Failed) and self._tried.get(row.id) != Version.of(row):
+                del self._answers[row.id]
+        self._outcomes |= skip_reasons(claim, rows, now, self._published(), skip_dead=self._tools.skip_dead)
+        excluded = {*self._outcomes, *(task.id for task in claim.releases)}
+        eligible = [row for row in in_order(claim, rows) if row.id not in excluded]
+        self._tried |= {row.id: Version.of(row) for row in eligible if row.id not in self._answers}
         return eligible
 
-    def _expire(self, result: BatchResult, rows: Sequence[LockedRow], now: datetime) -> None:
+    def _expire(self, rows: Sequence[LockedRow], now: datetime) -> None:
         """Note the failure of each row whose ExpiresAt has passed."""
-        result.answers |= {row.id: expired(row) for row in rows if row.is_expired(now)}
+        self._answers |= {row.id: expired(row) for row in rows if row.is_expired(now)}
 
-    def _publish(self, result: BatchResult, rows: Sequence[LockedRow], locked_at: float) -> None:
-        """Publish rows. A row that failed before, or is a suspect, gets its own request: no other row fails with it."""
+    def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
+        """Publish rows. A row that failed before, or is a suspect, gets its own request: no other row fails with it.
+
+        `now` was the database's time when the rows were locked.
+        """
         if not rows:
             return
-        alone = {row.id for row in rows if row.attempts or row.id in result.batch.suspects}
+        alone = {row.id for row in rows if row.attempts or row.id in self.claim.hints.suspects}
         began = self._clock()
-        outcomes = self._publisher.publish(result.batch.topic, rows, self._publish_seconds, alone)
+        answers = self._tools.publisher.publish(self.claim.topic, rows, self._tools.publish_seconds, alone)
         ended = self._clock()
-        result.answers |= outcomes
-        result.phases[PUBLISH] = result.phases.get(PUBLISH, 0.0) + ended - began
-        if (now := result.locked_at) is not None:
-            for row in rows:
-                if isinstance(outcomes.get(row.id), Sent):
-                    due = max(row.created_at, row.available_at or row.created_at)
-                    result.waited[row.id] = max(0.0, (now - due).total_seconds() + ended - locked_at)
+        self._answers |= answers
+        self._phases[PUBLISH] = self._phases.get(PUBLISH, 0.0) + ended - began
+        for row in rows:
+            if isinstance(answers.get(row.id), Sent):
+                due = max(row.created_at, row.available_at or row.created_at)
+                self._waited[row.id] = max(0.0, (now - due).total_seconds() + ended - self._locked_at)
 
-    def _marks(self, result: BatchResult, eligible: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of all outcomes, and note failed attempts and deferrals in the result."""
-        result.recorded, result.deferred = {}, {}
-        topic_accepts = result.batch.topic_accepts or bool(result.published())
+    def _marks(self, eligible: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+        """Return the marks of all answers, and note failed attempts and deferrals."""
+        topic_accepts = self.claim.hints.accepts or any(isinstance(each, Sent) for each in self._answers.values())
         marks: dict[str, Mark] = {}
         #: The ordering keys in which a task has failed, each with the deferrals of its later tasks, if there are any.
         stopped: dict[str, Iterator[Deferred]] = {}
         for row in eligible:
-            outcome = result.answers.get(row.id)
-            if outcome is not None:
-                result.outcomes[row.id] = outcome
-            if isinstance(outcome, Sent):
-                marks[row.id] = outcome
+            answer = self._answers.get(row.id)
+            if answer is not None:
+                self._outcomes[row.id] = answer
+            if isinstance(answer, Sent):
+                marks[row.id] = answer
             elif row.ordering_key in stopped:
                 if deferral := next(stopped[row.ordering_key], None):
-                    marks[row.id] = result.deferred[row.id] = deferral
-            elif isinstance(outcome, Failed):
+                    marks[row.id] = self._deferred[row.id] = deferral
+            elif isinstance(answer, Failed):
                 recorded = None
-                if is_recorded(result.batch, row.id, outcome, topic_accepts=topic_accepts):
-                    recorded = marks[row.id] = result.recorded[row.id] = self._retries.record(row, outcome, now)
-                blocks_nothing = recorded is not None and recorded.dead and self._skip_dead
-                if blocks_nothing and kind_of(outcome.reason) is FailureKind.CONTENT:
+                if is_recorded(self.claim.hints, row.id, answer, topic_accepts=topic_accepts):
+                    recorded = marks[row.id] = self._record(row, answer, now)
+                blocks_nothing = recorded is not None and recorded.dead and self._tools.skip_dead
+                if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
                     continue  # Pub/Sub was not asked about this dead task, so the later tasks of its key were tried
-                if row.ordering_key is not None and stops_key(outcome):
+                if row.ordering_key is not None and stops_key(answer):
                     stopped[row.ordering_key] = self._deferrals_behind(row, None if blocks_nothing else recorded, now)
-        result.traces |= _traces(eligible, result.recorded)
         return marks
+
+    def _record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
+        """Note a failed attempt, and the trace of its message."""
+        recorded = self._recorded[row.id] = self._tools.retries.record(row, failure, now)
+        if (trace := trace_id(row.data)) is not None:
+            self._traces[row.id] = trace
+        return recorded
 
     def _deferrals_behind(self, head: LockedRow, recorded: NotSent | None, now: datetime) -> Iterator[Deferred]:
         """Return the deferrals of the tasks behind a failed one. There are none if the failure was not recorded."""
         if recorded is None or recorded.available_at is None:
             return iter(())
-        return self._retries.deferrals(head, recorded.available_at, now)
+        return self._tools.retries.deferrals(head, recorded.available_at, now)
 
     def _releases(
-        self, batch: Batch, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
+        self, claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
     ) -> dict[str, Mark]:
         """Return a mark for each deferred task that this commit makes a key head. The mark releases the task."""
-        if not batch.keys:
-            return {}
-        heads = to_release(batch, rows, marks, now, skip_dead=self._skip_dead)
+        heads = to_release(claim, rows, marks, now, skip_dead=self._tools.skip_dead)
         return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
 
-    def _transact(self, result: BatchResult, decide: Decide) -> Mapping[str, datetime]:
-        """Let the store claim the batch and write the marks. Note attempts and seconds.
+    def _marks_again(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+        """Return the marks of published tasks, and those that Spanner has refused to write if their rows are as before.
 
-        Return the commit timestamp of each mark that is written. Tasks whose mark Spanner refuses become parts of the
-        result.
+        Another worker may have deferred or released a published task, or recorded a failed attempt. That changes
+        nothing about its message.
+        """
+        marks: dict[str, Mark] = {}
+        published = self._published()
+        for row in rows:
+            mark, version = self._refused.get(row.id, (None, None))
+            if row.id in published:
+                if row.sent_at is None and published[row.id].has_message_of(row):
+                    marks[row.id] = MARKED
+            elif mark is not None and row.sent_at is None and version == Version.of(row):
+                marks[row.id] = mark
+        return marks | self._releases(claim, rows, marks, now)
+
+    def _transact(self, claim: Claim, decide: Decide) -> datetime:
+        """Lock the rows of `claim`, write the marks that `decide` returns, commit, and return the commit timestamp.
+
+        Raises StoreError.
         """
         since, phase = self._clock(), CLAIM
-        locked: Sequence[LockedRow] = ()
         marks: Mapping[str, Mark] = {}
+        locked: Sequence[LockedRow] = ()
+        self.transactions += 1
 
         def end_phase() -> None:
-            result.phases[phase] = result.phases.get(phase, 0.0) + self._clock() - since
+            self._phases[phase] = self._phases.get(phase, 0.0) + self._clock() - since
 
         def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             nonlocal since, phase, locked, marks
             phase = CLAIM  # after an abort, the time since the last `decide` counts as claim
             end_phase()
-            result.transaction_attempts += 1
-            locked, marks = rows, decide(rows, now)
-            marks = {**marks, **self._releases(result.batch, rows, marks, now)}
+            self._attempts += 1
+            self._locked_at, locked = self._clock(), rows
+            marks = decide(rows, now)
             since, phase = self._clock(), COMMIT
             return marks
 
         try:
-            committed = self._store.claim((*result.batch.ids, *result.batch.releases), timed)
-            return dict.fromkeys(marks, committed)
-        except Refused as error:
-            return self._write_apart(result, {row.id: row for row in locked}, marks, error)
-        except StoreError as error:
-            _fail(result, error)
-            return {}
+            committed = self._tools.store.claim(claim.locks, timed)
+        except Refused:
+            self._refused |= {row.id: (marks[row.id], Version.of(row)) for row in locked if row.id in marks}
+            raise
         finally:
             end_phase()
+        self._marking.committed()
+        if self._refused:
+            self._refused = {id: kept for id, kept in self._refused.items() if id not in marks}
+        return committed
 
-    def _write_apart(
-        self, result: BatchResult, locked: Mapping[str, LockedRow], marks: Mapping[str, Mark], refusal: Refused
-    ) -> Mapping[str, datetime]:
-        """Halve a refused commit until only the rows that Spanner refuses are left. Publishes nothing.
+    def _fail(self, error: StoreError) -> None:
+        """Note that the commit failed. If Spanner has refused it, find the rows that are the reason."""
+        self._error = str(error)
+        is_refused = isinstance(error, Refused)
+        left = self.claim.part({*self._published(), *self._refused})
+        self._settling = Settling(self, (left,), self._marking)
+        if not is_refused:
+            self._recorded.clear()
+            self._deferred.clear()
+            return
+        self._settling.search(SEARCH_SECONDS)
+        if self.aside or not self.unsettled:
+            self._error = None  # the reason is in rows, and each has an Unmarked of its own
 
-        Return the commit timestamp of each written mark. The other tasks with a mark become parts of the result.
-        """
-        written: dict[str, datetime] = {}
-        failed: list[tuple[Sequence[str], StoreError]] = []
-        refused: list[tuple[Sequence[str], StoreError]] = [(tuple(marks), refusal)]
-        unchanged: dict[str, Mark] = {}
-        end = self._clock() + SEARCH_SECONDS
+    def _forget(self, claim: Claim) -> None:
+        """Forget what an earlier attempt has decided."""
+        for id in claim.locks:
+            for notes in (self._outcomes, self._recorded, self._deferred):
+                notes.pop(id, None)
 
-        def holds(row: LockedRow, now: datetime) -> bool:
-            # An at-most-once task is published after this search, which may take long.
-            is_too_late = result.batch.at_most_once and marks[row.id] is MARKED and row.is_expired(now)
-            return _is_unchanged(row, locked[row.id]) and not is_too_late
+    def _published(self) -> dict[str, Version]:
+        """Return the published rows as they were then."""
+        return {id: self._tried[id] for id, answer in self._answers.items() if isinstance(answer, Sent)}
 
-        def decide(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            nonlocal unchanged
-            unchanged = {row.id: marks[row.id] for row in rows if holds(row, now)}
-            return unchanged
-
-        while refused:
-            ids, error = refused.pop()
-            may_search = self._clock() < end and (written or len(failed) < MAX_REFUSED)
-            if len(ids) < 2 or not may_search:
-                failed.append((ids, error))
-                continue
-            for half in (ids[len(ids) // 2 :], ids[: len(ids) // 2]):
-                try:
-                    committed = self._store.claim(half, decide)
-                    written |= dict.fromkeys(unchanged, committed)
-                except Refused as again:
-                    refused.append((half, again))
-                except StoreError as other:
-                    failed.append((half, other))
-        if not written:
-            _fail(result, refusal)
-        for ids, error in failed:
-            _fail(result if tuple(ids) == result.batch.ids else result.split_off(ids), error)
-        return written
-
-
-def _fail(result: BatchResult, error: StoreError) -> None:
-    """Note in the result that the marks of its tasks are not written, or perhaps not."""
-    result.error, result.commit_unknown = str(error), not isinstance(error, NotWritten)
-    result.refused = isinstance(error, Refused) and len(result.batch.ids) == 1
-
-
-def _is_unchanged(row: LockedRow, before: LockedRow) -> bool:
-    """Tell whether a mark for the row as it was before still holds."""
-    return row.sent_at == before.sent_at and Version.of(row) == Version.of(before)
-
-
-def _without_gaps(rows: Sequence[LockedRow], committed: Collection[str]) -> list[LockedRow]:
-    """Return the committed rows, of each ordering key only those before the first one that is not committed."""
-    found: list[LockedRow] = []
-    ended: set[str | None] = set()
-    for row in rows:
-        if row.id not in committed and row.ordering_key is not None:
-            ended.add(row.ordering_key)
-        elif row.id in committed and row.ordering_key not in ended:
-            found.append(row)
-    return found
-
-
-def _traces(rows: Sequence[LockedRow], ids: Collection[str]) -> dict[str, str]:
-    """Return the trace IDs in the messages of the rows with these IDs."""
-    found = {row.id: trace_id(row.data) for row in rows if row.id in ids}
-    return {id: trace for id, trace in found.items() if trace is not None}
-
-
-def _is_surely_not_published(outcome: Outcome | None) -> bool:
-    """Tell whether Pub/Sub has certainly not accepted the message: no request was sent, or it was refused."""
-    return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
-
-
-def _restored(row: LockedRow, outcome: Outcome | None) -> NotSent:
-    """Return the mark that restores the row, with a LastError that says what happened. A deferred row becomes ready."""
-    error = last_error(outcome) if isinstance(outcome, Failed) else None
-    return NotSent(row.attempts, None if row.deferred else row.available_at, row.expires_at, error)
-
-
-def _is_too_late(row: LockedRow, deferral: Deferred, now: datetime) -> bool:
-    """Tell whether a blocked row needs this deferral: a poll still returns it, or will return it only later."""
-    return row.available_at is None or not now < row.available_at <= deferral.available_at
+    def _delivered(self) -> Delivered:
+        unwritten = self._refused.keys() | self.unsettled
+        return Delivered(
+            self.claim,
+            answers=dict(self._answers),
+            outcomes=dict(self._outcomes),
+            recorded={id: mark for id, mark in self._recorded.items() if id not in unwritten},
+            deferred={id: mark for id, mark in self._deferred.items() if id not in unwritten},
+            unmarked=self.unsettled,
+            unconfirmed=tuple(self._unconfirmed),
+            traces=self._traces,
+            waited=dict(self._waited),
+            phases=dict(self._phases),
+            attempts=self._attempts,
+            error=self._error,
+        )

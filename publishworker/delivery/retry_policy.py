@@ -10,8 +10,9 @@ from itertools import chain, repeat
 from random import Random
 
 from outbox.table.states import NEVER
+from publishworker.delivery.claim import TopicHints
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
-from publishworker.types import MAX_INT64, Batch, Deferred, Failed, LockedRow, NotSent
+from publishworker.types import MAX_INT64, Deferred, Failed, LockedRow, NotSent
 
 #: Max seconds until a worker notices that the head of a blocked key is gone or has been changed.
 CHECK_SECONDS = 60.0
@@ -69,7 +70,7 @@ class RetryPolicy:
         return min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
 
 
-def is_recorded(batch: Batch, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
+def is_recorded(hints: TopicHints, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
     """Tell whether to record the failure as a failed attempt of its task. Otherwise it only opens the topic's circuit.
 
     If the topic is missing or refuses messages, only the failures of probes are recorded. In an outage, a
@@ -78,9 +79,9 @@ def is_recorded(batch: Batch, id: str, failure: Failed, *, topic_accepts: bool) 
     """
     match kind_of(failure.reason):
         case FailureKind.TARGET:
-            return batch.probe
+            return hints.probe
         case FailureKind.OUTAGE:
-            return id in batch.suspects and topic_accepts and not batch.probe and not is_refused(failure.reason)
+            return id in hints.suspects and topic_accepts and not hints.probe and not is_refused(failure.reason)
     return True
 
 

@@ -7,22 +7,22 @@ expiry, no later task of the key is published, not even in a later transaction a
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from itertools import zip_longest
 
 from outbox.program.times import shown
 from outbox.table.states import NEVER
-from publishworker.types import Batch, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Skipped, Version
+from publishworker.delivery.claim import Claim, Kind
+from publishworker.types import Failed, LockedRow, Mark, NotSent, Outcome, Sent, Skipped, Version
 
 
 def skip_reasons(
-    batch: Batch,
+    claim: Claim,
     rows: Sequence[LockedRow],
     now: datetime,
     published: Mapping[str, Version],
     *,
     skip_dead: bool,
 ) -> dict[str, Outcome]:
-    """Return the skip reason of each task of the batch that this transaction must not publish.
+    """Return the skip reason of each task of the claim that this transaction must not publish.
 
     `published` are the tasks that an earlier transaction attempt has published. They still need their mark, so they are
     skipped only if their rows are gone, sent, or no longer hold the message that was published. A task that is skipped
@@ -32,7 +32,7 @@ def skip_reasons(
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Outcome] = {}
     blocked: set[str] = set()
-    for id, key in zip_longest(batch.ids, batch.keys):
+    for id, key in claim.tasks:
         row, version = by_id.get(id), published.get(id)
         if row is None:
             reasons[id] = Skipped("gone")
@@ -42,30 +42,30 @@ def skip_reasons(
             reasons[id] = Skipped("changed")
         elif version is not None:
             continue
-        elif (row.topic, row.ordering_key) != (batch.topic, key):
+        elif (row.topic, row.ordering_key) != (claim.topic, key):
             reasons[id] = Skipped("moved")
         elif key in blocked:
             reasons[id] = Skipped("blocked")
-        elif reason := _skip_reason(row, batch, now):
+        elif reason := _skip_reason(row, claim.kind, now):
             reasons[id] = reason
             if key is not None and _blocks_key(row, now, skip_dead=skip_dead):
                 blocked.add(key)
     return reasons
 
 
-def _skip_reason(row: LockedRow, batch: Batch, now: datetime) -> Skipped | None:
+def _skip_reason(row: LockedRow, kind: Kind, now: datetime) -> Skipped | None:
     if not (row.is_due(now) or (row.ordering_key is not None and row.deferred)):
         return Skipped("not_due")
     # An at-most-once task is sent later, in a batch of its own. `outbox` refuses such a task with an ordering key, but
     # other writers may insert one, so it may block a key.
-    return Skipped("at_most_once") if row.at_most_once and not batch.at_most_once else None
+    return Skipped("at_most_once") if row.at_most_once and kind is not Kind.MARK_FIRST else None
 
 
-def in_order(batch: Batch, rows: Sequence[LockedRow]) -> list[LockedRow]:
-    """Return the rows, in the order of the batch's IDs if it has ordering keys. Released rows come last."""
-    if not batch.keys:
+def in_order(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
+    """Return the rows, in the order of the claim's tasks if they have ordering keys. Released rows come last."""
+    if not claim.keys:
         return list(rows)
-    positions = {id: position for position, id in enumerate((*batch.ids, *batch.releases))}
+    positions = {id: position for position, id in enumerate(claim.locks)}
     return sorted(rows, key=lambda row: positions[row.id])
 
 
@@ -83,7 +83,7 @@ def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Outcome]) -> lis
 
 
 def to_release(
-    batch: Batch, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, *, skip_dead: bool
+    claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, *, skip_dead: bool
 ) -> list[LockedRow]:
     """Return the deferred rows that become heads of their keys with this commit. The commit must make them ready.
 
@@ -91,10 +91,10 @@ def to_release(
     that has expired blocks no task, so the one behind it is released, too.
     """
     released: list[LockedRow] = []
-    keys = {key for key in batch.keys if key is not None}
-    for row in in_order(batch, rows):
+    keys = {key.ordering_key for key in claim.keys}
+    for row in in_order(claim, rows) if keys else ():
         key, mark = row.ordering_key, marks.get(row.id)
-        if key not in keys or row.topic != batch.topic or row.sent_at is not None or isinstance(mark, Sent):
+        if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(mark, Sent):
             continue
         if row.deferred and mark is None:
             released.append(row)
@@ -104,9 +104,10 @@ def to_release(
     return released
 
 
-def deferred_behind(batch: Batch, rows: Sequence[LockedRow]) -> list[LockedRow]:
-    """Return the deferred rows behind the sendable prefixes of the batch."""
-    return [row for row in rows if row.id in batch.releases and row.deferred and row.topic == batch.topic]
+def deferred_behind(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
+    """Return the deferred rows behind the sendable prefixes of the claim."""
+    releases = {task.id for task in claim.releases}
+    return [row for row in rows if row.id in releases and row.deferred and row.topic == claim.topic]
 
 
 def stops_key(outcome: Outcome | None) -> bool:

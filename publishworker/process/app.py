@@ -19,7 +19,7 @@ from outbox.program.terminal import counted
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
-from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.process import exits
 from publishworker.process.settings import RelaySettings
@@ -118,7 +118,7 @@ class App:
                 lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout, self.relay.wake
             )
         except StuckBatch as error:
-            for batch in error.batches:
+            for batch in error.claims:
                 self._metrics.count(m.STUCK, 1, topic=batch.topic)
             _log.critical(
                 "%s. This exceeds all time limits, so the worker exits and another one takes over its tasks.", error,
@@ -164,7 +164,6 @@ def relay_of(
     threads: Threads = REAL_THREADS,
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
-    skip_dead = settings.on_ordering_failure == "skip"
     retries = RetryPolicy(
         initial=settings.backoff_initial,
         longest=settings.backoff_max,
@@ -173,8 +172,13 @@ def relay_of(
         random=random,
     )
     return Relay(
-        store,
-        Delivery(store, publisher, retries, settings.publish_timeout, skip_dead=skip_dead),
+        Tools(
+            store=store,
+            publisher=publisher,
+            retries=retries,
+            publish_seconds=settings.publish_timeout,
+            skip_dead=settings.on_ordering_failure == "skip",
+        ),
         metrics,
         membership,
         limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
@@ -182,7 +186,6 @@ def relay_of(
         discovery_seconds=min(settings.poll_interval / 2, 1.0),
         random=random,
         fair_share=settings.fair_share,
-        skip_dead=skip_dead,
         stragglers=settings.concurrency // 8,
         shutdown_seconds=settings.shutdown_timeout,
         touch_file=touch_file,

@@ -21,8 +21,8 @@ from typing import Any
 from google.cloud.spanner_v1 import param_types
 
 from outbox.table.connection import STREAM_RETRY, Deadline
+from publishworker.backoff import Backoff
 from publishworker.spanner import statements
-from publishworker.turn.worker import Pause
 
 _log = logging.getLogger("publishworker")
 
@@ -106,7 +106,7 @@ class ChangeStream:
         self._stopped = threading.Event()
         self._heard: dict[str, float] = {}  # by partition: when its last record came
         self._failed = False
-        self._retry = Pause(FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Random())  # noqa: S311 - it spreads load
+        self._retry = Backoff(FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Random())  # noqa: S311 - it spreads load
 
     @property
     def works(self) -> bool:

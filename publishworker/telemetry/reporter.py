@@ -5,12 +5,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from publishworker.delivery.claim import Kind
+from publishworker.delivery.delivered import Delivered, Unmarked
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.throttled_log import ThrottledLog
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import BatchResult, Turn
+from publishworker.types import Turn
 
 _log = logging.getLogger("publishworker")
 
@@ -43,33 +45,55 @@ class Reporter:
         self._work_since = 0.0
         self._logged_open: set[str] = set()  # topics whose open circuit was logged
 
-    def batch(self, result: BatchResult) -> None:
+    def delivered(self, delivered: Delivered) -> None:
         """Count the outcomes of a batch, and log what went wrong."""
-        topic = result.batch.topic
-        published = result.published()
-        self._metrics.count(m.PUBLISHED, len(published), topic=topic)
-        self._metrics.count(m.ALREADY_PUBLISHED, len(result.already_sent()), topic=topic)
-        self._metrics.count(m.ABORTED, max(0, result.transaction_attempts - 1), topic=topic)
-        if not result.batch.defers:
-            self._metrics.sample(m.BATCH_SIZE, len(result.batch.ids), topic=topic)
-            for phase, seconds in result.phases.items():
+        topic = delivered.claim.topic
+        self._metrics.count(m.PUBLISHED, len(delivered.published()), topic=topic)
+        self._metrics.count(m.ALREADY_PUBLISHED, len(delivered.already_sent()), topic=topic)
+        self._metrics.count(m.ABORTED, max(0, delivered.attempts - 1), topic=topic)
+        if delivered.claim.kind is not Kind.DEFER:
+            self._metrics.sample(m.BATCH_SIZE, len(delivered.claim.tasks), topic=topic)
+            for phase, seconds in delivered.phases.items():
                 self._metrics.sample(m.PHASE_DURATION, seconds, phase=phase)
-            for seconds in result.waited.values():
-                self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(result.waited), topic=topic)
-        self._failures(result)
-        if result.error is None:
-            self._metrics.count(m.DEFERRED, len(result.deferred), topic=topic)
-        else:
-            self._metrics.count(m.UNCOMMITTED, len(published), topic=topic)
-            self._commit_failed(result, published)
-        if result.unconfirmed:
-            self._metrics.count(m.UNCONFIRMED, len(result.unconfirmed), topic=topic)
+            for seconds in delivered.waited.values():
+                self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(delivered.waited), topic=topic)
+        self._failures(delivered)
+        self._metrics.count(m.DEFERRED, len(delivered.deferred), topic=topic)
+        if uncommitted := delivered.uncommitted():
+            self._metrics.count(m.UNCOMMITTED, len(uncommitted), topic=topic)
+        if delivered.error is not None:
+            effect = "None of them was published."
+            if uncommitted:
+                effect = f"{_tasks(uncommitted)} in doubt: published, and will be marked without another publish."
+            tasks = _tasks(delivered.claim.ids)
             self._throttled_log.log(
-                "unconfirmed",
-                topic,
-                f"At-most-once delivery to topic {topic}: {_tasks(result.unconfirmed)} may be lost, because they may "
-                f"be marked as sent without being published. They are not retried. IDs: {_some(result.unconfirmed)}",
+                "commit_failed", topic, f"Commit failed for {tasks} of topic {topic}: {delivered.error}. {effect}"
             )
+        self._unconfirmed(topic, delivered.unconfirmed)
+
+    def unmarked(self, unmarked: Unmarked) -> None:
+        """Log tasks that cannot be marked, or that are no longer marked."""
+        topic, ids = unmarked.claim.topic, unmarked.claim.ids
+        if unmarked.given_up:
+            self._unconfirmed(topic, ids if unmarked.state == "marked" else ())
+            if unmarked.state == "published":
+                self._throttled_log.log(
+                    "given_up",
+                    topic,
+                    f"{_tasks(ids)} of topic {topic} cannot be marked as sent: {unmarked.error}. The worker no longer "
+                    "tries, so they will be published again",
+                )
+            return
+        what = {"published": "published but not marked as sent", "marked": "marked as sent but not published"}
+        self._throttled_log.log(
+            "task_refused",
+            topic,
+            f"The row of task {ids[0]} of topic {topic} cannot be changed: {unmarked.error}. The task is "
+            f"{what.get(unmarked.state, 'not published')}. The worker tries again after growing pauses. Repair or "
+            "delete the row",
+            max_lines=FAILURE_LINES,
+            fields={"task_id": ids[0], "topic": topic},
+        )
 
     def circuit(self, change: CircuitChange) -> None:
         """Log that a circuit has opened or closed: at most one pair of lines a minute, even if the topic flaps."""
@@ -119,38 +143,27 @@ class Reporter:
             _log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
             self._work.clear()
 
-    def _commit_failed(self, result: BatchResult, published: Sequence[str]) -> None:
-        topic, ids = result.batch.topic, result.batch.ids
-        if result.refused:
-            state = "It is published but cannot be marked as sent" if published else "It was not published"
+    def _unconfirmed(self, topic: str, ids: Sequence[str]) -> None:
+        if ids:
+            self._metrics.count(m.UNCONFIRMED, len(ids), topic=topic)
             self._throttled_log.log(
-                "task_refused",
+                "unconfirmed",
                 topic,
-                f"Spanner refuses to change the row of task {ids[0]} of topic {topic}: {result.error}. {state}. The "
-                "worker tries again after growing pauses. Repair or delete the row",
-                max_lines=FAILURE_LINES,
-                fields={"task_id": ids[0], "topic": topic},
+                f"At-most-once delivery to topic {topic}: {_tasks(ids)} may be lost, because they may be marked as "
+                f"sent without being published. They are not retried. IDs: {_some(ids)}",
             )
-            return
-        effect = "None of them was published."
-        if published:
-            effect = f"{_tasks(published)} in doubt: published, and will be marked without another publish."
-        self._throttled_log.log(
-            "commit_failed", topic, f"Commit failed for {_tasks(ids)} of topic {topic}: {result.error}. {effect}"
-        )
 
-    def _failures(self, result: BatchResult) -> None:
+    def _failures(self, delivered: Delivered) -> None:
         """Count failed attempts, and log the recorded ones. The line about the open circuit covers the others."""
-        topic, failed = result.batch.topic, result.failed()
-        recorded = result.recorded if result.error is None else {}
+        topic, failed, recorded = delivered.claim.topic, delivered.failed(), delivered.recorded
         dead = [failure for id, failure in failed.items() if id in recorded and recorded[id].dead]
         for metric, failures in ((m.FAILED, failed.values()), (m.DEAD, dead)):
             for reason, count in Counter(failure.reason for failure in failures).items():
                 self._metrics.count(metric, count, topic=topic, reason=reason)
         for id, failure in failed.items():
             fields: dict[str, object] = {"task_id": id, "topic": topic, "reason": failure.reason}
-            if id in result.traces:
-                fields["trace_id"] = result.traces[id]
+            if id in delivered.traces:
+                fields["trace_id"] = delivered.traces[id]
             if (mark := recorded.get(id)) is None:
                 _log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
                 continue

@@ -114,7 +114,7 @@ class OutboxRelay:
         """Return a new relay, because the circuits of a used one may be open."""
         # Failed tasks are due again at once, and each turn discovers topics.
         settings = dataclasses.replace(self._settings, backoff_initial=0, backoff_max=0, poll_interval=0)
-        return relay_of(
+        relay = relay_of(
             settings,
             self._store,
             self._publisher,
@@ -123,6 +123,8 @@ class OutboxRelay:
             random=Random(0),  # noqa: S311 - the same order each time, and no secret
             threads=_InlineThreads(),
         )
+        relay.marking.shut_down(0)  # a failed commit is tried once more, and then left to the next drain
+        return relay
 
     def _subscribe(self, topic: str) -> None:
         """Create the topic if it does not exist, and once a subscription."""

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from random import Random
 
+from publishworker.delivery.claim import Claim, Kind
+from publishworker.delivery.delivered import Delivered
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
 from publishworker.topics.rate_limit import RateLimits
-from publishworker.types import Batch, BatchResult, TopicControls
+from publishworker.types import TopicControls
 
 _log = logging.getLogger("publishworker")
 
@@ -39,24 +41,25 @@ class Topics:
         allowed = self.rate_limits.allowances(in_flight)
         return self.paused | self.circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
-    def prepare(self, batch: Batch) -> Batch:
-        """Return the batch as a probe or with its suspects, and use tokens of its rate limit."""
-        if batch.defers:
-            return batch
-        self.rate_limits.take(batch.topic, len(batch.ids))
-        return self.circuits.prepare(batch)
+    def prepare(self, claim: Claim) -> Claim:
+        """Return the claim as a probe or with its suspects, and use tokens of its rate limit."""
+        if claim.kind is Kind.DEFER:
+            return claim
+        self.rate_limits.take(claim.topic, len(claim.tasks))
+        return self.circuits.prepare(claim)
 
-    def learn(self, result: BatchResult) -> CircuitChange | None:
+    def observe(self, delivered: Delivered) -> CircuitChange | None:
         """Update the topic from a finished batch. Return a change of its circuit, or a failed probe."""
-        if result.batch.defers:
+        claim = delivered.claim
+        if claim.kind is Kind.DEFER:
             return None
-        self.rate_limits.take(result.batch.topic, len(result.answers) - len(result.batch.ids))  # gives back the untried
-        return self.circuits.learn(result)
+        self.rate_limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back the untried
+        return self.circuits.observe(delivered)
 
-    def at_most_once_batch(self, result: BatchResult) -> Batch | None:
-        """Return the batch of the at-most-once tasks that a finished batch has found, or None while they must wait."""
-        batch = result.at_most_once_batch()
-        return batch if batch is not None and self.circuits.may_send_at_most_once(result) else None
+    def at_most_once(self, delivered: Delivered) -> Claim | None:
+        """Return a claim of the at-most-once tasks that a finished batch has found, or None while they must wait."""
+        claim = delivered.at_most_once()
+        return claim if claim is not None and self.circuits.may_send_at_most_once(delivered) else None
 
     def seconds_until_available(self) -> float | None:
         """Return the seconds until a topic that is unavailable now may be tried again, or None."""

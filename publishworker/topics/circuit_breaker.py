@@ -15,8 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from publishworker.delivery.claim import Claim, TopicHints
+from publishworker.delivery.delivered import Delivered
 from publishworker.pubsub.errors import FailureKind, kind_of
-from publishworker.types import Batch, BatchResult, Candidate, Failed
+from publishworker.types import Candidate, Failed
 
 #: Seconds until the first probe. Each further wait is twice as long.
 FIRST_PROBE_SECONDS = 1.0
@@ -149,25 +151,25 @@ class CircuitBreakers:
             for topic, circuit in self._open.items()
         }
 
-    def prepare(self, batch: Batch) -> Batch:
-        """Return the batch as a probe if the circuit is not closed, otherwise with its suspects.
+    def prepare(self, claim: Claim) -> Claim:
+        """Return the claim as a probe if the circuit is not closed, otherwise with its suspects.
 
         Only tasks that failed in the topic's last outage are suspects. A used-up quota counts as an outage here.
         """
-        if (circuit := self._open.get(batch.topic)) is not None:
+        if (circuit := self._open.get(claim.topic)) is not None:
             circuit.probing = True
-            return replace(batch, probe=True)
-        suspects = self._suspects.get(batch.topic, {}).keys() & set(batch.ids)
-        return replace(batch, suspects=frozenset(suspects), topic_accepts=batch.topic not in self._failing)
+            return replace(claim, hints=TopicHints(probe=True))
+        suspects = frozenset(self._suspects.get(claim.topic, {}).keys() & set(claim.ids))
+        return replace(claim, hints=TopicHints(accepts=claim.topic not in self._failing, suspects=suspects))
 
-    def may_send_at_most_once(self, result: BatchResult) -> bool:
+    def may_send_at_most_once(self, delivered: Delivered) -> bool:
         """Tell whether the at-most-once tasks that the claim of this batch returned may be sent now.
 
         In an outage, a failed publish loses such a task, so they wait until the circuit closes. After SPARED_PROBES
         draws, one of them becomes the probe, because there may be no other task.
         """
-        circuit = self._open.get(result.batch.topic)
-        if circuit is None or not result.batch.probe:
+        circuit = self._open.get(delivered.claim.topic)
+        if circuit is None or not delivered.claim.hints.probe:
             return circuit is None
         if circuit.is_outage and circuit.spared < SPARED_PROBES:
             circuit.spared += 1
@@ -175,21 +177,21 @@ class CircuitBreakers:
         circuit.spared = 0
         return True
 
-    def learn(self, result: BatchResult) -> CircuitChange | None:
+    def observe(self, delivered: Delivered) -> CircuitChange | None:
         """Update the circuit from a finished batch. Return a change if it opened or closed, or if a probe failed."""
-        topic, probe = result.batch.topic, result.batch.probe
+        topic, probe = delivered.claim.topic, delivered.claim.hints.probe
         circuit = self._open.get(topic)
         if circuit is not None and probe:
             circuit.probing = False
-            circuit.probed.update(result.batch.ids)
-        published, failed = result.published(), result.failed()
+            circuit.probed.update(delivered.claim.ids)
+        published, failed = delivered.published(), delivered.failed()
         kinds = {id: kind_of(failure.reason) for id, failure in failed.items()}
         if published:
             self._failing.discard(topic)
         elif FailureKind.OUTAGE in kinds.values():
             self._failing.add(topic)
-        outage = [id for id, kind in kinds.items() if kind is FailureKind.OUTAGE and id not in result.recorded]
-        self._learn_suspects(topic, published, [] if probe else outage, is_new=circuit is None)
+        outage = [id for id, kind in kinds.items() if kind is FailureKind.OUTAGE and id not in delivered.recorded]
+        self._update_suspects(topic, published, [] if probe else outage, is_new=circuit is None)
         if published:
             self._open.pop(topic, None)
             return None if circuit is None else CircuitChange(topic, None, self._clock() - circuit.since)
@@ -212,7 +214,7 @@ class CircuitBreakers:
             circuit.search_depth = 0
         return CircuitChange(topic, failure, now - circuit.since)
 
-    def _learn_suspects(self, topic: str, published: Iterable[str], failed: Sequence[str], *, is_new: bool) -> None:
+    def _update_suspects(self, topic: str, published: Iterable[str], failed: Sequence[str], *, is_new: bool) -> None:
         """Remove published tasks, and add those that `failed` in an outage. A new outage replaces all suspects.
 
         Batches that fail while the circuit is open belong to the same outage.

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from publishworker.types import Batch, Candidate
+from publishworker.delivery.claim import Claim, ClaimedTask
+from publishworker.types import Candidate
 
 #: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
 #: takes several times its size, because Spanner's response, the decoded value, the message, the publish request and its
@@ -42,7 +43,7 @@ def choose_batches(
     allowed: Mapping[str, int] | None = None,
     *,
     leaves_place: bool = False,
-) -> list[Batch]:
+) -> list[Claim]:
     """Return the batches to start in addition to those `in_flight` (counted by topic), the most urgent first.
 
     `limits.batches` is the number of places, and each batch in flight has one. Batches get places by priority. Among
@@ -55,9 +56,9 @@ def choose_batches(
     return _share_places(packed, limits.batches, Counter(in_flight or {}), leaves_place=leaves_place)
 
 
-def fitting(batches: Sequence[Batch], free: int, *, alone: bool) -> list[Batch]:
+def fitting(batches: Sequence[Claim], free: int, *, alone: bool) -> list[Claim]:
     """Return the batches that fit into `free` bytes together. If nothing is in flight (`alone`), one always fits."""
-    started: list[Batch] = []
+    started: list[Claim] = []
     for batch in batches:
         if batch.bytes <= free or (alone and not started):
             started.append(batch)
@@ -123,24 +124,21 @@ class _Packing:
 
     topic: str
     priority: int
-    ids: list[str] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-    releases: list[str] = field(default_factory=list)
+    tasks: list[ClaimedTask] = field(default_factory=list)
+    releases: list[ClaimedTask] = field(default_factory=list)
     bytes: int = 0
 
     def has_room(self, task: Candidate, limits: Limits) -> bool:
-        return len(self.ids) + task.task_count <= limits.batch_size and self.bytes + task.bytes <= limits.batch_bytes
+        return len(self.tasks) + task.task_count <= limits.batch_size and self.bytes + task.bytes <= limits.batch_bytes
 
     def add(self, task: Candidate) -> None:
-        self.ids += (task.id, *task.behind)
-        self.keys += [task.ordering_key] * task.task_count
+        self.tasks += (ClaimedTask(id, task.ordering_key) for id in (task.id, *task.behind))
         if task.releases is not None:
-            self.releases.append(task.releases)
+            self.releases.append(ClaimedTask(task.releases, task.ordering_key))
         self.bytes += task.bytes
 
-    def to_batch(self) -> Batch:
-        keys = tuple(self.keys) if any(self.keys) else ()
-        return Batch(self.topic, tuple(self.ids), keys=keys, releases=tuple(self.releases), bytes=self.bytes)
+    def to_claim(self) -> Claim:
+        return Claim(self.topic, tuple(self.tasks), releases=tuple(self.releases), bytes=self.bytes)
 
 
 def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:
@@ -167,7 +165,7 @@ def _shortened(prefix: Candidate, tasks: int) -> Candidate:
     return prefix._replace(behind=prefix.behind[: tasks - 1], releases=prefix.behind[tasks - 1])
 
 
-def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str], *, leaves_place: bool) -> list[Batch]:
+def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str], *, leaves_place: bool) -> list[Claim]:
     """Return the batches that get the free places. `batches` are sorted by priority."""
     free = max(0, places - in_flight.total())
     of_topic = Counter(in_flight)
@@ -183,4 +181,4 @@ def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str],
     if leaves_place and chosen and places > 1 and len(topics) == 1:
         other = next((batch for batch in rest if batch.topic not in topics), None)
         chosen[-1:] = [other or chosen[-1]]
-    return [batch.to_batch() for batch in chosen]
+    return [batch.to_claim() for batch in chosen]

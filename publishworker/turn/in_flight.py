@@ -3,12 +3,15 @@
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
+from publishworker.delivery.claim import Claim, Kind
+from publishworker.delivery.delivered import Delivered, Unmarked
 from publishworker.threads import REAL_THREADS, Queue, Thread, Threads
 from publishworker.turn.batching import Limits
-from publishworker.types import Batch, BatchResult, Key
+from publishworker.types import Key
 
 #: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
 STUCK_SECONDS = 120.0
@@ -20,35 +23,61 @@ JOIN_SECONDS = 30.0
 #: Seconds between two calls of `touch_file`, and checks for stuck batches, while waiting without a time limit. None: no
 #: calls.
 WATCH_SECONDS: float | None = 1.0
+#: Max batches that mark tasks without a place. The others keep theirs.
+MAX_ASIDE = 100
+
+
+class Batch(Protocol):
+    """What this module needs from a delivery."""
+
+    claim: Claim
+    unsettled: frozenset[str]
+    aside: bool
+    transactions: int
+
+    def run(self) -> Delivered:
+        """Claim, publish and mark."""
+
+    def settle(self) -> Iterator[Unmarked]:
+        """Mark again what is not marked. Yield what cannot be marked."""
+
+
+#: What a batch reports: first what became of its tasks, then those that cannot be marked.
+Report: TypeAlias = Delivered | Unmarked
 
 
 class StuckBatch(Exception):
     """Some batches do not end. Their threads cannot be stopped, but their process can."""
 
-    def __init__(self, batches: Sequence[Batch], seconds: float) -> None:
+    def __init__(self, claims: Sequence[Claim], seconds: float) -> None:
         """Name the batches; the first has been in flight for `seconds`."""
-        batch = batches[0]
-        some = ", ".join(batch.ids[:5]) + (", ..." if len(batch.ids) > 5 else "")
-        others = f" (and {len(batches) - 1} more batches)" if len(batches) > 1 else ""
+        first = claims[0]
+        some = ", ".join(first.ids[:5]) + (", ..." if len(first.ids) > 5 else "")
+        others = f" (and {len(claims) - 1} more batches)" if len(claims) > 1 else ""
         super().__init__(
-            f"Batch of {len(batch.ids)} tasks of topic {batch.topic} has been in flight for {seconds:.0f} s: "
+            f"Batch of {len(first.ids)} tasks of topic {first.topic} has been in flight for {seconds:.0f} s: "
             f"{some}{others}"
         )
-        self.batches = tuple(batches)
+        self.claims = tuple(claims)
         self.seconds = seconds
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """One in-flight batch. Two entries may have equal batches."""
+    """One in-flight batch. Two entries may have equal claims."""
 
     batch: Batch
-    seconds: float = 0.0  # in flight, as of the last check
+    seconds: float = 0.0  # since its last transaction began, as of the last check
+    transactions: int = 0
     straggler: bool = False  # a turn has ended while the batch was in flight
+    settling: bool = False  # it has reported what became of its tasks, and marks them
 
 
 class InFlight:
-    """Starts batches and collects their results. It belongs to one thread; only `run` is called on others.
+    """Starts batches and collects their reports. It belongs to one thread; batches run on others.
+
+    A batch that cannot mark its tasks stays in flight and marks them again. It keeps its place, so a worker whose
+    commits fail publishes nothing new. A batch that is aside gives its place back.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
@@ -56,135 +85,165 @@ class InFlight:
 
     def __init__(
         self,
-        run: Callable[[Batch], BatchResult],
+        batch_of: Callable[[Claim], Batch],
         clock: Callable[[], float] = time.monotonic,
         touch_file: Callable[[], None] = lambda: None,
         threads: Threads = REAL_THREADS,
     ) -> None:
-        """Call `run` for each batch on a thread of its own.
+        """Run `batch_of(claim)` for each claim.
 
         A wait for batches may take minutes, so `touch_file` is called meanwhile to show that the worker is alive.
         """
-        self._run_batch = run
+        self._batch_of = batch_of
         self._clock = clock
         self._touch_file = touch_file
         self._threads = threads
         self._running: dict[_Entry, Thread] = {}
         self._checked_at = clock()
-        self._ended: Queue = threads.queue()  # of entries, each with its BatchResult or BaseException
+        self._ended: Queue = threads.queue()  # of entries, each with a Report, an exception, or None at its end
 
     def __len__(self) -> int:
-        """Return the number of batches that have been started and not been collected."""
+        """Return the number of batches that have been started and have not ended."""
         return len(self._running)
 
-    def _batches(self) -> list[Batch]:
-        return [entry.batch for entry in self._running]
+    @property
+    def delivering(self) -> int:
+        """Return the number of batches that have not reported what became of their tasks."""
+        return sum(not entry.settling for entry in self._running)
+
+    @property
+    def places(self) -> int:
+        """Return the number of places that are taken."""
+        return self.by_topic().total()
 
     def ids(self) -> frozenset[str]:
-        """Return the IDs of the tasks in flight."""
-        return frozenset(id for batch in self._batches() for id in batch.ids)
+        """Return the IDs of the tasks in flight. No other batch may claim them."""
+        return frozenset(id for entry in self._running for id in _ids(entry))
 
     def by_topic(self) -> Counter[str]:
-        """Return the number of in-flight batches by topic."""
-        return Counter(batch.topic for batch in self._batches())
+        """Return the number of places that are taken by topic."""
+        aside = [entry for entry in self._running if entry.batch.aside][:MAX_ASIDE]
+        return Counter(entry.batch.claim.topic for entry in self._running if entry not in aside)
 
     def tasks_by_topic(self) -> Counter[str]:
-        """Return the number of tasks in flight by topic, except tasks that are being deferred."""
+        """Return the number of tasks that are being published by topic."""
         tasks: Counter[str] = Counter()
-        for batch in self._batches():
-            tasks[batch.topic] += 0 if batch.defers else len(batch.ids)
+        for claim in self._delivering():
+            tasks[claim.topic] += 0 if claim.kind is Kind.DEFER else len(claim.tasks)
         return tasks
 
     def has_room(self, limits: Limits) -> bool:
         """Tell whether another batch may start within the limits of batches and bytes."""
-        return len(self) < limits.batches and self.bytes() < limits.bytes
+        return self.places < limits.batches and self.bytes() < limits.bytes
 
     def bytes(self) -> int:
         """Return the bytes of all messages in flight."""
-        return sum(batch.bytes for batch in self._batches())
+        return sum(claim.bytes for claim in self._delivering())
 
     def deferring(self) -> int:
         """Return the number of batches that only defer tasks."""
-        return sum(batch.defers for batch in self._batches())
+        return sum(claim.kind is Kind.DEFER for claim in self._delivering())
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys in flight. Their other tasks must wait until the batch has ended."""
-        return frozenset(Key(batch.topic, key) for batch in self._batches() for key in batch.keys if key is not None)
+        """Return the ordering keys in flight. Their other tasks must wait until the batch has ended.
 
-    def start(self, batch: Batch) -> None:
+        A task that cannot be deferred does not hold back the head of its key.
+        """
+        claims = (
+            entry.batch.claim.part(entry.batch.unsettled) if entry.settling else entry.batch.claim
+            for entry in self._running
+            if not (entry.settling and entry.batch.claim.kind is Kind.DEFER)
+        )
+        return frozenset(key for claim in claims for key in claim.keys)
+
+    def start(self, claim: Claim) -> None:
         """Start a batch."""
-        entry = _Entry(batch)
+        entry = _Entry(self._batch_of(claim))
         self._running[entry] = self._threads.thread("batch", self._run, entry)
         self._running[entry].start()
 
     def raise_if_stuck(self) -> None:
-        """Raise StuckBatch if batches are in flight for over STUCK_SECONDS. A later call does not report them again."""
+        """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS.
+
+        A later call does not report them again.
+        """
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._running:
-            entry.seconds += step
+            moved = entry.transactions != entry.batch.transactions
+            entry.seconds = 0.0 if moved else entry.seconds + step
+            entry.transactions = entry.batch.transactions
         old = [entry for entry in self._running if entry.seconds > STUCK_SECONDS]
         stuck = [entry for entry in old if self._running[entry].is_alive()]  # the others only have to be collected
         for entry in stuck:
             del self._running[entry]
         if stuck:
-            raise StuckBatch([entry.batch for entry in stuck], stuck[0].seconds)
+            raise StuckBatch([entry.batch.claim for entry in stuck], stuck[0].seconds)
 
-    def collect(self) -> list[BatchResult]:
-        """Return the results of the batches that have ended, without waiting."""
-        return self._wait(lambda _results: True)
+    def collect(self) -> list[Report]:
+        """Return the reports of batches, without waiting."""
+        return self._wait(lambda _reports: True)
 
-    def wait_for_one(self, max_seconds: float | None = None) -> list[BatchResult]:
-        """Wait until a batch has ended, at most `max_seconds`, and return the results."""
-        return self._wait(lambda results: len(results) > 0, max_seconds)
+    def wait_for_one(self, max_seconds: float | None = None) -> list[Report]:
+        """Wait until a batch reports or ends, at most `max_seconds`, and return the reports."""
+        running = len(self._running)
+        return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running, max_seconds)
 
-    def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[BatchResult]:
-        """Wait until a batch has ended and at most `max_left` batches are left. Return the results.
+    def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Report]:
+        """Wait until a batch has reported and at most `max_left` batches are being delivered. Return the reports.
 
         The wait lasts at most `max_seconds`. The batches that are left become stragglers, which later calls do not
         count.
         """
 
-        def enough(results: Sequence[BatchResult]) -> bool:
-            return len(results) > 0 and sum(not entry.straggler for entry in self._running) <= max_left
+        def enough(reports: Sequence[Report]) -> bool:
+            waited = sum(not (entry.straggler or entry.settling) for entry in self._running)
+            return len(reports) > 0 and waited <= max_left
 
-        results = self._wait(enough, max_seconds)
+        reports = self._wait(enough, max_seconds)
         for entry in self._running:
             entry.straggler = True
-        return results
+        return reports
 
-    def _wait(
-        self, enough: Callable[[Sequence[BatchResult]], bool], max_seconds: float | None = None
-    ) -> list[BatchResult]:
-        """Wait until the results are `enough`, no batch is in flight, or `max_seconds` seconds have passed.
+    def _delivering(self) -> list[Claim]:
+        return [entry.batch.claim for entry in self._running if not entry.settling]
 
-        If `run` raised an exception, wait up to JOIN_SECONDS for the other batches, and raise it. The results so far
+    def _wait(self, enough: Callable[[Sequence[Report]], bool], max_seconds: float | None = None) -> list[Report]:
+        """Wait until the reports are `enough`, no batch is in flight, or `max_seconds` seconds have passed.
+
+        If a batch raised an exception, wait up to JOIN_SECONDS for the other batches, and raise it. The reports so far
         are lost. Without `max_seconds`, raises StuckBatch if a batch does not end.
         """
-        results: list[BatchResult] = []
+        reports: list[Report] = []
         end = None if max_seconds is None else self._clock() + max_seconds
         while self._running:
-            is_enough = enough(results)
+            is_enough = enough(reports)
             seconds = WATCH_SECONDS if end is None else max(0.0, end - self._clock())
             try:
-                entry, result = self._ended.get(timeout=0 if is_enough else seconds)
+                entry, report = self._ended.get(timeout=0 if is_enough else seconds)
             except queue.Empty:
                 if is_enough or end is not None:
                     break
                 self._touch_file()
                 self.raise_if_stuck()
                 continue
-            if entry not in self._running:  # it was reported as stuck, and has ended after all
+            if entry not in self._running:  # all its tasks are marked, or it was reported as stuck
                 continue
-            del self._running[entry]
-            if isinstance(result, BaseException):
+            if isinstance(report, BaseException):
+                del self._running[entry]
                 self._join()
-                raise result
-            results += [each for each in (result, *result.parts) if each.batch.ids]
-        return results
+                raise report
+            if report is None or (isinstance(report, Delivered) and not report.unmarked):
+                del self._running[entry]
+            entry.settling = True
+            reports += [] if report is None else [report]
+        return reports
 
     def _run(self, entry: _Entry) -> None:
         try:
-            self._ended.put((entry, self._run_batch(entry.batch)))
+            self._ended.put((entry, entry.batch.run()))
+            for unmarked in entry.batch.settle():
+                self._ended.put((entry, unmarked))
+            self._ended.put((entry, None))
         except BaseException as error:
             self._ended.put((entry, error))
 
@@ -192,3 +251,7 @@ class InFlight:
         end = self._clock() + JOIN_SECONDS
         for thread in self._running.values():
             thread.join(max(0.0, end - self._clock()))
+
+
+def _ids(entry: _Entry) -> Sequence[str] | frozenset[str]:
+    return entry.batch.unsettled if entry.settling else entry.batch.claim.ids

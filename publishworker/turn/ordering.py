@@ -12,11 +12,12 @@ from itertools import takewhile
 from random import Random
 from typing import TypeVar
 
+from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.spanner.store import Store
 from publishworker.telemetry.throttled_log import ThrottledLog
 from publishworker.turn.batching import Limits
 from publishworker.turn.read_size import ReadSize
-from publishworker.types import Batch, Candidate, Key, QueuedTask
+from publishworker.types import Candidate, Key, QueuedTask
 
 #: Max rows, roughly, of one read of key heads. If very many keys have many tasks, their prefixes become shorter.
 MAX_KEY_HEAD_ROWS = 5_000
@@ -37,7 +38,7 @@ class ResolvedKeys:
     """
 
     candidates: Sequence[Candidate]
-    blocked: Sequence[Batch] = ()
+    blocked: Sequence[Claim] = ()
     busy: bool = False
 
 
@@ -82,7 +83,7 @@ class Ordering:
         # One row more than the longest prefix: if this row is deferred, the commit of the prefix must release it.
         queues = self._read({key: tasks[0].shard for key, tasks in keys.items()}, longest + 1)
         prefixes: list[Candidate] = []
-        blocked: list[Batch] = []
+        blocked: list[Claim] = []
         for key, tasks in keys.items():
             queue = queues.get(key, ())
             sendable = [*takewhile(lambda each: each.sendable, queue)]
@@ -147,7 +148,7 @@ def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], followi
     return most_urgent._replace(id=first, bytes=size, behind=tuple(behind), releases=releases)
 
 
-def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits) -> Iterator[Batch]:
+def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits) -> Iterator[Claim]:
     """Return batches that defer the tasks that the poll read behind the head of a key.
 
     The first and the last known task behind the head follow it in each batch, because their deferrals are shorter: who
@@ -156,5 +157,5 @@ def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate]
     head = queue[0].id
     behind = [each.id for each in queue[1:] if each.sendable]
     for piece in cut([each for each in tasks if each.id != head], limits):
-        ids = tuple(dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in piece)]))
-        yield Batch(key.topic, ids, keys=(key.ordering_key,) * len(ids), defers=True)
+        ids = dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in piece)])
+        yield Claim(key.topic, tuple(ClaimedTask(id, key.ordering_key) for id in ids), Kind.DEFER)

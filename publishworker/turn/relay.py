@@ -1,28 +1,28 @@
 """One turn of the relay, in the order in which data moves.
 
-Settle the batches that have ended, mark tasks in doubt, discover if the last discovery is old, poll, resolve ordering
-keys, select and start batches, discover, report.
+Observe what batches report, discover if the last discovery is old, poll, resolve ordering keys, select and start
+batches, discover, report.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
-from publishworker.delivery.delivery import Delivery
-from publishworker.delivery.held_back import HeldBack
-from publishworker.delivery.in_doubt import InDoubt
-from publishworker.spanner.store import Store
+from publishworker.delivery.claim import Claim, Kind
+from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.delivery import Tools
+from publishworker.delivery.kinds import delivery_of
+from publishworker.delivery.marking import Marking
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.threads import REAL_THREADS, Threads
 from publishworker.topics.availability import Topics
 from publishworker.turn.batching import Limits
-from publishworker.turn.in_flight import InFlight
+from publishworker.turn.in_flight import InFlight, Report
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import Polled, Poller
 from publishworker.turn.selection import Selector
-from publishworker.types import Batch, BatchResult, Discovery, Turn
+from publishworker.types import Discovery, Turn
 
 #: Max seconds that a turn waits for in-flight batches. It then ends without them, so that the worker sends a heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
@@ -36,8 +36,7 @@ class Relay:
 
     def __init__(
         self,
-        store: Store,
-        delivery: Delivery,
+        tools: Tools,
         metrics: Metrics,
         membership: Membership,
         *,
@@ -45,18 +44,15 @@ class Relay:
         discovery_seconds: float,
         random: Random,
         fair_share: float = 0.0,
-        skip_dead: bool = False,
         stragglers: int = 0,
         shutdown_seconds: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
         touch_file: Callable[[], None] = lambda: None,
         threads: Threads = REAL_THREADS,
     ) -> None:
-        """Send the tasks of `store` in batches within `limits`.
+        """Send tasks in batches within `limits`.
 
         Args:
-            store: where the tasks are.
-            delivery: claims, publishes and marks each batch.
+            tools: the store and the publisher, and how tasks are retried.
             metrics: where counts and durations go.
             membership: which shards this worker polls.
             limits: tasks and bytes of a batch, and how many batches may be in flight.
@@ -64,15 +60,14 @@ class Relay:
                 unknown topics, and the next poll also reads due tasks.
             random: shuffles slices of tasks, and draws probes.
             fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
-            skip_dead: a dead task does not block its ordering key.
             stragglers: how many of a turn's batches may still be in flight when it stops waiting. If no task is left to
                 start, it waits for all of them.
             shutdown_seconds: how long `finish` keeps trying to mark tasks in doubt. It tries at least once.
-            clock: monotonic seconds.
             touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
                 for a hung one.
             threads: creates a thread for each batch.
         """
+        clock, store = tools.clock, tools.store
         self._limits = limits
         self._stragglers = stragglers
         self._shutdown_seconds = shutdown_seconds
@@ -85,7 +80,7 @@ class Relay:
             store, membership, target_rows=limits.batches * limits.batch_size, discovery_seconds=discovery_seconds,
             clock=clock,
         )  # fmt: skip
-        self._ordering = Ordering(store, limits, random, skip_dead=skip_dead, clock=clock)
+        self._ordering = Ordering(store, limits, random, skip_dead=tools.skip_dead, clock=clock)
         self._selector = Selector(limits, self._topics, random, fair_share)
         #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
         self._learned_at = clock()
@@ -93,9 +88,9 @@ class Relay:
         self._reads_failed = False
         #: Set by `wake`. The worker then ends its pause.
         self.woken = threads.event()
-        self._in_flight = InFlight(delivery.run, clock, touch_file, threads)
-        self._in_doubt = InDoubt(delivery.mark, limits, clock, touch_file, threads)
-        self._held_back = HeldBack(clock)
+        #: How batches mark tasks whose commit failed.
+        self.marking = Marking(random, clock, threads)
+        self._in_flight = InFlight(lambda claim: delivery_of(claim, tools, self.marking), clock, touch_file, threads)
         self._reporter = Reporter(metrics, clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
@@ -106,9 +101,8 @@ class Relay:
         """
         self._take_wake_up()
         finished = self._in_flight.collect()
-        poll_again = self._settle(finished)  # circuits, limits, tasks in doubt, metrics and logs
+        poll_again = self._observe(finished)  # circuits, limits, metrics and logs
         self._in_flight.raise_if_stuck()
-        self._in_doubt.mark()
         discovered = self._begin_reads()
         self._start_at_most_once(finished, stopping)
         polled = self._poll()  # reads nothing while no batch may start
@@ -118,9 +112,11 @@ class Relay:
             poll_again |= self._discover(in_vain=not (started or polled.no_room))
         self._reads_failed = False
         poll_again |= polled.unread
-        waits = len(self._in_flight) > 0 and (polled.no_room or started or ready.busy or self._selector.lacks_bytes)
+        waits = self._in_flight.delivering > 0 and (
+            polled.no_room or started or ready.busy or self._selector.lacks_bytes
+        )
         ended = self._wait() if waits else self._in_flight.collect()
-        poll_again |= self._settle(ended)
+        poll_again |= self._observe(ended)
         self._start_at_most_once(ended, stopping)
         return self._report(polled, finished + ended, waits=waits, poll_again=poll_again)
 
@@ -136,17 +132,17 @@ class Relay:
         return self._poller.seconds_until_due(self._topics.unavailable(self._in_flight.tasks_by_topic()))
 
     def finish(self) -> Turn:
-        """Wait for all batches in flight, try to mark tasks in doubt, and return the numbers.
+        """Wait for all batches in flight, which mark their tasks for a limited time, and return the numbers.
 
         Raises StuckBatch if a batch does not end.
         """
-        finished: list[BatchResult] = []
+        finished: list[Report] = []
+        self.marking.shut_down(self._shutdown_seconds)
         try:
             while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
                 ended = self._in_flight.wait_for_one()
-                self._settle(ended)
+                self._observe(ended)
                 finished += ended
-            self._in_doubt.finish(self._shutdown_seconds)
             return self._report(Polled(), finished)
         finally:
             self._reporter.end()
@@ -154,7 +150,7 @@ class Relay:
     @property
     def in_flight(self) -> int:
         """Return the number of batches in flight, including those that mark tasks in doubt."""
-        return len(self._in_flight) + self._in_doubt.batches_in_flight
+        return len(self._in_flight)
 
     @property
     def topics(self) -> frozenset[str]:
@@ -165,31 +161,33 @@ class Relay:
         """Return the topics whose circuit is not closed, and whether it is open (True) or half-open (False)."""
         return self._topics.circuits.states()
 
-    def _settle(self, finished: Sequence[BatchResult]) -> bool:
-        """Report finished batches, and update tasks in doubt, circuits and limits.
+    def _observe(self, reports: Sequence[Report]) -> bool:
+        """Report what batches did, and update circuits and limits.
 
         Returns whether the circuit of a topic has opened or closed, or a probe has failed.
         """
         changed = False
-        for result in finished:
-            self._reporter.batch(result)
-            self._in_doubt.learn(result)
-            self._held_back.learn(result)
-            if (change := self._topics.learn(result)) is not None:
+        for report in reports:
+            if not isinstance(report, Delivered):
+                self._reporter.unmarked(report)
+                continue
+            self._reporter.delivered(report)
+            if (change := self._topics.observe(report)) is not None:
                 self._reporter.circuit(change)
                 changed = True
         return changed
 
-    def _start_at_most_once(self, finished: Sequence[BatchResult], stopping: Callable[[], bool]) -> None:
-        """Start the at-most-once tasks that finished batches found, in batches that mark them before they publish them.
+    def _start_at_most_once(self, reports: Sequence[Report], stopping: Callable[[], bool]) -> None:
+        """Start the at-most-once tasks that batches have found, in batches that mark them before they publish them.
 
         A poll cannot tell which tasks are at-most-once, but the lock query can.
         """
         if stopping():
             return
-        if batches := [batch for each in finished if (batch := self._topics.at_most_once_batch(each)) is not None]:
+        delivered = (each for each in reports if isinstance(each, Delivered))
+        if claims := [claim for each in delivered if (claim := self._topics.at_most_once(each)) is not None]:
             self._refresh()
-            self._start(batches)
+            self._start(claims)
 
     def _take_wake_up(self) -> None:
         if self.woken.is_set():
@@ -237,14 +235,12 @@ class Relay:
         self._touch_file()
         if not self._in_flight.has_room(self._limits):
             return Polled(no_room=True)
-        if not self._in_doubt.may_publish:
-            return Polled()
         # Batches that end during the poll are collected only after the selection. Otherwise the turn could start their
         # tasks again, because the poll may have returned them as unsent.
-        in_flight = self._in_flight.ids() | self._in_doubt.ids() | self._held_back.ids()
+        in_flight = self._in_flight.ids()
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
         began = self._clock()
-        room = (self._limits.batches - len(self._in_flight)) * self._limits.batch_size
+        room = (self._limits.batches - self._in_flight.places) * self._limits.batch_size
         depths = self._topics.circuits.depths()
         polled = self._poller.poll(room, self._selector.below, in_flight, unavailable, depths)
         self._reporter.poll(self._clock() - began)
@@ -252,26 +248,25 @@ class Relay:
 
     def _resolve(self, polled: Polled) -> ResolvedKeys:
         self._touch_file()
-        busy = self._in_flight.keys() | self._in_doubt.keys() | self._held_back.keys()
-        return self._ordering.resolve(polled.candidates, busy)
+        return self._ordering.resolve(polled.candidates, self._in_flight.keys())
 
-    def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> list[Batch]:
+    def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> list[Claim]:
         self._touch_file()
         if polled.no_room or stopping():
             return []
         if ready.candidates:
             self._refresh()  # the reads may have taken long
-        return self._in_doubt.limit_to_probe(self._selector.select(ready, self._in_flight, polled.cut_off))
+        return self._selector.select(ready, self._in_flight, polled.cut_off)
 
-    def _start(self, batches: Sequence[Batch]) -> bool:
+    def _start(self, claims: Sequence[Claim]) -> bool:
         """Start the batches whose topic is not paused; return whether there were any."""
-        started = [batch for batch in batches if batch.defers or batch.topic not in self._topics.paused]
-        for batch in started:
-            self._in_flight.start(self._topics.prepare(batch))
+        started = [claim for claim in claims if claim.kind is Kind.DEFER or claim.topic not in self._topics.paused]
+        for claim in started:
+            self._in_flight.start(self._topics.prepare(claim))
         return bool(started)
 
-    def _wait(self) -> list[BatchResult]:
-        """Wait until a batch has ended and at most `stragglers` of this turn's batches are in flight.
+    def _wait(self) -> list[Report]:
+        """Wait until a batch has reported and at most `stragglers` of this turn's batches are in flight.
 
         If no tasks are left to start, wait for all of these batches, because another poll would find nothing.
         """
@@ -279,20 +274,20 @@ class Relay:
         return self._in_flight.wait_for_most(max_left, MAX_TURN_WAIT_SECONDS)
 
     def _report(
-        self, polled: Polled, finished: Sequence[BatchResult], *, waits: bool = False, poll_again: bool = False
+        self, polled: Polled, reports: Sequence[Report], *, waits: bool = False, poll_again: bool = False
     ) -> Turn:
         """Return the numbers of a turn, and log them."""
-        committed = [result for result in finished if result.error is None]
+        finished = [each for each in reports if isinstance(each, Delivered)]
         turn = Turn(
             polled=len(polled.candidates),
-            published=sum(len(result.published()) for result in finished),
-            already_sent=sum(len(result.already_sent()) for result in finished),
-            failed=sum(len(result.failed()) for result in finished),
-            recorded=sum(len(result.recorded) for result in committed),
-            deferred=sum(len(result.deferred) for result in committed),
-            uncommitted=sum(len(result.published()) for result in finished if result.error is not None),
+            published=sum(len(each.published()) for each in finished),
+            already_sent=sum(len(each.already_sent()) for each in finished),
+            failed=sum(len(each.failed()) for each in finished),
+            recorded=sum(len(each.recorded) for each in finished),
+            deferred=sum(len(each.deferred) for each in finished),
+            uncommitted=sum(len(each.uncommitted()) for each in finished),
             in_flight=self.in_flight,
-            unfinished=bool(polled.candidates or polled.no_room or finished or self.in_flight or self._in_doubt.ids()),
+            unfinished=bool(polled.candidates or polled.no_room or finished or self.in_flight),
             still_waiting=waits and not finished,
             poll_again=poll_again,
             seconds_to_retry=self._topics.seconds_until_available(),

@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from random import Random
 
+from publishworker.delivery.claim import Claim
 from publishworker.topics.availability import Topics
 from publishworker.turn.batching import Limits, choose_batches, fitting
 from publishworker.turn.fair_share import FairShare
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.ordering import ResolvedKeys
-from publishworker.types import Batch, Candidate
+from publishworker.types import Candidate
 
 
 class Selector:
@@ -32,7 +33,7 @@ class Selector:
         """Return the priority below which the next poll also reads ready tasks, for the fair share, or None."""
         return self._fair_share.below
 
-    def select(self, resolved: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> list[Batch]:
+    def select(self, resolved: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> list[Claim]:
         """Return the batches to start in addition to those in flight.
 
         `cut_off` are the topics that have more tasks in the table. Batches that defer blocked tasks get at most a
@@ -47,11 +48,11 @@ class Selector:
         for_lower = for_lower[: self._fair_share.batches]
         for batch in for_lower:
             if batch.topic in allowed:
-                allowed[batch.topic] -= len(batch.ids)
+                allowed[batch.topic] -= len(batch.tasks)
         chosen = {id for batch in for_lower for id in batch.ids}
         others = [each for each in candidates if each.id not in chosen]
         wanted = for_lower + self._batches(others, in_flight, deferrals + for_lower, allowed)
-        batches = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not len(in_flight))
+        batches = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
         self._note_left_tasks(candidates, batches, len(for_lower), allowed, cut_off)
         self.lacks_bytes = len(batches) < len(wanted)
         return deferrals + batches
@@ -59,7 +60,7 @@ class Selector:
     def _note_left_tasks(
         self,
         candidates: Sequence[Candidate],
-        batches: Sequence[Batch],
+        batches: Sequence[Claim],
         for_lower: int,
         allowed: Mapping[str, int],
         cut_off: Collection[str],
@@ -68,7 +69,7 @@ class Selector:
 
         Topics in `allowed` are ignored, because their tasks wait for a limit or for a circuit to close.
         """
-        started = sum(len(batch.ids) for batch in batches if batch.topic not in allowed)
+        started = sum(len(batch.tasks) for batch in batches if batch.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
         self.left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable
         highest = max((each.priority for each in candidates), default=None)
@@ -78,11 +79,11 @@ class Selector:
         places = self._limits.batches // (2 if nothing_else else 4)
         if places == 0:  # fewer than four places: deferrals get one place, on average in every fourth turn
             places = int(nothing_else or self._random.random() < 1 / 4)
-        free = self._limits.batches - len(in_flight)
+        free = self._limits.batches - in_flight.places
         return max(0, min(free, places - in_flight.deferring()))
 
     def _batches(
-        self, candidates: Sequence[Candidate], in_flight: InFlight, chosen: Sequence[Batch], allowed: Mapping[str, int]
-    ) -> list[Batch]:
+        self, candidates: Sequence[Candidate], in_flight: InFlight, chosen: Sequence[Claim], allowed: Mapping[str, int]
+    ) -> list[Claim]:
         places = in_flight.by_topic() + Counter(batch.topic for batch in chosen)
         return choose_batches(candidates, self._limits, self._random, places, allowed, leaves_place=self._leaves_place)

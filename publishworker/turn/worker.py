@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
+from publishworker.backoff import Backoff
 from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.threads import Event
 from publishworker.turn.in_flight import StuckBatch
@@ -44,27 +45,6 @@ class TurnRunner(Protocol):
         """Wait for the batches in flight."""
 
 
-class Pause:
-    """Waits that double from `first` to `longest`, with jitter, so that workers do not act in step."""
-
-    def __init__(self, first: float, longest: float | Callable[[], float], random: Random) -> None:
-        """Begin with `first` seconds."""
-        self._first = first
-        self._longest = longest if callable(longest) else lambda: longest
-        self._random = random
-        self._next = first
-
-    def reset(self) -> None:
-        """Begin again with the shortest wait."""
-        self._next = self._first
-
-    def next(self) -> float:
-        """Return the current wait less a random part: at most 15 % of it, and at most 0.5 s. Then double it."""
-        nominal = min(self._next, self._longest())
-        self._next = nominal * 2
-        return nominal - self._random.uniform(0, min(0.15 * nominal, 0.5))
-
-
 class Worker:
     """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`."""
 
@@ -91,8 +71,8 @@ class Worker:
         self._clock = clock
         self._poll_interval = poll_interval
         self._max_pause = idle_interval or (lambda: poll_interval)
-        self._idle = Pause(FIRST_WAIT, self._max_pause, random)
-        self._outage = Pause(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
+        self._idle = Backoff(FIRST_WAIT, self._max_pause, random)
+        self._outage = Backoff(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
         #: Whether the last turn left something to try again.
         self._unfinished = False
         self._unavailable = False
@@ -110,7 +90,7 @@ class Worker:
             try:
                 self._end()
             except StuckBatch as others:
-                raise StuckBatch((*stuck.batches, *others.batches), stuck.seconds) from None
+                raise StuckBatch((*stuck.claims, *others.claims), stuck.seconds) from None
             raise
         self._end()
 

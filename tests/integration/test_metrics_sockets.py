@@ -14,12 +14,14 @@ from datadog.dogstatsd.base import DogStatsd
 
 import outbox
 from outbox.testing import RecordingTransaction
+from publishworker.delivery.delivered import Delivered
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
-from publishworker.types import Batch, BatchResult, Sent
+from publishworker.types import Sent
 from tests.support.dogstatsd import Agent, Sample, UnixAgent, listening
+from tests.support.parts import claim_of
 from tests.support.waiting import eventually
 
 
@@ -158,8 +160,10 @@ def test_a_slow_agent_gets_every_count(silent_socket: socket.socket) -> None:
     listener.start()
     for batch in range(25):
         ids = tuple(f"{batch}-{number}" for number in range(1000))
-        sent = BatchResult(Batch("orders", ids), answers=dict.fromkeys(ids, Sent("1")), waited=dict.fromkeys(ids, 0.1))
-        reporter.batch(sent)
+        sent = Delivered(
+            claim_of("orders", *ids), answers=dict.fromkeys(ids, Sent("1")), waited=dict.fromkeys(ids, 0.1)
+        )
+        reporter.delivered(sent)
     metrics.stop()
     listener.join(30)
     assert counted(lines) == 25_000

@@ -8,7 +8,7 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
-from publishworker.delivery.in_doubt import MAX_AGE_SECONDS
+from publishworker.delivery.marking import MAX_AGE_SECONDS
 from publishworker.delivery.retry_policy import CHECK_SECONDS
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.types import Deferred, Key, LockedRow, Mark, NotSent, Sent, Version

@@ -7,10 +7,11 @@ from itertools import repeat
 from typing import Any
 
 from outbox.admin.reshard import Snapshot
-from publishworker.delivery import delivery, in_doubt, retry_policy
+from publishworker.delivery import delivery, marking, retry_policy
 from publishworker.delivery import rules as eligibility
+from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.delivery import Delivery
-from publishworker.delivery.in_doubt import InDoubt
+from publishworker.delivery.mark_first import MarkFirst
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
@@ -21,7 +22,7 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import Poller
 from publishworker.turn.worker import Worker
-from publishworker.types import BatchResult, Deferred, LockedRow, Sent, Skipped, Version
+from publishworker.types import Deferred, LockedRow, Sent, Skipped, Version
 
 
 def always(value: object) -> Callable[[Any], Any]:
@@ -52,8 +53,8 @@ def one_shard_less(real: Any) -> Any:
 def late_mark(real: Any) -> Any:
     """Return `deliver` that marks tasks whose publish failed."""
 
-    def ours(self: Any, result: Any, eligible: Any, now: Any) -> Any:
-        marks = real(self, result, eligible, now)
+    def ours(self: Any, eligible: Any, now: Any) -> Any:
+        marks = real(self, eligible, now)
         return marks | {row.id: Sent("") for row in eligible if row.id not in marks}
 
     return ours
@@ -65,13 +66,12 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a task that is not due is skipped under the lock": (delivery, "skip_reasons", without("not_due")),
     "a task behind a blocked one is skipped under the lock": (delivery, "skip_reasons", without("blocked")),
     "a transaction attempt remembers outcomes": (delivery, "to_publish", lambda _: lambda rows, _outcomes: rows),
-    "a later attempt marks what an earlier one published": (BatchResult, "published_versions", always({})),
+    "a later attempt marks what an earlier one published": (Delivery, "_published", always({})),
     "only published tasks are marked": (Delivery, "_marks", late_mark),
-    "a failed commit is remembered": (InDoubt, "learn", always(None)),
-    "tasks in doubt are marked": (InDoubt, "mark", always(None)),
-    "tasks in doubt are not claimed": (InDoubt, "ids", always(frozenset())),
-    "the keys of tasks in doubt wait": (InDoubt, "keys", always(frozenset())),
-    "tasks in doubt are remembered for 15 minutes": (in_doubt, "MAX_AGE_SECONDS", lambda _: 1.0),
+    "a failed commit is remembered": (Delivery, "_fail", always(None)),
+    "tasks in doubt are marked": (Delivery, "_marks_again", always({})),
+    "tasks in doubt are not claimed": (InFlight, "ids", always(frozenset())),
+    "tasks in doubt are remembered for 15 minutes": (marking, "MAX_AGE_SECONDS", lambda _: 1.0),
     "a reset row is told from a lost mark": (
         Version, "of", lambda real: classmethod(lambda _class, row: replace(real(row), times_sent=0))
     ),
@@ -96,13 +96,16 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "a circuit closes again": (CircuitBreakers, "suspended", lambda _: lambda self: frozenset(self._open)),
     "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
-    "an at-most-once task whose publish is refused is not lost": (Delivery, "_undo_marks", always(None)),
+    "an at-most-once task whose publish is refused is not lost": (MarkFirst, "_undo_marks", always({})),
     "only a probe fails for its topic": (
-        CircuitBreakers, "prepare", lambda real: lambda self, batch: replace(real(self, batch), probe=True)
+        CircuitBreakers, "prepare",
+        lambda real: lambda self, claim: replace(real(self, claim), hints=TopicHints(probe=True))
     ),
     "the first outage costs no attempt": (
         CircuitBreakers, "prepare",
-        lambda real: lambda self, batch: replace(real(self, batch), suspects=frozenset(batch.ids))
+        lambda real: lambda self, claim: replace(
+            real(self, claim), hints=replace(real(self, claim).hints, suspects=frozenset(claim.ids))
+        )
     ),
     "deferred tasks cost no attempt": (
         Delivery, "_deferrals_behind", lambda _: lambda _self, _head, recorded, _now: repeat(recorded)

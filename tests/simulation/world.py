@@ -14,7 +14,7 @@ from unittest import mock
 
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.layouts import Layout
-from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.turn.batching import Limits
@@ -150,18 +150,22 @@ class Node:
             initial=1, longest=plan.longest_backoff, max_attempts=10, dead_after=86_400, random=random
         )
         relay = self.relay = Relay(
-            store,
-            Delivery(store, publisher, retries, 5.0, skip_dead=plan.skip_dead, clock=self.clock),
+            Tools(
+                store=store,
+                publisher=publisher,
+                retries=retries,
+                publish_seconds=5.0,
+                skip_dead=plan.skip_dead,
+                clock=self.clock,
+            ),
             world.metrics,
             membership,
             limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
             discovery_seconds=min(plan.poll_interval / 2, 1.0),
             random=random,
             fair_share=plan.fair_share,
-            skip_dead=plan.skip_dead,
             stragglers=plan.concurrency // 8,
             shutdown_seconds=20.0,
-            clock=self.clock,
             threads=VirtualThreads(world.clockwork, process),
         )
         idle_interval = (lambda: max(plan.poll_interval, plan.idle_interval)) if plan.wake else None
@@ -319,7 +323,8 @@ class World:
     def _watch_keys(self) -> None:
         while True:
             self.clockwork.sleep(1.0)
-            self.audit.heads(self.spanner.table.deferred_heads(skip_dead=self.plan.skip_dead))
+            # While requests fail, a release may fail several times.
+            self.audit.heads({} if self.troubles else self.spanner.table.deferred_heads(skip_dead=self.plan.skip_dead))
 
     def set_paused(self, topic: str, *, paused: bool) -> None:
         """Pause or resume a topic, as `outbox pause` and `outbox resume`."""

@@ -1,10 +1,12 @@
 """The worker's parts, put together for a test: small numbers, one seed, a turn that waits for its batches."""
 
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from random import Random
 from typing import Any
 
-from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
+from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Store
@@ -13,6 +15,8 @@ from publishworker.turn.batching import Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import PollRequest
+
+TOOLS = {"skip_dead", "clock"}
 
 
 def relay_of(
@@ -29,20 +33,35 @@ def relay_of(
 ) -> Relay:
     random = Random(1)
     defaults: dict[str, Any] = {"initial": 1, "longest": 3600, "max_attempts": 10, "dead_after": 86_400}
+    tools: dict[str, Any] = {"skip_dead": False, **{name: options.pop(name) for name in TOOLS & options.keys()}}
     return Relay(
-        store,
-        Delivery(
-            store,
-            publisher,
-            RetryPolicy(random=random, **{**defaults, **(retries or {})}),
+        Tools(
+            store=store,
+            publisher=publisher,
+            retries=RetryPolicy(random=random, **{**defaults, **(retries or {})}),
             publish_seconds=5,
-            skip_dead=options.get("skip_dead", False),
+            **tools,
         ),
         Metrics(client),
         membership or Membership(store, "worker"),
         limits=Limits(size, batch_bytes, batches),
         **{"discovery_seconds": 0, "random": random, **options},
     )
+
+
+def claim_of(
+    topic: str,
+    *ids: str,
+    keys: Iterable[str | None] = (),
+    releases: Iterable[str] = (),
+    kind: Kind = Kind.PUBLISH,
+    bytes: int = 0,
+    **hints: Any,
+) -> Claim:
+    """Return a claim. Each task in `releases` has the last key."""
+    tasks = tuple(ClaimedTask(*pair) for pair in zip_longest(ids, keys))
+    after = tuple(ClaimedTask(id, tasks[-1].ordering_key) for id in releases)
+    return Claim(topic, tasks, kind, after, bytes, TopicHints(**hints))
 
 
 def poll_request(*topics: str, shards: Iterable[int] = range(10), per_range: int = 100, **more: Any) -> PollRequest:

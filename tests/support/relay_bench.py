@@ -9,10 +9,54 @@ from typing import Any
 import pytest
 
 from publishworker.telemetry import metrics as m
+from publishworker.threads import Event, Thread, Threads
 from publishworker.turn.relay import Relay
 from publishworker.types import LockedRow, Outcome, Turn
 from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
 from tests.support.parts import relay_of
+
+
+class SteppedThreads(Threads):
+    """Threads that wait by the clock of a bench, while they mark tasks again."""
+
+    def __init__(self, bench: "Bench") -> None:
+        self.bench = bench
+        self.changed = threading.Condition()
+        self.until: dict[Thread, float] = {}  # by each waiting thread
+
+    def event(self) -> Event:
+        return SteppedEvent(self)
+
+    def sleep(self, seconds: float) -> None:
+        self.bench.seconds += seconds
+
+    def step(self) -> None:
+        """Let the threads whose time has come act, until they wait again or end."""
+        with self.changed:
+            self.changed.notify_all()
+        end = time.monotonic() + 1
+        while time.monotonic() < end and any(
+            thread.is_alive() and until <= self.bench.seconds for thread, until in list(self.until.items())
+        ):
+            time.sleep(0.001)
+
+
+class SteppedEvent(Event):
+    def __init__(self, threads: SteppedThreads) -> None:
+        super().__init__()
+        self.threads = threads
+
+    def set(self) -> None:
+        super().set()
+        with self.threads.changed:
+            self.threads.changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        end = self.threads.bench.seconds + (timeout or 0)
+        with self.threads.changed:
+            self.threads.until[threading.current_thread()] = end
+            self.threads.changed.wait_for(lambda: self.is_set() or self.threads.bench.seconds >= end)
+        return self.is_set()
 
 
 class Bench:
@@ -21,10 +65,11 @@ class Bench:
         self.publisher = FakePublisher("orders", "invoices")
         self.counted = Counted()
         self.seconds = 0.0
+        self.threads = SteppedThreads(self)
         self.relay = self.another(**options)
 
     def another(self, **options: Any) -> Relay:
-        options = {"clock": lambda: self.seconds, "batch_bytes": 10_000, **options}
+        options = {"clock": lambda: self.seconds, "batch_bytes": 10_000, "threads": self.threads, **options}
         return relay_of(self.store, options.pop("publisher", self.publisher), self.counted, **options)
 
     def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
@@ -47,7 +92,7 @@ class Bench:
         end = time.monotonic() + 20
         while len(done) < max_turns and time.monotonic() < end:
             turn = self.relay.turn()
-            if turn.made_progress or not turn.in_flight:
+            if turn.made_progress or not self.relay._in_flight.delivering:
                 done.append(turn)
                 if not turn.made_progress:
                     return done
@@ -58,6 +103,7 @@ class Bench:
     def wait(self, seconds: float) -> None:
         self.seconds += seconds
         self.store.now += timedelta(seconds=seconds)
+        self.threads.step()
 
     def run_for(self, seconds: float, step: float = 1.0) -> None:
         """Turn until nothing is left to do, every `step` seconds, for so long."""

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
+from publishworker.delivery.claim import Claim, Kind
+from publishworker.delivery.delivered import Delivered
 from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.spanner.store import Decide
 from publishworker.telemetry import metrics as m
-from publishworker.types import Batch, BatchResult, Failed, LockedRow, Outcome, Sent, Skipped
+from publishworker.types import Failed, LockedRow, Outcome, Sent, Skipped
+from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench
 from tests.support.waiting import eventually
 
@@ -98,8 +101,6 @@ def test_a_task_that_waits_for_its_own_batch_joins_no_other(bench: Bench) -> Non
         ([None, NO_ANSWER], False, None, ["a"]),
         # Pub/Sub has perhaps published it: it stays marked.
         ([], False, LOST, []),
-        # Pub/Sub has refused it, and that could not be written: it stays marked.
-        ([None, None, NO_ANSWER], False, MISSING, []),
     ],
 )
 def test_an_at_most_once_task_in_doubt_is_counted_and_not_published_again(
@@ -117,6 +118,21 @@ def test_an_at_most_once_task_in_doubt_is_counted_and_not_published_again(
     assert bench.publisher.ids() == published
     assert bench.unsent() == []
     assert (bench.count(m.UNCONFIRMED), bench.count(m.UNCOMMITTED)) == (1, 0)
+
+
+@pytest.mark.parametrize(("errors", "published"), [(1, ["a"]), (9, ["a"]), (10**6, [])])
+def test_a_mark_that_cannot_be_undone_is_undone_later(bench: Bench, errors: int, published: list[str]) -> None:
+    """Pub/Sub has refused the message. After 15 minutes the task is counted, because it stays marked."""
+    bench.insert("a", at_most_once=True)
+    bench.commits(None, None, *[NO_ANSWER] * errors)
+    bench.publisher.failing = {"a": MISSING}
+    bench.turns(), bench.turns()
+    assert bench.unsent() == []
+    bench.publisher.failing.clear()
+    bench.run_for(1000, step=10)
+    assert bench.publisher.ids() == published
+    assert bench.unsent() == []
+    assert bench.count(m.UNCONFIRMED) == (not published)
 
 
 @pytest.mark.parametrize(
@@ -251,16 +267,14 @@ def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:
 def test_a_result_contains_the_batch_of_its_at_most_once_tasks() -> None:
     once = Skipped("at_most_once")
 
-    def waits(outcomes: dict[str, Outcome], *keys: str | None) -> Batch | None:
-        batch = Batch("orders", tuple(outcomes), keys=keys, bytes=800)
-        return BatchResult(batch, answers=outcomes, outcomes=outcomes).at_most_once_batch()
+    def waits(outcomes: dict[str, Outcome], *keys: str | None) -> Claim | None:
+        batch = claim_of("orders", *outcomes, keys=keys, bytes=800)
+        return Delivered(batch, answers=outcomes, outcomes=outcomes).at_most_once()
 
     keyed = {"failed": LOST, "behind": once, "alone": LOST, "once": once, "sent": Sent("1"), "next": once}
-    assert waits(keyed | {"gone": Skipped("gone")}, "bad", "bad", None, None, "good", "good", "other") == Batch(
-        "orders", ("once", "next"), at_most_once=True, keys=(None, "good"), bytes=800
+    assert waits(keyed | {"gone": Skipped("gone")}, "bad", "bad", None, None, "good", "good", "other") == claim_of(
+        "orders", "once", "next", kind=Kind.MARK_FIRST, keys=(None, "good"), bytes=800
     )
-    # A batch has keys if one of its tasks has.
-    for keys in ((), ("key", None, None)):
-        got = waits({"sent": Sent("1"), "once": once, "other": once}, *keys)
-        assert got == Batch("orders", ("once", "other"), at_most_once=True, bytes=800)
+    got = waits({"sent": Sent("1"), "once": once, "other": once})
+    assert got == claim_of("orders", "once", "other", kind=Kind.MARK_FIRST, bytes=800)
     assert waits({"a": Sent("1"), "gone": Skipped("gone")}) is None

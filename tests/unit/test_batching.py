@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from publishworker.delivery.claim import Claim
 from publishworker.turn.batching import Limits, choose_batches, fitting
-from publishworker.types import Batch, Candidate
+from publishworker.types import Candidate
+from tests.support.parts import claim_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 #: More than any test needs.
@@ -33,15 +35,15 @@ def prefix(key: str, tasks: int, **columns: Any) -> Candidate:
     return head._replace(ordering_key=key, behind=ids[1:], releases=f"{key}{tasks}")
 
 
-def ids(batches: list[Batch]) -> list[str]:
+def ids(batches: list[Claim]) -> list[str]:
     return [id for batch in batches for id in batch.ids]
 
 
-def kinds(batches: list[Batch]) -> Counter[str]:
+def kinds(batches: list[Claim]) -> Counter[str]:
     return Counter(id.split("-")[0] for id in ids(batches))
 
 
-def topics(batches: list[Batch]) -> Counter[str]:
+def topics(batches: list[Claim]) -> Counter[str]:
     return Counter(batch.topic for batch in batches)
 
 
@@ -288,13 +290,13 @@ def test_a_sendable_prefix_stays_in_order_and_is_cut_only_at_its_end(
     assert len(ids(batches)) == (total if allowed is None else min(total, allowed))
     for batch in batches:
         assert len(batch.ids) <= 6
-        keys = batch.keys or (None,) * len(batch.ids)
+        keys = [task.ordering_key for task in batch.tasks]
         for key in set(keys) - {None}:
             its = [id for id, of in zip(batch.ids, keys, strict=True) if of == key]
             assert its == [f"{key}{n}" for n in range(len(its))]
-            assert f"{key}{len(its)}" in batch.releases
+            assert (f"{key}{len(its)}", key) in batch.releases
         assert all(id.startswith("loose") for id, key in zip(batch.ids, keys, strict=True) if key is None)
-    keyed = [key for batch in batches for key in set(batch.keys) - {None}]
+    keyed = [key for batch in batches for key in batch.keys]
     assert len(keyed) == len(set(keyed))
 
 
@@ -314,7 +316,7 @@ def test_started_batches_stay_within_the_byte_limit(
     sizes: tuple[int, ...], free: int, alone: bool, expected: int
 ) -> None:
     """A message that is larger than all limits goes alone."""
-    batches = [Batch("orders", (str(number),), bytes=size) for number, size in enumerate(sizes)]
+    batches = [claim_of("orders", str(number), bytes=size) for number, size in enumerate(sizes)]
     assert len(fitting(batches, free, alone=alone)) == expected
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from google.api_core.exceptions import InvalidArgument, OutOfRange, ServiceUnavailable
 
+from publishworker.backoff import Backoff
 from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import ChangeStream
-from publishworker.turn.worker import Pause
 from tests.support.waiting import eventually
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -143,13 +143,13 @@ def test_a_partition_that_fails_is_read_with_growing_pauses(
     monkeypatch.setattr(change_stream, "MAX_RETRY_SECONDS", 1000.0)
     database.errors["a"] = ServiceUnavailable("connection reset")
     pauses: list[float] = []
-    following = Pause.next
+    following = Backoff.next
 
-    def noted(pause: Pause) -> float:
+    def noted(pause: Backoff) -> float:
         pauses.append(following(pause))
         return 0.001
 
-    monkeypatch.setattr(Pause, "next", noted)
+    monkeypatch.setattr(Backoff, "next", noted)
     with reading(database):
         eventually(lambda: len(pauses) >= 5, seconds=20)
     assert pauses[:5] == [pytest.approx(0.01 * 2**n, rel=0.16) for n in range(5)]

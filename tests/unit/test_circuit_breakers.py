@@ -8,9 +8,12 @@ from random import Random
 
 import pytest
 
+from publishworker.delivery.claim import Claim
+from publishworker.delivery.delivered import Delivered
 from publishworker.topics import circuit_breaker
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS, CircuitBreakers, CircuitChange
-from publishworker.types import Batch, BatchResult, Candidate, Failed, NotSent, Outcome, Sent, Skipped
+from publishworker.types import Candidate, Failed, NotSent, Outcome, Sent, Skipped
+from tests.support.parts import claim_of
 
 AWAY = Failed("unavailable", "away")
 MISSING = Failed("not_found", "missing")
@@ -29,23 +32,22 @@ class Watch(CircuitBreakers):
         self.seconds = 1000.0
         super().__init__(Random(3), lambda: self.seconds)
 
-    def ended(self, batch: Batch, *recorded: str, **outcomes: Outcome) -> bool:
+    def ended(self, batch: Claim, *recorded: str, **outcomes: Outcome) -> bool:
         """Learn of a batch, of which some tasks are recorded; return whether its topic's state has changed."""
-        result = BatchResult(batch, answers=dict(outcomes))
-        result.recorded = {id: NotSent(1, NOON, None, "unavailable: away") for id in recorded}
-        return self.learn(result) is not None
+        failures = {id: NotSent(1, NOON, None, "unavailable: away") for id in recorded}
+        return self.observe(Delivered(batch, answers=outcomes, recorded=failures)) is not None
 
     def fail(self, outcome: Failed, *ids: str, topic: str = "orders") -> None:
-        self.ended(Batch(topic, ids), **dict.fromkeys(ids, outcome))
+        self.ended(claim_of(topic, *ids), **dict.fromkeys(ids, outcome))
 
     def probe(self, outcome: Outcome) -> None:
         self.seconds += self.seconds_to_probe() or 0
         batch = self.next("probe")
-        assert batch.probe
+        assert batch.hints.probe
         self.ended(batch, probe=outcome)
 
-    def next(self, *ids: str) -> Batch:
-        return self.prepare(Batch("orders", ids))
+    def next(self, *ids: str) -> Claim:
+        return self.prepare(claim_of("orders", *ids))
 
 
 @pytest.fixture
@@ -81,10 +83,10 @@ def test_an_open_circuit_is_probed_after_a_second_then_after_growing_delays(
 def test_failures_of_single_tasks_open_no_circuit(watch: Watch) -> None:
     """Poison, unknown errors and tasks of other workers say nothing about a topic, nor does one failure of several."""
     for outcome in (Failed("undecodable", "no message"), Skipped("sent"), Failed("data_loss", "?")):
-        assert not watch.ended(Batch("orders", ("a",)), a=outcome)
-    watch.ended(Batch("orders", ("a", "b")), a=Sent("1"), b=AWAY)
+        assert not watch.ended(claim_of("orders", "a"), a=outcome)
+    watch.ended(claim_of("orders", "a", "b"), a=Sent("1"), b=AWAY)
     assert watch.suspended() == frozenset()
-    assert watch.next("a", "b", "c").suspects == {"b"}  # it is remembered instead
+    assert watch.next("a", "b", "c").hints.suspects == {"b"}  # it is remembered instead
 
 
 def test_a_publish_closes_the_circuit_and_resets_its_delay(watch: Watch) -> None:
@@ -92,25 +94,25 @@ def test_a_publish_closes_the_circuit_and_resets_its_delay(watch: Watch) -> None
     watch.probe(AWAY)
     watch.probe(Sent("1"))
     assert watch.suspended() == frozenset()
-    assert not watch.next("b").probe
+    assert not watch.next("b").hints.probe
     watch.fail(AWAY, "a")
     assert (watch.seconds_to_probe() or 0) <= 1
-    assert watch.ended(Batch("orders", ("late",)), late=Sent("1"))
+    assert watch.ended(claim_of("orders", "late"), late=Sent("1"))
     assert watch.suspended() == frozenset()
 
 
 def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch) -> None:
     """It opens, a probe fails, it closes. Failures of other batches and successes while closed change nothing."""
-    opened = watch.learn(BatchResult(Batch("orders", ("a",)), answers={"a": MISSING}))
+    opened = watch.observe(Delivered(claim_of("orders", "a"), answers={"a": MISSING}))
     assert opened == CircuitChange("orders", MISSING, 0.0)
-    assert watch.learn(BatchResult(Batch("orders", ("b",)), answers={"b": AWAY})) is None
+    assert watch.observe(Delivered(claim_of("orders", "b"), answers={"b": AWAY})) is None
     watch.seconds += 1.5
-    failed = watch.learn(BatchResult(watch.next("c"), answers={"c": AWAY}))
+    failed = watch.observe(Delivered(watch.next("c"), answers={"c": AWAY}))
     assert failed == CircuitChange("orders", AWAY, 1.5)
     watch.seconds += 2
-    closed = watch.learn(BatchResult(watch.next("d"), answers={"d": Sent("1")}))
+    closed = watch.observe(Delivered(watch.next("d"), answers={"d": Sent("1")}))
     assert closed == CircuitChange("orders", None, 3.5)
-    assert watch.learn(BatchResult(watch.next("e"), answers={"e": Sent("2")})) is None
+    assert watch.observe(Delivered(watch.next("e"), answers={"e": Sent("2")})) is None
 
 
 def test_a_circuit_is_open_until_its_probe_then_half_open(watch: Watch) -> None:
@@ -125,9 +127,9 @@ def test_a_circuit_is_open_until_its_probe_then_half_open(watch: Watch) -> None:
 def test_the_circuit_that_is_due_longest_is_probed_first() -> None:
     breakers = CircuitBreakers(Random(3), clock := Clock(), places=4)
     for topic in ("later", "first"):
-        breakers.learn(BatchResult(Batch(topic, ("a",)), answers={"a": AWAY}))
+        breakers.observe(Delivered(claim_of(topic, "a"), answers={"a": AWAY}))
         clock.seconds += 0.5 if topic == "later" else 2
-    breakers.learn(BatchResult(replace(breakers.prepare(Batch("later", ("b",)))), answers={"b": AWAY}))
+    breakers.observe(Delivered(replace(breakers.prepare(claim_of("later", "b"))), answers={"b": AWAY}))
     clock.seconds += 10
     assert breakers.suspended() == {"later"}
 
@@ -193,9 +195,9 @@ def test_outage_probes_use_at_most_a_quarter_of_the_places(watch: Watch) -> None
     assert (len(held), "missing" in held) == (4, False)
     probed = set(topics) - held
     for topic in probed:
-        watch.prepare(Batch(topic, ("a",)))
+        watch.prepare(claim_of(topic, "a"))
     assert watch.suspended() == set(topics)
-    watch.ended(Batch(probed.pop(), ("a",), probe=True), a=AWAY)
+    watch.ended(claim_of(probed.pop(), "a", probe=True), a=AWAY)
     assert len(watch.suspended()) == 5
 
 
@@ -203,9 +205,8 @@ def test_an_outage_is_probed_with_at_most_once_tasks_only_as_a_last_resort(watch
     """Three draws skip them. A missing topic risks nothing, because it refuses. A batch that is no probe waits."""
 
     def is_risked(*, probe: bool = True) -> bool:
-        result = BatchResult(Batch("orders", ("once",), probe=probe))
-        result.outcomes["once"] = Skipped("at_most_once")
-        watch.learn(result)
+        result = Delivered(claim_of("orders", "once", probe=probe), outcomes={"once": Skipped("at_most_once")})
+        watch.observe(result)
         return watch.may_send_at_most_once(result)
 
     assert is_risked(probe=False)
@@ -221,9 +222,9 @@ def test_a_task_that_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -
     watch.fail(AWAY, "a", "b")
     watch.probe(AWAY)
     watch.seconds += 2
-    assert watch.next("a").suspects == frozenset()
-    watch.ended(Batch("orders", ("a",), probe=True), a=Sent("1"))
-    assert watch.next("a", "b", "c", "probe").suspects == {"b"}
+    assert watch.next("a").hints.suspects == frozenset()
+    watch.ended(claim_of("orders", "a", probe=True), a=Sent("1"))
+    assert watch.next("a", "b", "c", "probe").hints.suspects == {"b"}
 
 
 def test_only_tasks_of_the_last_outage_are_suspects(watch: Watch) -> None:
@@ -232,23 +233,23 @@ def test_only_tasks_of_the_last_outage_are_suspects(watch: Watch) -> None:
     watch.fail(AWAY, "b")
     watch.fail(AWAY, "i", topic="invoices")
     watch.probe(Sent("1"))
-    assert watch.next("a", "b").suspects == {"a", "b"}
+    assert watch.next("a", "b").hints.suspects == {"a", "b"}
     watch.fail(AWAY, "c")
     watch.probe(Sent("2"))
-    assert watch.next("a", "b", "c").suspects == {"c"}
+    assert watch.next("a", "b", "c").hints.suspects == {"c"}
 
 
 def test_a_suspect_whose_failure_is_recorded_opens_no_circuit(watch: Watch) -> None:
     """It stays a suspect: other tasks might fail as well, so the topic works only once it publishes something."""
-    watch.ended(Batch("orders", ("a", "b")), a=Sent("1"), b=AWAY)
+    watch.ended(claim_of("orders", "a", "b"), a=Sent("1"), b=AWAY)
     batch = watch.next("b")
-    assert (batch.suspects, batch.topic_accepts) == ({"b"}, True)
+    assert (batch.hints.suspects, batch.hints.accepts) == ({"b"}, True)
     assert not watch.ended(batch, "b", b=AWAY)
     assert watch.suspended() == frozenset()
     batch = watch.next("b")
-    assert (batch.suspects, batch.topic_accepts) == ({"b"}, False)
-    watch.ended(Batch("orders", ("c",)), c=Sent("2"))
-    assert watch.next("b").topic_accepts
+    assert (batch.hints.suspects, batch.hints.accepts) == ({"b"}, False)
+    watch.ended(claim_of("orders", "c"), c=Sent("2"))
+    assert watch.next("b").hints.accepts
 
 
 def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -> None:
@@ -256,23 +257,23 @@ def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -
     ids = [str(n) for n in range(circuit_breaker.MAX_SUSPECTS + 10)]
     watch.fail(AWAY, *ids)
     watch.probe(Sent("1"))
-    assert watch.next(*ids).suspects == set(ids[10:])
+    assert watch.next(*ids).hints.suspects == set(ids[10:])
     watch.fail(AWAY, "a")
     watch.seconds += circuit_breaker.FORGET_SECONDS + 2
     assert watch.suspended() == frozenset()
-    assert watch.next("a", "20") == Batch("orders", ("a", "20"))
+    assert watch.next("a", "20") == claim_of("orders", "a", "20")
 
 
 def test_a_thousand_suspects_are_remembered(watch: Watch) -> None:
     """Of all topics together, because an outage of Pub/Sub concerns all topics. The oldest are forgotten."""
     for topic in range(30):
-        batch = Batch(f"topic {topic}", tuple(f"{topic}/{number}" for number in range(100)))
-        watch.learn(BatchResult(batch, answers=dict.fromkeys(batch.ids, AWAY)))
+        batch = claim_of(f"topic {topic}", *(f"{topic}/{number}" for number in range(100)))
+        watch.observe(Delivered(batch, answers=dict.fromkeys(batch.ids, AWAY)))
     remembered = [topic for topic, ids in watch._suspects.items() if ids]
     assert remembered == [f"topic {topic}" for topic in range(20, 30)]
     for topic in range(20, 30):
-        batch = Batch(f"topic {topic}", tuple(f"{topic}/{number}" for number in range(100)), probe=True)
-        watch.learn(BatchResult(batch, answers=dict.fromkeys(batch.ids, Sent("1"))))
+        batch = claim_of(f"topic {topic}", *(f"{topic}/{number}" for number in range(100)), probe=True)
+        watch.observe(Delivered(batch, answers=dict.fromkeys(batch.ids, Sent("1"))))
     assert watch._suspects == {}
 
 

@@ -8,12 +8,17 @@ import pytest
 
 from outbox.message import RawPubsubMessage
 from outbox.table.states import NEVER
-from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.claim import Kind
+from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.delivery import Tools
+from publishworker.delivery.kinds import delivery_of
+from publishworker.delivery.marking import Marking
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
-from publishworker.types import Batch, BatchResult, Failed, Outcome
+from publishworker.types import Failed, Outcome
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
+from tests.support.parts import claim_of
 
 HOUR = timedelta(hours=1)
 
@@ -42,10 +47,13 @@ class Bench(FakePublisher):
         for id in ids:
             self.store.insert(id, "orders", **{"data": serialized(), **columns})
 
-    def deliver(self, *ids: str, skip_dead: bool = False, **batch: Any) -> BatchResult:
+    def deliver(self, *ids: str, skip_dead: bool = False, **batch: Any) -> Delivered:
         retries = RetryPolicy(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
-        delivery = Delivery(self.store, self, retries, 5, clock=lambda: self.seconds, skip_dead=skip_dead)
-        return delivery.run(Batch("orders", ids, **batch))
+        tools = Tools(
+            store=self.store, publisher=self, retries=retries, publish_seconds=5, skip_dead=skip_dead,
+            clock=lambda: self.seconds,
+        )  # fmt: skip
+        return delivery_of(claim_of("orders", *ids, **batch), tools, Marking(Random(1))).run()
 
 
 @pytest.fixture
@@ -62,11 +70,11 @@ def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) 
     bench.insert("early", created_at=now + HOUR)  # no task has waited for less than no time
     bench.slow_commits(Abort())
     result = bench.deliver("ready", "due", "fresh", "early")
-    assert result.transaction_attempts == 2
+    assert result.attempts == 2
     assert result.phases == {m.CLAIM: 3, m.PUBLISH: 2, m.COMMIT: 3}
     assert result.waited == {"ready": 3602, "due": 7202, "fresh": 2.25, "early": 0}
     bench.insert("once", created_at=bench.store.now - HOUR, at_most_once=True)
-    assert bench.deliver("once", at_most_once=True).waited == {"once": 3605}
+    assert bench.deliver("once", kind=Kind.MARK_FIRST).waited == {"once": 3605}
     bench.store.away = True
     result = bench.deliver("a")
     assert result.error is not None
@@ -78,8 +86,8 @@ def test_a_batch_that_sent_a_task_shows_that_its_topic_works(bench: Bench) -> No
     bench.failing = {"a": Failed("deadline_exceeded", "no answer")}
     bench.insert("a", "b")
     suspects = frozenset({"a"})
-    assert bench.deliver("a", suspects=suspects, topic_accepts=False).recorded == {}
-    assert bench.deliver("a", "b", suspects=suspects, topic_accepts=False).recorded.keys() == {"a"}
+    assert bench.deliver("a", suspects=suspects, accepts=False).recorded == {}
+    assert bench.deliver("a", "b", suspects=suspects, accepts=False).recorded.keys() == {"a"}
 
 
 def test_tasks_behind_a_skipped_dead_task_are_sent(bench: Bench) -> None:
@@ -104,7 +112,7 @@ def test_a_task_published_in_an_aborted_attempt_is_reported_without_its_row(benc
     bench.store.before_commit = commit
     result = bench.deliver("a", "b")
     assert (result.error, sorted(result.published())) == ("no answer", ["a", "b"])
-    assert result.published_versions().keys() == {"a", "b"}
+    assert result.uncommitted() == ["a", "b"]
 
 
 def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
@@ -113,5 +121,5 @@ def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
         message = RawPubsubMessage(attributes={"googclient_traceparent": f"00-{number:032x}-{1:016x}-01"})
         bench.insert(id, data=message.SerializeToString(), at_most_once=True, **columns)
     bench.failing = {"failing": Failed("invalid_argument", "no")}
-    result = bench.deliver("expired", "failing", "good", at_most_once=True)
+    result = bench.deliver("expired", "failing", "good", kind=Kind.MARK_FIRST)
     assert result.traces == {"expired": f"{1:032x}", "failing": f"{2:032x}"}

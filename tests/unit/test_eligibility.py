@@ -1,15 +1,16 @@
 """Which of the locked rows may be sent, in tables."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from outbox.table.states import NEVER
+from publishworker.delivery.claim import Claim
 from publishworker.delivery.rules import in_order, skip_reasons, to_publish, to_release
-from publishworker.types import Batch, Deferred, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Version
+from publishworker.types import Deferred, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Version
+from tests.support.parts import claim_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)
@@ -40,7 +41,7 @@ def row(id: str, **columns: Any) -> LockedRow:
 
 
 def reasons(
-    batch: Batch, *rows: LockedRow, published: Mapping[str, Version] | None = None, skip_dead: bool = False
+    batch: Claim, *rows: LockedRow, published: Mapping[str, Version] | None = None, skip_dead: bool = False
 ) -> dict[str, str]:
     outcomes = skip_reasons(batch, rows, NOW, published or {}, skip_dead=skip_dead)
     return {id: getattr(outcome, "reason", "?") for id, outcome in outcomes.items()}
@@ -50,13 +51,13 @@ def reasons(
 def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
     """Sent, gone and expired tasks are skipped. A task that is not due blocks only its key."""
     columns, reason, continues = ROWS[word]
-    batch = Batch("orders", ("first", "next", "other"), keys=("k", "k", "m"))
+    batch = claim_of("orders", "first", "next", "other", keys=("k", "k", "m"))
     expected = {"first": reason} if reason else {}
     if not continues:
         expected["next"] = "blocked"
     assert reasons(batch, row("next"), row("other", ordering_key="m"), row("first", **columns)) == expected
     # If nothing is written to the first row, the next one is released only if the first is skipped.
-    batch = Batch("orders", ("first",), keys=("k",), releases=("next",))
+    batch = claim_of("orders", "first", keys=("k",), releases=("next",))
     rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
     released_ids = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
     released_ids = released_ids.get(word, ["next"] if reason and continues else [])
@@ -64,7 +65,7 @@ def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
 
 
 def test_only_dead_tasks_are_skipped_in_skip_mode() -> None:
-    batch = Batch("orders", ("a", "b"), keys=("k", "k"))
+    batch = claim_of("orders", "a", "b", keys=("k", "k"))
     almost = NEVER - timedelta(microseconds=1)
     assert reasons(batch, row("a", available_at=NEVER), row("b"), skip_dead=True) == {"a": "not_due"}
     assert reasons(batch, row("a", available_at=almost), row("b"), skip_dead=True) == {"a": "not_due", "b": "blocked"}
@@ -74,14 +75,14 @@ def test_a_task_without_a_key_is_neither_blocked_nor_deferred() -> None:
     """A task that got a key after the poll is left to a poll that knows the key."""
     late, ready = row("a", available_at=LATER, ordering_key=None), row("b", ordering_key=None)
     deferred = late._replace(id="deferred", deferred=True)
-    batch = Batch("orders", ("a", "b", "deferred", "keyed", "gone"))
+    batch = claim_of("orders", "a", "b", "deferred", "keyed", "gone")
     expected = {"a": "not_due", "deferred": "not_due", "keyed": "moved", "gone": "gone"}
     assert reasons(batch, late, ready, deferred, row("keyed")) == expected
 
 
 def test_a_published_task_is_marked_even_behind_a_blocked_head() -> None:
     """An earlier transaction attempt published it; the key was blocked later."""
-    batch = Batch("orders", ("a", "b", "c"), keys=("k", "k", "k"))
+    batch = claim_of("orders", "a", "b", "c", keys=("k", "k", "k"))
     rows = (row("a", available_at=LATER), row("b", available_at=LATER, deferred=True), row("c"))
     published = {each.id: Version.of(each) for each in rows[1:]}
     assert reasons(batch, *rows, published=published) == {"a": "not_due"}
@@ -112,7 +113,7 @@ CHANGED: list[dict[str, Any]] = [
 def test_a_published_task_is_marked_unless_its_row_asks_for_another_publish(
     columns: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    batch = Batch("orders", ("a", "b"), keys=("k", "k"))
+    batch = claim_of("orders", "a", "b", keys=("k", "k"))
     for deferred in (False, True):  # when it was published
         before = row("a", deferred=deferred)
         published = {"a": Version.of(before)}
@@ -120,10 +121,10 @@ def test_a_published_task_is_marked_unless_its_row_asks_for_another_publish(
 
 
 def test_rows_are_put_in_the_order_of_the_batch() -> None:
-    batch = Batch("orders", ("c", "a", "b"), keys=("k", "k", None))
+    batch = claim_of("orders", "c", "a", "b", keys=("k", "k", None))
     rows = [row("a"), row("b"), row("c")]
     assert [each.id for each in in_order(batch, rows)] == ["c", "a", "b"]
-    assert in_order(replace(batch, keys=()), rows) == rows
+    assert in_order(claim_of("orders", "c", "a", "b"), rows) == rows
 
 
 def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
@@ -153,7 +154,7 @@ def test_the_deferred_task_that_becomes_the_head_is_released(
 ) -> None:
     deferred = {"available_at": LATER, "deferred": True}
     rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
-    batch = Batch("orders", ("a", "b"), keys=("k", "k"), releases=("c", "d"))
+    batch = claim_of("orders", "a", "b", keys=("k", "k"), releases=("c", "d"))
     assert [each.id for each in to_release(batch, rows, marks, NOW, skip_dead=skip_dead)] == released_ids
     # A head that has expired since the poll blocks no task.
     rows = [each._replace(expires_at=NOW) if each.id in released_ids else each for each in rows]

@@ -7,21 +7,50 @@ from typing import Any
 
 import pytest
 
+from publishworker.delivery.claim import Claim
+from publishworker.delivery.delivered import Delivered, Unmarked
 from publishworker.turn import batching, in_flight
 from publishworker.turn import relay as relay_module
 from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, InFlight, StuckBatch
-from publishworker.types import Batch, BatchResult, Outcome, Turn
+from publishworker.types import Key, Outcome, Turn
 from tests.support.fakes import FakePublisher, serialized
+from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
+
+
+class Gated:
+    """A batch that reports, and then ends, when the test says so."""
+
+    aside = False
+
+    def __init__(self, batches: "Batches", claim: Claim) -> None:
+        self.batches, self.claim = batches, claim
+        self.unsettled = frozenset[str]()
+        self.transactions = 0
+
+    def run(self) -> Delivered:
+        topic = self.claim.topic
+        self.batches.ends[topic].wait(30)
+        if topic == "defect":
+            raise ZeroDivisionError
+        self.unsettled = frozenset(self.claim.ids) if topic in self.batches.marks else frozenset()
+        return Delivered(self.claim, unmarked=self.unsettled)
+
+    def settle(self) -> Iterator[Unmarked]:
+        if self.unsettled:
+            self.batches.marks[self.claim.topic].wait(30)
+            self.unsettled = frozenset()
+            yield Unmarked(self.claim, "no", "published")
 
 
 class Batches:
     def __init__(self) -> None:
         self.ends: dict[str, threading.Event] = {}
+        self.marks: dict[str, threading.Event] = {}  # of topics whose batches cannot mark their tasks at first
         self.seconds = 0.0
         self.beats = 0
-        self.in_flight_batches = InFlight(self.deliver, lambda: self.seconds, self.beat)
+        self.in_flight_batches = InFlight(lambda claim: Gated(self, claim), lambda: self.seconds, self.beat)
 
     def beat(self) -> None:
         self.beats += 1
@@ -30,21 +59,15 @@ class Batches:
     def start(self, *topics: str) -> list[threading.Thread]:
         for topic in topics:
             self.ends.setdefault(topic, threading.Event())
-            self.in_flight_batches.start(Batch(topic, (f"task-of-{topic}",)))
+            self.in_flight_batches.start(claim_of(topic, f"task-of-{topic}"))
         return [*self.in_flight_batches._running.values()]
-
-    def deliver(self, batch: Batch) -> BatchResult:
-        self.ends[batch.topic].wait(30)
-        if batch.topic == "defect":
-            raise ZeroDivisionError
-        return BatchResult(batch)
 
     def end(self, *topics: str) -> None:
         for topic in topics:
             self.ends[topic].set()
 
     def wait(self, *arguments: Any, **options: Any) -> list[str]:
-        return sorted(result.batch.topic for result in self.in_flight_batches.wait_for_most(*arguments, **options))
+        return sorted(result.claim.topic for result in self.in_flight_batches.wait_for_most(*arguments, **options))
 
 
 @pytest.fixture
@@ -88,6 +111,30 @@ def test_a_wait_ends_at_its_limit(batches: Batches) -> None:
     batches.end("quick")
     assert batches.wait(max_left=0, max_seconds=20) == ["quick"]
     assert len(batches.in_flight_batches) == 2
+
+
+def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
+    batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has reported, so no turn waits for it. Its tasks and their keys stay in flight, without their bytes."""
+    monkeypatch.setattr(in_flight, "MAX_ASIDE", 1)
+    running = batches.in_flight_batches
+    for topic in "ab":
+        batches.marks[topic], batches.ends[topic] = threading.Event(), threading.Event()
+        running.start(claim_of(topic, f"task-of-{topic}", keys=("k",), bytes=9))
+    assert running.bytes() == 18
+    batches.end("a", "b")
+    assert batches.wait() == ["a", "b"]
+    assert (len(running), running.delivering, running.places, running.bytes()) == (2, 0, 2, 0)
+    assert running.ids() == {"task-of-a", "task-of-b"}
+    assert running.keys() == {Key("a", "k"), Key("b", "k")}
+    for entry in running._running:
+        entry.batch.aside = True
+    assert running.places == 1
+    batches.marks["a"].set()
+    eventually(lambda: (running.collect(), len(running) == 1)[1])
+    assert running.ids() == {"task-of-b"}
+    batches.marks["b"].set()
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -150,10 +197,10 @@ def test_waiting_for_all_batches_keeps_the_heartbeat_and_gives_up_stuck_ones(
     batches.end("a")
     thread.join(10)
     batches.start("slow", "slow-too")
-    assert [result.batch.topic for result in batches.in_flight_batches.wait_for_one()] == ["a"]
+    assert [result.claim.topic for result in batches.in_flight_batches.wait_for_one()] == ["a"]
     with pytest.raises(StuckBatch, match=r"of topic slow has been in flight .* \(and 1 more batches\)") as caught:
         batches.in_flight_batches.wait_for_one()
-    assert [batch.topic for batch in caught.value.batches] == ["slow", "slow-too"]
+    assert [batch.topic for batch in caught.value.claims] == ["slow", "slow-too"]
     assert batches.beats > STUCK_SECONDS
 
 

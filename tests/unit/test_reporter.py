@@ -2,17 +2,21 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from outbox.table.states import NEVER
+from publishworker.delivery.claim import Kind
+from publishworker.delivery.delivered import Delivered
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import Batch, BatchResult, Failed, NotSent, Sent, Turn
+from publishworker.types import Failed, NotSent, Sent, Turn
 from tests.support.fakes import Counted
+from tests.support.parts import claim_of
 
 AWAY = Failed("unavailable", "connection refused")
 MISSING = Failed("not_found", "no such topic")
@@ -84,18 +88,17 @@ def test_a_flapping_circuit_is_logged_once_a_minute_and_in_pairs(watch: Watch) -
     assert watch.actions() == [OPENED]
 
 
-def failing(ids: Sequence[str], *, dead: int = 0) -> BatchResult:
-    result = BatchResult(Batch("orders", tuple(ids)), answers=dict.fromkeys(ids, MISSING))
+def failing(ids: Sequence[str], *, dead: int = 0) -> Delivered:
+    recorded = {}
     for place, id in enumerate(ids):
         attempts, available_at = (3, NEVER) if place < dead else (2, NEVER.replace(year=2026))
-        result.recorded[id] = NotSent(attempts, available_at, None, "not_found: no such topic")
-    return result
+        recorded[id] = NotSent(attempts, available_at, None, "not_found: no such topic")
+    return Delivered(claim_of("orders", *ids), answers=dict.fromkeys(ids, MISSING), recorded=recorded)
 
 
 def test_each_failure_is_logged(watch: Watch) -> None:
-    result = failing("abc", dead=1)
-    result.traces = {"a": "1" * 32}
-    watch.reporter.batch(result)
+    result = replace(failing("abc", dead=1), traces={"a": "1" * 32})
+    watch.reporter.delivered(result)
     about = {"topic": "orders", "reason": "not_found"}
     again = "Task {} of topic orders failed in attempt 2: not_found: no such topic. "
     again += "It will be due at 2026-12-31T00:00:00Z. Until the circuit of the topic closes, only probes are published"
@@ -114,10 +117,10 @@ def test_each_failure_is_logged(watch: Watch) -> None:
 
 
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
-    watch.reporter.batch(failing([f"task-{n}" for n in range(10_000)]))
+    watch.reporter.delivered(failing([f"task-{n}" for n in range(10_000)]))
     assert watch.actions() == ["publish_failed"] * 100
     watch.seconds += 60
-    watch.reporter.batch(failing(["late"]))
+    watch.reporter.delivered(failing(["late"]))
     assert watch.caplog.messages[0].endswith("[and 9900 more times since the last such line]")
     assert watch.actions() == ["publish_failed"]
 
@@ -125,7 +128,7 @@ def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> Non
 def test_an_outage_logs_each_task_only_at_debug(watch: Watch) -> None:
     """No attempt is recorded, and the open circuit is logged. Each turn with work is such a line, with its numbers."""
     watch.caplog.set_level(logging.DEBUG, "publishworker")
-    watch.reporter.batch(BatchResult(Batch("orders", ("a", "b")), answers=dict.fromkeys("ab", AWAY)))
+    watch.reporter.delivered(Delivered(claim_of("orders", "a", "b"), answers=dict.fromkeys("ab", AWAY)))
     assert [record.levelname for record in watch.caplog.records] == ["DEBUG"] * 2
     assert [fields["task_id"] for _, fields in watch.lines()] == ["a", "b"]
     watch.caplog.clear()
@@ -151,12 +154,11 @@ def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
 
 
 def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
-    result = BatchResult(Batch("orders", ("a", "b")), answers={"a": Sent("1"), "b": Sent("2")})
-    result.phases = {m.CLAIM: 0.1, m.PUBLISH: 0.2, m.COMMIT: 0.3}
-    result.waited = {"a": 1.5, "b": 2.5}
-    watch.reporter.batch(result)
+    result = Delivered(claim_of("orders", "a", "b"), answers={"a": Sent("1"), "b": Sent("2")})
+    result = replace(result, phases={m.CLAIM: 0.1, m.PUBLISH: 0.2, m.COMMIT: 0.3}, waited={"a": 1.5, "b": 2.5})
+    watch.reporter.delivered(result)
     watch.reporter.poll(0.4)
-    watch.reporter.batch(BatchResult(Batch("orders", ("a", "b"), defers=True), phases={m.CLAIM: 1}))
+    watch.reporter.delivered(Delivered(claim_of("orders", "a", "b", kind=Kind.DEFER), phases={m.CLAIM: 1}))
     assert watch.samples == [
         (m.BATCH_SIZE.name, 2, ["topic:orders"], 1),
         *((m.PHASE_DURATION.name, seconds, [f"phase:{phase}"], 1) for phase, seconds in result.phases.items()),
@@ -165,14 +167,14 @@ def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
         (m.PHASE_DURATION.name, 0.4, ["phase:poll"], 1),
     ]
     ids = [str(number) for number in range(1000)]
-    watch.reporter.batch(BatchResult(Batch("orders", tuple(ids)), waited=dict.fromkeys(ids, 1.0)))
+    watch.reporter.delivered(Delivered(claim_of("orders", *ids), waited=dict.fromkeys(ids, 1.0)))
     assert [rate for metric, _, _, rate in watch.samples if metric == m.LATENCY.name] == [1, 1, *[0.02] * 1000]
 
 
 def test_invalid_topics_share_a_tag(watch: Watch) -> None:
     """A program that writes rows by hand must not create a thousand time series."""
     for topic in ("orders", "projects/p-1/topics/orders", "no topic", "x" * 400, "goog-like"):
-        watch.reporter.batch(BatchResult(Batch(topic, ("a",)), answers={"a": Sent("1")}))
+        watch.reporter.delivered(Delivered(claim_of(topic, "a"), answers={"a": Sent("1")}))
     assert watch.tags == {"topic:orders", "topic:projects/p-1/topics/orders", "topic:invalid"}
 
 
@@ -187,7 +189,9 @@ def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> N
         ({}, "None of them was published."),
         ({"a": Sent("1")}, "1 task in doubt: published, and will be marked without another publish."),
     ):
-        watch.reporter.batch(BatchResult(Batch("orders", ("a", "b")), answers=tried, error="ABORTED"))
+        watch.reporter.delivered(
+            Delivered(claim_of("orders", "a", "b"), answers=tried, error="ABORTED", unmarked=frozenset(tried))
+        )
         watch.seconds += 60
         assert watch.caplog.messages[-1] == f"Commit failed for 2 tasks of topic orders: ABORTED. {effect}"
     assert watch.actions() == ["commit_failed"] * 2
@@ -206,6 +210,6 @@ def test_the_summary_names_failed_attempts(watch: Watch) -> None:
 def test_a_failure_of_the_task_alone_waits_for_no_circuit(watch: Watch) -> None:
     result = failing("a")
     result.answers["a"] = Failed("unknown", "no such reason")
-    watch.reporter.batch(result)
+    watch.reporter.delivered(result)
     [(line, _)] = watch.lines()
     assert line.endswith("It will be due at 2026-12-31T00:00:00Z")

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.table.states import NEVER
+from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.retry_policy import RetryPolicy, is_recorded, last_error
-from publishworker.types import Batch, Failed, LockedRow, NotSent
+from publishworker.types import Failed, LockedRow, NotSent
 
 #: Far from the machine's clock.
 NOW = datetime(2055, 5, 5, 5, 5, 5, 123456, tzinfo=UTC)
@@ -135,12 +136,12 @@ def test_last_error_fits_its_column(error: str, copies: int) -> None:
 @pytest.mark.parametrize("works", [False, True])
 def test_which_failures_are_recorded_on_the_task(probe: bool, suspect: bool, works: bool) -> None:
     """The other failures open the circuit. Another task that is suspect changes nothing."""
-    batch = Batch("orders", ("a", "b"), frozenset({"b", *(["a"] if suspect else [])}), probe=probe)
+    hints = TopicHints(probe=probe, suspects=frozenset({"b", *(["a"] if suspect else [])}))
     # A missing or closed topic costs its probes. An outage costs a task that has met one, while its topic works; a
     # probe does not know that it does. A failure that no message can cause is recorded on no task.
     met_again = suspect and works and not probe
     expected = {"invalid_argument": True, "data_loss": True, "not_found": probe}
     expected |= dict.fromkeys(("unavailable", "deadline_exceeded", "internal"), met_again)
     expected |= dict.fromkeys(("resource_exhausted", "unauthenticated", "credentials"), False)
-    recorded = {reason: is_recorded(batch, "a", Failed(reason, "?"), topic_accepts=works) for reason in expected}
+    recorded = {reason: is_recorded(hints, "a", Failed(reason, "?"), topic_accepts=works) for reason in expected}
     assert recorded == expected

@@ -1,19 +1,39 @@
 """Which batches start: deferrals and sendable tasks, leftover tasks, limits of bytes and of topics."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from random import Random
 
 import pytest
 
+from publishworker.delivery.claim import Claim, Kind
+from publishworker.delivery.delivered import Delivered, Unmarked
 from publishworker.topics.availability import Topics
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.ordering import ResolvedKeys
 from publishworker.turn.selection import Selector
-from publishworker.types import Batch, BatchResult, Candidate, Failed, TopicLimit
+from publishworker.types import Candidate, Failed, TopicLimit
+from tests.support.parts import claim_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+class Idle:
+    """A batch that never reports."""
+
+    unsettled, aside, transactions = frozenset[str](), False, 0
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+
+    def run(self) -> Delivered:
+        threading.Event().wait(0.2)
+        return Delivered(self.claim)
+
+    def settle(self) -> Iterator[Unmarked]:
+        return iter(())
 
 
 class Bench:
@@ -24,16 +44,16 @@ class Bench:
         self.limits = Limits(size, 100_000_000, batches)
         self.topics = Topics(self.random, lambda: 0.0, places=batches)
         self.selector = Selector(self.limits, self.topics, self.random, fair_share)
-        self.in_flight = InFlight(BatchResult)
+        self.in_flight = InFlight(Idle)
 
-    def start(self, *batches: Batch) -> None:
+    def start(self, *batches: Claim) -> None:
         for batch in batches:
             self.in_flight.start(batch)
 
     def select(
         self, candidates: Sequence[Candidate], blocked: int = 0, cut_off: frozenset[str] = frozenset()
-    ) -> list[Batch]:
-        deferrals = [Batch("orders", ("head", str(n)), keys=("k", "k"), defers=True) for n in range(blocked)]
+    ) -> list[Claim]:
+        deferrals = [claim_of("orders", "head", str(n), keys=("k", "k"), kind=Kind.DEFER) for n in range(blocked)]
         return self.selector.select(ResolvedKeys(candidates, deferrals), self.in_flight, cut_off)
 
 
@@ -53,16 +73,16 @@ def test_deferrals_get_a_quarter_of_the_places_or_half_if_none_is_sendable(
 ) -> None:
     """Those in flight count. Of one or two places they get one while no task is sendable."""
     bench = Bench(places)
-    bench.start(*[Batch("orders", ("head", "a"), defers=True)] * in_flight)
+    bench.start(*[claim_of("orders", "head", "a", kind=Kind.DEFER)] * in_flight)
     batches = bench.select(tasks(candidates), blocked=20)
-    assert sum(batch.defers for batch in batches) == deferrals
+    assert sum(batch.kind is Kind.DEFER for batch in batches) == deferrals
 
 
 def test_with_few_places_deferrals_get_one_in_a_quarter_of_the_turns() -> None:
     turns = [Bench(3) for _ in range(400)]
     for number, bench in enumerate(turns):
         bench.random.seed(number)
-    deferred = sum(any(batch.defers for batch in bench.select(tasks(5), blocked=1)) for bench in turns)
+    deferred = sum(any(batch.kind is Kind.DEFER for batch in bench.select(tasks(5), blocked=1)) for bench in turns)
     assert 60 <= deferred <= 140
 
 
@@ -83,7 +103,7 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     large = bench.limits.bytes // 2
     assert len(bench.select(tasks(40, bytes=large // 10))) == 4
     assert bench.selector.lacks_bytes
-    bench.start(Batch("invoices", ("a",), bytes=bench.limits.bytes))
+    bench.start(claim_of("invoices", "a", bytes=bench.limits.bytes))
     assert bench.select(tasks(1)) == []
     alone = Bench()
     assert len(alone.select(tasks(1, bytes=2 * alone.limits.bytes))) == 1
@@ -92,11 +112,11 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
 
 def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
     bench = Bench(size=50)
-    failed = BatchResult(Batch("orders", ("a",)), answers={"a": Failed("not_found", "no such topic")})
-    bench.topics.learn(failed)
+    failed = Delivered(claim_of("orders", "a"), answers={"a": Failed("not_found", "no such topic")})
+    bench.topics.observe(failed)
     [batch] = bench.select(tasks(30))
     assert len(batch.ids) == 10
-    assert bench.topics.prepare(batch).probe
+    assert bench.topics.prepare(batch).hints.probe
 
 
 def test_the_fair_share_counts_towards_the_limit_of_its_topic() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from publishworker.backoff import Backoff
+from publishworker.delivery.claim import Claim
 from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import (
@@ -18,9 +20,10 @@ from publishworker.turn.membership import (
     IDLE_LIVENESS_TIMEOUT_SECONDS,
     Membership,
 )
-from publishworker.turn.worker import MAX_MISSING_SECONDS, Pause, Worker
-from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Batch, Turn, Workers
+from publishworker.turn.worker import MAX_MISSING_SECONDS, Worker
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Turn, Workers
 from tests.support.fakes import FakeStore
+from tests.support.parts import claim_of
 
 WORK, IDLE, AWAY = Turn(published=1), Turn(), StoreError("connection refused")
 
@@ -175,7 +178,7 @@ def test_an_idle_worker_polls_when_another_one_may_no_longer_be_live() -> None:
 
 
 def test_two_workers_poll_at_different_times() -> None:
-    one, other = (Pause(1, 1, Random(seed)) for seed in (1, 2))
+    one, other = (Backoff(1, 1, Random(seed)) for seed in (1, 2))
     assert [one.next() for _ in range(5)] != [other.next() for _ in range(5)]
 
 
@@ -240,15 +243,15 @@ def test_a_stopping_worker_leaves_and_then_finishes_its_in_flight_batches() -> N
     assert script.events[-2:] == ["turn", "finish"]
 
 
-@pytest.mark.parametrize("others", [(), (Batch("orders", ("b",)), Batch("invoices", ("c",)))])
-def test_a_stuck_batch_ends_the_worker_after_the_others(others: tuple[Batch, ...]) -> None:
+@pytest.mark.parametrize("others", [(), (claim_of("orders", "b"), claim_of("invoices", "c"))])
+def test_a_stuck_batch_ends_the_worker_after_the_others(others: tuple[Claim, ...]) -> None:
     """The worker leaves its shards first; then the caller gets an error that names all stuck batches."""
-    script = Script(StuckBatch([Batch("orders", ("a",))], 121), end=StuckBatch(others, 122) if others else None)
+    script = Script(StuckBatch([claim_of("orders", "a")], 121), end=StuckBatch(others, 122) if others else None)
     with pytest.raises(StuckBatch, match="1 tasks of topic orders has been in flight for 121 s") as caught:
         script.run(beats=True)
     assert script.events[-2:] == ["turn", "finish"]
     assert script.store.seen_at == {}
-    assert [batch.ids for batch in caught.value.batches] == [("a",), *(batch.ids for batch in others)]
+    assert [batch.ids for batch in caught.value.claims] == [("a",), *(batch.ids for batch in others)]
     assert str(caught.value).endswith(" (and 2 more batches)") == bool(others)
 
 

@@ -23,6 +23,7 @@ from outbox.program import logs
 from outbox.program.terminal import counted
 from outbox_pipeline import schemas
 from outbox_pipeline.settings import DrainSettings
+from publishworker.backoff import Backoff
 from publishworker.process import exits
 from publishworker.process.app import App, open_store, until_drained
 from publishworker.process.settings import RelaySettings
@@ -31,7 +32,6 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Client, Metric, Metrics
-from publishworker.turn.worker import Pause
 from publishworker.types import Heartbeat
 
 #: Max seconds to wait after a round that published nothing. The first wait is --poll-interval, and each further one is
@@ -101,7 +101,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
     workers = min(settings.workers or spark.sparkContext.defaultParallelism, store.layouts[0].shards)
     counts, rounds = Counter(dict.fromkeys(_COUNTED, 0)), 0
-    pause = Pause(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
+    pause = Backoff(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
     while (work_left := store.has_work()) and (remaining := end - time.monotonic()) > 0:
         if rounds:
             time.sleep(min(pause.next(), remaining))

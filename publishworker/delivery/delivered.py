@@ -1,0 +1,88 @@
+"""The results of a batch. Frozen: they pass from the batch's thread to the relay's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from publishworker.delivery.claim import Claim, Kind
+from publishworker.types import Deferred, Failed, NotSent, Outcome, Sent, Skipped
+
+#: What has happened to a task whose mark is not written. At-most-once tasks are marked and not published.
+State: TypeAlias = Literal["published", "unpublished", "marked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What became of the tasks of a batch, after its first transaction.
+
+    `error` is why its commit failed. It is None if all marks are written, except those of rows that have an Unmarked.
+    """
+
+    claim: Claim
+    #: Pub/Sub's answer for each task over all transaction attempts. A task that is expired or cannot be published has a
+    #: failure instead, without a request.
+    answers: Mapping[str, Outcome] = field(default_factory=dict)
+    #: The outcomes of the last attempt. If another worker sent a task while this one published it, `answers` has Sent
+    #: and `outcomes` has Skipped.
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    #: Failed attempts and deferrals that are written.
+    recorded: Mapping[str, NotSent] = field(default_factory=dict)
+    deferred: Mapping[str, Deferred] = field(default_factory=dict)
+    #: Tasks whose marks are not written. The batch goes on to write them.
+    unmarked: frozenset[str] = frozenset()
+    #: At-most-once tasks that may be marked as sent without having been published.
+    unconfirmed: tuple[str, ...] = ()
+    #: Trace IDs of the messages whose failure was recorded.
+    traces: Mapping[str, str] = field(default_factory=dict)
+    #: Seconds between a task's due time and Pub/Sub's answer.
+    waited: Mapping[str, float] = field(default_factory=dict)
+    #: Seconds of each phase, over all attempts.
+    phases: Mapping[str, float] = field(default_factory=dict)
+    #: Number of transaction attempts. All but the last were aborted.
+    attempts: int = 0
+    error: str | None = None
+
+    def published(self) -> list[str]:
+        """Return the IDs of the published tasks, whether or not they are marked."""
+        return [id for id, outcome in self.answers.items() if isinstance(outcome, Sent)]
+
+    def uncommitted(self) -> list[str]:
+        """Return the IDs of the published tasks that are not marked: they are in doubt."""
+        return [id for id in self.published() if id in self.unmarked]
+
+    def already_sent(self) -> list[str]:
+        """Return the IDs that another worker had sent."""
+        return self._skipped("sent")
+
+    def failed(self) -> dict[str, Failed]:
+        """Return the failures by ID."""
+        return {id: outcome for id, outcome in self.answers.items() if isinstance(outcome, Failed)}
+
+    def at_most_once(self) -> Claim | None:
+        """Return a claim of the tasks that must be marked first, or None.
+
+        Tasks behind a failed one of their ordering key are left out.
+        """
+        skipped = self._skipped("at_most_once")
+        failed = {
+            task.ordering_key for task in self.claim.tasks if isinstance(self.answers.get(task.id), Failed) and skipped
+        } - {None}
+        once = {task.id for task in self.claim.tasks if task.id in skipped and task.ordering_key not in failed}
+        return self.claim.part(once, Kind.MARK_FIRST) if once else None
+
+    def _skipped(self, reason: str) -> list[str]:
+        skipped = ((id, outcome) for id, outcome in self.outcomes.items() if isinstance(outcome, Skipped))
+        return [id for id, outcome in skipped if outcome.reason == reason]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmarked:
+    """Tasks whose marks cannot be written, although other transactions commit. The batch tries again later.
+
+    With `given_up` it does not: their rows stay as they are, and another batch may claim them.
+    """
+
+    claim: Claim
+    error: str
+    state: State
+    given_up: bool = False

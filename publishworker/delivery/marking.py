@@ -1,0 +1,156 @@
+"""Mark tasks again whose commit failed, without publishing them: they are in doubt, because Pub/Sub has them."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Protocol
+
+from publishworker.backoff import Backoff
+from publishworker.delivery.claim import Claim
+from publishworker.delivery.delivered import State, Unmarked
+from publishworker.spanner.errors import Refused, StoreError
+from publishworker.threads import REAL_THREADS, Threads
+
+#: Max seconds that marking is tried. Then the tasks are published again, because a duplicate is better than a loss.
+MAX_AGE_SECONDS = 900.0
+#: Seconds of the first pause. Each further one is twice as long, up to the max. It is longer for tasks that cannot be
+#: marked while others can.
+FIRST_SECONDS, MAX_SECONDS, MAX_ASIDE_SECONDS = 0.05, 5.0, 30.0
+#: Max seconds between two attempts at exit.
+EXIT_SECONDS = 0.25
+#: Max tasks that Spanner refuses to mark one after the other while nothing commits. Then the reason is probably in no
+#: row.
+MAX_REFUSED = 10
+#: Max parts of a batch that are marked one by one while nothing commits.
+MAX_PARTS = 10
+
+
+class Marking:
+    """What the batches of a worker share: whether transactions commit now, and how long to mark at exit."""
+
+    def __init__(
+        self, random: Random, clock: Callable[[], float] = time.monotonic, threads: Threads = REAL_THREADS
+    ) -> None:
+        """Begin without a commit."""
+        self.random = random
+        self.clock = clock
+        #: Two threads may count at the same time, and one count is lost. It matters only whether the number changes.
+        self.commits = 0
+        #: The tasks for which Spanner has refused a commit since the last commit.
+        self.refused = 0
+        self._threads = threads
+        self._exit = threads.event()
+        self._exit_until = float("inf")
+
+    def committed(self) -> None:
+        """Note that a transaction has committed."""
+        self.commits += 1
+        self.refused = 0
+
+    def wait(self, seconds: float) -> None:
+        """Let a batch wait. At exit the wait ends at once, and later ones are short."""
+        if self._exit.is_set():
+            self._threads.sleep(min(seconds, EXIT_SECONDS))
+        else:
+            self._exit.wait(seconds)
+
+    def shut_down(self, seconds: float) -> None:
+        """Let batches mark for at most `seconds` more, and at least once."""
+        self._exit_until = self.clock() + seconds
+        self._exit.set()
+
+    def is_over(self, since: float) -> bool:
+        """Tell whether a batch that marks since then gives up."""
+        return self.clock() - since >= MAX_AGE_SECONDS or (self._exit.is_set() and self.clock() >= self._exit_until)
+
+
+class Markable(Protocol):
+    """A delivery whose marks are not written."""
+
+    unsettled: frozenset[str]
+    aside: bool
+
+    def mark_again(self, claim: Claim) -> None:
+        """Write the marks of a part of the claim. Raises StoreError."""
+
+    def state_of(self, claim: Claim) -> State:
+        """Return what has happened to the tasks of a part."""
+
+
+class Settling:
+    """Writes the marks of one batch in parts: it halves what fails, until only rows are left that cannot be written."""
+
+    def __init__(self, batch: Markable, parts: Sequence[Claim], marking: Marking) -> None:
+        """Write the marks of these parts of the batch."""
+        self._batch = batch
+        self._marking = marking
+        self._keep([part for part in parts if part.locks])
+        self._since = marking.clock()
+        self._commits = marking.commits
+        self._error = ""
+        self._failed: set[Claim] = set()  # parts of one row that cannot be written while others can
+        self._found: list[Unmarked] = []
+
+    def run(self) -> Iterator[Unmarked]:
+        """Mark again after growing pauses. Yield each task that cannot be marked while others can, and what is left."""
+        backoff = Backoff(FIRST_SECONDS, self._max_seconds, self._marking.random)
+        while self._parts:
+            yield from self._found
+            self._found.clear()
+            self._marking.wait(backoff.next())
+            self.search()
+            if self._marking.is_over(self._since):
+                self._found += [self._unmarked(part, given_up=True) for part in self._parts if part.tasks]
+                self._keep(())
+        yield from self._found
+
+    def search(self, seconds: float = float("inf")) -> None:
+        """Try each part once, and halve those that fail, for at most `seconds`.
+
+        While nothing commits, the attempt of one part is enough: it shows that Spanner does not commit now.
+        """
+        todo, left = deque(self._parts), list[Claim]()
+        end, goes_on = self._marking.clock() + seconds, True
+        while todo and goes_on:
+            part = todo.popleft()
+            if (error := self._mark(part)) is not None:
+                halves, refused = part.halves(), isinstance(error, Refused)
+                others_commit = self._marking.commits != self._commits
+                goes_on = others_commit or (refused and self._marking.refused < MAX_REFUSED)
+                if halves and refused:
+                    todo.extendleft(reversed(halves))
+                elif halves and (others_commit or len(todo) + len(left) + len(halves) <= MAX_PARTS):
+                    left += halves
+                else:
+                    left.append(part)
+                    self._note(part, refused=refused, others_commit=goes_on)
+            self._keep([*todo, *left])
+            goes_on = goes_on and self._marking.clock() < end and not self._marking.is_over(self._since)
+        self._commits = self._marking.commits
+        self._batch.aside = bool(self._parts) and all(part in self._failed for part in self._parts)
+
+    def _mark(self, part: Claim) -> StoreError | None:
+        try:
+            self._batch.mark_again(part)
+        except StoreError as error:
+            self._error = str(error)
+            return error
+        return None
+
+    def _note(self, part: Claim, *, refused: bool, others_commit: bool) -> None:
+        """Note a part of one row that cannot be written, once."""
+        if others_commit and part not in self._failed:
+            self._failed.add(part)
+            self._marking.refused += refused
+            self._found += [self._unmarked(part)] * bool(part.tasks)
+
+    def _keep(self, parts: Sequence[Claim]) -> None:
+        self._parts: Sequence[Claim] = parts
+        self._batch.unsettled = frozenset(id for part in parts for id in part.ids)
+
+    def _max_seconds(self) -> float:
+        return MAX_ASIDE_SECONDS if self._batch.aside else MAX_SECONDS
+
+    def _unmarked(self, part: Claim, *, given_up: bool = False) -> Unmarked:
+        return Unmarked(part, self._error, self._batch.state_of(part), given_up)

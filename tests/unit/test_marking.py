@@ -1,0 +1,164 @@
+"""Tasks whose commit failed: which are marked again, in which parts, how often, and for how long."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from publishworker.delivery.claim import Claim
+from publishworker.delivery.delivered import State
+from publishworker.delivery.marking import MAX_AGE_SECONDS, MAX_ASIDE_SECONDS, MAX_REFUSED, Marking, Settling
+from publishworker.spanner.errors import Refused, StoreError
+from publishworker.threads import Event, Threads
+from tests.support.parts import claim_of
+
+
+class Exit(Event):
+    """Waiting only advances the clock."""
+
+    def __init__(self, marking: "Waits") -> None:
+        super().__init__()
+        self.marking = marking
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.marking.sleep(timeout or 0)
+        return self.is_set()
+
+
+class Waits(Threads):
+    seconds = 0.0
+
+    def event(self) -> Event:
+        return Exit(self)
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class Batch:
+    """A batch whose marks fail for the IDs for which `fails` returns an error. It notes what it has tried."""
+
+    def __init__(self, *ids: str, marking: Marking | None = None) -> None:
+        self.waits = Waits()
+        self.marking = marking or Marking(Random(1), lambda: self.waits.seconds, self.waits)
+        self.unsettled, self.aside = frozenset(ids), False
+        self.fails: Callable[[str], StoreError | None] = lambda _id: None
+        self.tried: list[tuple[float, tuple[str, ...]]] = []
+        self.settling = Settling(self, [claim_of("orders", *ids)], self.marking)
+
+    def mark_again(self, claim: Claim) -> None:
+        self.tried.append((self.waits.seconds, claim.ids))
+        if error := next(filter(None, map(self.fails, claim.locks)), None):
+            raise error
+        self.marking.committed()
+
+    def state_of(self, _claim: Claim) -> State:
+        return "published"
+
+    def settle(self, until: float = float("inf")) -> list[tuple[tuple[str, ...], bool]]:
+        """Return what is reported: the IDs, and whether they are given up."""
+        found = []
+        for each in self.settling.run():
+            found.append((each.claim.ids, each.given_up))
+            if self.waits.seconds >= until:
+                break
+        return found
+
+
+def fail(*ids: str, error: type[StoreError] = StoreError) -> Callable[[str], StoreError | None]:
+    return lambda each: error("no") if each in ids or not ids else None
+
+
+IDS = [f"{number:03}" for number in range(200)]
+
+
+def test_a_batch_is_marked_at_once_when_spanner_commits_again() -> None:
+    batch = Batch(*IDS)
+    assert batch.settle() == []
+    assert [ids for _, ids in batch.tried] == [tuple(IDS)]
+    assert batch.unsettled == frozenset()
+
+
+@pytest.mark.parametrize("error", [StoreError, Refused])
+def test_a_row_that_cannot_be_marked_is_found_and_the_others_are_marked(error: type[StoreError]) -> None:
+    """It is reported once, gives its place back, and is tried less and less often, for 15 minutes."""
+    batch = Batch(*IDS)
+    batch.fails = fail("077", error=error)
+    assert batch.settle() == [(("077",), False), (("077",), True)]
+    assert batch.unsettled == frozenset()
+    alone = [at for at, ids in batch.tried if ids == ("077",)]
+    found = alone[0]
+    assert (found < 30, len([at for at, _ in batch.tried if at <= found]) < 40) == (True, True)
+    pauses = [after - before for before, after in pairwise(alone)]
+    assert all(after > 0.9 * before for before, after in pairwise(pauses))
+    assert pauses[-1] == pytest.approx(MAX_ASIDE_SECONDS, abs=0.6)
+    assert alone[-1] == pytest.approx(MAX_AGE_SECONDS, abs=MAX_ASIDE_SECONDS)
+
+
+def test_while_nothing_commits_one_part_is_tried_every_five_seconds() -> None:
+    """Others wait for their turn. The batch keeps its place, and few parts are left to mark afterwards."""
+    batch = Batch(*IDS)
+    batch.fails = lambda _id: StoreError("no") if batch.waits.seconds < 300 else None
+    assert batch.settle() == []
+    early = [at for at, _ in batch.tried if 50 < at < 300]
+    assert min(after - before for before, after in pairwise(early)) > 4
+    assert not batch.aside
+    assert len([at for at, _ in batch.tried if at >= 300]) <= 10
+    assert max(at for at, _ in batch.tried) < 306
+
+
+def test_a_failure_beside_commits_of_others_is_no_outage() -> None:
+    """The only task of its batch gives its place back at once."""
+    batch = Batch("a")
+
+    def fails(_id: str) -> StoreError:
+        batch.marking.committed()
+        return StoreError("locked by another transaction")
+
+    batch.fails = fails
+    next(batch.settling.run())
+    assert batch.aside
+
+
+def test_while_every_mark_is_refused_few_batches_give_their_places_back() -> None:
+    """The reason is then in no row."""
+    first = Batch(*IDS)
+    first.fails = fail(error=Refused)
+    first.settling.search()
+    assert len({ids for _, ids in first.tried if len(ids) == 1}) <= MAX_REFUSED + 1
+    assert not first.aside
+    alone = [Batch(id, marking=first.marking) for id in IDS]
+    for batch in alone:
+        batch.fails = fail(error=Refused)
+        batch.settling.search()
+    assert not any(batch.aside for batch in alone)
+    first.marking.committed()
+    for batch in alone:
+        batch.settling.search()
+    assert all(batch.aside for batch in alone[:MAX_REFUSED])
+
+
+@pytest.mark.parametrize("works_at", [0.0, 2.0, 1000.0])
+def test_at_exit_marks_are_tried_at_least_once_until_the_time_is_over(works_at: float) -> None:
+    batch = Batch("a")
+    batch.marking.shut_down(5)
+    batch.fails = lambda _id: StoreError("no") if batch.waits.seconds < works_at else None
+    assert batch.settle() == [(("a",), True)] * (works_at > 5)
+    assert 1 <= len(batch.tried) < 40
+    assert batch.waits.seconds < 6
+    late = Batch("b", marking=batch.marking)
+    batch.waits.seconds = 100
+    assert late.settle() == []
+    assert len(late.tried) == 1
+
+
+def test_the_parts_of_a_claim_lock_the_same_rows() -> None:
+    """Each releases the task behind its own, and a single task and the one behind it can be told apart."""
+    claim = claim_of("orders", *"abcd", keys=("k", "k", "k", None), releases=[])
+    claim = claim.part("abcd")
+    first, second = claim.halves()
+    assert (first.ids, first.locks, second.ids) == (("a", "b"), ("a", "b", "c"), ("c", "d"))
+    alone, behind = first.part("b").halves()
+    assert (alone.locks, behind.ids, behind.locks) == (("b",), (), ("c",))
+    assert alone.halves() == behind.halves() == ()
