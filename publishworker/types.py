@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import Enum, auto
 from typing import Literal, NamedTuple
 
 from outbox.table.layouts import Layout
@@ -273,9 +274,18 @@ class Deferred:
 Mark = Sent | NotSent | Deferred
 
 
+class Next(Enum):
+    """When the next turn starts, unless an insert starts it."""
+
+    AT_ONCE = auto()  # there is more to do
+    STILL_WAITING = auto()  # at once, too: the turn has waited for batches, and none ended
+    SOON = auto()  # something is left to try again: after at most a poll interval
+    LATER = auto()  # nothing is left
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The numbers of one turn, in tasks unless noted."""
+    """The numbers of one turn, in tasks unless noted, and when the next one starts."""
 
     polled: int = 0
     published: int = 0
@@ -285,14 +295,11 @@ class Turn:
     deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
     in_flight: int = 0  # batches that a later turn will report
-    #: Whether there are candidates, finished batches or batches in flight: a later turn must try again.
-    unfinished: bool = False
-    still_waiting: bool = False  # the turn waited for batches, and none ended, so the next turn starts at once
-    poll_again: bool = False  # new topics or shards to poll, or a circuit opened, closed or failed a probe
+    next: Next = Next.LATER
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
     max_pause: float = math.inf  # seconds after which the topic controls must be read again
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether the next turn should start without a pause."""
-        return self.published > self.uncommitted or self.recorded + self.deferred > 0 or self.poll_again
+        """Tell whether there is more to do now."""
+        return self.next is Next.AT_ONCE

@@ -3,9 +3,8 @@
 `Delivery` publishes and marks in one transaction. `MarkFirst` and `Deferral` do so for other kinds of claims.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from publishworker.delivery.claim import Claim
@@ -21,6 +20,7 @@ from publishworker.delivery.rules import (
     to_publish,
     to_release,
 )
+from publishworker.host import Host
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
@@ -44,7 +44,7 @@ class Tools:
     publish_seconds: float
     #: A dead task does not block its ordering key.
     skip_dead: bool
-    clock: Callable[[], float] = time.monotonic
+    host: Host = field(default_factory=Host)
 
 
 class Delivery:
@@ -65,7 +65,7 @@ class Delivery:
         self.transactions = 0
         self._tools = tools
         self._marking = marking
-        self._clock = tools.clock
+        self._clock = tools.host.clock
         self._answers: dict[str, Outcome] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._recorded: dict[str, NotSent] = {}

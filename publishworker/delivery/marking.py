@@ -1,16 +1,14 @@
 """Mark tasks again whose commit failed, without publishing them: they are in doubt, because Pub/Sub has them."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from random import Random
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from publishworker.backoff import Backoff
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import State, Unmarked
+from publishworker.host import Host
 from publishworker.spanner.errors import Refused, StoreError
-from publishworker.threads import REAL_THREADS, Threads
 
 #: Max seconds that marking is tried. Then the tasks are published again, because a duplicate is better than a loss.
 MAX_AGE_SECONDS = 900.0
@@ -29,18 +27,15 @@ MAX_PARTS = 10
 class Marking:
     """What the batches of a worker share: whether transactions commit now, and how long to mark at exit."""
 
-    def __init__(
-        self, random: Random, clock: Callable[[], float] = time.monotonic, threads: Threads = REAL_THREADS
-    ) -> None:
+    def __init__(self, host: Host) -> None:
         """Begin without a commit."""
-        self.random = random
-        self.clock = clock
+        self.random, self.clock = host.random, host.clock
         #: Two threads may count at the same time, and one count is lost. It matters only whether the number changes.
         self.commits = 0
         #: The tasks for which Spanner has refused a commit since the last commit.
         self.refused = 0
-        self._threads = threads
-        self._exit = threads.event()
+        self._threads = host.threads
+        self._exit = host.threads.event()
         self._exit_until = float("inf")
 
     def committed(self) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from random import Random
 
 from google.api_core.exceptions import DeadlineExceeded
 
@@ -21,6 +20,7 @@ from outbox.table.connection import LimitedDatabase, open_database, uses_emulato
 from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.host import Host
 from publishworker.process import exits
 from publishworker.process.settings import RelaySettings
 from publishworker.process.stopping import run_on_thread
@@ -35,11 +35,10 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_age
 from publishworker.telemetry.metrics import Metrics
-from publishworker.threads import REAL_THREADS, Threads
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Relay
+from publishworker.turn.relay import Options, Relay
 from publishworker.turn.worker import Worker
 from publishworker.types import Turn
 
@@ -72,10 +71,8 @@ class App:
             topic_filter(settings.allowed_topics, settings.project),
             create_command=partial(create_topic_command, settings),
         )
-        random = Random()  # noqa: S311 - it spreads load, and protects nothing
-        self.relay = relay_of(
-            settings, self.store, publisher, self.membership, metrics=metrics, random=random, touch_file=touch_file
-        )
+        host = Host(progress=touch_file)
+        self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host)
         self._stream = (
             ChangeStream(self.store.database.on_own_connection().renewed, self.relay.wake)
             if settings.wake == "change-stream"
@@ -88,7 +85,7 @@ class App:
             idle_interval=self._idle_interval if self._stream else None,
             touch_file=touch_file,
             report=WorkerGauges(metrics, self.membership, self.relay),
-            random=random,
+            random=host.random,
         )
         samplers = (oldest_age(metrics), backlog_counts(metrics, lambda: self.relay.topics)) if metrics.wanted else ()
         self._background: list[BacklogSampler | ChangeStream] = [
@@ -159,9 +156,7 @@ def relay_of(
     membership: Membership,
     *,
     metrics: Metrics,
-    random: Random,
-    touch_file: Callable[[], None] = lambda: None,
-    threads: Threads = REAL_THREADS,
+    host: Host,
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
     retries = RetryPolicy(
@@ -169,7 +164,7 @@ def relay_of(
         longest=settings.backoff_max,
         max_attempts=settings.max_attempts,
         dead_after=settings.dead_after,
-        random=random,
+        random=host.random,
     )
     return Relay(
         Tools(
@@ -178,18 +173,18 @@ def relay_of(
             retries=retries,
             publish_seconds=settings.publish_timeout,
             skip_dead=settings.on_ordering_failure == "skip",
+            host=host,
         ),
         metrics,
         membership,
-        limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
-        # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
-        discovery_seconds=min(settings.poll_interval / 2, 1.0),
-        random=random,
-        fair_share=settings.fair_share,
-        stragglers=settings.concurrency // 8,
-        shutdown_seconds=settings.shutdown_timeout,
-        touch_file=touch_file,
-        threads=threads,
+        Options(
+            limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
+            # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
+            discovery_seconds=min(settings.poll_interval / 2, 1.0),
+            fair_share=settings.fair_share,
+            stragglers=settings.concurrency // 8,
+            shutdown_seconds=settings.shutdown_timeout,
+        ),
     )
 
 

@@ -17,9 +17,9 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
+from publishworker.host import Queue, Threads
 from publishworker.pubsub import messages, tracing
 from publishworker.pubsub.errors import reason_of
-from publishworker.threads import REAL_THREADS, Queue, Threads
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
 #: Max task IDs to remember. If a shared request is refused and no time is left to split it, each of its tasks is sent
@@ -53,7 +53,7 @@ class PubSubPublisher:
         project: str,
         allowed: Callable[[str], bool] = lambda _name: True,
         clock: Callable[[], float] = time.monotonic,
-        threads: Threads = REAL_THREADS,
+        threads: Threads = Threads(),  # noqa: B008 - it has no state
         *,
         create_command: Callable[[str], str] = "gcloud pubsub topics create {}".format,
     ) -> None:

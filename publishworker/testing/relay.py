@@ -16,13 +16,13 @@ from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.table.values import plain
+from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.settings import RelaySettings
 from publishworker.pubsub.client import open_pubsub
 from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.telemetry.metrics import Metrics
-from publishworker.threads import Threads
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Failed, LockedRow, Outcome, Sent
@@ -120,8 +120,7 @@ class OutboxRelay:
             self._publisher,
             Membership(self._store, f"test-{uuid.uuid4().hex}"),
             metrics=Metrics(),
-            random=Random(0),  # noqa: S311 - the same order each time, and no secret
-            threads=_InlineThreads(),
+            host=Host(random=Random(0), threads=_InlineThreads()),  # noqa: S311 - the same order each time, and no secret
         )
         relay.marking.shut_down(0)  # a failed commit is tried once more, and then left to the next drain
         return relay

@@ -2,15 +2,15 @@
 
 import logging
 import math
-import time
-from collections.abc import Callable, Mapping
-from random import Random
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivered import Delivered
+from publishworker.host import Host
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
 from publishworker.topics.rate_limit import RateLimits
-from publishworker.types import TopicControls
+from publishworker.types import Candidate, TopicControls
 
 _log = logging.getLogger("publishworker")
 
@@ -19,55 +19,87 @@ _log = logging.getLogger("publishworker")
 CONTROLS_SECONDS = 8.0
 
 
+class Admitted(NamedTuple):
+    """The candidates that may start, and the max tasks of each topic that has a limit or an open circuit."""
+
+    candidates: Sequence[Candidate]
+    allowed: dict[str, int]
+
+
 class Topics:
     """What this worker has seen of its topics, and what it may send to them. It belongs to the relay's thread."""
 
-    def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
+    def __init__(self, host: Host, *, places: int = 8) -> None:
         """Begin with closed circuits and without limits; `places` is how many batches may be in flight."""
-        self.circuits = CircuitBreakers(random, clock, places=places)
-        self.rate_limits = RateLimits(clock)
+        self._circuits = CircuitBreakers(host.random, host.clock, places=places)
+        self._limits = RateLimits(host.clock)
         self.paused: frozenset[str] = frozenset()
 
-    def control(self, controls: TopicControls, workers: int) -> None:
+    def apply(self, controls: TopicControls, workers: int) -> None:
         """Apply pauses and limits. Each of the live `workers` gets an equal part of a limit."""
         for topics, what in ((controls.paused - self.paused, "paused"), (self.paused - controls.paused, "resumed")):
             for topic in sorted(topics):
                 _log.info("Topic %s is %s", topic, what, extra={"action": what})
         self.paused = controls.paused
-        self.rate_limits.learn(controls.limits, workers)
+        self._limits.apply(controls.limits, workers)
+        self._circuits.forget_old()
 
     def unavailable(self, in_flight: Mapping[str, int]) -> frozenset[str]:
         """Return the topics that a poll does not read: paused, circuit open, or at a limit with `in_flight` tasks."""
-        allowed = self.rate_limits.allowances(in_flight)
-        return self.paused | self.circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
+        allowed = self._limits.allowances(in_flight)
+        return self.paused | self._circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
-    def prepare(self, claim: Claim) -> Claim:
-        """Return the claim as a probe or with its suspects, and use tokens of its rate limit."""
+    def admit(
+        self, candidates: Sequence[Candidate], in_flight: Mapping[str, int], cut_off: Collection[str]
+    ) -> Admitted:
+        """Return the candidates that may start beside `in_flight` tasks, of an open circuit only a drawn probe.
+
+        The poll has left tasks of the topics in `cut_off`.
+        """
+        candidates, probes = self._circuits.draw_probes(candidates, cut_off)
+        allowed = self._limits.allowances(in_flight)
+        allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
+        return Admitted(candidates, allowed)
+
+    def may_start(self, claim: Claim) -> bool:
+        """Tell whether its topic is not paused. Deferring publishes nothing, so it always may."""
+        return claim.kind is Kind.DEFER or claim.topic not in self.paused
+
+    def start(self, claim: Claim) -> Claim:
+        """Use tokens of its rate limit, and return the claim as a probe or with its suspects."""
         if claim.kind is Kind.DEFER:
             return claim
-        self.rate_limits.take(claim.topic, len(claim.tasks))
-        return self.circuits.prepare(claim)
+        self._limits.take(claim.topic, len(claim.tasks))
+        return self._circuits.start(claim)
 
     def observe(self, delivered: Delivered) -> CircuitChange | None:
         """Update the topic from a finished batch. Return a change of its circuit, or a failed probe."""
         claim = delivered.claim
         if claim.kind is Kind.DEFER:
             return None
-        self.rate_limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back the untried
-        return self.circuits.observe(delivered)
+        self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back the untried
+        return self._circuits.observe(delivered)
 
-    def at_most_once(self, delivered: Delivered) -> Claim | None:
+    def take_at_most_once(self, delivered: Delivered) -> Claim | None:
         """Return a claim of the at-most-once tasks that a finished batch has found, or None while they must wait."""
         claim = delivered.at_most_once()
-        return claim if claim is not None and self.circuits.may_send_at_most_once(delivered) else None
+        return claim if claim is not None and self._circuits.spends_at_most_once(delivered) else None
+
+    def depths(self) -> Mapping[str, int]:
+        """Return the rows to read of each range of a topic, to find a task that has not been a probe."""
+        return self._circuits.depths()
+
+    def circuit_states(self) -> Mapping[str, bool]:
+        """Return the topics whose circuit is not closed: True if it is open now, False if it is half-open."""
+        return self._circuits.states()
 
     def seconds_until_available(self) -> float | None:
         """Return the seconds until a topic that is unavailable now may be tried again, or None."""
-        waits = (self.circuits.seconds_to_probe(), self.rate_limits.seconds_to_next())
+        waits = (self._circuits.seconds_to_probe(), self._limits.seconds_to_next())
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     @property
     def max_pause(self) -> float:
         """Return the seconds after which the topic controls must be read again. No read is needed to pause a topic."""
-        waits = self.paused or self.rate_limits.seconds_to_next() is not None
+        waits = self.paused or self._limits.seconds_to_next() is not None
         return CONTROLS_SECONDS if waits else math.inf

@@ -90,13 +90,17 @@ class CircuitBreakers:
         self._failing: set[str] = set()  # topics that had an outage and have published nothing since
         self._suspects: dict[str, dict[str, None]] = {}  # by topic, the IDs in order of insertion
 
-    def suspended(self) -> frozenset[str]:
-        """Return the topics that a poll does not read now: open, being probed, or without a place for a probe."""
+    def forget_old(self) -> None:
+        """Forget circuits of topics that have had no task to probe them with for long."""
         now = self._clock()
         for topic in [topic for topic, circuit in self._open.items() if now > circuit.probe_at + FORGET_SECONDS]:
             del self._open[topic]
             self._suspects.pop(topic, None)
             self._failing.discard(topic)
+
+    def suspended(self) -> frozenset[str]:
+        """Return the topics that a poll does not read now: open, being probed, or without a place for a probe."""
+        now = self._clock()
         held = {topic for topic, circuit in self._open.items() if circuit.probing or now < circuit.probe_at}
         probing = sum(circuit.is_outage and circuit.probing for circuit in self._open.values())
         due = [topic for topic, circuit in self._open.items() if circuit.is_outage and topic not in held]
@@ -123,7 +127,7 @@ class CircuitBreakers:
         times = [circuit.probe_at for circuit in self._open.values() if not circuit.probing and circuit.probe_at > now]
         return min(times) - now if times else None
 
-    def probes(
+    def draw_probes(
         self, candidates: Sequence[Candidate], cut_off: Collection[str] = frozenset()
     ) -> tuple[list[Candidate], dict[str, int]]:
         """Return the candidates that may be sent, and the max tasks of each topic whose circuit is not closed.
@@ -151,8 +155,8 @@ class CircuitBreakers:
             for topic, circuit in self._open.items()
         }
 
-    def prepare(self, claim: Claim) -> Claim:
-        """Return the claim as a probe if the circuit is not closed, otherwise with its suspects.
+    def start(self, claim: Claim) -> Claim:
+        """Return the claim as a probe, which begins, if the circuit is not closed. Otherwise add its suspects.
 
         Only tasks that failed in the topic's last outage are suspects. A used-up quota counts as an outage here.
         """
@@ -162,8 +166,8 @@ class CircuitBreakers:
         suspects = frozenset(self._suspects.get(claim.topic, {}).keys() & set(claim.ids))
         return replace(claim, hints=TopicHints(accepts=claim.topic not in self._failing, suspects=suspects))
 
-    def may_send_at_most_once(self, delivered: Delivered) -> bool:
-        """Tell whether the at-most-once tasks that the claim of this batch returned may be sent now.
+    def spends_at_most_once(self, delivered: Delivered) -> bool:
+        """Decide whether the at-most-once tasks that the claim of this batch returned are sent now.
 
         In an outage, a failed publish loses such a task, so they wait until the circuit closes. After SPARED_PROBES
         draws, one of them becomes the probe, because there may be no other task.

@@ -30,14 +30,13 @@ class _Bucket:
     tokens: float
     at: float
 
-    def fill(self, now: float) -> None:
-        self.tokens = min(self.burst, self.tokens + (now - self.at) * self.rate)
-        self.at = now
+    def filled(self, now: float) -> float:
+        """Return the tokens at `now`."""
+        return min(self.burst, self.tokens + (now - self.at) * self.rate)
 
-    @property
-    def missing(self) -> float:
-        """Return how many tokens the topic needs before it may start tasks. Zero or less if it may."""
-        return min(self.burst, max(1.0, self.rate * SAVE_SECONDS)) - self.tokens
+    def missing(self, now: float) -> float:
+        """Return how many tokens the topic needs at `now` before it may start tasks. Zero or less if it may."""
+        return min(self.burst, max(1.0, self.rate * SAVE_SECONDS)) - self.filled(now)
 
 
 class RateLimits:
@@ -51,7 +50,7 @@ class RateLimits:
         self._in_flight: dict[str, int] = {}
         self._limits: Mapping[str, TopicLimit] = {}
 
-    def learn(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
+    def apply(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
         """Apply the limits. Each of the live `workers`, of which this is one, gets an equal part.
 
         The limits of an invalid row do not apply, and are logged once a minute.
@@ -68,11 +67,9 @@ class RateLimits:
         for topic, limit in valid.items():
             if limit.rate is not None and limit.burst is not None:
                 burst = max(1.0, limit.burst / workers)
-                bucket = self._buckets.get(topic) or _Bucket(0.0, burst, burst, now)
-                bucket.fill(now)
-                bucket.rate, bucket.burst = limit.rate / workers, burst
-                bucket.tokens = min(bucket.tokens, burst)
-                buckets[topic] = bucket
+                before = self._buckets.get(topic)
+                tokens = burst if before is None else min(burst, before.filled(now))
+                buckets[topic] = _Bucket(limit.rate / workers, burst, tokens, now)
         self._buckets = buckets
         self._in_flight = {
             topic: max(1, limit.in_flight // workers) for topic, limit in valid.items() if limit.in_flight is not None
@@ -83,8 +80,7 @@ class RateLimits:
         now = self._clock()
         allowed: dict[str, int] = {}
         for topic, bucket in self._buckets.items():
-            bucket.fill(now)
-            allowed[topic] = int(bucket.tokens) if bucket.missing <= 0 else 0
+            allowed[topic] = int(bucket.filled(now)) if bucket.missing(now) <= 0 else 0
         for topic, limit in self._in_flight.items():
             left = max(0, limit - in_flight.get(topic, 0))
             allowed[topic] = min(left, allowed.get(topic, left))
@@ -93,17 +89,14 @@ class RateLimits:
     def take(self, topic: str, tasks: int) -> None:
         """Use tokens for tasks that start. A negative number returns tokens of tasks that were not published."""
         if (bucket := self._buckets.get(topic)) is not None:
-            bucket.tokens = min(bucket.burst, bucket.tokens - tasks)
+            now = self._clock()
+            bucket.tokens, bucket.at = min(bucket.burst, bucket.filled(now) - tasks), now
 
     def seconds_to_next(self) -> float | None:
         """Return the seconds until a topic has enough tokens to start tasks, or None if no topic waits."""
         now = self._clock()
-        waits = []
-        for bucket in self._buckets.values():
-            bucket.fill(now)
-            if bucket.missing > 0:
-                waits.append(bucket.missing / bucket.rate)
-        return min(waits, default=None)
+        missing = ((bucket.missing(now), bucket.rate) for bucket in self._buckets.values())
+        return min((tokens / rate for tokens, rate in missing if tokens > 0), default=None)
 
     def _log_changes(self, limits: Mapping[str, TopicLimit]) -> None:
         for topic in sorted(self._limits.keys() | limits.keys()):

@@ -1,7 +1,6 @@
 """In-flight batches: each on a thread of its own, so that a slow one delays no other."""
 
 import queue
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivered import Delivered, Unmarked
-from publishworker.threads import REAL_THREADS, Queue, Thread, Threads
+from publishworker.host import Host, Queue, Thread
 from publishworker.turn.batching import Limits
 from publishworker.types import Key
 
@@ -20,7 +19,7 @@ STUCK_SECONDS = 120.0
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
-#: Seconds between two calls of `touch_file`, and checks for stuck batches, while waiting without a time limit. None: no
+#: Seconds between two calls of `progress`, and checks for stuck batches, while waiting without a time limit. None: no
 #: calls.
 WATCH_SECONDS: float | None = 1.0
 #: Max batches that mark tasks without a place. The others keep theirs.
@@ -86,21 +85,15 @@ class InFlight:
     def __init__(
         self,
         batch_of: Callable[[Claim], Batch],
-        clock: Callable[[], float] = time.monotonic,
-        touch_file: Callable[[], None] = lambda: None,
-        threads: Threads = REAL_THREADS,
+        host: Host,
     ) -> None:
-        """Run `batch_of(claim)` for each claim.
-
-        A wait for batches may take minutes, so `touch_file` is called meanwhile to show that the worker is alive.
-        """
+        """Run `batch_of(claim)` for each claim. A wait for batches may take minutes, and shows progress meanwhile."""
         self._batch_of = batch_of
-        self._clock = clock
-        self._touch_file = touch_file
-        self._threads = threads
+        self._host = host
+        self._clock = host.clock
         self._running: dict[_Entry, Thread] = {}
-        self._checked_at = clock()
-        self._ended: Queue = threads.queue()  # of entries, each with a Report, an exception, or None at its end
+        self._checked_at = host.clock()
+        self._ended: Queue = host.threads.queue()  # of entries, each with a Report, an exception, or None at its end
 
     def __len__(self) -> int:
         """Return the number of batches that have been started and have not ended."""
@@ -159,7 +152,7 @@ class InFlight:
     def start(self, claim: Claim) -> None:
         """Start a batch."""
         entry = _Entry(self._batch_of(claim))
-        self._running[entry] = self._threads.thread("batch", self._run, entry)
+        self._running[entry] = self._host.threads.thread("batch", self._run, entry)
         self._running[entry].start()
 
     def raise_if_stuck(self) -> None:
@@ -223,7 +216,7 @@ class InFlight:
             except queue.Empty:
                 if is_enough or end is not None:
                     break
-                self._touch_file()
+                self._host.progress()
                 self.raise_if_stuck()
                 continue
             if entry not in self._running:  # all its tasks are marked, or it was reported as stuck

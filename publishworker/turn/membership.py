@@ -61,7 +61,7 @@ class Membership:
         self._started_at = datetime.now(UTC)
         self._heartbeat_at = float("-inf")
         self._idle_interval = IDLE_HEARTBEAT_INTERVAL_SECONDS
-        self._learned_at = clock()
+        self._assigned_at = clock()
         self._next_timeout_at = math.inf
         self._living: frozenset[str] = frozenset({worker})
         self._gone: frozenset[str] = frozenset()
@@ -97,11 +97,11 @@ class Membership:
 
     @property
     def lapsed(self) -> bool:
-        """Tell whether this process was suspended for so long that it must call `learn` before its next heartbeat."""
-        return self._clock() - max(self._heartbeat_at, self._learned_at) > self._liveness_timeout
+        """Tell whether this process was suspended for so long that it must call `assign` before its next heartbeat."""
+        return self._clock() - max(self._heartbeat_at, self._assigned_at) > self._liveness_timeout
 
     def heartbeat(self) -> None:
-        """Write the heartbeat if it is due. After a lapse, write none before `learn`: the layouts may have changed.
+        """Write the heartbeat if it is due. After a lapse, write none before `assign`: the layouts may have changed.
 
         A failure is not raised. If failures go on, other workers take over the shards, and row locks keep them apart.
         """
@@ -122,7 +122,7 @@ class Membership:
         self._store.heartbeat(Heartbeat(self._worker, self._started_at, polls, liveness_timeout), self._gone)
         self._liveness_timeout = liveness_timeout
 
-    def learn(self, workers: Workers) -> None:
+    def assign(self, workers: Workers) -> None:
         """Take this worker's part of the shards. Raises StoreError.
 
         The worker begins to poll a new layout before its heartbeat names the new layout. It stops polling the old one
@@ -131,7 +131,7 @@ class Membership:
         the write of the heartbeat fails, the worker polls both layouts until a later write succeeds, because the failed
         write may have been committed.
         """
-        self._learned_at = self._clock()
+        self._assigned_at = self._clock()
         if self._failure is not None:  # only the heartbeat failed, because the read succeeded. `Worker` logs outages
             self._throttled_log.log(
                 "heartbeat_failed",

@@ -87,18 +87,18 @@ class Poller:
         self._woken = True
 
     def discover(
-        self, *, in_vain: bool = False, now: bool = False, unavailable: Collection[str] = ()
+        self, *, found_nothing: bool = False, now: bool = False, unavailable: Collection[str] = ()
     ) -> Discovery | None:
         """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
 
         With `now` it is never too early, and a topic that polls have given up is read again if it has unsent tasks.
-        Polls have not read the `unavailable` topics. `in_vain` says that this turn had nothing to start, although it
-        could. If there are unknown topics, the next call reads again, because one read may find only one unknown topic
-        in each gap between the names of known ones.
+        Polls have not read the `unavailable` topics. `found_nothing` says that this turn had nothing to start, although
+        it could. If there are unknown topics, the next call reads again, because one read may find only one unknown
+        topic in each gap between the names of known ones.
         """
         shards = self._membership.shards
         is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
-        if is_early and not now and not (self._woken and in_vain):
+        if is_early and not now and not (self._woken and found_nothing):
             return None
         if now:
             self._topics.forget(unavailable)
@@ -166,7 +166,7 @@ class Poller:
             self._reads_due_tasks = self._seen_due
         self._seen, self._seen_due = set(), False
 
-    def seconds_until_due(self, unavailable: Collection[str]) -> float | None:
+    def find_next_due(self, unavailable: Collection[str]) -> float | None:
         """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
 
         Tasks of `unavailable` topics do not count. Unless the result is None, the next poll also reads due tasks.

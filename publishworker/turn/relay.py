@@ -1,28 +1,23 @@
-"""One turn of the relay, in the order in which data moves.
-
-Observe what batches report, discover if the last discovery is old, poll, resolve ordering keys, select and start
-batches, discover, report.
-"""
+"""One turn of the relay, in the order in which data moves."""
 
 from collections.abc import Callable, Mapping, Sequence
-from random import Random
+from dataclasses import dataclass
 
-from publishworker.delivery.claim import Claim, Kind
+from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import Delivered
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.kinds import delivery_of
 from publishworker.delivery.marking import Marking
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
-from publishworker.threads import REAL_THREADS, Threads
 from publishworker.topics.availability import Topics
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import InFlight, Report
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import Polled, Poller
-from publishworker.turn.selection import Selector
-from publishworker.types import Discovery, Turn
+from publishworker.turn.selection import Selection, Selector
+from publishworker.types import Discovery, Next, Turn
 
 #: Max seconds that a turn waits for in-flight batches. It then ends without them, so that the worker sends a heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
@@ -31,67 +26,50 @@ MAX_TURN_WAIT_SECONDS = 0.25
 MAX_AGE_SECONDS = 2.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a relay works."""
+
+    limits: Limits
+    #: Between two discoveries. A discovery reads live workers, topic controls and unknown topics, and the next poll
+    #: also reads due tasks.
+    discovery_seconds: float
+    #: Part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
+    fair_share: float = 0.0
+    #: How many of a turn's batches may still be in flight when it stops waiting. If no task is left to start, it waits
+    #: for all of them.
+    stragglers: int = 0
+    #: How long `finish` lets batches mark tasks in doubt. They try at least once.
+    shutdown_seconds: float = 0.0
+
+
 class Relay:
     """Moves tasks from a store to their topics. Not thread-safe: one turn at a time."""
 
-    def __init__(
-        self,
-        tools: Tools,
-        metrics: Metrics,
-        membership: Membership,
-        *,
-        limits: Limits,
-        discovery_seconds: float,
-        random: Random,
-        fair_share: float = 0.0,
-        stragglers: int = 0,
-        shutdown_seconds: float = 0.0,
-        touch_file: Callable[[], None] = lambda: None,
-        threads: Threads = REAL_THREADS,
-    ) -> None:
-        """Send tasks in batches within `limits`.
-
-        Args:
-            tools: the store and the publisher, and how tasks are retried.
-            metrics: where counts and durations go.
-            membership: which shards this worker polls.
-            limits: tasks and bytes of a batch, and how many batches may be in flight.
-            discovery_seconds: seconds between two discoveries. A discovery reads live workers, topic controls and
-                unknown topics, and the next poll also reads due tasks.
-            random: shuffles slices of tasks, and draws probes.
-            fair_share: part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
-            stragglers: how many of a turn's batches may still be in flight when it stops waiting. If no task is left to
-                start, it waits for all of them.
-            shutdown_seconds: how long `finish` keeps trying to mark tasks in doubt. It tries at least once.
-            touch_file: called before each step that may take long, so that the liveness probe does not take a slow turn
-                for a hung one.
-            threads: creates a thread for each batch.
-        """
-        clock, store = tools.clock, tools.store
-        self._limits = limits
-        self._stragglers = stragglers
-        self._shutdown_seconds = shutdown_seconds
-        self._clock = clock
-        self._touch_file = touch_file
+    def __init__(self, tools: Tools, metrics: Metrics, membership: Membership, options: Options) -> None:
+        """Send the tasks of the shards of `membership`."""
+        host, store, limits = tools.host, tools.store, options.limits
+        self._options = options
+        self._clock, self._progress = host.clock, host.progress
         self._store = store
         self._membership = membership
-        self._topics = Topics(random, clock, places=limits.batches)
+        self._topics = Topics(host, places=limits.batches)
         self._poller = Poller(
-            store, membership, target_rows=limits.batches * limits.batch_size, discovery_seconds=discovery_seconds,
-            clock=clock,
+            store, membership, target_rows=limits.batches * limits.batch_size,
+            discovery_seconds=options.discovery_seconds, clock=host.clock,
         )  # fmt: skip
-        self._ordering = Ordering(store, limits, random, skip_dead=tools.skip_dead, clock=clock)
-        self._selector = Selector(limits, self._topics, random, fair_share)
+        self._ordering = Ordering(store, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
+        self._selector = Selector(limits, self._topics, host.random, options.fair_share)
         #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
-        self._learned_at = clock()
+        self._read_at = host.clock()
         #: True while the reads of a turn run, and afterwards if one of them failed.
-        self._reads_failed = False
+        self._is_reading = False
         #: Set by `wake`. The worker then ends its pause.
-        self.woken = threads.event()
+        self.woken = host.threads.event()
         #: How batches mark tasks whose commit failed.
-        self.marking = Marking(random, clock, threads)
-        self._in_flight = InFlight(lambda claim: delivery_of(claim, tools, self.marking), clock, touch_file, threads)
-        self._reporter = Reporter(metrics, clock)
+        self.marking = Marking(host)
+        self._in_flight = InFlight(lambda claim: delivery_of(claim, tools, self.marking), host)
+        self._reporter = Reporter(metrics, host.clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Run one turn and return its numbers. Start no batch once `stopping()` is true.
@@ -101,35 +79,33 @@ class Relay:
         """
         self._take_wake_up()
         finished = self._in_flight.collect()
-        poll_again = self._observe(finished)  # circuits, limits, metrics and logs
+        changed = self._observe(finished)  # circuits, limits, metrics and logs
         self._in_flight.raise_if_stuck()
         discovered = self._begin_reads()
         self._start_at_most_once(finished, stopping)
         polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
-        started = self._start(self._select(polled, ready, stopping))
+        selection = self._select(polled, ready, stopping)
+        started = self._start(selection.claims)
         if not discovered:  # live workers, controls, unknown topics
-            poll_again |= self._discover(in_vain=not (started or polled.no_room))
-        self._reads_failed = False
-        poll_again |= polled.unread
-        waits = self._in_flight.delivering > 0 and (
-            polled.no_room or started or ready.busy or self._selector.lacks_bytes
-        )
-        ended = self._wait() if waits else self._in_flight.collect()
-        poll_again |= self._observe(ended)
+            changed |= self._discover(found_nothing=not (started or polled.no_room))
+        self._is_reading = False
+        waits = polled.no_room or started or ready.busy or selection.is_byte_limited
+        ended = self._wait(selection) if waits and self._in_flight.delivering else self._in_flight.collect()
+        changed |= self._observe(ended)
         self._start_at_most_once(ended, stopping)
-        return self._report(polled, finished + ended, waits=waits, poll_again=poll_again)
+        return self._report(polled, finished + ended, waits=waits, changed=changed)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
         self.woken.set()
 
-    def seconds_until_due(self) -> float | None:
+    def find_next_due(self) -> float | None:
         """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
 
         Tasks of topics that are unavailable now do not count. Raises StoreError.
         """
-        return self._poller.seconds_until_due(self._topics.unavailable(self._in_flight.tasks_by_topic()))
+        return self._poller.find_next_due(self._topics.unavailable(self._in_flight.tasks_by_topic()))
 
     def finish(self) -> Turn:
         """Wait for all batches in flight, which mark their tasks for a limited time, and return the numbers.
@@ -137,7 +113,7 @@ class Relay:
         Raises StuckBatch if a batch does not end.
         """
         finished: list[Report] = []
-        self.marking.shut_down(self._shutdown_seconds)
+        self.marking.shut_down(self._options.shutdown_seconds)
         try:
             while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
                 ended = self._in_flight.wait_for_one()
@@ -159,7 +135,7 @@ class Relay:
 
     def circuit_states(self) -> Mapping[str, bool]:
         """Return the topics whose circuit is not closed, and whether it is open (True) or half-open (False)."""
-        return self._topics.circuits.states()
+        return self._topics.circuit_states()
 
     def _observe(self, reports: Sequence[Report]) -> bool:
         """Report what batches did, and update circuits and limits.
@@ -185,7 +161,7 @@ class Relay:
         if stopping():
             return
         delivered = (each for each in reports if isinstance(each, Delivered))
-        if claims := [claim for each in delivered if (claim := self._topics.at_most_once(each)) is not None]:
+        if claims := [claim for each in delivered if (claim := self._topics.take_at_most_once(each)) is not None]:
             self._refresh()
             self._start(claims)
 
@@ -199,97 +175,103 @@ class Relay:
 
         If a read of the last turn failed, read no topics: a reshard may have dropped the index.
         """
-        failed, self._reads_failed = self._reads_failed, True  # `turn` resets it if no read raises StoreError
+        failed, self._is_reading = self._is_reading, True  # `turn` resets it if no read raises StoreError
         if failed:
-            self._learned_at = float("-inf")
+            self._read_at = float("-inf")
             self._refresh()
         return self._is_outdated() and not self._discover(now=True)
 
     def _is_outdated(self) -> bool:
-        return self._clock() - self._learned_at > MAX_AGE_SECONDS
+        return self._clock() - self._read_at > MAX_AGE_SECONDS
 
     def _refresh(self) -> None:
         """Read live workers, layouts and topic controls if they are outdated. Raises StoreError."""
         if self._is_outdated():
-            self._touch_file()
+            self._progress()
             began = self._clock()
-            self._learn(self._store.discover((), ()), began)
+            self._apply(self._store.discover((), ()), began)
 
-    def _discover(self, *, in_vain: bool = False, now: bool = False) -> bool:
+    def _discover(self, *, found_nothing: bool = False, now: bool = False) -> bool:
         """Discover if it is time, or `now`, and return whether there are new topics or shards to poll."""
-        self._touch_file()
+        self._progress()
         began, shards = self._clock(), self._membership.shards
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic()) if now else ()
-        found = self._poller.discover(in_vain=in_vain, now=now, unavailable=unavailable)
+        found = self._poller.discover(found_nothing=found_nothing, now=now, unavailable=unavailable)
         if found is None:
             return False
-        self._learn(found, began)
+        self._apply(found, began)
         return self._poller.discovers_again or shards != self._membership.shards
 
-    def _learn(self, found: Discovery, began: float) -> None:
-        self._membership.learn(found.workers)
-        self._topics.control(found.controls, self._membership.size)
-        self._learned_at = began
+    def _apply(self, found: Discovery, began: float) -> None:
+        self._membership.assign(found.workers)
+        self._topics.apply(found.controls, self._membership.size)
+        self._read_at = began
 
     def _poll(self) -> Polled:
-        self._touch_file()
-        if not self._in_flight.has_room(self._limits):
+        self._progress()
+        limits = self._options.limits
+        if not self._in_flight.has_room(limits):
             return Polled(no_room=True)
         # Batches that end during the poll are collected only after the selection. Otherwise the turn could start their
         # tasks again, because the poll may have returned them as unsent.
         in_flight = self._in_flight.ids()
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
         began = self._clock()
-        room = (self._limits.batches - self._in_flight.places) * self._limits.batch_size
-        depths = self._topics.circuits.depths()
-        polled = self._poller.poll(room, self._selector.below, in_flight, unavailable, depths)
+        room = (limits.batches - self._in_flight.places) * limits.batch_size
+        polled = self._poller.poll(room, self._selector.below, in_flight, unavailable, self._topics.depths())
         self._reporter.poll(self._clock() - began)
         return polled
 
     def _resolve(self, polled: Polled) -> ResolvedKeys:
-        self._touch_file()
+        self._progress()
         return self._ordering.resolve(polled.candidates, self._in_flight.keys())
 
-    def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> list[Claim]:
-        self._touch_file()
+    def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> Selection:
+        self._progress()
         if polled.no_room or stopping():
-            return []
+            return Selection(left_tasks=polled.no_room)
         if ready.candidates:
             self._refresh()  # the reads may have taken long
         return self._selector.select(ready, self._in_flight, polled.cut_off)
 
     def _start(self, claims: Sequence[Claim]) -> bool:
         """Start the batches whose topic is not paused; return whether there were any."""
-        started = [claim for claim in claims if claim.kind is Kind.DEFER or claim.topic not in self._topics.paused]
+        started = [claim for claim in claims if self._topics.may_start(claim)]
         for claim in started:
-            self._in_flight.start(self._topics.prepare(claim))
+            self._in_flight.start(self._topics.start(claim))
         return bool(started)
 
-    def _wait(self) -> list[Report]:
+    def _wait(self, selection: Selection) -> list[Report]:
         """Wait until a batch has reported and at most `stragglers` of this turn's batches are in flight.
 
         If no tasks are left to start, wait for all of these batches, because another poll would find nothing.
         """
-        max_left = self._stragglers if self._selector.left_tasks else 0
+        max_left = self._options.stragglers if selection.left_tasks else 0
         return self._in_flight.wait_for_most(max_left, MAX_TURN_WAIT_SECONDS)
 
-    def _report(
-        self, polled: Polled, reports: Sequence[Report], *, waits: bool = False, poll_again: bool = False
-    ) -> Turn:
+    def _report(self, polled: Polled, reports: Sequence[Report], *, waits: bool = False, changed: bool = False) -> Turn:
         """Return the numbers of a turn, and log them."""
         finished = [each for each in reports if isinstance(each, Delivered)]
+        published = sum(len(each.published()) for each in finished)
+        uncommitted = sum(len(each.uncommitted()) for each in finished)
+        written = sum(len(each.recorded) + len(each.deferred) for each in finished)
+        next_turn = Next.LATER
+        if published > uncommitted or written or changed or polled.unread:
+            next_turn = Next.AT_ONCE
+        elif waits and not finished and self._in_flight.delivering:
+            next_turn = Next.STILL_WAITING
+        elif polled.candidates or polled.no_room or finished or self.in_flight:
+            next_turn = Next.SOON
         turn = Turn(
             polled=len(polled.candidates),
-            published=sum(len(each.published()) for each in finished),
+            published=published,
             already_sent=sum(len(each.already_sent()) for each in finished),
             failed=sum(len(each.failed()) for each in finished),
             recorded=sum(len(each.recorded) for each in finished),
             deferred=sum(len(each.deferred) for each in finished),
-            uncommitted=sum(len(each.uncommitted()) for each in finished),
+            uncommitted=uncommitted,
             in_flight=self.in_flight,
-            unfinished=bool(polled.candidates or polled.no_room or finished or self.in_flight),
-            still_waiting=waits and not finished,
-            poll_again=poll_again,
+            next=next_turn,
             seconds_to_retry=self._topics.seconds_until_available(),
             max_pause=self._topics.max_pause,
         )

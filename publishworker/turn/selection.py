@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from random import Random
+from typing import NamedTuple
 
 from publishworker.delivery.claim import Claim
 from publishworker.topics.availability import Topics
@@ -11,6 +12,16 @@ from publishworker.turn.fair_share import FairShare
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.ordering import ResolvedKeys
 from publishworker.types import Candidate
+
+
+class Selection(NamedTuple):
+    """The batches to start."""
+
+    claims: Sequence[Claim] = ()
+    #: Tasks are left, polled or not, only because the max number of batches or bytes is in flight.
+    left_tasks: bool = False
+    #: Batches are held back because too many bytes are in flight.
+    is_byte_limited: bool = False
 
 
 class Selector:
@@ -23,57 +34,37 @@ class Selector:
         self._random = random
         self._fair_share = FairShare(fair_share)
         self._leaves_place = fair_share > 0
-        #: Whether tasks are left, polled or not, only because the max number of batches or bytes is in flight.
-        self.left_tasks = False
-        #: Whether the last selection held back batches because too many bytes are in flight.
-        self.lacks_bytes = False
 
     @property
     def below(self) -> int | None:
         """Return the priority below which the next poll also reads ready tasks, for the fair share, or None."""
         return self._fair_share.below
 
-    def select(self, resolved: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> list[Claim]:
-        """Return the batches to start in addition to those in flight.
+    def select(self, resolved: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> Selection:
+        """Choose the batches to start in addition to those in flight.
 
         `cut_off` are the topics that have more tasks in the table. Batches that defer blocked tasks get at most a
         quarter of the places, or half if no task can be sent. Without deferrals, each poll would return the same
         blocked tasks.
         """
         deferrals = list(resolved.blocked[: self._places_to_defer(in_flight, nothing_else=not resolved.candidates)])
-        candidates, probes = self._topics.circuits.probes(resolved.candidates, cut_off)
-        allowed = self._topics.rate_limits.allowances(in_flight.tasks_by_topic())
-        allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
-        for_lower = self._batches(self._fair_share.choose(candidates), in_flight, deferrals, allowed)
-        for_lower = for_lower[: self._fair_share.batches]
-        for batch in for_lower:
-            if batch.topic in allowed:
-                allowed[batch.topic] -= len(batch.tasks)
-        chosen = {id for batch in for_lower for id in batch.ids}
+        candidates, allowed = self._topics.admit(resolved.candidates, in_flight.tasks_by_topic(), cut_off)
+        lower = self._batches(self._fair_share.choose(candidates), in_flight, deferrals, allowed)
+        lower = lower[: self._fair_share.batches]
+        for claim in lower:
+            if claim.topic in allowed:
+                allowed[claim.topic] -= len(claim.tasks)
+        chosen = {id for claim in lower for id in claim.ids}
         others = [each for each in candidates if each.id not in chosen]
-        wanted = for_lower + self._batches(others, in_flight, deferrals + for_lower, allowed)
-        batches = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
-        self._note_left_tasks(candidates, batches, len(for_lower), allowed, cut_off)
-        self.lacks_bytes = len(batches) < len(wanted)
-        return deferrals + batches
-
-    def _note_left_tasks(
-        self,
-        candidates: Sequence[Candidate],
-        batches: Sequence[Claim],
-        for_lower: int,
-        allowed: Mapping[str, int],
-        cut_off: Collection[str],
-    ) -> None:
-        """Record whether tasks are left that wait for places or bytes, and how many batches lower priorities got.
-
-        Topics in `allowed` are ignored, because their tasks wait for a limit or for a circuit to close.
-        """
-        started = sum(len(batch.tasks) for batch in batches if batch.topic not in allowed)
+        wanted = lower + self._batches(others, in_flight, deferrals + lower, allowed)
+        claims = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
+        # The tasks of topics in `allowed` wait for a limit or for a circuit to close.
+        started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
-        self.left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable
+        left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable
         highest = max((each.priority for each in candidates), default=None)
-        self._fair_share.count(len(batches), min(for_lower, len(batches)), highest if self.left_tasks else None)
+        self._fair_share.count(len(claims), min(len(lower), len(claims)), highest if left_tasks else None)
+        return Selection(deferrals + claims, left_tasks, is_byte_limited=len(claims) < len(wanted))
 
     def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:
         places = self._limits.batches // (2 if nothing_else else 4)
@@ -85,5 +76,5 @@ class Selector:
     def _batches(
         self, candidates: Sequence[Candidate], in_flight: InFlight, chosen: Sequence[Claim], allowed: Mapping[str, int]
     ) -> list[Claim]:
-        places = in_flight.by_topic() + Counter(batch.topic for batch in chosen)
+        places = in_flight.by_topic() + Counter(claim.topic for claim in chosen)
         return choose_batches(candidates, self._limits, self._random, places, allowed, leaves_place=self._leaves_place)

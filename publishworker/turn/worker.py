@@ -8,11 +8,11 @@ from random import Random
 from typing import Protocol
 
 from publishworker.backoff import Backoff
+from publishworker.host import Event
 from publishworker.spanner.errors import DatabaseMissing, StoreError
-from publishworker.threads import Event
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import Membership
-from publishworker.types import Turn
+from publishworker.types import Next, Turn
 
 _log = logging.getLogger("publishworker")
 
@@ -35,7 +35,7 @@ class TurnRunner(Protocol):
         Raises StoreError if the store does not answer, StuckBatch if a batch does not end.
         """
 
-    def seconds_until_due(self) -> float | None:
+    def find_next_due(self) -> float | None:
         """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
 
         Raises StoreError.
@@ -126,10 +126,11 @@ class Worker:
     def _seconds_to_next(self, turn: Turn) -> float:
         """Return the seconds until the next poll, and tell the membership whether this worker is idle."""
         self._membership.idle = False
-        if turn.made_progress or (turn.unfinished and not self._unfinished):
+        unfinished = turn.next is not Next.LATER
+        if turn.made_progress or (unfinished and not self._unfinished):
             self._idle.reset()  # a first failure is retried soon, and repeated ones more and more slowly
-        self._unfinished = turn.unfinished
-        if turn.made_progress or turn.still_waiting:
+        self._unfinished = unfinished
+        if turn.next in (Next.AT_ONCE, Next.STILL_WAITING):
             return 0.0
         seconds = self._idle.next()
         if seconds > self._poll_interval:
@@ -142,9 +143,9 @@ class Worker:
 
         A batch may end, a task may become due, and another worker may crash.
         """
-        if turn.unfinished:
+        if turn.next is Next.SOON:
             return self._poll_interval
-        due = self._relay.seconds_until_due()
+        due = self._relay.find_next_due()
         self._membership.idle = due is None and turn.seconds_to_retry is None
         if due is not None:
             seconds = min(seconds, due or self._poll_interval)  # 0: the poll may have just missed the task

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from google.api_core.exceptions import GoogleAPIError, PermissionDenied
@@ -25,6 +24,7 @@ from outbox.errors import OutboxError
 from outbox.message import MAX_ATTRIBUTES, MAX_REQUEST_BYTES
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
+from publishworker.host import Host
 from publishworker.process.app import open_store, relay_of
 from publishworker.pubsub.messages import MAX_REQUEST_MESSAGES
 from publishworker.spanner.grants import verify_grants
@@ -242,9 +242,9 @@ def _batch_sizes(scratch: Scratch) -> Finding:
 
 def _relay(scratch: Scratch, batch_size: int) -> Relay:
     """Return a relay that publishes nowhere."""
-    store, random = open_store(scratch.settings), Random()  # noqa: S311 - it spreads load, and protects nothing
+    store = open_store(scratch.settings)
     settings, membership = replace(scratch.settings, batch_size=batch_size), Membership(store, "verify")
-    return relay_of(settings, store, _InstantPublisher(), membership, metrics=Metrics(), random=random)
+    return relay_of(settings, store, _InstantPublisher(), membership, metrics=Metrics(), host=Host())
 
 
 class _InstantPublisher:

@@ -9,6 +9,7 @@ from publishworker.process.app import App
 from publishworker.process.commands import collect_garbage_rarely
 from publishworker.process.settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
+from publishworker.types import Next
 from tests.benchmarks.bench import ROWS, Bench, Speed, Table, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT
 
@@ -43,7 +44,7 @@ def drive(worker: App, tasks: int) -> int:
     while published < tasks:
         turn = worker.relay.turn()
         published += turn.published
-        if turn.in_flight and not (turn.made_progress or turn.still_waiting):  # the worker waits here and does not poll
+        if turn.in_flight and turn.next in (Next.SOON, Next.LATER):  # the worker waits here and does not poll
             published += worker.relay.finish().published
         if time.monotonic() > end:
             raise TimeoutError(f"{published} of {tasks} tasks after {LIMIT:g} s")

@@ -25,7 +25,7 @@ from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
 from publishworker.turn import relay as relay_module
 from publishworker.turn.relay import Relay
-from publishworker.types import Failed, LockedRow, Outcome, Sent
+from publishworker.types import Failed, LockedRow, Next, Outcome, Sent
 from tests.support import real
 from tests.support.counting import Counting
 from tests.support.fakes import Counted, FakePublisher, serialized
@@ -292,7 +292,7 @@ def test_two_relays_publish_a_task_once(database: Database, topic: str, subscrip
             super().claim(*arguments)
 
     second = make_relay(Overtaken(database, Layout(10)), counted=counted)
-    assert second.turn().poll_again
+    assert second.turn().made_progress
     assert eventually(lambda: second.turn().already_sent) == 1
     assert [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.drain()] == [id]
     published, already = counted.counts[m.PUBLISHED.name], counted.counts[m.ALREADY_PUBLISHED.name]
@@ -376,7 +376,7 @@ def test_a_long_blocked_tail_is_deferred_and_hides_no_other_task(
     assert execute(own_database, f"UPDATE AsynchronousTasks SET Data = FROM_BASE64('{good}'), {retry}") == 1
     while unsent(own_database):
         turn = relay.turn()
-        assert turn.made_progress or turn.still_waiting  # else the worker would wait for its next poll
+        assert turn.next in (Next.AT_ONCE, Next.STILL_WAITING)  # else the worker would wait for its next poll
     received = subscription.drain()
     assert len(received) == 1 + tail
     assert first_deliveries(received)[key] == key_orders(own_database, topic)[key]

@@ -81,7 +81,7 @@ def test_no_limit_of_a_topic_stops_the_commands_or_the_workers(
     ]
     insert(database, "Topics", "Topic Paused RatePerSecond Burst MaxInFlight", *rows)
     limits = RateLimits()
-    limits.learn(store.discover(range(10), ()).controls.limits, 3)
+    limits.apply(store.discover(range(10), ()).controls.limits, 3)
     assert set(limits.allowances({})) == {
         "rate 1e+308", *(f"{name} {number}" for name in ("burst", "in flight") for number in (1, 2**62, HIGHEST)),
     }  # fmt: skip

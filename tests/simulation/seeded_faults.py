@@ -98,11 +98,11 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
     "an at-most-once task whose publish is refused is not lost": (MarkFirst, "_undo_marks", always({})),
     "only a probe fails for its topic": (
-        CircuitBreakers, "prepare",
+        CircuitBreakers, "start",
         lambda real: lambda self, claim: replace(real(self, claim), hints=TopicHints(probe=True))
     ),
     "the first outage costs no attempt": (
-        CircuitBreakers, "prepare",
+        CircuitBreakers, "start",
         lambda real: lambda self, claim: replace(
             real(self, claim), hints=replace(real(self, claim).hints, suspects=frozenset(claim.ids))
         )
@@ -117,7 +117,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (delivery, "is_recorded", always(True)),
-    "every shard is polled": (Membership, "learn", one_shard_less),
+    "every shard is polled": (Membership, "assign", one_shard_less),
     "a topic without candidates is found again": (KnownTopics, "discover", lambda real: lambda self, names: (
         real(self, [name for name in names if name not in self.recent])
     )),
@@ -129,6 +129,6 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "workers that do not poll the new layout are waited for": (Snapshot, "not_polling", always([])),
     "workers poll the recorded layouts": (
-        Membership, "learn", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
+        Membership, "assign", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
     ),
 }  # fmt: skip

@@ -16,10 +16,11 @@ from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.host import Host
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.turn.batching import Limits
 from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Relay
+from publishworker.turn.relay import Options, Relay
 from publishworker.turn.worker import Worker
 from tests.simulation.audit import Audit, Known
 from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
@@ -156,17 +157,17 @@ class Node:
                 retries=retries,
                 publish_seconds=5.0,
                 skip_dead=plan.skip_dead,
-                clock=self.clock,
+                host=Host(clock=self.clock, random=random, threads=VirtualThreads(world.clockwork, process)),  # type: ignore[arg-type]  # as real threads
             ),
             world.metrics,
             membership,
-            limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
-            discovery_seconds=min(plan.poll_interval / 2, 1.0),
-            random=random,
-            fair_share=plan.fair_share,
-            stragglers=plan.concurrency // 8,
-            shutdown_seconds=20.0,
-            threads=VirtualThreads(world.clockwork, process),
+            Options(
+                limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
+                discovery_seconds=min(plan.poll_interval / 2, 1.0),
+                fair_share=plan.fair_share,
+                stragglers=plan.concurrency // 8,
+                shutdown_seconds=20.0,
+            ),
         )
         idle_interval = (lambda: max(plan.poll_interval, plan.idle_interval)) if plan.wake else None
         worker = Worker(

@@ -8,15 +8,16 @@ from typing import Any
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Store
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.turn.batching import Limits
 from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Relay
+from publishworker.turn.relay import Options, Relay
 from publishworker.types import PollRequest
 
-TOOLS = {"skip_dead", "clock"}
+HOST = {"clock", "threads", "progress"}
 
 
 def relay_of(
@@ -31,21 +32,20 @@ def relay_of(
     retries: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Relay:
-    random = Random(1)
+    host = Host(random=Random(1), **{name: options.pop(name) for name in HOST & options.keys()})
     defaults: dict[str, Any] = {"initial": 1, "longest": 3600, "max_attempts": 10, "dead_after": 86_400}
-    tools: dict[str, Any] = {"skip_dead": False, **{name: options.pop(name) for name in TOOLS & options.keys()}}
     return Relay(
         Tools(
             store=store,
             publisher=publisher,
-            retries=RetryPolicy(random=random, **{**defaults, **(retries or {})}),
+            retries=RetryPolicy(random=host.random, **{**defaults, **(retries or {})}),
             publish_seconds=5,
-            **tools,
+            skip_dead=options.pop("skip_dead", False),
+            host=host,
         ),
         Metrics(client),
         membership or Membership(store, "worker"),
-        limits=Limits(size, batch_bytes, batches),
-        **{"discovery_seconds": 0, "random": random, **options},
+        Options(limits=Limits(size, batch_bytes, batches), **{"discovery_seconds": 0, **options}),
     )
 
 

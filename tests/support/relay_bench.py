@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from publishworker.host import Event, Thread, Threads
 from publishworker.telemetry import metrics as m
-from publishworker.threads import Event, Thread, Threads
 from publishworker.turn.relay import Relay
 from publishworker.types import LockedRow, Outcome, Turn
 from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized

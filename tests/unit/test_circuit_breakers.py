@@ -47,7 +47,7 @@ class Watch(CircuitBreakers):
         self.ended(batch, probe=outcome)
 
     def next(self, *ids: str) -> Claim:
-        return self.prepare(claim_of("orders", *ids))
+        return self.start(claim_of("orders", *ids))
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_the_circuit_that_is_due_longest_is_probed_first() -> None:
     for topic in ("later", "first"):
         breakers.observe(Delivered(claim_of(topic, "a"), answers={"a": AWAY}))
         clock.seconds += 0.5 if topic == "later" else 2
-    breakers.observe(Delivered(replace(breakers.prepare(claim_of("later", "b"))), answers={"b": AWAY}))
+    breakers.observe(Delivered(replace(breakers.start(claim_of("later", "b"))), answers={"b": AWAY}))
     clock.seconds += 10
     assert breakers.suspended() == {"later"}
 
@@ -160,13 +160,13 @@ def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watc
     watch.fail(MISSING, "a")
     watch.fail(AWAY, "x", topic="invoices")
     mine, others = candidates(map(str, range(30))), candidates("xyz", "invoices")
-    kept, allowed = watch.probes([*mine, *others, *candidates("o", "other")])
+    kept, allowed = watch.draw_probes([*mine, *others, *candidates("o", "other")])
     assert allowed == {"orders": 10, "invoices": 1}
     assert Counter(each.topic for each in kept) == {"orders": 30, "invoices": 1, "other": 1}
     for failure in (*[MISSING] * 8, AWAY):  # the last failure is the reason, and sets the max delay of the next probe
         watch.probe(failure)
     assert (watch.seconds_to_probe() or 0) <= MAX_OUTAGE_PROBE_SECONDS
-    assert watch.probes(candidates("ab"))[1]["orders"] == 1
+    assert watch.draw_probes(candidates("ab"))[1]["orders"] == 1
 
 
 def test_outage_probes_use_every_task_before_repeating_one(watch: Watch) -> None:
@@ -176,7 +176,7 @@ def test_outage_probes_use_every_task_before_repeating_one(watch: Watch) -> None
     due = [each._replace(available_at=each.created_at) for each in candidates(map(str, range(50)))]
     for _ in range(5):
         watch.seconds += MAX_OUTAGE_PROBE_SECONDS
-        [[chosen], _] = watch.probes([*due, *candidates("abcde")])
+        [[chosen], _] = watch.draw_probes([*due, *candidates("abcde")])
         drawn.append(chosen.id)
         watch.ended(watch.next(chosen.id), **{chosen.id: AWAY})
     assert sorted(drawn) == list("abcde")
@@ -195,7 +195,7 @@ def test_outage_probes_use_at_most_a_quarter_of_the_places(watch: Watch) -> None
     assert (len(held), "missing" in held) == (4, False)
     probed = set(topics) - held
     for topic in probed:
-        watch.prepare(claim_of(topic, "a"))
+        watch.start(claim_of(topic, "a"))
     assert watch.suspended() == set(topics)
     watch.ended(claim_of(probed.pop(), "a", probe=True), a=AWAY)
     assert len(watch.suspended()) == 5
@@ -207,7 +207,7 @@ def test_an_outage_is_probed_with_at_most_once_tasks_only_as_a_last_resort(watch
     def is_risked(*, probe: bool = True) -> bool:
         result = Delivered(claim_of("orders", "once", probe=probe), outcomes={"once": Skipped("at_most_once")})
         watch.observe(result)
-        return watch.may_send_at_most_once(result)
+        return watch.spends_at_most_once(result)
 
     assert is_risked(probe=False)
     watch.fail(AWAY, "a")
@@ -260,7 +260,7 @@ def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -
     assert watch.next(*ids).hints.suspects == set(ids[10:])
     watch.fail(AWAY, "a")
     watch.seconds += circuit_breaker.FORGET_SECONDS + 2
-    assert watch.suspended() == frozenset()
+    watch.forget_old()
     assert watch.next("a", "20") == claim_of("orders", "a", "20")
 
 
@@ -283,11 +283,11 @@ def test_the_poll_reads_deeper_after_it_has_returned_only_probed_tasks(watch: Wa
     watch.probe(AWAY)
     watch.seconds += MAX_OUTAGE_PROBE_SECONDS
     for ids, cut_off in ((["probe", "fresh"], {"orders"}), (["probe"], {"invoices"})):
-        watch.probes(candidates(ids), cut_off)
+        watch.draw_probes(candidates(ids), cut_off)
         assert watch.depths() == {}
     depth = circuit_breaker.FIRST_SEARCH_DEPTH
     while depth < circuit_breaker.MAX_SEARCH_DEPTH:
-        watch.probes(candidates(["probe"]), {"orders"})
+        watch.draw_probes(candidates(["probe"]), {"orders"})
         assert watch.depths() == {"orders": depth}
         depth *= 2
     watch.probe(AWAY)

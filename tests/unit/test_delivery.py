@@ -14,6 +14,7 @@ from publishworker.delivery.delivery import Tools
 from publishworker.delivery.kinds import delivery_of
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.host import Host
 from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed, Outcome
@@ -51,9 +52,9 @@ class Bench(FakePublisher):
         retries = RetryPolicy(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
         tools = Tools(
             store=self.store, publisher=self, retries=retries, publish_seconds=5, skip_dead=skip_dead,
-            clock=lambda: self.seconds,
+            host=Host(clock=lambda: self.seconds),
         )  # fmt: skip
-        return delivery_of(claim_of("orders", *ids, **batch), tools, Marking(Random(1))).run()
+        return delivery_of(claim_of("orders", *ids, **batch), tools, Marking(Host())).run()
 
 
 @pytest.fixture

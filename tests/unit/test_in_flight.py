@@ -9,10 +9,11 @@ import pytest
 
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import Delivered, Unmarked
+from publishworker.host import Host
 from publishworker.turn import batching, in_flight
 from publishworker.turn import relay as relay_module
 from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, InFlight, StuckBatch
-from publishworker.types import Key, Outcome, Turn
+from publishworker.types import Key, Next, Outcome, Turn
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher
@@ -50,7 +51,9 @@ class Batches:
         self.marks: dict[str, threading.Event] = {}  # of topics whose batches cannot mark their tasks at first
         self.seconds = 0.0
         self.beats = 0
-        self.in_flight_batches = InFlight(lambda claim: Gated(self, claim), lambda: self.seconds, self.beat)
+        self.in_flight_batches = InFlight(
+            lambda claim: Gated(self, claim), Host(clock=lambda: self.seconds, progress=self.beat)
+        )
 
     def beat(self) -> None:
         self.beats += 1
@@ -265,7 +268,7 @@ def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher
     bench = bench_of(slow, 40, batches=2, stragglers=0)
     bench.relay.turn(), bench.relay.turn()
     polls = len(bench.store.polls)
-    assert bench.relay.turn() == Turn(in_flight=2, unfinished=True, still_waiting=True)
+    assert bench.relay.turn() == Turn(in_flight=2, next=Next.STILL_WAITING)
     assert len(bench.store.polls) == polls
     slow.release.set()
     while bench.unsent():

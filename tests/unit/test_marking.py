@@ -9,8 +9,8 @@ import pytest
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import State
 from publishworker.delivery.marking import MAX_AGE_SECONDS, MAX_ASIDE_SECONDS, MAX_REFUSED, Marking, Settling
+from publishworker.host import Event, Host, Threads
 from publishworker.spanner.errors import Refused, StoreError
-from publishworker.threads import Event, Threads
 from tests.support.parts import claim_of
 
 
@@ -41,7 +41,7 @@ class Batch:
 
     def __init__(self, *ids: str, marking: Marking | None = None) -> None:
         self.waits = Waits()
-        self.marking = marking or Marking(Random(1), lambda: self.waits.seconds, self.waits)
+        self.marking = marking or Marking(Host(random=Random(1), clock=lambda: self.waits.seconds, threads=self.waits))
         self.unsettled, self.aside = frozenset(ids), False
         self.fails: Callable[[str], StoreError | None] = lambda _id: None
         self.tried: list[tuple[float, tuple[str, ...]]] = []

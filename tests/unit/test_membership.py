@@ -67,7 +67,7 @@ class Watch(Membership):
     def see(self, *live: str, gone: Collection[str] = ()) -> tuple[int, ...]:
         old = timedelta(seconds=FORGET_WORKER_SECONDS + 1)
         self.store.seen_at = dict.fromkeys(live, self.store.now) | dict.fromkeys(gone, self.store.now - old)
-        self.learn(self.store.workers())
+        self.assign(self.store.workers())
         return self.shards
 
 
@@ -161,7 +161,7 @@ def test_idle_workers_write_their_heartbeats_at_the_same_time() -> None:
 def test_a_worker_knows_when_another_one_may_no_longer_be_live() -> None:
     watch = Watch()
     assert watch.seconds_to_next_timeout == math.inf
-    watch.learn(Workers({"me": 1.0, "other": 9.0, "third": 20.0}))
+    watch.assign(Workers({"me": 1.0, "other": 9.0, "third": 20.0}))
     watch.seconds += 4
     assert watch.seconds_to_next_timeout == 5
     watch.seconds += 6

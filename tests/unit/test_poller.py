@@ -27,7 +27,7 @@ class Watch:
     def turn(self, unavailable: Collection[str] = ()) -> Polled:
         """Poll, and discover if it is time."""
         polled = self.poller.poll(100, None, (), unavailable)
-        found = self.poller.discover(in_vain=not polled.candidates)
+        found = self.poller.discover(found_nothing=not polled.candidates)
         self.discovered = found is not None and bool(found.topics)
         return polled
 
@@ -103,12 +103,12 @@ def test_due_tasks_are_read_if_one_is_due_soon(watch: Watch) -> None:
     watch.find()
     watch.turn(), watch.turn()
     watch.poller.poll(100, None, ())
-    assert watch.poller.seconds_until_due(()) is None
+    assert watch.poller.find_next_due(()) is None
     watch.poller.poll(100, None, ())
     assert not watch.store.polls[-1].due
     watch.store.insert("later", "orders", available_at=watch.store.now + timedelta(hours=1))
-    assert watch.poller.seconds_until_due(["orders"]) is None
-    assert watch.poller.seconds_until_due(()) == pytest.approx(3600)
+    assert watch.poller.find_next_due(["orders"]) is None
+    assert watch.poller.find_next_due(()) == pytest.approx(3600)
     watch.poller.poll(100, None, ())
     assert watch.store.polls[-1].due
 

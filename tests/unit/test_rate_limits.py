@@ -19,7 +19,7 @@ class Timed(RateLimits):
         super().__init__(lambda: self.now)
 
     def limit(self, per_second: float, burst: int, in_flight: int | None = None, workers: int = 1) -> None:
-        self.learn({"orders": TopicLimit(per_second, burst, in_flight)}, workers)
+        self.apply({"orders": TopicLimit(per_second, burst, in_flight)}, workers)
 
     def allowed(self, in_flight: int = 0) -> int | None:
         return self.allowances({"orders": in_flight} if in_flight else {}).get("orders")
@@ -78,7 +78,7 @@ def test_a_topic_is_polled_once_it_has_tokens_for_a_fifth_of_a_second(
     ("workers", "burst", "in_flight"), [(1, 20, 7), (2, 10, 3), (3, 6, 2), (4, 5, 1), (7, 2, 1), (20, 1, 1), (50, 1, 1)]
 )
 def test_each_worker_gets_its_part_of_the_limits(throttle: Timed, workers: int, burst: int, in_flight: int) -> None:
-    throttle.learn({"orders": TopicLimit(10, 20), "invoices": TopicLimit(None, None, 7)}, workers)
+    throttle.apply({"orders": TopicLimit(10, 20), "invoices": TopicLimit(None, None, 7)}, workers)
     assert throttle.allowances({}) == {"orders": burst, "invoices": in_flight}
     throttle.take("orders", burst)
     total = 0
@@ -136,9 +136,9 @@ def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
     throttle.take("invoices", 100)
     assert set(throttle.allowances({"invoices": 100})) == {"orders"}
     throttle.take("orders", 5)
-    throttle.learn({"orders": TopicLimit(None, None, 2)}, 1)
+    throttle.apply({"orders": TopicLimit(None, None, 2)}, 1)
     assert throttle.allowed() == 2
-    throttle.learn({}, 1)
+    throttle.apply({}, 1)
     assert throttle.allowed() is None
     assert throttle.seconds_to_next() is None
     throttle.take("orders", 5)
@@ -151,12 +151,12 @@ def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
 
 
 def test_tasks_in_flight_count_towards_the_limit(throttle: Timed) -> None:
-    throttle.learn({"orders": TopicLimit(None, None, 5), "invoices": TopicLimit(None, None, 5)}, 1)
+    throttle.apply({"orders": TopicLimit(None, None, 5), "invoices": TopicLimit(None, None, 5)}, 1)
     assert [throttle.allowed(in_flight) for in_flight in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]
     assert throttle.allowances({"orders": 5, "others": 3}) == {"orders": 0, "invoices": 5}
     assert throttle.seconds_to_next() is None
     for burst, limit, in_flight, allowed in ((10, 4, 0, 4), (10, 4, 1, 3), (3, 40, 0, 3), (3, 40, 39, 1)):
-        throttle.learn({}, 1)
+        throttle.apply({}, 1)
         throttle.limit(1, burst, limit)
         assert throttle.allowed(in_flight) == allowed
         throttle.take("orders", burst)
@@ -186,13 +186,13 @@ def test_a_topic_is_allowed_exactly_after_seconds_to_next(
 
 
 def test_the_wait_is_that_of_the_first_topic_to_be_allowed(throttle: Timed) -> None:
-    throttle.learn({"slow": TopicLimit(0.1, 1), "faster": TopicLimit(2, 1), "full": TopicLimit(9, 9)}, 1)
+    throttle.apply({"slow": TopicLimit(0.1, 1), "faster": TopicLimit(2, 1), "full": TopicLimit(9, 9)}, 1)
     assert throttle.seconds_to_next() is None
     throttle.take("slow", 1)
     assert throttle.seconds_to_next() == pytest.approx(10)
     throttle.take("faster", 1)
     assert throttle.seconds_to_next() == pytest.approx(0.5)
-    throttle.learn({"slow": TopicLimit(0.1, 1)}, 4)
+    throttle.apply({"slow": TopicLimit(0.1, 1)}, 4)
     assert throttle.seconds_to_next() == pytest.approx(40)
 
 
@@ -222,12 +222,12 @@ def test_invalid_limits_are_ignored_and_logged(
     with caplog.at_level(logging.WARNING, "publishworker"):
         for seconds in (0.0, 1.0, 58.9):
             throttle.now += seconds
-            throttle.learn({"wrong": limit, "right": TopicLimit(1, 3)}, 2)
+            throttle.apply({"wrong": limit, "right": TopicLimit(1, 3)}, 2)
             assert throttle.allowances({"wrong": 10**6}) == {"right": 1}
             assert throttle.seconds_to_next() is None
         assert caplog.messages == [line]
         throttle.now += 0.2
-        throttle.learn({"wrong": limit, "also wrong": limit}, 2)
+        throttle.apply({"wrong": limit, "also wrong": limit}, 2)
         assert caplog.messages[1:] == [
             f"{line} [and 2 more times since the last such line]",
             line.replace("topic wrong", "topic also wrong"),

@@ -58,7 +58,7 @@ class SlowSpanner(Bench):
                 return number
             try:
                 self.settled_turn()
-                self.relay.seconds_until_due()
+                self.relay.find_next_due()
             except StoreError:
                 self.wait(1)
         return turns

@@ -12,7 +12,7 @@ from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
 from publishworker.turn.in_flight import StuckBatch
-from publishworker.types import Failed, Mark
+from publishworker.types import Failed, Mark, Next
 from tests.support.fakes import Abort
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
 from tests.support.waiting import eventually
@@ -83,10 +83,10 @@ def test_a_turn_is_unfinished_until_its_tasks_are_settled(bench: Bench) -> None:
     bench.commits(*[NO_ANSWER] * 100)
     for seconds in (0, 31, 31):  # published; then only marks and probes, which fail as well
         bench.wait(seconds)
-        assert bench.relay.turn().unfinished
+        assert bench.relay.turn().next is not Next.LATER
     bench.commits()
     bench.wait(31)
-    assert not bench.turns()[-1].unfinished
+    assert bench.turns()[-1].next is Next.LATER
     assert bench.unsent() == []
 
 
@@ -221,7 +221,7 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     """A turn or a stop raises an error about it; the other batches of the process still end, and are counted."""
     monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     slow.hanging = {"invoices"}
-    bench = Bench(publisher=slow, stragglers=1, touch_file=lambda: bench.wait(10))
+    bench = Bench(publisher=slow, stragglers=1, progress=lambda: bench.wait(10))
     bench.insert("stuck", topic="invoices")
     bench.insert("good")
     while bench.relay.in_flight < 2 and not bench.count(m.PUBLISHED):

@@ -9,11 +9,12 @@ import pytest
 
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivered import Delivered, Unmarked
+from publishworker.host import Host
 from publishworker.topics.availability import Topics
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.ordering import ResolvedKeys
-from publishworker.turn.selection import Selector
+from publishworker.turn.selection import Selection, Selector
 from publishworker.types import Candidate, Failed, TopicLimit
 from tests.support.parts import claim_of
 
@@ -42,17 +43,20 @@ class Bench:
     def __init__(self, batches: int = 8, size: int = 10, fair_share: float = 0.0) -> None:
         self.random = Random(1)
         self.limits = Limits(size, 100_000_000, batches)
-        self.topics = Topics(self.random, lambda: 0.0, places=batches)
+        self.topics = Topics(Host(random=self.random, clock=lambda: 0.0), places=batches)
         self.selector = Selector(self.limits, self.topics, self.random, fair_share)
-        self.in_flight = InFlight(Idle)
+        self.in_flight = InFlight(Idle, Host())
 
     def start(self, *batches: Claim) -> None:
         for batch in batches:
             self.in_flight.start(batch)
 
-    def select(
+    def select(self, candidates: Sequence[Candidate], blocked: int = 0) -> Sequence[Claim]:
+        return self.choose(candidates, blocked).claims
+
+    def choose(
         self, candidates: Sequence[Candidate], blocked: int = 0, cut_off: frozenset[str] = frozenset()
-    ) -> list[Claim]:
+    ) -> Selection:
         deferrals = [claim_of("orders", "head", str(n), keys=("k", "k"), kind=Kind.DEFER) for n in range(blocked)]
         return self.selector.select(ResolvedKeys(candidates, deferrals), self.in_flight, cut_off)
 
@@ -89,25 +93,25 @@ def test_with_few_places_deferrals_get_one_in_a_quarter_of_the_turns() -> None:
 def test_leftover_tasks_are_noticed() -> None:
     for count, cut_off, left in ((20, (), False), (21, (), True), (20, ("orders",), True)):
         bench = Bench(batches=2)
-        bench.select(tasks(count), cut_off=frozenset(cut_off))
-        assert (bench.selector.left_tasks, bench.selector.lacks_bytes) == (left, False)
+        selection = bench.choose(tasks(count), cut_off=frozenset(cut_off))
+        assert (selection.left_tasks, selection.is_byte_limited) == (left, False)
     bench = Bench(batches=2)
-    bench.topics.rate_limits.learn({"orders": TopicLimit(rate=5, burst=5)}, 1)
-    [batch] = bench.select(tasks(21), cut_off=frozenset({"orders"}))
-    assert (len(batch.ids), bench.selector.left_tasks) == (5, False)
+    bench.topics._limits.apply({"orders": TopicLimit(rate=5, burst=5)}, 1)
+    selection = bench.choose(tasks(21), cut_off=frozenset({"orders"}))
+    assert ([len(claim.ids) for claim in selection.claims], selection.left_tasks) == ([5], False)
 
 
 def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     """The limit is that of four batches. A single batch may be larger."""
     bench = Bench(batches=8)
     large = bench.limits.bytes // 2
-    assert len(bench.select(tasks(40, bytes=large // 10))) == 4
-    assert bench.selector.lacks_bytes
+    selection = bench.choose(tasks(40, bytes=large // 10))
+    assert (len(selection.claims), selection.is_byte_limited) == (4, True)
     bench.start(claim_of("invoices", "a", bytes=bench.limits.bytes))
     assert bench.select(tasks(1)) == []
     alone = Bench()
-    assert len(alone.select(tasks(1, bytes=2 * alone.limits.bytes))) == 1
-    assert not alone.selector.lacks_bytes
+    selection = alone.choose(tasks(1, bytes=2 * alone.limits.bytes))
+    assert (len(selection.claims), selection.is_byte_limited) == (1, False)
 
 
 def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
@@ -116,12 +120,12 @@ def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
     bench.topics.observe(failed)
     [batch] = bench.select(tasks(30))
     assert len(batch.ids) == 10
-    assert bench.topics.prepare(batch).hints.probe
+    assert bench.topics.start(batch).hints.probe
 
 
 def test_the_fair_share_counts_towards_the_limit_of_its_topic() -> None:
     bench = Bench(batches=4, fair_share=0.5)
-    bench.topics.rate_limits.learn({"orders": TopicLimit(rate=5, burst=5)}, 1)
+    bench.topics._limits.apply({"orders": TopicLimit(rate=5, burst=5)}, 1)
     bench.selector._fair_share.count(2, 0, top=100)
     low = [each._replace(id=f"low-{each.id}") for each in tasks(3, priority=0)]
     batches = bench.select([*tasks(20, priority=100), *low])

@@ -21,11 +21,11 @@ from publishworker.turn.membership import (
     Membership,
 )
 from publishworker.turn.worker import MAX_MISSING_SECONDS, Worker
-from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Turn, Workers
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Next, Turn, Workers
 from tests.support.fakes import FakeStore
 from tests.support.parts import claim_of
 
-WORK, IDLE, AWAY = Turn(published=1), Turn(), StoreError("connection refused")
+WORK, IDLE, AWAY = Turn(published=1, next=Next.AT_ONCE), Turn(), StoreError("connection refused")
 
 
 class Stop(threading.Event):
@@ -66,7 +66,7 @@ class Script:
             raise step
         return step
 
-    def seconds_until_due(self) -> float | None:
+    def find_next_due(self) -> float | None:
         return self.due
 
     def finish(self) -> Turn:
@@ -90,7 +90,7 @@ class Script:
             return self.stop.seconds if beats else 0.0
 
         membership = Membership(self.store, "me", clock=clock, wall_clock=clock)
-        membership.learn(Workers({"me": inf, **(live or {})}))
+        membership.assign(Workers({"me": inf, **(live or {})}))
         Worker(
             self,
             membership,
@@ -107,7 +107,9 @@ class Script:
 def test_after_work_the_worker_polls_again_at_once() -> None:
     """Also after a turn that waited in vain: a backlog must not wait a poll interval for it."""
     assert Script(WORK, WORK, WORK).run() == []
-    assert Script(IDLE, IDLE, Turn(in_flight=8, still_waiting=True), WORK).run() == pytest.approx([0.05, 0.1], rel=0.15)
+    assert Script(IDLE, IDLE, Turn(in_flight=8, next=Next.STILL_WAITING), WORK).run() == pytest.approx(
+        [0.05, 0.1], rel=0.15
+    )
 
 
 def near(*nominal: float) -> list[Any]:
@@ -124,7 +126,7 @@ def test_without_work_the_wait_doubles_up_to_the_interval() -> None:
 
 
 def test_a_first_failure_is_retried_soon_and_repeated_ones_more_and_more_slowly() -> None:
-    unfinished = Turn(polled=1, unfinished=True)
+    unfinished = Turn(polled=1, next=Next.SOON)
     waits = Script(*[IDLE] * 6, *[unfinished] * 6, IDLE, unfinished, IDLE).run()
     assert waits[6:] == near(0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 0.05)
 
@@ -210,12 +212,6 @@ def test_the_heartbeat_file_is_written_while_idle_and_during_outages() -> None:
     script.stop.at = 0.04
     assert script.run() == near(0.05)
     assert script.events == [*ROUND, "turn", "finish"]
-
-
-def test_published_but_uncommitted_is_no_progress() -> None:
-    """Commits that are refused for good must not make a busy loop of duplicates."""
-    assert not Turn(published=10, uncommitted=10).made_progress
-    assert Turn(published=10, uncommitted=9).made_progress
 
 
 def test_a_worker_ends_when_its_condition_holds() -> None:
@@ -308,7 +304,7 @@ def test_a_worker_with_scheduled_tasks_is_not_idle() -> None:
     assert script.store.liveness_timeout == {"me": LIVENESS_TIMEOUT_SECONDS}
 
 
-@pytest.mark.parametrize("turn", [Turn(unfinished=True), Turn(seconds_to_retry=1000.0)])
+@pytest.mark.parametrize("turn", [Turn(next=Next.SOON), Turn(seconds_to_retry=1000.0)])
 def test_a_worker_with_unsent_tasks_is_not_idle(turn: Turn) -> None:
     """If it crashes, other workers must send the tasks of its batches, and of topics whose circuit was open."""
     script = Script(*[turn] * 14)
@@ -318,7 +314,7 @@ def test_a_worker_with_unsent_tasks_is_not_idle(turn: Turn) -> None:
 
 def test_with_unfinished_tasks_no_pause_exceeds_the_poll_interval() -> None:
     """The change stream does not report that a batch has ended, or that a task can be tried again."""
-    script = Script(*[Turn(unfinished=True)] * 8)
+    script = Script(*[Turn(next=Next.SOON)] * 8)
     script.run(idle=lambda: 15.0)
     assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1 + 1, rel=0.15)
 

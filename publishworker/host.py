@@ -1,9 +1,11 @@
-"""The threads and queues of the relay. A simulation passes others, which run in virtual time."""
+"""What the relay takes from its process: time, chance and threads. A simulation passes others, in virtual time."""
 
 import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 Thread = threading.Thread
@@ -31,4 +33,14 @@ class Threads:
         time.sleep(seconds)
 
 
-REAL_THREADS = Threads()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The process of a relay."""
+
+    #: Monotonic seconds.
+    clock: Callable[[], float] = time.monotonic
+    #: It spreads load, and protects nothing.
+    random: Random = field(default_factory=Random)
+    threads: Threads = field(default_factory=Threads)
+    #: Called before each step that may take long, so that the liveness probe does not take a slow turn for a hung one.
+    progress: Callable[[], None] = lambda: None
