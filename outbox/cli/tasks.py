@@ -4,6 +4,7 @@ import argparse
 import base64
 import codecs
 import json
+import re
 import signal
 import sys
 import time
@@ -46,6 +47,8 @@ people can run it at once.
 SHOWN_BYTES = 64 * 1024
 #: Seconds between two reads of `tail`, and rows of one read.
 TAIL_SECONDS, TAIL_ROWS = 1.0, 1_000
+#: The tokens of a JSON text: texts, empty objects and arrays, punctuation, and other values.
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
 
 def add(commands: Any) -> None:
@@ -185,10 +188,26 @@ def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
     if any(unicodedata.category(each) == "Cc" and each not in "\n\r\t" for each in text):
         return "hex", [data[start : start + 32].hex(" ") for start in range(0, len(data), 32)]
     try:
-        pretty = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+        json.loads(text)
     except (ValueError, RecursionError):
         return "text", [escaped(line) for line in text.expandtabs().splitlines()]
-    return "JSON", [escaped(line) for line in pretty.splitlines()]
+    return "JSON", [escaped(line) for line in _indented(text)]
+
+
+def _indented(text: str) -> list[str]:
+    """Return the lines of a JSON text. Numbers and repeated names stay as written: Python would write 1.10 as 1.1."""
+    lines, depth = [""], 0
+    for written in _TOKENS.findall(text):
+        is_text = written[0] == '"'
+        token = json.dumps(json.loads(written), ensure_ascii=False) if is_text else "".join(written.split())
+        if token in ("}", "]"):
+            depth -= 1
+            lines.append("  " * depth)
+        lines[-1] += {":": ": "}.get(token, token)
+        depth += token in ("{", "[")
+        if token in ("{", "[", ","):
+            lines.append("  " * depth)
+    return lines
 
 
 def run_tail(options: argparse.Namespace) -> int:

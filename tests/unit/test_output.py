@@ -111,7 +111,8 @@ def test_json_is_one_line_without_control_codes(value: object):
         (b'{"b": [1, "x"], "a": null}', "JSON", '{\n  "b": [\n    1,\n    "x"\n  ],\n  "a": null\n}'),
         (b"7", "JSON", "7"), (b' "a"\n', "JSON", '"a"'), ('"Grüße"'.encode(), "JSON", '"Grüße"'),
         (rb'"\u001b[2J\u009b"', "JSON", r'"\u001b[2J\x9b"'), (rb'"\ud800"', "JSON", r'"\ud800"'),
-        (b"9" * 5_000, "text", "9" * 5_000), (b'{"price": 1.10}', "JSON", '{\n  "price": 1.1\n}'),
+        (b"9" * 5_000, "text", "9" * 5_000), (b'{"a":1.10,"a": -1E+400}', "JSON", '{\n  "a": 1.10,\n  "a": -1E+400\n}'),
+        (rb'[{ }, [], "\u00fc\"{,"]', "JSON", '[\n  {},\n  [],\n  "ü\\"{,"\n]'),
         (b"{not JSON}", "text", "{not JSON}"), (b"a\r\nb\n\n\tc", "text", "a\nb\n\n        c"),
         ("Grüße 🎉".encode(), "text", "Grüße 🎉"), ("👨\u200d👩".encode(), "text", r"👨\u200d👩"),
         ("a\xa0b\u202ec".encode(), "text", r"a\xa0b\u202ec"), (b"[" * 100_000, "text", "[" * 100_000),
@@ -121,7 +122,10 @@ def test_json_is_one_line_without_control_codes(value: object):
     ],
 )  # fmt: skip
 def test_data_is_shown_as_json_text_or_hex(data: bytes, kind: str, shown: str):
-    """JSON is indented, other text keeps its lines, and bytes that are no text or hold control codes are hex."""
+    """JSON is indented with its numbers as written, and other text keeps its lines.
+
+    Bytes that are no text or hold control codes are hex.
+    """
     assert tasks._readable(data, whole=True) == (kind, shown.split("\n"))
 
 
