@@ -13,13 +13,15 @@ from typing import Any
 
 from google.api_core.exceptions import AlreadyExists
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
+from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox.program.channels import channel
 from outbox.table.values import plain
 from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.settings import RelaySettings
-from publishworker.pubsub.client import open_pubsub
+from publishworker.pubsub.client import emulator_host, open_pubsub
 from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.telemetry.metrics import Metrics
@@ -48,7 +50,10 @@ class OutboxRelay:
         """Connect to the database that the variables name, and to the emulator of PUBSUB_EMULATOR_HOST."""
         self._settings = RelaySettings.read({}, environment)
         self._store = open_store(self._settings)
-        self._topics, self._subscriber = PublisherClient(), SubscriberClient()
+        # The client's own channel to an emulator receives at most 4 MB.
+        plaintext = channel(SubscriberGrpcTransport, emulator_host(self._settings))
+        self._topics = PublisherClient()
+        self._subscriber = SubscriberClient(transport=SubscriberGrpcTransport(channel=plaintext))
         self._subscriptions: dict[str, str] = {}  # by the topic's full name
         self._messages: defaultdict[str, list[PubsubMessage]] = defaultdict(list)
         self._publisher = _Publisher(self._settings)
