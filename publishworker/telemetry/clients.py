@@ -43,7 +43,7 @@ def _datadog() -> Client | None:
     if not configured:
         return None
     # The client warns for every packet that an agent misses, and for an invalid address when it is imported.
-    _LostMetrics("the DogStatsD agent", "datadog.dogstatsd")
+    _LostMetrics("the DogStatsD agent", "datadog.dogstatsd").begin()
     try:
         from datadog.dogstatsd.base import DogStatsd  # noqa: PLC0415 - 125 ms, and an extra that not everyone installs
     except ImportError as error:
@@ -77,15 +77,16 @@ def _opentelemetry() -> Client:
         ) from error
     exporter_class = _exporter_class()
     # The exporter logs each failed attempt.
-    _LostMetrics("the OTLP endpoint", "opentelemetry.exporter", "opentelemetry.sdk")
+    lost = _LostMetrics("the OTLP endpoint", "opentelemetry.exporter", "opentelemetry.sdk")
     try:
-        exporter = exporter_class()
+        resource = Resource.create()
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):
+            resource = resource.merge(Resource({"service.name": "publishworker"}))
+        provider = MeterProvider([PeriodicExportingMetricReader(exporter_class())], resource)
     except Exception as error:  # each variable has its own kind of error
-        raise SettingError(f"--metrics opentelemetry: a variable OTEL_EXPORTER_OTLP_* is wrong: {error}") from error
-    resource = Resource.create()
-    if str(resource.attributes["service.name"]).startswith("unknown_service"):
-        resource = resource.merge(Resource({"service.name": "publishworker"}))
-    return _OpenTelemetry(MeterProvider([PeriodicExportingMetricReader(exporter)], resource))
+        raise SettingError(f"--metrics opentelemetry: a variable OTEL_* is wrong: {error}") from error
+    lost.begin()
+    return _OpenTelemetry(provider)
 
 
 def _exporter_class() -> Any:
@@ -148,19 +149,34 @@ def attribute_of(tag: str) -> str:
 
 
 class _LostMetrics(logging.Handler):
-    """Replaces the handlers of a client's loggers, which warn for each failed request, by one line per LOST_SECONDS."""
+    """Replaces the handlers of a client's loggers, which warn for each failed request, by one line per LOST_SECONDS.
+
+    Before `begin`, the client reads its variables, and warns of each value that it replaces by a default.
+    """
 
     def __init__(self, receiver: str, *loggers: str) -> None:
         """Handle `loggers`. `receiver` is the service that does not accept the metrics."""
         super().__init__(logging.WARNING)
         self._receiver = receiver
         self._logged_at = float("-inf")
-        for logger in map(logging.getLogger, loggers):
+        self._loggers = [logging.getLogger(name) for name in loggers]
+        self._begun = False
+        for logger in self._loggers:
             logger.handlers = [self]
             logger.propagate = False
+            logger.setLevel(logging.WARNING)
+
+    def begin(self) -> None:
+        """From now on, the client sends metrics."""
+        self._begun = True
+        for logger in self._loggers:
+            logger.setLevel(logging.NOTSET)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if time.monotonic() - self._logged_at >= LOST_SECONDS:
+        if not self._begun:
+            text = "A variable of the metrics is wrong: %s"
+            _log.warning(text, record.getMessage(), extra={"action": "metrics"})
+        elif time.monotonic() - self._logged_at >= LOST_SECONDS:
             self._logged_at = time.monotonic()
             _log.warning(
                 "Metrics are lost, and publishing continues: %s does not accept them: %s",

@@ -1,10 +1,12 @@
-"""`--metrics opentelemetry`: the protocol of the standard variables, or a sentence. No collector."""
+"""`--metrics opentelemetry`: the values of the standard variables, or a sentence. No collector."""
 
+import logging
 import sys
 from types import SimpleNamespace
 
 import pytest
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter
 
 from outbox.errors import SettingError
 from publishworker.telemetry import clients
@@ -60,5 +62,36 @@ def test_a_variable_that_the_exporter_refuses_is_a_sentence(monkeypatch: pytest.
 
     monkeypatch.setattr(clients, "_LostMetrics", lambda *_names: None)
     monkeypatch.setattr(clients, "_exporter_class", lambda: refuse)
-    with pytest.raises(SettingError, match=r"OTEL_EXPORTER_OTLP_.* is wrong: 'zip'"):
+    with pytest.raises(SettingError, match=r"OTEL_.* is wrong: 'zip'"):
         clients.client("opentelemetry")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("OTEL_METRIC_EXPORT_INTERVAL", "60s", "invalid value for export interval, using default"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "shop", "Invalid key value resource attribute pair shop"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "0", "interval value 0.0 is invalid"),
+    ],
+)
+def test_a_wrong_variable_is_refused_or_logged_and_metrics_are_not_called_lost(
+    variable: str, value: str, sentence: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client replaces most wrong values by a default. Nobody must believe that its metrics do not arrive."""
+    for name in ("opentelemetry", "opentelemetry.exporter", "opentelemetry.sdk"):
+        logger = logging.getLogger(name)
+        for attribute in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # as in the worker
+    monkeypatch.setattr(clients, "_exporter_class", lambda: ConsoleMetricExporter)
+    monkeypatch.setenv(variable, value)
+    try:
+        made = clients.client("opentelemetry")
+    except SettingError as error:
+        said = str(error)
+    else:
+        [said] = {record.getMessage() for record in caplog.records}
+        assert made is not None
+        made.stop(1)
+        assert said.startswith("A variable of the metrics is wrong: ")
+    assert sentence in said
