@@ -3,8 +3,8 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from py4j.protocol import Py4JJavaError
-from pyspark.errors import AnalysisException
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from outbox.errors import OutboxError
@@ -110,6 +110,28 @@ def read_parquet(spark: SparkSession, path: str) -> DataFrame:
                     raise OutboxError(
                         f"Column {column} of {file} is {definition!r}, which Spark cannot read. Drop the column or "
                         "convert it. In pandas, localize times to UTC and pass coerce_timestamps='us' to to_parquet"
+                    ) from error
+        raise
+
+
+def read_all_columns(spark: SparkSession, path: str) -> DataFrame:
+    """Return the rows of Parquet files with the columns of all files. Spark alone would read those of one file.
+
+    A column that a file does not have is NULL. If two files have different types, the OutboxError names the column.
+    """
+    files = read_parquet(spark, path).inputFiles()
+    try:
+        return spark.read.option("mergeSchema", True).parquet(path)
+    except (PySparkException, Py4JError) as error:
+        found: dict[str, tuple[str, str]] = {}
+        for file in sorted(files):
+            for column, definition in _parquet_columns(spark, file):
+                type_ = definition.partition(" ")[2]  # without "optional" or "required"
+                other, where = found.setdefault(column, (type_, file))
+                if other != type_:
+                    raise OutboxError(
+                        f"Column {column} is {other!r} in {where}, but {type_!r} in {file}. Write all files with the "
+                        "same types"
                     ) from error
         raise
 

@@ -23,6 +23,8 @@ _ALWAYS = {
     "spark.sql.sources.partitionOverwriteMode": "static",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default, INT96, is deprecated in Parquet
     "spark.sql.ansi.enabled": "true",
+    # The folder month=01 is the text 01, not the number 1, which would be another key of a task ID.
+    "spark.sql.sources.partitionColumnTypeInference.enabled": "false",
     # A job reads its cached rows only a few times, so compressing them takes longer than it saves.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # Sorted rows are grouped without a hash table.

@@ -5,12 +5,15 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from outbox.errors import SettingError
+from outbox.errors import OutboxError, SettingError
 from outbox_pipeline import schemas
+from outbox_pipeline.jobs.register.ids import task_id
 from outbox_pipeline.jobs.register.job import read
 from outbox_pipeline.jobs.register.transforms import in_order, prepared
 from tests.support.pipeline import row
@@ -197,6 +200,32 @@ def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Pa
     for path in ("rows", "rows.txt", "rows.gz", "csv.d/rows"):
         with pytest.raises(SettingError, match=r"unknown extension\. Pass --input-format: parquet, json, csv"):
             read(spark, f"{tmp_path}/{path}", "auto")
+
+
+def test_no_column_of_a_parquet_file_is_lost(spark: SparkSession, tmp_path: Path):
+    """Spark would read the columns of one file, so the tasks of another would lose their ordering key."""
+    files = {"month=01/a": {"data": ["a"]}, "month=01/b": {"data": ["b"], "ordering_key": ["k"]}}
+    (tmp_path / "month=01").mkdir()
+    for name, columns in files.items():
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    found = prepared(read(spark, str(tmp_path), "parquet"), topic="orders", key=["month", "data"]).orderBy("data")
+    ids = [task_id("orders", "01", data) for data in ("a", "b")]
+    rows = [tuple(each) for each in found.select("task_id", "ordering_key").collect()]
+    assert rows == [(ids[0], None), (ids[1], "k")]
+    pq.write_table(pa.table({"data": ["c"], "ordering_key": [7]}), tmp_path / "month=01/c.parquet")
+    message = (
+        r"Column ordering_key is 'binary .*\(STRING\)' in .*/b\.parquet, but 'int64 .*' in .*/c\.parquet\. Write all"
+    )
+    with pytest.raises(OutboxError, match=message):
+        read(spark, str(tmp_path), "parquet")
+
+
+@pytest.mark.parametrize("name", ["_rows.jsonl", ".rows.csv", "empty.jsonl/"])
+def test_an_input_without_a_file_is_refused(spark: SparkSession, tmp_path: Path, name: str):
+    """Spark ignores some names, so the job would end with exit code 0 and have registered nothing."""
+    (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text('{"data":"a"}\n')
+    with pytest.raises(OutboxError, match=r"contains no file\. Check the path\. Spark ignores"):
+        read(spark, f"{tmp_path}/{name}", "auto")
 
 
 def test_a_file_with_only_a_header_has_no_rows(spark: SparkSession, tmp_path: Path):
