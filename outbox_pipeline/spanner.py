@@ -15,7 +15,7 @@ from typing import Any
 from google.api_core.exceptions import AlreadyExists, FailedPrecondition
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions
 
-from outbox.admin.table import TaskTable
+from outbox.admin.table import SCHEMA_OPTIONS, TaskTable
 from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import SECONDS, shown
@@ -43,6 +43,10 @@ DEFAULT_RETENTION = timedelta(hours=1)
 
 class Table(TaskTable):
     """The table of tasks of one database, in this process."""
+
+    def read_layout(self) -> None:
+        """Read the layout again, because a Spark session can be older than a change of the number of shards."""
+        self.layout = schema.layout(self._database, request_options=SCHEMA_OPTIONS)
 
     def retention(self) -> timedelta:
         """Return the database's version retention period. No older timestamp can be read."""

@@ -119,10 +119,12 @@ class _Reading:
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the batches of one part. Spark calls this on an executor."""
-        part, selection, at = partition.value
+        part, selection, at, layout = partition.value
+        table = self._table
+        table.layout = layout
         wanted = schemas.arrow(self._schema)
         needs = columns.needed((*self._schema.fieldNames(), *selection.needs))
-        for each in part.read(self._table, needs, selection, at):
+        for each in part.read(table, needs, selection, at):
             yield columns.batch(each, wanted, at)
 
 
@@ -132,6 +134,7 @@ class OutboxReader(_Reading, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """Return the parts for the executors. Raises SettingError, NotReached, OutboxError."""
         options, table = self._options, self._table
+        table.read_layout()
         now = table.now()
         at = now if options.read_timestamp is None else resolved(options.read_timestamp, now)
         if at > now:
@@ -146,7 +149,7 @@ class OutboxReader(_Reading, DataSourceReader):
             until = min(filter(None, (selection.until, at + _TICK)))
             if parts.share_of_sent(table, selection.since, until, at) < parts.INDEX_PAYS:
                 found = parts.sent_parts(table.layout.ids, selection.since, until, options.partitions)
-        return [InputPartition((part, selection, at)) for part in found]
+        return [InputPartition((part, selection, at, table.layout)) for part in found]
 
 
 class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -213,7 +216,8 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
                 "stream then repeats the tasks sent since that time"
             )
         found = parts.sent_parts(table.layout.ids, since, until, self._options.partitions, after=True)
-        return [InputPartition((part, RowFilter(topic=self._options.topic), until)) for part in found]
+        selection = RowFilter(topic=self._options.topic)
+        return [InputPartition((part, selection, until, table.layout)) for part in found]
 
     def _any_sent(self, since: datetime, until: datetime) -> bool:
         [part] = parts.sent_parts(self._table.layout.ids, since, until, 1, after=True)

@@ -14,11 +14,13 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.testing import assertSchemaEqual
 
 from outbox.admin import statements
+from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import shown
+from outbox.table.layouts import Layout
 from outbox.table.states import NEVER, STATES
 from outbox_pipeline import schemas, spanner
 from outbox_pipeline.source import parts
@@ -28,6 +30,7 @@ from outbox_pipeline.spark.errors import spark_errors
 from tests.support.counting import Counting
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
 from tests.support.pipeline import options
+from tests.support.spanner import place
 
 #: Where a day of sent tasks begins.
 DAY = datetime(2026, 6, 1, tzinfo=UTC)
@@ -149,10 +152,24 @@ def test_an_unreadable_timestamp_is_an_error_that_says_why(target: DatabaseSetti
         read(options(target, readTimestamp=shown(datetime.now(UTC) + timedelta(hours=1))))
     reader = reader_of(options(target))
     [part, *_] = reader.partitions()
-    of_table, selection, at = part.value
-    part = InputPartition((of_table, selection, at - timedelta(hours=2)))
+    of_table, selection, at, layout = part.value
+    part = InputPartition((of_table, selection, at - timedelta(hours=2), layout))
     with pytest.raises(OutboxError, match=r"cannot be read as of.*version_retention_period"):
         list(reader.read(part))
+
+
+@pytest.mark.parametrize("narrowed", [{}, {"state": "sent", "since": shown(DAY)}])
+def test_a_session_reads_on_after_the_number_of_shards_was_changed(own_database: Database, narrowed: dict[str, str]):
+    """Spark's processes keep their client and what they know about the table for hours."""
+    insert(own_database, [row("sent", SentAt=DAY), *(row(f"{number}") for number in range(9))])
+    given = options(place(str(own_database.database_id)), **narrowed)
+    before = ids(read(given))
+    resharding = Resharding(TaskTable(opened(own_database)))
+    assert list(resharding.run(resharding.target(4)))
+    reader = reader_of(given)
+    planned = reader.partitions()
+    reader._table.layout = Layout(10)  # as in the process of an executor
+    assert sorted(id for part in planned for batch in reader.read(part) for id in batch["Id"].to_pylist()) == before
 
 
 def test_a_part_holds_one_batch_in_memory(
