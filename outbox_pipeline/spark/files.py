@@ -94,6 +94,19 @@ class Folder:
         self._system.delete(self._path, True)
 
 
+def check_files(spark: SparkSession, path: str) -> None:
+    """Raise OutboxError if Spark would silently read no file, or not the files in subfolders."""
+    read = set(spark.read.text(path).inputFiles())
+    ignored = set(spark.read.option("recursiveFileLookup", True).text(path).inputFiles()) - read
+    if ignored:
+        raise OutboxError(
+            f"Spark would ignore files in subfolders of {path}, such as {min(ignored)}. Pass the folders that have "
+            f"files, with a pattern such as {path.rstrip('/')}/*/"
+        )
+    if not read:
+        raise OutboxError(f"{path} contains no file. Check the path. Spark ignores names that begin with _ or a dot")
+
+
 def read_parquet(spark: SparkSession, path: str) -> DataFrame:
     """Return the rows of Parquet files. If Spark cannot read a type, the OutboxError names the column."""
     try:

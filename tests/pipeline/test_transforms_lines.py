@@ -220,12 +220,28 @@ def test_no_column_of_a_parquet_file_is_lost(spark: SparkSession, tmp_path: Path
         read(spark, str(tmp_path), "parquet")
 
 
-@pytest.mark.parametrize("name", ["_rows.jsonl", ".rows.csv", "empty.jsonl/"])
-def test_an_input_without_a_file_is_refused(spark: SparkSession, tmp_path: Path, name: str):
-    """Spark ignores some names, so the job would end with exit code 0 and have registered nothing."""
-    (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text('{"data":"a"}\n')
-    with pytest.raises(OutboxError, match=r"contains no file\. Check the path\. Spark ignores"):
-        read(spark, f"{tmp_path}/{name}", "auto")
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("_rows.jsonl",), r"contains no file\. Check the path\. Spark ignores names"),
+        ((".rows.jsonl",), r"contains no file\. Check the path\. Spark ignores names"),
+        ((), r"contains no file\. Check the path\. Spark ignores names"),
+        (
+            ("day/rows.jsonl",),
+            r"ignore files in subfolders of .*, such as file:.*/day/rows\.jsonl\. Pass .* such as /.*/\*/$",
+        ),
+        (("rows.jsonl", "day/rows.jsonl"), "ignore files in subfolders"),
+    ],
+)
+def test_files_that_spark_would_ignore_are_refused(
+    spark: SparkSession, tmp_path: Path, names: tuple[str, ...], message: str
+):
+    """Otherwise the job would end with exit code 0, and their rows would not be registered."""
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"data":"a"}\n')
+    with pytest.raises(OutboxError, match=message):
+        read(spark, str(tmp_path), "json")
 
 
 def test_a_file_with_only_a_header_has_no_rows(spark: SparkSession, tmp_path: Path):

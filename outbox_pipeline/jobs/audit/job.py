@@ -24,7 +24,7 @@ from outbox_pipeline.settings import AuditSettings, format_of
 from outbox_pipeline.source.columns import needed
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.files import Folder, read_parquet
+from outbox_pipeline.spark.files import Folder, check_files, read_parquet
 from outbox_pipeline.spark.tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
@@ -156,6 +156,7 @@ class _Job:
     def deliveries(self) -> tuple[bool, DataFrame]:
         """Return whether the messages have a column data, and the deliveries. Raises SettingError."""
         settings = self.settings
+        check_files(self.spark, settings.received)
         form = settings.received_format
         if form == "auto":
             form = format_of(settings.received) or "parquet"

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructField, StructType
 
-from outbox.errors import OutboxError, SettingError
+from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, Registration
@@ -21,7 +21,7 @@ from outbox_pipeline.jobs.register.transforms import PARSE_ERROR, TIMES, UNPARSE
 from outbox_pipeline.settings import RegisterSettings, format_of_input
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
-from outbox_pipeline.spark.files import Folder, read_all_columns
+from outbox_pipeline.spark.files import Folder, check_files, read_all_columns
 from outbox_pipeline.spark.tasks import divided
 
 #: CSV is read in this encoding, which keeps every byte. As UTF-8, Spark would replace invalid bytes.
@@ -102,15 +102,15 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
 def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -> DataFrame:
     """Return the rows of files.
 
-    Raises SettingError if the format is auto and the extension is unknown, and OutboxError if there is no file.
+    Raises SettingError if the format is auto and the extension is unknown, and OutboxError if Spark would ignore files.
     """
     format = format_of_input(path, format)
+    check_files(spark, path)
     if format == "parquet":
         return read_all_columns(spark, path)
-    lines = spark.read.text(path)
-    if not lines.inputFiles():
-        raise OutboxError(f"{path} contains no file. Check the path. Spark ignores names that begin with _ or a dot")
-    return parse_json_lines(lines, key) if format == "json" else _read_csv(spark, path)
+    if format == "json":
+        return parse_json_lines(spark.read.text(path), key)
+    return _read_csv(spark, path)
 
 
 def _read_csv(spark: SparkSession, path: str) -> DataFrame:
