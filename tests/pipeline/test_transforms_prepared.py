@@ -234,7 +234,7 @@ def test_a_key_column_can_be_a_column_of_the_task(spark: SparkSession):
         ("data string, Topic string", {"topic": "orders"}, "Unknown column 'Topic'"),
         ("topic string", {}, "Column data or data_base64 is missing. The rows have topic"),
         ("data string", {}, "Column topic is missing. Add it or pass a topic. The rows have data"),
-        ("data string, topic int", {}, "Column topic is int, but must be a text"),
+        ("data string, topic int", {}, "Column topic is int, but must be a text. If it has no value, drop the column"),
         ("data int, topic string", {}, "Column data is int, but must be a text"),
         ("data_base64 binary, topic string", {}, "Column data_base64 is binary, but must be base64"),
         ("data string, topic string, task_id bigint", {}, "Column task_id is bigint, but must be a text"),

@@ -14,6 +14,7 @@ from pyspark.sql.types import (
     IntegerType,
     LongType,
     MapType,
+    NullType,
     ShortType,
     StringType,
     TimestampType,
@@ -246,7 +247,11 @@ def _check(rows: DataFrame, topic: str, key: Sequence[str]) -> None:
             if not isinstance(type_, (StringType, *_FORMATS[name].types)) or not all(
                 isinstance(each, _KEY_TYPES) for each in inside
             ):
-                raise SettingError(f"Column {name} is {type_.simpleString()}, but must be {_FORMATS[name].wanted}")
+                # In Parquet, pandas writes a column of None as integers without a value.
+                hint = ". If it has no value, drop the column" if isinstance(type_, (IntegerType, NullType)) else ""
+                raise SettingError(
+                    f"Column {name} is {type_.simpleString()}, but must be {_FORMATS[name].wanted}{hint}"
+                )
 
 
 def _check_key(rows: DataFrame, key: Sequence[str]) -> None:
