@@ -63,7 +63,8 @@ class Claim:
     @property
     def keys(self) -> frozenset[Key]:
         """Return the ordering keys of the tasks."""
-        return frozenset(Key(self.topic, task.ordering_key) for task in self.tasks if task.ordering_key is not None)
+        names = {task.ordering_key for task in self.tasks}
+        return frozenset(Key(self.topic, name) for name in names if name is not None)
 
     def part(self, ids: Collection[str], kind: Kind | None = None) -> "Claim":
         """Return a claim of these tasks alone. Its commit releases the task behind them, as each commit does."""

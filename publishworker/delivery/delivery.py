@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import Delivered, State, Unmarked
@@ -265,9 +266,10 @@ class Delivery:
 
     def _forget(self, claim: Claim) -> None:
         """Forget what an earlier attempt has decided."""
-        for id in claim.locks:
-            for notes in (self._outcomes, self._recorded, self._deferred):
-                notes.pop(id, None)
+        decided: tuple[dict[str, Any], ...] = (self._outcomes, self._recorded, self._deferred)
+        for each in filter(None, decided):
+            for id in claim.locks:
+                each.pop(id, None)
 
     def _published(self) -> dict[str, Version]:
         """Return the published rows as they were then."""

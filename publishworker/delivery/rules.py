@@ -63,7 +63,7 @@ def _skip_reason(row: LockedRow, kind: Kind, now: datetime) -> Skipped | None:
 
 def in_order(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
     """Return the rows, in the order of the claim's tasks if they have ordering keys. Released rows come last."""
-    if not claim.keys:
+    if all(task.ordering_key is None for task in claim.tasks):
         return list(rows)
     positions = {id: position for position, id in enumerate(claim.locks)}
     return sorted(rows, key=lambda row: positions[row.id])
@@ -91,7 +91,7 @@ def to_release(
     that has expired blocks no task, so the one behind it is released, too.
     """
     released: list[LockedRow] = []
-    keys = {key.ordering_key for key in claim.keys}
+    keys = {task.ordering_key for task in claim.tasks} - {None}
     for row in in_order(claim, rows) if keys else ():
         key, mark = row.ordering_key, marks.get(row.id)
         if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(mark, Sent):
