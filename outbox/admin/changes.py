@@ -19,7 +19,7 @@ from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transacti
 from outbox.errors import OutboxError
 from outbox.program.terminal import counted
 from outbox.table.sql import chunked
-from outbox.table.states import STATES
+from outbox.table.states import CONDITIONS, STATES
 
 _TABLE = "AsynchronousTasks"
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
@@ -65,8 +65,8 @@ class TaskSelection:
     @property
     def condition(self) -> str:
         """Return the selection as an SQL condition, without the IDs."""
-        unheld = f"NOT ({statements.CONDITIONS['pending']}) AND NOT ({statements.HELD})"
-        state = statements.CONDITIONS[self.state] if self.state else unheld
+        unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({statements.HELD})"
+        state = CONDITIONS[self.state] if self.state else unheld
         return state + statements.narrowed(self.state, self.names)
 
 
@@ -201,7 +201,7 @@ def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> st
 
 
 def _release(ids: Sequence[str], transaction: Transaction) -> None:
-    rows = [_Row(*row) for row in transaction.query(statements.locked(statements.CONDITIONS["blocked"]), {"ids": ids})]
+    rows = [_Row(*row) for row in transaction.query(statements.locked(CONDITIONS["blocked"]), {"ids": ids})]
     columns = ("Id", "AvailableAt", "BlockedBy")
     transaction.update(_TABLE, columns, [(row.id, row.now, None) for row in rows if row.matches])
 

@@ -14,46 +14,19 @@ from outbox.table.sql import (
     IN_ORDER,
     IN_ORDER_ORDER,
     LIVE_SECONDS,
-    NEVER,
     SEEK,
     TO_SEND,
     TO_SEND_ORDER,
 )
-from outbox.table.states import STATES
+from outbox.table.states import CONDITIONS, LATER_SQL, RANGES, STATE_SQL
 
-_WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {NEVER}"
-_RETRIES = f"{_WAITS} AND Attempts > 0 AND BlockedBy IS NULL"
-_SCHEDULED = f"{_WAITS} AND Attempts = 0 AND BlockedBy IS NULL"
-_BLOCKED = f"{_WAITS} AND BlockedBy IS NOT NULL"
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
-_DEAD = f"AvailableAt >= {NEVER}"
-
-#: The rows of each state, as a condition.
-CONDITIONS = {
-    "pending": "SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())",
-    "retrying": f"SentAt IS NULL AND {_RETRIES}",
-    "scheduled": f"SentAt IS NULL AND {_SCHEDULED}",
-    "blocked": f"SentAt IS NULL AND {_BLOCKED}",
-    "dead": f"SentAt IS NULL AND {_DEAD}",
-    "sent": "SentAt IS NOT NULL",
-}
 #: Of a task read by its ID: it is deferred, and an unsent task of its key that has not expired is where BlockedBy says.
 #: Otherwise the head was deleted or changed by SQL, and blocks the task no more.
-HELD = f"""{_BLOCKED} AND EXISTS (
+HELD = f"""{RANGES["blocked"][0]} AND EXISTS (
     SELECT 1 FROM {BY_ID} AS head
     WHERE head.Id = task.BlockedBy AND head.Topic = task.Topic AND head.OrderingKey = task.OrderingKey
       AND head.SentAt IS NULL AND COALESCE(head.ExpiresAt > CURRENT_TIMESTAMP(), TRUE))"""
-_STATE = "CASE {} END".format(" ".join(f"WHEN {CONDITIONS[state]} THEN '{state}'" for state in STATES))
-
-# For each shard and topic, the index holds the tasks of a state in one range, and pending tasks in two. Retrying,
-# scheduled and blocked tasks share one.
-_RANGES = {
-    "pending": ("AvailableAt IS NULL", "AvailableAt <= CURRENT_TIMESTAMP()"),
-    "retrying": (_RETRIES,),
-    "scheduled": (_SCHEDULED,),
-    "blocked": (_BLOCKED,),
-    "dead": (_DEAD,),
-}
 _AS_INDEXED = "AvailableAt, Priority DESC, CreatedAt"
 _PENDING_ORDER = "Priority DESC, CreatedAt"
 # Tasks that are marked in one transaction share a SentAt. _SENT_ORDER selects a page from the index. _PUBLISH_ORDER
@@ -145,10 +118,10 @@ COUNT_DUE = _count(
 )
 COUNT_LATER = _count(
     _TOPICS,
-    f"{_OF_TOPIC} AND AvailableAt > @now AND AvailableAt < {NEVER}",
-    "CASE WHEN BlockedBy IS NOT NULL THEN 'blocked' WHEN Attempts > 0 THEN 'retrying' ELSE 'scheduled' END",
+    f"{_OF_TOPIC} AND {LATER_SQL}".replace("CURRENT_TIMESTAMP()", "@now"),
+    STATE_SQL.replace("CURRENT_TIMESTAMP()", "@now"),
 )
-COUNT_DEAD = _count(_TOPICS, f"{_OF_TOPIC} AND {_DEAD}", "'dead'")
+COUNT_DEAD = _count(_TOPICS, f"{_OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
 COUNT_SENT = _count(
     "UNNEST(@shards) AS in_shard",
     "Shard = in_shard AND SentAt > TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)",
@@ -179,7 +152,7 @@ def _parts(state: str, columns: str, names: Collection[str]) -> list[str]:
         return [f"SELECT {columns} FROM {TO_SEND} WHERE {where}{narrowing} ORDER BY {_SENT_ORDER}"]
     return [
         f"SELECT {columns} FROM {TO_SEND} WHERE {_OF_TOPIC} AND {range_}{narrowing} ORDER BY {TO_SEND_ORDER}"
-        for range_ in _RANGES[state]
+        for range_ in RANGES[state]
     ]
 
 
@@ -230,7 +203,7 @@ def next_ids(state: str, names: Collection[str]) -> str:
         return f"""
 SELECT Id, SentAt FROM {TO_SEND} WHERE Shard = @shard AND SentAt >= @after{narrowing}
 ORDER BY {TO_SEND_ORDER}, Id LIMIT @limit"""
-    [range_] = _RANGES[state]
+    [range_] = RANGES[state]
     return f"""
 SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
 {SEEK} {TO_SEND} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND {range_}
@@ -266,7 +239,7 @@ def by_ids(condition: str) -> str:
     return f"""
 SELECT Id, Topic, OrderingKey, Shard,
   CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]}) THEN 'expired'
-    ELSE {_STATE} END,
+    ELSE {STATE_SQL} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy
 FROM UNNEST(@ids) AS wanted
 {SEEK} {BY_ID} AS task ON task.Id = wanted"""
@@ -293,7 +266,7 @@ SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
 
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
-    return f"SELECT {columns}, {_STATE} FROM {BY_ID} WHERE Id = @id"
+    return f"SELECT {columns}, {STATE_SQL} FROM {BY_ID} WHERE Id = @id"
 
 
 # The n-th key consists of the n-th topic in @topics, the n-th ordering key in @keys and its shard in @shards.

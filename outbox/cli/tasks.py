@@ -9,7 +9,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from outbox import admin
@@ -19,7 +19,7 @@ from outbox.errors import OutboxError
 from outbox.program.signals import exit_on
 from outbox.program.terminal import counted, escaped, say
 from outbox.program.times import MOMENT, resolved, shown, spoken
-from outbox.table.states import NEVER, STATES
+from outbox.table.states import STATES, is_dead
 
 LIST_DESCRIPTION = """\
 List the tasks of one state, or all unsent tasks. Pending tasks are sorted by priority
@@ -92,16 +92,13 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def _table(tasks: "list[admin.tasks.Task]") -> str:
-    def available(time: datetime | None) -> datetime | None:
-        return None if time is None or time >= NEVER else time
-
     columns: dict[str, list[object]] = {
         "ID": [task.columns["Id"] for task in tasks],
         "TOPIC": [task.columns["Topic"] for task in tasks],
         "PRIORITY": [task.columns["Priority"] for task in tasks],
         "STATE": [task.state for task in tasks],
         "CREATED": [task.columns["CreatedAt"] for task in tasks],
-        "AVAILABLE": [available(task.columns["AvailableAt"]) for task in tasks],
+        "AVAILABLE": [None if is_dead(at) else at for at in (task.columns["AvailableAt"] for task in tasks)],
         "SENT": [task.columns["SentAt"] for task in tasks],
         "ATTEMPTS": [task.columns["Attempts"] or None for task in tasks],
         "KEY": [task.columns["OrderingKey"] for task in tasks],
@@ -157,7 +154,7 @@ def _lines(task: "admin.tasks.Task", message: Any | None, data: bytes) -> Iterat
     columns = {"Id": task.columns["Id"], "State": task.state, **task.columns}
     del columns["Data"]
     for name, value in columns.items():
-        never = " (never)" if name == "AvailableAt" and value is not None and value >= NEVER else ""
+        never = " (never)" if name == "AvailableAt" and is_dead(value) else ""
         yield f"{name:<12} {'NULL' if value is None else cell(value)}{never}"
     if message is not None:
         yield "Attributes" if message.attributes else "Attributes   none"

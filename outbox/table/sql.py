@@ -8,8 +8,6 @@ from google.cloud.spanner_v1 import TransactionOptions
 
 T = TypeVar("T")
 
-#: An AvailableAt from this time on: the task is dead.
-NEVER = "TIMESTAMP '9999-12-31T00:00:00Z'"
 #: The index for polls: (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt).
 TO_SEND = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
 #: The whole key of that index. A statement that orders by it needs no sort, whatever the optimizer infers.

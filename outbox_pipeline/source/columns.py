@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
-from outbox.table.states import NEVER
+from outbox.table.states import arrow_states
 
 #: The columns from which a derived column is computed.
 NEEDS = {
@@ -54,31 +54,11 @@ def times(texts: pa.Array) -> pa.Array:
     return cut.cast(pa.timestamp("us")).cast(_TIME)
 
 
-def states(columns: Mapping[str, pa.Array], at: datetime) -> pa.Array:
-    """Return the state of each task at the time `at`. docs/guide/schema.md describes the states."""
-    available = columns["AvailableAt"]
-    return pc.case_when(
-        pc.make_struct(
-            pc.is_valid(columns["SentAt"]),
-            pc.fill_null(pc.greater_equal(available, pa.scalar(NEVER, _TIME)), False),
-            pc.fill_null(pc.less_equal(available, pa.scalar(at, _TIME)), True),
-            pc.is_valid(columns["BlockedBy"]),
-            pc.greater(columns["Attempts"], 0),
-        ),
-        "sent",
-        "dead",
-        "pending",
-        "blocked",
-        "retrying",
-        "scheduled",
-    )
-
-
 def batch(columns: Mapping[str, pa.Array], wanted: pa.Schema, at: datetime) -> pa.RecordBatch:
     """Return the wanted columns, including the derived ones."""
     values: dict[str, Any] = dict(columns)
     if "State" in wanted.names:
-        values["State"] = states(columns, at)
+        values["State"] = arrow_states(pc, columns, at)
     if "Attributes" in wanted.names or "Payload" in wanted.names:
         values |= message_columns(columns["Id"].to_pylist(), columns["Data"].to_pylist())
     return pa.RecordBatch.from_arrays([_of_type(values[field.name], field.type) for field in wanted], schema=wanted)

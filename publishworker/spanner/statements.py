@@ -7,7 +7,8 @@ be true for every row.
 """
 
 from outbox.table.ddl import CHANGE_STREAM
-from outbox.table.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, LIVE_SECONDS, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
+from outbox.table.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, LIVE_SECONDS, SEEK, TO_SEND, TO_SEND_ORDER
+from outbox.table.states import NEVER_SQL
 
 # Ready tasks by priority, then age.
 _READY = f"""
@@ -65,7 +66,7 @@ DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], ARRAY({_WORKERS}), ARRAY({_LAYOUT
 NEXT_DUE = f"""
 SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
   SELECT AvailableAt FROM {TO_SEND}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt < {NEVER}
+  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt < {NEVER_SQL}
   ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS next_at"""
 
 #: The records of a partition of the change stream. A partition without changes returns a record every 1,000 ms, the
@@ -79,7 +80,7 @@ KEYS = """(
 #: The condition for the unsent rows of AsynchronousTasksInOrder. With @skip_dead it leaves out dead tasks. It uses only
 #: columns of the index, so that a LIMIT applies before any row of the table is read.
 UNSENT_OF_KEY = (
-    f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {NEVER}, FALSE))"
+    f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {NEVER_SQL}, FALSE))"
 )
 
 

@@ -16,6 +16,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestO
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.layouts import Layout, by_suffix, first_id, renamed, suffix_of
 from outbox.table.sql import FORGET_WORKER_SECONDS, PESSIMISTIC
+from outbox.table.states import TO_SEND, is_dead
 from publishworker.spanner import marks, rows, statements
 from publishworker.spanner.errors import (
     CONTENT,
@@ -56,8 +57,6 @@ ABORTED_DELAY_SECONDS = 0.02
 FIRST_ROWS, MORE_ROWS = 1_000, 10_000
 #: Max unsent tasks of a shard and topic that `unsent` counts. The last read may exceed it.
 COUNT_LIMIT = 10_000
-#: States of tasks that the worker sends as soon as it can.
-TO_SEND_STATES = ("pending", "retrying")
 
 _IDS = {"ids": param_types.Array(param_types.STRING)}
 _PARAM_TYPES = {
@@ -280,16 +279,16 @@ class SpannerStore:
         [[now, paused]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
 
         def skip_rest(last: rows.UnsentRow) -> bool:
-            return last.is_dead or last.topic in paused
+            return is_dead(last.available_at) or last.topic in paused
 
         found = self._unsent(self.layouts[0].ids if shards is None else shards, now, skip_rest)
-        return any(each.state(now, paused) in TO_SEND_STATES for each in found)
+        return any(each.state(now, paused) in TO_SEND for each in found)
 
     def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
         """See Store."""
         [[now, _]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
         found = list(self._unsent(self.layouts[0].ids, now, lambda _last: True))
-        working = frozenset(each.topic for each in found if each.state(now) in TO_SEND_STATES)
+        working = frozenset(each.topic for each in found if each.state(now) in TO_SEND)
         return working, frozenset(each.topic for each in found if each.is_ordered)
 
     def unsent(self) -> list[UnsentCount]:

@@ -21,6 +21,7 @@ from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.program.terminal import counted
+from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
 from outbox_pipeline.settings import DrainSettings
 from publishworker.backoff import Backoff
@@ -48,7 +49,6 @@ _COUNTED = {
     "aborted": m.ABORTED,
 }
 _COUNTS = schemas.counts(*_COUNTED)
-_STATES = ("pending", "retrying", "scheduled", "blocked", "dead", "paused")
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -124,7 +124,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
             "Drain stopped at its deadline with %s pending and %s retrying tasks left. Run it again to continue",
             f"{of_state['pending']:,}", f"{of_state['retrying']:,}", extra={"action": "work_left"},
         )  # fmt: skip
-    states = {state: of_state[state] for state in _STATES}
+    states = {state: of_state[state] for state in (*UNSENT, "paused")}
     seconds = time.monotonic() - begin
     return Drained(**counts, rounds=rounds, workers=workers, **states, work_left=work_left, seconds=seconds)
 
