@@ -20,10 +20,10 @@ from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import SECONDS, shown
 from outbox.registration import TABLE
-from outbox.table import schema
-from outbox.table.connection import open_database, retry_and_timeout
-
-TO_SEND = "AsynchronousTasksToSend"
+from outbox.table.connection import open_database
+from outbox.table.ddl import OPERATIONS
+from outbox.table.statements import TO_SEND_INDEX
+from outbox.table.transact import retry_and_timeout
 
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range.
 CALL_SECONDS, READ_SECONDS = 30.0, 3600.0
@@ -51,7 +51,7 @@ class Table(TaskTable):
 
     def first_sent(self) -> datetime | None:
         """Return the earliest SentAt, or None if no task is sent."""
-        now, index = self.now(), self.layout.sql(TO_SEND)
+        now, index = self.now(), self.layout.sql(TO_SEND_INDEX)
         ranges = (KeyRange(start_open=[shard, None], end_closed=[shard]) for shard in self.shards)
         options: Any = {"index": index, "limit": 1, "seconds": CALL_SECONDS}
         rows = [row for each in ranges for row in self.rows(("SentAt",), KeySet(ranges=[each]), now, **options)]
@@ -97,14 +97,14 @@ class Table(TaskTable):
         """Insert the row of an operation and return its StartedAt."""
         columns = ("OperationId", "Operation", "StartedAt", "Principal", "Selection")
         with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
-            batch.insert(schema.OPERATIONS, columns, [(id, name, COMMIT_TIMESTAMP, self.principal, selection)])
+            batch.insert(OPERATIONS, columns, [(id, name, COMMIT_TIMESTAMP, self.principal, selection)])
         # A plain datetime can be pickled for the executors.
         return datetime.fromisoformat(shown(batch.committed))
 
     def replay(self, id: str) -> tuple[datetime, datetime | None, str] | None:
         """Return StartedAt, FinishedAt and Selection of a replay, or None if it does not exist."""
         columns = ("Operation", "StartedAt", "FinishedAt", "Selection")
-        rows = self.read(schema.OPERATIONS, columns, KeySet(keys=[[id]]), "outbox-pipeline-replay")
+        rows = self.read(OPERATIONS, columns, KeySet(keys=[[id]]), "outbox-pipeline-replay")
         if not rows or rows[0][0] != "replay":
             return None
         [[_, started_at, finished_at, selection]] = rows
@@ -113,7 +113,7 @@ class Table(TaskTable):
     def end_operation(self, id: str, name: str, tasks: int) -> None:
         """Set FinishedAt and Tasks of an operation."""
         with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
-            batch.update(schema.OPERATIONS, ("OperationId", "FinishedAt", "Tasks"), [(id, COMMIT_TIMESTAMP, tasks)])
+            batch.update(OPERATIONS, ("OperationId", "FinishedAt", "Tasks"), [(id, COMMIT_TIMESTAMP, tasks)])
 
     def _batch(self, tag: str) -> Any:
         return self._database.batch(

@@ -11,8 +11,8 @@ from outbox.admin import statements
 from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.message import parsed
-from outbox.table.sql import chunked
 from outbox.table.states import UNSENT
+from outbox.table.values import chunked
 
 _COLUMNS = (
     "Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt", "Attempts",

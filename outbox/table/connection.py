@@ -201,12 +201,3 @@ def _limited(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
             raise
 
     return limited
-
-
-def retry_and_timeout(seconds: float) -> dict[str, Any]:
-    """Return `retry` and `timeout` for one call of the Spanner client.
-
-    Without a Retry of our own, the client repeats a read or a query forever while the service is unavailable.
-    """
-    retry = Retry(predicate=if_exception_type(ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
-    return {"retry": retry, "timeout": seconds}

@@ -18,8 +18,8 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import resolved, shown, spoken
 from outbox.registration import TABLE
-from outbox.table.sql import chunked
 from outbox.table.states import MARKS_FINAL_AFTER
+from outbox.table.values import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import (
     Archive,

@@ -29,7 +29,8 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import resolved, shown
 from outbox.registration import COLUMNS, TABLE
-from outbox.table.sql import chunked
+from outbox.table.statements import NOW
+from outbox.table.values import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.settings import ReplaySettings
@@ -313,7 +314,7 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
         if before or again:
             # Read after locking: by this time, a worker with the task in doubt knows that it was reset after the
             # publish.
-            [[now]] = transaction.query(statements.NOW, {})
+            [[now]] = transaction.query(NOW, {})
             transaction.update(TABLE, RETRY_COLUMNS, [retry_values(id, now) for id in before])
             transaction.insert(TABLE, COLUMNS, [_inserted(row, now) for row in again])
         unsent = sum(sent_at is None for sent_at in found.values())
