@@ -7,7 +7,7 @@ depends on the rows it touches.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from google.api_core.exceptions import AlreadyExists, FailedPrecondition
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions
 
+from outbox.admin import operations
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
@@ -93,11 +94,10 @@ class Table(TaskTable):
         """Return the decoded rows of the `ids` that exist."""
         return self.read(TABLE, columns, KeySet(keys=[[id] for id in ids]), tag, seconds=CALL_SECONDS)
 
-    def begin_operation(self, id: str, name: str, selection: str) -> datetime:
+    def begin_operation(self, id: str, name: str, selection: Mapping[str, Any]) -> datetime:
         """Insert the row of an operation and return its StartedAt."""
-        columns = ("OperationId", "Operation", "StartedAt", "Principal", "Selection")
         with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
-            batch.insert(OPERATIONS, columns, [(id, name, COMMIT_TIMESTAMP, self.principal, selection)])
+            operations.record(batch, self, name, selection, OperationId=id)
         # A plain datetime can be pickled for the executors.
         return datetime.fromisoformat(shown(batch.committed))
 
@@ -113,7 +113,7 @@ class Table(TaskTable):
     def end_operation(self, id: str, name: str, tasks: int) -> None:
         """Set FinishedAt and Tasks of an operation."""
         with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
-            batch.update(OPERATIONS, ("OperationId", "FinishedAt", "Tasks"), [(id, COMMIT_TIMESTAMP, tasks)])
+            operations.update(batch, id, FinishedAt=COMMIT_TIMESTAMP, Tasks=tasks)
 
     def _batch(self, tag: str) -> Any:
         return self._database.batch(

@@ -1,15 +1,15 @@
-"""The record of changes: one row of AsynchronousTaskOperations for each change that an operator makes."""
+"""The record of changes: one row of AsynchronousTaskOperations for each change that an operator or a job makes."""
 
 import json
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox.admin import statements
-from outbox.admin.table import TaskTable, Transaction
+from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program.times import shown
 from outbox.table.ddl import OPERATIONS
@@ -36,16 +36,26 @@ def latest(table: TaskTable, limit: int) -> list[Operation]:
     return [Operation(*row) for row in table.query(statements.LATEST_OPERATIONS, _TAG, {"limit": limit})]
 
 
-def record(transaction: Transaction, table: TaskTable, name: str, selection: Mapping[str, Any], **columns: Any) -> None:
-    """Buffer the row of a change that starts with this transaction. `columns` are the values of further columns."""
+class Writer(Protocol):
+    """Buffers mutations: a Transaction of `outbox.admin.table`, or a Batch of the client."""
+
+    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], /) -> object:
+        """Buffer new rows."""
+
+    def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], /) -> object:
+        """Buffer new values of rows."""
+
+
+def record(writer: Writer, table: TaskTable, name: str, selection: Mapping[str, Any], **columns: Any) -> None:
+    """Buffer the row of a change that starts with this commit. `columns` are the values of further columns."""
     row = {"OperationId": str(uuid.uuid4()), "Operation": name, "StartedAt": COMMIT_TIMESTAMP}
     row |= {"Principal": table.principal, "Selection": as_json(selection), **columns}
-    transaction.insert(OPERATIONS, tuple(row), [tuple(row.values())])
+    writer.insert(OPERATIONS, tuple(row), [tuple(row.values())])
 
 
-def update(transaction: Transaction, id: str, **columns: Any) -> None:
+def update(writer: Writer, id: str, **columns: Any) -> None:
     """Buffer new values of the row."""
-    transaction.update(OPERATIONS, ("OperationId", *columns), [(id, *columns.values())])
+    writer.update(OPERATIONS, ("OperationId", *columns), [(id, *columns.values())])
 
 
 def finish(table: TaskTable, id: str) -> str | None:

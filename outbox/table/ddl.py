@@ -70,6 +70,12 @@ def statements(
     return [layout.sql(each) for each in found] if layout else found
 
 
+def columns() -> dict[str, str]:
+    """Return the columns of AsynchronousTasks in order, each with its definition, such as `STRING(64) NOT NULL`."""
+    _, parts = parse(statements()[0])
+    return {name.removeprefix("column "): text for name, text in parts.items() if name.startswith("column ")}
+
+
 def tables() -> list[str]:
     """Return the names of the tables, for example for the filter of a migration tool."""
     return re.findall(r"^CREATE TABLE (\w+)", _schema_sql(), re.MULTILINE)

@@ -300,7 +300,7 @@ def test_the_record_has_the_account_of_the_credentials(database: Database, monke
     table = Table(opened(database))
     for number, (credentials, principal) in enumerate(cases):
         monkeypatch.setattr(type(table._database._instance._client), "credentials", SimpleNamespace(**credentials))
-        began = table.begin_operation(f"id {number}", "replay", "{}")
+        began = table.begin_operation(f"id {number}", "replay", {})
         assert table.replay(f"id {number}") == (began, None, "{}")
         table.end_operation(f"id {number}", "replay", 7)
         note = noted(database)[-1]

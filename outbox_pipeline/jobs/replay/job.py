@@ -46,7 +46,7 @@ _TAG = "outbox-pipeline-replay"
 _COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "missing")
 #: The columns of a task from the table, and of a task from the archive, which is inserted again if it is gone.
 _OF_TABLE = ("Id", "OrderingKey", "CreatedAt", "Sequence")
-ARCHIVED_COLUMNS = ("Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AtMostOnce")
+ARCHIVED_COLUMNS = tuple(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt"))
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -83,9 +83,9 @@ class ReplaySelection:
     attribute: str = ""
     where: str = ""
 
-    def text(self) -> str:
-        """Return the fields that are not empty, as JSON."""
-        return as_json({name: value or None for name, value in asdict(self).items()})
+    def fields(self) -> dict[str, Any]:
+        """Return the fields, with None for an empty one."""
+        return {name: value or None for name, value in asdict(self).items()}
 
     @classmethod
     def parsed(cls, text: str) -> "ReplaySelection":
@@ -115,8 +115,8 @@ def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False,
     else:
         id = resume or str(uuid4())
         if not resume:
-            started_at = table.begin_operation(id, "replay", selection.text())
-        _info(f"Replay {id} of {selection.text()}. If it is interrupted, continue it with --resume {id}")
+            started_at = table.begin_operation(id, "replay", selection.fields())
+        _info(f"Replay {id} of {as_json(selection.fields())}. If it is interrupted, continue it with --resume {id}")
         done = job.replay(started_at)
         done.replay_id = id
         table.end_operation(id, "replay", done.selected - done.missing)
