@@ -4,7 +4,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
@@ -36,24 +36,17 @@ def latest(table: TaskTable, limit: int) -> list[Operation]:
     return [Operation(*row) for row in table.query(statements.LATEST_OPERATIONS, _TAG, {"limit": limit})]
 
 
-class Writer(Protocol):
-    """Buffers mutations: a Transaction of `outbox.admin.table`, or a Batch of the client."""
+def record(writer: Any, table: TaskTable, name: str, selection: Mapping[str, Any], **columns: Any) -> None:
+    """Buffer the row of a change that starts with this commit. `columns` are the values of further columns.
 
-    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], /) -> object:
-        """Buffer new rows."""
-
-    def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], /) -> object:
-        """Buffer new values of rows."""
-
-
-def record(writer: Writer, table: TaskTable, name: str, selection: Mapping[str, Any], **columns: Any) -> None:
-    """Buffer the row of a change that starts with this commit. `columns` are the values of further columns."""
+    `writer` is a Transaction, or a Batch of the client.
+    """
     row = {"OperationId": str(uuid.uuid4()), "Operation": name, "StartedAt": COMMIT_TIMESTAMP}
     row |= {"Principal": table.principal, "Selection": as_json(selection), **columns}
     writer.insert(OPERATIONS, tuple(row), [tuple(row.values())])
 
 
-def update(writer: Writer, id: str, **columns: Any) -> None:
+def update(writer: Any, id: str, **columns: Any) -> None:
     """Buffer new values of the row."""
     writer.update(OPERATIONS, ("OperationId", *columns), [(id, *columns.values())])
 

@@ -127,7 +127,6 @@ class Resharding:
     """Reads snapshots, and runs steps. Every method raises NotReached or OutboxError."""
 
     def __init__(self, table: TaskTable) -> None:
-        """`table` is the table to reshard. Nothing changes until `run`."""
         self._table = table
         self._database: Any = table.database  # its methods carry no types
 

@@ -63,13 +63,12 @@ class LayoutChanged(NotReached):
 
 
 class TaskTable:
-    """Queries and transactions on the outbox's tables. Every method raises NotReached or OutboxError.
+    """Queries and transactions on the outbox's tables, which must exist. Every method raises NotReached or OutboxError.
 
     When the layout is dropped, the method that notices it raises LayoutChanged, and the next one reads another layout.
     """
 
     def __init__(self, database: Database) -> None:
-        """Check that the table exists, and read its layout."""
         self._database: Any = database  # its methods carry no types
         self.layout = schema.layout(database, request_options=SCHEMA_OPTIONS)
 
@@ -191,7 +190,6 @@ class Transaction:
     """A read-write transaction. The methods that buffer mutations are those of the client."""
 
     def __init__(self, transaction: Any, tag: str, layout: Layout) -> None:
-        """Wrap a transaction of the client."""
         self._transaction, self._tag, self._layout = transaction, tag, layout
         self.insert_or_update, self.delete = transaction.insert_or_update, transaction.delete
 

@@ -50,23 +50,20 @@ TAIL_SECONDS, TAIL_ROWS = 1.0, 1_000
 
 def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
-    listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION)
+    listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION, run_list)
     flags.add_selection(listing, *STATES)
     flags.add_limit(listing, "tasks", 100)
     listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
-    listing.set_defaults(run=run_list)
-    showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION)
+    showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION, run_show)
     flags.add(showing, "ids", flags.ID, f"Task ID. {flags.PREFIX_HELP}", metavar="ID", nargs=1)
     form = showing.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
     form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
-    showing.set_defaults(run=run_show)
-    tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION)
+    tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION, run_tail)
     flags.add_topic(tailing)
     text = f"Start at this time instead of now. Allowed: {MOMENT.allowed}"
     flags.add(tailing, "--since", MOMENT, text, metavar="TIME")
     tailing.add_argument("--json", action="store_true", help="Print one JSON object per line.")
-    tailing.set_defaults(run=run_tail)
 
 
 def run_list(options: argparse.Namespace) -> int:

@@ -43,7 +43,6 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start the clock."""
         self._clock = clock
         self._end = clock() + seconds
         self._calls = 0

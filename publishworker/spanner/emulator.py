@@ -32,7 +32,6 @@ class EmulatorStore(SpannerStore):
     """A SpannerStore whose transactions wait for one another here, which is cheaper than aborts."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        """See SpannerStore."""
         super().__init__(*arguments, **named)
         self._one_at_a_time = threading.Lock()
 

@@ -41,7 +41,6 @@ class UnsentTasks:
     """The unsent tasks of a table. The reads of a method use one timestamp. Each method raises StoreError."""
 
     def __init__(self, store: SpannerStore) -> None:
-        """Read with the connection and the request priority of `store`."""
         self._store = store
 
     def any_to_send(self, shards: Iterable[int] | None = None) -> bool:

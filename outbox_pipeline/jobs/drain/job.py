@@ -209,7 +209,6 @@ class Tally(Metrics):
     """Adds up counts by metric, ignoring tags, and forwards all metrics to the client if there is one."""
 
     def __init__(self, client: Client | None = None) -> None:
-        """Begin with nothing counted."""
         super().__init__(client)
         self.sums: Counter[Metric] = Counter()
 
