@@ -77,7 +77,7 @@ def run_list(options: argparse.Namespace) -> int:
             say(as_json(_fields(task)))
     elif tasks:
         say(_table(tasks))
-        counts = errors.counted([task for task in tasks if task.state in errors.STATES and task.columns["LastError"]])
+        counts = errors.counted([task for task in tasks if task.state in errors.FAILING and task.columns["LastError"]])
         if any(count["tasks"] > 1 for count in counts):
             say("", errors.text(counts))
     if not tasks:

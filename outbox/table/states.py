@@ -74,7 +74,7 @@ UNSENT_STATES = (
 UNSENT = tuple(state.name for state in UNSENT_STATES)
 STATES = (*UNSENT, "sent")
 #: The states in which workers send a task as soon as they can, without an operator.
-TO_SEND = ("pending", "retrying")
+LEFT_TO_SEND = ("pending", "retrying")
 
 #: The SQL of the ranges of each state, and the SQL that selects the rows of each state in the whole table.
 RANGES = {state.name: state.ranges for state in UNSENT_STATES}

@@ -10,7 +10,7 @@ from google.cloud.spanner_v1 import KeyRange, KeySet
 
 from outbox.table.layouts import LayoutShards, by_layout
 from outbox.table.statements import TO_SEND_INDEX
-from outbox.table.states import TO_SEND, is_dead
+from outbox.table.states import LEFT_TO_SEND, is_dead
 from publishworker.spanner import rows, statements
 from publishworker.spanner.rows import UnsentRow
 from publishworker.spanner.store import READ_SECONDS, SpannerStore
@@ -50,7 +50,7 @@ class UnsentTasks:
         def skip_rest(last: UnsentRow) -> bool:
             return is_dead(last.available_at) or last.topic in paused
 
-        return any(each.state(now, paused) in TO_SEND for each in self._rows(now, skip_rest, shards))
+        return any(each.state(now, paused) in LEFT_TO_SEND for each in self._rows(now, skip_rest, shards))
 
     def topics(self) -> tuple[frozenset[str], frozenset[str]]:
         """Return the topics that have pending or retrying tasks, and the topics that have tasks with ordering keys.
@@ -59,7 +59,7 @@ class UnsentTasks:
         """
         now, _ = self._now_and_paused()
         found = list(self._rows(now, lambda _last: True))
-        to_send = frozenset(each.topic for each in found if each.state(now) in TO_SEND)
+        to_send = frozenset(each.topic for each in found if each.state(now) in LEFT_TO_SEND)
         return to_send, frozenset(each.topic for each in found if each.is_ordered)
 
     def counts(self) -> list[UnsentCount]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from outbox.table.states import NEVER, RANGES, STATES, TO_SEND, UNSENT, is_dead, unsent_state
+from outbox.table.states import LEFT_TO_SEND, NEVER, RANGES, STATES, UNSENT, is_dead, unsent_state
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 TICK = timedelta(microseconds=1)
@@ -41,4 +41,4 @@ def test_a_task_is_in_one_state(row: Row, state: str) -> None:
 def test_all_lists_name_the_same_states() -> None:
     assert STATES == ("pending", "retrying", "scheduled", "blocked", "dead", "sent")
     assert tuple(RANGES) == UNSENT
-    assert set(TO_SEND) < set(UNSENT)
+    assert set(LEFT_TO_SEND) < set(UNSENT)
