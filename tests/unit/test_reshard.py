@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, next_step
+from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.table import schema
@@ -163,3 +163,14 @@ def test_a_layout_that_another_run_dropped_is_not_dropped_again(monkeypatch: pyt
     its._database.update_ddl.assert_not_called()
     its._do(Step("drop", NEW, "Drop"), FIRST)
     its._database.update_ddl.assert_called_once()
+
+
+def test_a_worker_counts_for_twice_its_liveness_timeout() -> None:
+    """A slow worker must not be overlooked. One that has not written Polls polls the first layout."""
+    rows = [
+        ["late", 27_999, 14, "Shard,Shard32"],
+        ["gone", 28_000, 14, "Shard"],
+        ["fresh", 0, 14, None],
+        ["off", 0, 0, ""],
+    ]
+    assert _polled_by(rows) == {"late": {"Shard", "Shard32"}, "fresh": {"Shard"}}
