@@ -38,7 +38,7 @@ from payments import demo
 from PIL import Image
 
 import outbox
-from outbox.table import schema
+from outbox.table import ddl
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"
@@ -132,7 +132,7 @@ class Run:
     def play(self) -> None:
         """Register tasks for SECONDS, and delete a topic for some of them."""
         with self._listening(), stage.emulators():
-            made = stage.make("shop", schema.statements(SHARDS), TOPICS)
+            made = stage.make("shop", ddl.statements(SHARDS), TOPICS)
             outbox.set_metrics(DogStatsd(disable_buffering=True))
             publisher = pubsub_v1.PublisherClient()
             invoices = f"projects/{made.project}/topics/invoices"

@@ -8,8 +8,9 @@ if and only if that transaction commits: at least once, always with the same id.
 The first use of `outbox.register` imports the clients. `from outbox import register` imports them at startup.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outbox.program.lazy import importer
 
 if TYPE_CHECKING:
     from outbox._version import __version__
@@ -21,21 +22,17 @@ if TYPE_CHECKING:
 else:
     # The names are imported when they are first used, because the clients take half a second to import, and `outbox
     # --help` does not need them. Type checkers do not see this function: it would give every name the type Any.
-    _NAMES = {
-        "_version": "__version__",
-        "errors": "InvalidConsumer InvalidMessage InvalidTransaction MissingTaskId OutboxError",
-        "message": "Message TASK_ID_ATTRIBUTE",
-        "registration": "Priority Task register register_many register_once",
-        "metrics": "Recorder set_metrics",
-        "table.transactions": "SupportsInsert SupportsReadInsert",
-    }
-    _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(f"outbox.{_MODULES[name]}"), name)
-        return value
+    __getattr__ = importer(
+        __name__,
+        {
+            "_version": "__version__",
+            "errors": "InvalidConsumer InvalidMessage InvalidTransaction MissingTaskId OutboxError",
+            "message": "Message TASK_ID_ATTRIBUTE",
+            "registration": "Priority Task register register_many register_once",
+            "metrics": "Recorder set_metrics",
+            "table.transactions": "SupportsInsert SupportsReadInsert",
+        },
+    )
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -13,10 +13,9 @@ import inspect
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
-from google.api_core.exceptions import Aborted, GoogleAPICallError, GoogleAPIError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.streamed import StreamedResultSet
@@ -27,6 +26,7 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.metrics import count_delivery
+from outbox.table.transact import transact
 from outbox.table.transactions import SupportsReadInsert, check_transaction, insert_once
 from outbox.table.values import check_finished, plain
 from outbox.tracing import processing
@@ -303,16 +303,10 @@ class Receiver:
         def attempt(transaction: Transaction) -> bool:
             nonlocal begun
             begun = True
-            try:
-                return self._attempt(transaction, message)
-            except GoogleAPICallError as error:
-                if not isinstance(error, Aborted):  # after other errors the client keeps the locks
-                    with suppress(GoogleAPIError):
-                        transaction.rollback()
-                raise
+            return self._attempt(transaction, message)
 
         try:
-            is_first = database.run_in_transaction(attempt, **self._settings.transaction_options)
+            is_first = transact(database, attempt, **self._settings.transaction_options)
             check_finished(is_first, f"run_in_transaction of {type(database).__name__}")
             return bool(is_first)
         except RuntimeError:

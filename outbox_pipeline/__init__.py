@@ -6,7 +6,9 @@
 Needs the extra `spanner-outbox[spark]` and Java 17 or newer.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outbox.program.lazy import importer
 
 if TYPE_CHECKING:
     from outbox_pipeline.jobs.archive.windows import read_archive
@@ -16,20 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Registered", "decoded", "read_archive", "register", "register_source", "task_id"]
 
-#: The module of each name. The first use of a name imports PySpark, so a command can report that PySpark is missing.
-_MODULES = {
-    "Registered": "jobs.register.job",
-    "decoded": "source.datasource",
-    "read_archive": "jobs.archive.windows",
-    "register": "jobs.register.job",
-    "register_source": "source.datasource",
-    "task_id": "jobs.register.ids",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415 - only this function needs it
-
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+# The first use of a name imports PySpark, so a command can report that PySpark is missing.
+__getattr__ = importer(
+    __name__,
+    {
+        "jobs.archive.windows": "read_archive",
+        "jobs.register.ids": "task_id",
+        "jobs.register.job": "Registered register",
+        "source.datasource": "decoded register_source",
+    },
+)

@@ -1,5 +1,6 @@
 """The schemas of DataFrames: tasks, rows to register, and the results of Spark tasks."""
 
+import re
 from inspect import signature
 from typing import Any
 
@@ -17,6 +18,8 @@ from pyspark.sql.types import (
     StructType,
     TimestampType,
 )
+
+from outbox.table import ddl
 
 _TEXT, _NUMBER, _TIME, _BYTES, _FLAG = StringType(), LongType(), TimestampType(), BinaryType(), BooleanType()
 _ATTRIBUTES = MapType(_TEXT, _TEXT, valueContainsNull=False)
@@ -37,17 +40,12 @@ def counts(*names: str) -> StructType:
     return _required(**dict.fromkeys(names, _NUMBER))
 
 
+_TYPES = {"STRING": _TEXT, "INT64": _NUMBER, "TIMESTAMP": _TIME, "BYTES": _BYTES, "BOOL": _FLAG}
 #: The columns of the table, in its order and with its names.
 TABLE = StructType(
     [
-        *_required(Id=_TEXT, Topic=_TEXT, Data=_BYTES, Bytes=_NUMBER, Priority=_NUMBER),
-        *_optional(OrderingKey=_TEXT, Sequence=_NUMBER),
-        *_required(Shard=_NUMBER, CreatedAt=_TIME),
-        *_optional(AvailableAt=_TIME, BlockedBy=_TEXT, ExpiresAt=_TIME),
-        *_required(AtMostOnce=_FLAG, Attempts=_NUMBER),
-        *_optional(LastError=_TEXT),
-        *_required(TimesSent=_NUMBER),
-        *_optional(SentAt=_TIME),
+        StructField(name, _TYPES[re.split(r"\W", definition)[0]], nullable="NOT NULL" not in definition)
+        for name, definition in ddl.columns().items()
     ]
 )
 #: Columns derived from the table: the state at the read timestamp, and the message in Data as subscribers get it. The

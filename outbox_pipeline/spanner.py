@@ -7,7 +7,7 @@ depends on the rows it touches.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any
@@ -15,15 +15,16 @@ from typing import Any
 from google.api_core.exceptions import AlreadyExists, FailedPrecondition
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions
 
-from outbox.admin.table import SCHEMA_OPTIONS, TaskTable
+from outbox.admin import operations
+from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import SECONDS, shown
 from outbox.registration import TABLE
-from outbox.table import schema
-from outbox.table.connection import open_database, retry_and_timeout
-
-TO_SEND = "AsynchronousTasksToSend"
+from outbox.table.connection import open_database
+from outbox.table.ddl import OPERATIONS
+from outbox.table.statements import TO_SEND_INDEX
+from outbox.table.transact import retry_and_timeout
 
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range.
 CALL_SECONDS, READ_SECONDS = 30.0, 3600.0
@@ -44,10 +45,6 @@ DEFAULT_RETENTION = timedelta(hours=1)
 class Table(TaskTable):
     """The table of tasks of one database, in this process."""
 
-    def read_layout(self) -> None:
-        """Read the layout again, because a Spark session can be older than a change of the number of shards."""
-        self.layout = schema.layout(self._database, request_options=SCHEMA_OPTIONS)
-
     def retention(self) -> timedelta:
         """Return the database's version retention period. No older timestamp can be read."""
         rows = self.query(_RETENTION, "outbox-retention")
@@ -55,7 +52,7 @@ class Table(TaskTable):
 
     def first_sent(self) -> datetime | None:
         """Return the earliest SentAt, or None if no task is sent."""
-        now, index = self.now(), self.layout.sql(TO_SEND)
+        now, index = self.now(), self.layout.sql(TO_SEND_INDEX)
         ranges = (KeyRange(start_open=[shard, None], end_closed=[shard]) for shard in self.shards)
         options: Any = {"index": index, "limit": 1, "seconds": CALL_SECONDS}
         rows = [row for each in ranges for row in self.rows(("SentAt",), KeySet(ranges=[each]), now, **options)]
@@ -97,18 +94,17 @@ class Table(TaskTable):
         """Return the decoded rows of the `ids` that exist."""
         return self.read(TABLE, columns, KeySet(keys=[[id] for id in ids]), tag, seconds=CALL_SECONDS)
 
-    def begin_operation(self, id: str, name: str, selection: str) -> datetime:
+    def begin_operation(self, id: str, name: str, selection: Mapping[str, Any]) -> datetime:
         """Insert the row of an operation and return its StartedAt."""
-        columns = ("OperationId", "Operation", "StartedAt", "Principal", "Selection")
         with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
-            batch.insert(schema.OPERATIONS, columns, [(id, name, COMMIT_TIMESTAMP, self.principal, selection)])
+            operations.record(batch, self, name, selection, OperationId=id)
         # A plain datetime can be pickled for the executors.
         return datetime.fromisoformat(shown(batch.committed))
 
     def replay(self, id: str) -> tuple[datetime, datetime | None, str] | None:
         """Return StartedAt, FinishedAt and Selection of a replay, or None if it does not exist."""
         columns = ("Operation", "StartedAt", "FinishedAt", "Selection")
-        rows = self.read(schema.OPERATIONS, columns, KeySet(keys=[[id]]), "outbox-pipeline-replay")
+        rows = self.read(OPERATIONS, columns, KeySet(keys=[[id]]), "outbox-pipeline-replay")
         if not rows or rows[0][0] != "replay":
             return None
         [[_, started_at, finished_at, selection]] = rows
@@ -117,7 +113,7 @@ class Table(TaskTable):
     def end_operation(self, id: str, name: str, tasks: int) -> None:
         """Set FinishedAt and Tasks of an operation."""
         with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
-            batch.update(schema.OPERATIONS, ("OperationId", "FinishedAt", "Tasks"), [(id, COMMIT_TIMESTAMP, tasks)])
+            operations.update(batch, id, FinishedAt=COMMIT_TIMESTAMP, Tasks=tasks)
 
     def _batch(self, tag: str) -> Any:
         return self._database.batch(

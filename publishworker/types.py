@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Literal, NamedTuple
 
 from outbox.table.layouts import Layout
-from outbox.table.states import NEVER
+from outbox.table.states import is_dead
 
 #: Max value of an INT64 column. Another writer may have set a column to it.
 MAX_INT64 = 2**63 - 1
@@ -259,7 +259,7 @@ class NotSent:
     @property
     def dead(self) -> bool:
         """Tell whether there is no next attempt."""
-        return self.available_at is not None and self.available_at >= NEVER
+        return is_dead(self.available_at)
 
 
 @dataclass(frozen=True, slots=True)

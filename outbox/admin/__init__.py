@@ -4,16 +4,12 @@ A module is imported when it is first used, because the Spanner client takes hal
 and a wrong flag need no client.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outbox.program.lazy import importer
 
 if TYPE_CHECKING:
     from outbox.admin import backlog, changes, operations, reshard, table, tasks, topics
 
 __all__ = ["backlog", "changes", "operations", "reshard", "table", "tasks", "topics"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+__getattr__ = importer(__name__, {"": " ".join(__all__)})

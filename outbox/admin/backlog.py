@@ -12,8 +12,9 @@ from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotF
 from outbox.admin import statements
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
 from outbox.errors import OutboxError
-from outbox.table.sql import chunked
+from outbox.table.statements import CONTROLS
 from outbox.table.states import UNSENT
+from outbox.table.values import chunked
 
 T = TypeVar("T")
 
@@ -210,7 +211,7 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
     def ask(statement: str, **parameters: Any) -> list[list[Any]]:
         return table.query(statement, "outbox-age", parameters, at=at, seconds=SCAN_SECONDS)
 
-    paused = {topic for topic, is_paused, *_ in ask(statements.CONTROLS) if is_paused}
+    paused = {topic for topic, is_paused, *_ in ask(CONTROLS) if is_paused}
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     counter = BacklogCounter(1)  # the first ready task of each priority is its oldest
     if left := _add_ready(counter, ask, product(table.shards, topics), 1):
@@ -268,6 +269,6 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     workers = 0
     if of_sent:
         counter.add(ask(statements.COUNT_SENT, **values, now=at), "sent_last_minute", by_topic=False)
-        [[workers]] = ask(statements.LIVE_WORKERS, now=at)
-    paused = {topic for topic, is_paused, *_ in ask(statements.CONTROLS) if is_paused}
+        workers = sum(age < 1000 * seconds for _, age, seconds, _ in ask(statements.WORKERS_AT, now=at))
+    paused = {topic for topic, is_paused, *_ in ask(CONTROLS) if is_paused}
     return Backlog(at, workers, counter.lines(paused), whole=whole)

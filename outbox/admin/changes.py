@@ -18,8 +18,9 @@ from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.program.terminal import counted
-from outbox.table.sql import chunked
-from outbox.table.states import STATES
+from outbox.table.statements import FIRST_OF_KEYS
+from outbox.table.states import CONDITIONS, STATES
+from outbox.table.values import chunked
 
 _TABLE = "AsynchronousTasks"
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
@@ -65,8 +66,8 @@ class TaskSelection:
     @property
     def condition(self) -> str:
         """Return the selection as an SQL condition, without the IDs."""
-        unheld = f"NOT ({statements.CONDITIONS['pending']}) AND NOT ({statements.HELD})"
-        state = statements.CONDITIONS[self.state] if self.state else unheld
+        unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({statements.HELD})"
+        state = CONDITIONS[self.state] if self.state else unheld
         return state + statements.narrowed(self.state, self.names)
 
 
@@ -97,7 +98,7 @@ class Outcome:
 
 
 class _Row(NamedTuple):
-    """A row of `statements.by_ids` and `statements.locked`. `now` is the database's time.
+    """A row of `statements.by_ids`. `now` is the database's time.
 
     `expires_at` is in the future, or None.
     """
@@ -191,8 +192,8 @@ def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> st
     try:
         for chunk in chunked(keys, RELEASED_AT_ONCE):
             topics, names, shards = map(list, zip(*chunk, strict=True))
-            values = {"topics": topics, "keys": names, "shards": shards}
-            heads = [id for (id,) in table.query(statements.KEY_HEADS, "outbox-release", values, seconds=SCAN_SECONDS)]
+            values = {"topics": topics, "keys": names, "shards": shards, "per_key": 1, "skip_dead": False}
+            heads = [id for (id,) in table.query(FIRST_OF_KEYS, "outbox-release", values, seconds=SCAN_SECONDS)]
             if heads:
                 table.transact("outbox-release", functools.partial(_release, sorted(heads)))
     except OutboxError as error:
@@ -201,7 +202,7 @@ def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> st
 
 
 def _release(ids: Sequence[str], transaction: Transaction) -> None:
-    rows = [_Row(*row) for row in transaction.query(statements.locked(statements.CONDITIONS["blocked"]), {"ids": ids})]
+    rows = [_Row(*row) for row in transaction.query(statements.by_ids(CONDITIONS["blocked"], lock=True), {"ids": ids})]
     columns = ("Id", "AvailableAt", "BlockedBy")
     transaction.update(_TABLE, columns, [(row.id, row.now, None) for row in rows if row.matches])
 
@@ -213,7 +214,7 @@ def _change(
     tag, operation_id, done = f"outbox-{name}", str(uuid.uuid4()), 0
     recorded = dataclasses.asdict(selection) | {"reason": reason}
     chunks = _selected_ids(table, selection, tag) if selection.ids is None else chunked(selection.ids, CHUNK)
-    statement = statements.locked(selection.condition)
+    statement = statements.by_ids(selection.condition, lock=True)
     for ids in chunks:
         # Sorted, so that two commands lock the rows in the same order.
         values = selection.values | {"ids": sorted(ids)}

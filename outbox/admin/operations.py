@@ -1,4 +1,4 @@
-"""The record of changes: one row of AsynchronousTaskOperations for each change that an operator makes."""
+"""The record of changes: one row of AsynchronousTaskOperations for each change that an operator or a job makes."""
 
 import json
 import uuid
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox.admin import statements
-from outbox.admin.table import TaskTable, Transaction
+from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program.times import shown
 from outbox.table.ddl import OPERATIONS
@@ -36,16 +36,19 @@ def latest(table: TaskTable, limit: int) -> list[Operation]:
     return [Operation(*row) for row in table.query(statements.LATEST_OPERATIONS, _TAG, {"limit": limit})]
 
 
-def record(transaction: Transaction, table: TaskTable, name: str, selection: Mapping[str, Any], **columns: Any) -> None:
-    """Buffer the row of a change that starts with this transaction. `columns` are the values of further columns."""
+def record(writer: Any, table: TaskTable, name: str, selection: Mapping[str, Any], **columns: Any) -> None:
+    """Buffer the row of a change that starts with this commit. `columns` are the values of further columns.
+
+    `writer` is a Transaction, or a Batch of the client.
+    """
     row = {"OperationId": str(uuid.uuid4()), "Operation": name, "StartedAt": COMMIT_TIMESTAMP}
     row |= {"Principal": table.principal, "Selection": as_json(selection), **columns}
-    transaction.insert(OPERATIONS, tuple(row), [tuple(row.values())])
+    writer.insert(OPERATIONS, tuple(row), [tuple(row.values())])
 
 
-def update(transaction: Transaction, id: str, **columns: Any) -> None:
+def update(writer: Any, id: str, **columns: Any) -> None:
     """Buffer new values of the row."""
-    transaction.update(OPERATIONS, ("OperationId", *columns), [(id, *columns.values())])
+    writer.update(OPERATIONS, ("OperationId", *columns), [(id, *columns.values())])
 
 
 def finish(table: TaskTable, id: str) -> str | None:

@@ -21,6 +21,7 @@ from outbox.program.terminal import counted
 from outbox.program.times import shown
 from outbox.table import ddl, schema
 from outbox.table.layouts import COLUMN, Layout
+from outbox.table.statements import WORKERS
 
 #: States of a layout in AsynchronousTaskShards.
 BUILDING, POLLED, RETIRED = "building", "polled", "retired"
@@ -126,13 +127,12 @@ class Resharding:
     """Reads snapshots, and runs steps. Every method raises NotReached or OutboxError."""
 
     def __init__(self, table: TaskTable) -> None:
-        """`table` is the table to reshard. Nothing changes until `run`."""
         self._table = table
         self._database: Any = table.database  # its methods carry no types
 
     def snapshot(self) -> Snapshot:
         """Return the layouts and the workers as they are now."""
-        workers = self._table.query(statements.WORKERS_POLL, _TAG)
+        workers = self._table.query(WORKERS, _TAG)
         return Snapshot(schema.layouts(self._database), self._recorded(), _polled_by(workers))
 
     def target(self, shards: int) -> Layout:
@@ -141,7 +141,7 @@ class Resharding:
         Raises OutboxError if another change is under way.
         """
         snapshot = self.snapshot()
-        target = next((each for each in snapshot.layouts if each.shards == shards), Layout(shards, str(shards)))
+        target = next((each for each in snapshot.layouts if each.shards == shards), Layout.added(shards))
         others = [each for each in snapshot.layouts if each != target]
         if len(others) > 1:
             latest = self._latest()
@@ -206,7 +206,7 @@ class Resharding:
             case "drop":
                 found = schema.layouts(self._database)
                 if step.layout in found:  # otherwise another run has dropped it meanwhile
-                    self._update(ddl.dropped_layout(step.layout.suffix, found[step.layout]))
+                    self._update(ddl.dropped_layout(step.layout, found[step.layout]))
             case "forget":
                 keys = KeySet(keys=[[step.layout.column]])
                 self._table.transact(_TAG, lambda transaction: transaction.delete(_TABLE, keys))
@@ -216,7 +216,7 @@ class Resharding:
     def _record(self, transaction: Transaction, step: Step, target: Layout) -> None:
         """Write the new state of a layout. The workers are read in the same transaction, so no heartbeat is missed."""
         if step.state == RETIRED:
-            polled_by = _polled_by(transaction.query(statements.WORKERS_POLL, {}))
+            polled_by = _polled_by(transaction.query(WORKERS, {}))
             if not all(target.column in columns for columns in polled_by.values()):
                 return  # a worker has started meanwhile; the next step waits for it
         rows = [(step.layout.column, step.layout.shards, step.state)]
@@ -230,7 +230,7 @@ class Resharding:
         snapshot, latest = self.snapshot(), self._latest()
         former = next((each for each in snapshot.layouts if each != target), None)
         # `_build` completes a layout that an earlier change added. `Shard` is created by `outbox schema apply`.
-        if former is None and not target.suffix and not snapshot.is_complete(target):
+        if former is None and target.column == COLUMN and not snapshot.is_complete(target):
             raise OutboxError(
                 f"{self._table.name}: an index of {target.column} is missing or does not contain all tasks yet, and "
                 "workers poll no other layout. Run `outbox schema apply` to create a missing index. Then wait until "
@@ -256,7 +256,7 @@ class Resharding:
     def _build(self, target: Layout) -> None:
         """Create what is missing. A schema update that an earlier run began continues on the server."""
         found = schema.layouts(self._database)
-        column, *indexes = ddl.added_layout(target.shards)
+        column, *indexes = ddl.added_layout(target)
         missing = [each for each in indexes if each.split()[2] not in found.get(target, {})]
         if target not in found:
             missing.insert(0, column)
@@ -276,5 +276,7 @@ class Resharding:
 
 
 def _polled_by(rows: list[list[Any]]) -> dict[str, frozenset[str]]:
-    """Return the columns that each worker polls. A worker of a version that does not write Polls polls `Shard`."""
-    return {worker: frozenset((polls or COLUMN).split(",")) for worker, polls in rows}
+    """Return the columns that each worker polls. A worker counts for twice its liveness timeout: it may be slow."""
+    return {
+        worker: frozenset((polls or COLUMN).split(",")) for worker, age, seconds, polls in rows if age < 2000 * seconds
+    }

@@ -7,53 +7,17 @@ not equal a column name: Spanner ignores case, so `shard` would mean the column.
 
 from collections.abc import Collection
 
-from google.cloud.spanner_v1 import param_types
+from outbox.table.statements import BY_ID, EACH_TOPIC, OF_TOPIC, SEEK, TO_SEND, TO_SEND_ORDER, WORKERS, at_now
+from outbox.table.statements import by_ids as of_ids
+from outbox.table.states import CONDITIONS, LATER_SQL, RANGES, STATE_SQL
 
-from outbox.table.sql import (
-    BY_ID,
-    IN_ORDER,
-    IN_ORDER_ORDER,
-    LIVE_SECONDS,
-    NEVER,
-    SEEK,
-    TO_SEND,
-    TO_SEND_ORDER,
-)
-from outbox.table.states import STATES
-
-_WAITS = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {NEVER}"
-_RETRIES = f"{_WAITS} AND Attempts > 0 AND BlockedBy IS NULL"
-_SCHEDULED = f"{_WAITS} AND Attempts = 0 AND BlockedBy IS NULL"
-_BLOCKED = f"{_WAITS} AND BlockedBy IS NOT NULL"
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
-_DEAD = f"AvailableAt >= {NEVER}"
-
-#: The rows of each state, as a condition.
-CONDITIONS = {
-    "pending": "SentAt IS NULL AND (AvailableAt IS NULL OR AvailableAt <= CURRENT_TIMESTAMP())",
-    "retrying": f"SentAt IS NULL AND {_RETRIES}",
-    "scheduled": f"SentAt IS NULL AND {_SCHEDULED}",
-    "blocked": f"SentAt IS NULL AND {_BLOCKED}",
-    "dead": f"SentAt IS NULL AND {_DEAD}",
-    "sent": "SentAt IS NOT NULL",
-}
 #: Of a task read by its ID: it is deferred, and an unsent task of its key that has not expired is where BlockedBy says.
 #: Otherwise the head was deleted or changed by SQL, and blocks the task no more.
-HELD = f"""{_BLOCKED} AND EXISTS (
+HELD = f"""{RANGES["blocked"][0]} AND EXISTS (
     SELECT 1 FROM {BY_ID} AS head
     WHERE head.Id = task.BlockedBy AND head.Topic = task.Topic AND head.OrderingKey = task.OrderingKey
       AND head.SentAt IS NULL AND COALESCE(head.ExpiresAt > CURRENT_TIMESTAMP(), TRUE))"""
-_STATE = "CASE {} END".format(" ".join(f"WHEN {CONDITIONS[state]} THEN '{state}'" for state in STATES))
-
-# For each shard and topic, the index holds the tasks of a state in one range, and pending tasks in two. Retrying,
-# scheduled and blocked tasks share one.
-_RANGES = {
-    "pending": ("AvailableAt IS NULL", "AvailableAt <= CURRENT_TIMESTAMP()"),
-    "retrying": (_RETRIES,),
-    "scheduled": (_SCHEDULED,),
-    "blocked": (_BLOCKED,),
-    "dead": (_DEAD,),
-}
 _AS_INDEXED = "AvailableAt, Priority DESC, CreatedAt"
 _PENDING_ORDER = "Priority DESC, CreatedAt"
 # Tasks that are marked in one transaction share a SentAt. _SENT_ORDER selects a page from the index. _PUBLISH_ORDER
@@ -61,22 +25,6 @@ _PENDING_ORDER = "Priority DESC, CreatedAt"
 _SENT_ORDER = "SentAt DESC, CreatedAt DESC, Id DESC"
 _PUBLISH_ORDER = "SentAt DESC, CreatedAt DESC, Sequence DESC, Id DESC"
 
-#: The types of all parameters.
-TYPES = {
-    **dict.fromkeys(("after", "after_created", "now", "since", "until"), param_types.TIMESTAMP),
-    **dict.fromkeys(("after_id", "error", "from_topic", "id", "topic"), param_types.STRING),
-    **dict.fromkeys(("limit", "shard"), param_types.INT64),
-    **dict.fromkeys(("ids", "keys", "range_topics", "topics"), param_types.Array(param_types.STRING)),
-    **dict.fromkeys(("max_priorities", "range_shards", "shards"), param_types.Array(param_types.INT64)),
-}
-
-NOW = "SELECT CURRENT_TIMESTAMP()"
-
-#: The columns that each live worker polls. Reads a whole small table. A worker counts for twice its liveness timeout,
-#: so that a slow one is not overlooked.
-WORKERS_POLL = f"""
-SELECT WorkerId, Polls FROM AsynchronousTaskWorkers
-WHERE TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, SECOND) < 2 * {LIVE_SECONDS} ORDER BY WorkerId"""
 #: The whole of a table with at most two rows.
 RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards ORDER BY ColumnName"
 #: Scans the whole table, which has one row for each change by an operator.
@@ -93,25 +41,14 @@ SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNES
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= @from_topic
     ORDER BY {TO_SEND_ORDER} LIMIT @limit)
   GROUP BY Topic)) AS part"""
-CONTROLLED_TOPICS = "SELECT Topic FROM AsynchronousTaskTopics"
 TOPICS_WITH_UNSENT = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
-CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics ORDER BY Topic"
-
 LATEST_OPERATIONS = """
 SELECT OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks
 FROM AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}
 ORDER BY StartedAt DESC, OperationId LIMIT @limit"""
 
-#: The number of live workers (docs/architecture/workers.md).
-LIVE_WORKERS = f"""
-SELECT COUNT(*) FROM AsynchronousTaskWorkers
-WHERE TIMESTAMP_DIFF(@now, SeenAt, MILLISECOND) < 1000 * {LIVE_SECONDS}"""
-
-
-_OF_TOPIC = "Shard = in_shard AND SentAt IS NULL AND Topic = of_topic"
-_TOPICS = "UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic"
 # The n-th range has the n-th shard of @range_shards, the n-th topic of @range_topics and the n-th max priority.
 _TOPIC_RANGES = """(
   SELECT in_shard, @range_topics[OFFSET(position)] AS of_topic, @max_priorities[OFFSET(position)] AS max_priority
@@ -133,22 +70,24 @@ SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest
 
 COUNT_READY = _count(
     _TOPIC_RANGES,
-    f"{_OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}",
+    f"{OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}",
     "'pending'",
     "CreatedAt",
 )
 COUNT_DUE = _count(
-    _TOPICS,
-    f"{_OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}",
+    EACH_TOPIC,
+    f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}",
     "'pending'",
     "GREATEST(CreatedAt, AvailableAt)",
 )
 COUNT_LATER = _count(
-    _TOPICS,
-    f"{_OF_TOPIC} AND AvailableAt > @now AND AvailableAt < {NEVER}",
-    "CASE WHEN BlockedBy IS NOT NULL THEN 'blocked' WHEN Attempts > 0 THEN 'retrying' ELSE 'scheduled' END",
+    EACH_TOPIC,
+    at_now(f"{OF_TOPIC} AND {LATER_SQL}"),
+    at_now(STATE_SQL),
 )
-COUNT_DEAD = _count(_TOPICS, f"{_OF_TOPIC} AND {_DEAD}", "'dead'")
+COUNT_DEAD = _count(EACH_TOPIC, f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
+#: The workers, to count the live ones.
+WORKERS_AT = at_now(WORKERS)
 COUNT_SENT = _count(
     "UNNEST(@shards) AS in_shard",
     "Shard = in_shard AND SentAt > TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)",
@@ -178,8 +117,8 @@ def _parts(state: str, columns: str, names: Collection[str]) -> list[str]:
         where = "Shard = in_shard AND SentAt IS NOT NULL"
         return [f"SELECT {columns} FROM {TO_SEND} WHERE {where}{narrowing} ORDER BY {_SENT_ORDER}"]
     return [
-        f"SELECT {columns} FROM {TO_SEND} WHERE {_OF_TOPIC} AND {range_}{narrowing} ORDER BY {TO_SEND_ORDER}"
-        for range_ in _RANGES[state]
+        f"SELECT {columns} FROM {TO_SEND} WHERE {OF_TOPIC} AND {range_}{narrowing} ORDER BY {TO_SEND_ORDER}"
+        for range_ in RANGES[state]
     ]
 
 
@@ -205,7 +144,7 @@ SELECT {columns} FROM (
 {SEEK} {BY_ID} ON Id = found
 ORDER BY {sorted_by}"""
     # Each state has its own query. With CURRENT_TIMESTAMP(), a task could be in none of them, or in two.
-    return statement.replace("CURRENT_TIMESTAMP()", "@now")
+    return at_now(statement)
 
 
 def count_of_state(state: str, names: Collection[str]) -> str:
@@ -230,7 +169,7 @@ def next_ids(state: str, names: Collection[str]) -> str:
         return f"""
 SELECT Id, SentAt FROM {TO_SEND} WHERE Shard = @shard AND SentAt >= @after{narrowing}
 ORDER BY {TO_SEND_ORDER}, Id LIMIT @limit"""
-    [range_] = _RANGES[state]
+    [range_] = RANGES[state]
     return f"""
 SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
 {SEEK} {TO_SEND} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND {range_}
@@ -256,33 +195,22 @@ SELECT SentAt, CreatedAt, Sequence, Id, Topic, Priority, OrderingKey, Bytes FROM
 ORDER BY SentAt, CreatedAt, Id"""
 
 
-def by_ids(condition: str) -> str:
-    """Return the statement that reads tasks by @ids. The plan makes one seek for each, so it locks no other rows.
+def by_ids(condition: str, *, lock: bool = False) -> str:
+    """Return the statement that reads tasks by @ids. With `lock`, no worker publishes them at the same time.
 
     A condition with HELD also makes a seek for the head of each deferred task.
 
     A further state here is `expired`: neither blocked nor pending, and ExpiresAt has passed.
     """
-    return f"""
-SELECT Id, Topic, OrderingKey, Shard,
+    columns = f"""Id, Topic, OrderingKey, Shard,
   CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]}) THEN 'expired'
-    ELSE {_STATE} END,
-  COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy
-FROM UNNEST(@ids) AS wanted
-{SEEK} {BY_ID} AS task ON task.Id = wanted"""
+    ELSE {STATE_SQL} END,
+  COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy"""
+    return of_ids(columns, lock=lock)
 
 
-def locked(condition: str) -> str:
-    """Return `by_ids` with an exclusive lock, so that no worker publishes these tasks at the same time."""
-    return "@{LOCK_SCANNED_RANGES=exclusive}" + by_ids(condition)
-
-
-#: The ID and SentAt of tasks, locked as by `locked`: two transactions that read with shared locks and then write would
-#: abort each other.
-LOCK_SENT_AT = f"""
-@{{LOCK_SCANNED_RANGES=exclusive}}
-SELECT Id, SentAt FROM UNNEST(@ids) AS wanted
-{SEEK} {BY_ID} ON Id = wanted"""
+#: The ID and SentAt of tasks, with exclusive locks.
+LOCK_SENT_AT = of_ids("Id, SentAt", lock=True)
 
 # The first tasks whose ID begins with each of @ids. The task with that ID itself comes first.
 BEGINNING_WITH = f"""
@@ -293,14 +221,4 @@ SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
 
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
-    return f"SELECT {columns}, {_STATE} FROM {BY_ID} WHERE Id = @id"
-
-
-# The n-th key consists of the n-th topic in @topics, the n-th ordering key in @keys and its shard in @shards.
-KEY_HEADS = f"""
-SELECT first.Id FROM (
-  SELECT of_key, @topics[OFFSET(position)] AS of_topic, @shards[OFFSET(position)] AS in_shard
-  FROM UNNEST(@keys) AS of_key WITH OFFSET AS position), UNNEST(ARRAY(
-  SELECT AS STRUCT Id FROM {IN_ORDER}
-  WHERE OrderingKey IS NOT NULL AND Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND SentAt IS NULL
-  ORDER BY {IN_ORDER_ORDER} LIMIT 1)) AS first"""
+    return f"SELECT {columns}, {STATE_SQL} FROM {BY_ID} WHERE Id = @id"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
-from google.api_core.exceptions import Aborted, GoogleAPIError, NotFound
+from google.api_core.exceptions import NotFound
 from google.cloud.spanner_v1 import RequestOptions
 from google.cloud.spanner_v1.database import Database
 
@@ -16,9 +16,10 @@ from outbox.admin import statements
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.program.settings import DatabaseSettings
 from outbox.table import schema
-from outbox.table.connection import open_database, retry_and_timeout
+from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
-from outbox.table.sql import PESSIMISTIC
+from outbox.table.statements import CONTROLS, NOW, parameters
+from outbox.table.transact import PESSIMISTIC, retry_and_timeout, transact
 
 T = TypeVar("T")
 
@@ -40,10 +41,9 @@ def _request(tag: str, seconds: float) -> dict[str, Any]:
     return {"request_options": {"priority": _LOW, "request_tag": tag}, **retry_and_timeout(seconds)}
 
 
-def _rows(reader: Any, sql: str, parameters: Mapping[str, Any], tag: str, seconds: float) -> list[list[Any]]:
+def _rows(reader: Any, sql: str, values: Mapping[str, Any], tag: str, seconds: float) -> list[list[Any]]:
     """Return all rows of one statement that a snapshot or a transaction runs."""
-    types = {name: statements.TYPES[name] for name in parameters}
-    return list(reader.execute_sql(sql, params=parameters, param_types=types, **_request(tag, seconds)))
+    return list(reader.execute_sql(sql, **parameters(values), **_request(tag, seconds)))
 
 
 def _user() -> str:
@@ -63,15 +63,18 @@ class LayoutChanged(NotReached):
 
 
 class TaskTable:
-    """Queries and transactions on the outbox's tables. Every method raises NotReached or OutboxError.
+    """Queries and transactions on the outbox's tables, which must exist. Every method raises NotReached or OutboxError.
 
     When the layout is dropped, the method that notices it raises LayoutChanged, and the next one reads another layout.
     """
 
     def __init__(self, database: Database) -> None:
-        """Check that the table exists, and read its layout."""
         self._database: Any = database  # its methods carry no types
-        self.layout = schema.layout(database, request_options=SCHEMA_OPTIONS)
+        self.read_layout()
+
+    def read_layout(self) -> None:
+        """Read the layout again, because the number of shards may have changed."""
+        self.layout: Layout = schema.layout(self._database, request_options=SCHEMA_OPTIONS)
 
     @property
     def shards(self) -> Sequence[int]:
@@ -103,7 +106,7 @@ class TaskTable:
 
     def now(self) -> datetime:
         """Return the database's time. The times of tasks come from the same clock."""
-        [[now]] = self.query(statements.NOW, "outbox-now")
+        [[now]] = self.query(NOW, "outbox-now")
         time: datetime = now
         return time
 
@@ -129,7 +132,7 @@ class TaskTable:
 
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
         """Return the topics that have an unsent task or a row of AsynchronousTaskTopics, sorted, at most `count`."""
-        topics = {name for (name,) in self.query(statements.CONTROLLED_TOPICS, "outbox-topics", at=at)}
+        topics = {name for name, *_ in self.query(CONTROLS, "outbox-topics", at=at)}
         # `topics` has every topic up to `complete_up_to`. If `complete_up_to` is None, it has all topics.
         complete_up_to: str | None = ""
         # Begin at the empty name: a writer that bypasses the library may have inserted an empty Topic.
@@ -149,30 +152,18 @@ class TaskTable:
     def transact(self, tag: str, work: "Callable[[Transaction], T]") -> T:
         """Run `work` in a read-write transaction, retry it if Spanner aborts it, and return its result.
 
-        The transaction is serializable and pessimistic. Otherwise the hint in `statements.locked` has no effect.
+        The transaction is serializable and pessimistic. Otherwise the hint of `by_ids` has no effect.
         """
-
-        def attempt(transaction: Any) -> T:
-            try:
-                return work(Transaction(transaction, tag, self.layout))
-            except Aborted:
-                raise  # the client runs the function again
-            except GoogleAPIError:
-                # After a Google API error the client does not roll back, so the locks stay. It rolls back after other
-                # exceptions, so the error is translated here.
-                with schema.service_errors(self.name):
-                    raise
-
         with self._errors():
-            result: T = self._database.run_in_transaction(
-                attempt,
+            return transact(
+                self._database,
+                lambda transaction: work(Transaction(transaction, tag, self.layout)),
                 timeout_secs=ABORTED_SECONDS,
                 default_retry_delay=ABORTED_DELAY_SECONDS,
                 transaction_tag=tag,
                 commit_request_options={"priority": _LOW},
                 **PESSIMISTIC,
             )
-        return result
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -194,8 +185,7 @@ class TaskTable:
                     f"{self.name}: column {former.column} is gone, because the number of shards was changed. "
                     "Run the command again."
                 ) from error
-            expected = schema.statements(suffix=self.layout.suffix)
-            if wrong := schema.differences(self._database, expected, request_options=SCHEMA_OPTIONS):
+            if wrong := schema.problems(self._database, self.layout, relay_only=False, request_options=SCHEMA_OPTIONS):
                 raise NotReached(f"{self.name}: {'; '.join(wrong)}. See `outbox schema apply`.") from error
             raise
 
@@ -204,7 +194,6 @@ class Transaction:
     """A read-write transaction. The methods that buffer mutations are those of the client."""
 
     def __init__(self, transaction: Any, tag: str, layout: Layout) -> None:
-        """Wrap a transaction of the client."""
         self._transaction, self._tag, self._layout = transaction, tag, layout
         self.insert_or_update, self.delete = transaction.insert_or_update, transaction.delete
 

@@ -11,14 +11,15 @@ from outbox.admin import statements
 from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.message import parsed
-from outbox.table.sql import chunked
+from outbox.table import ddl
 from outbox.table.states import UNSENT
+from outbox.table.values import chunked
 
 _COLUMNS = (
     "Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt", "Attempts",
     "LastError", "SentAt", "Bytes",
 )  # fmt: skip
-_ALL_COLUMNS = (*_COLUMNS, "Shard", "Sequence", "AtMostOnce", "TimesSent", "Data")
+_ALL_COLUMNS = tuple(dict.fromkeys((*_COLUMNS, *ddl.columns())))
 
 #: Time windows that are searched for the newest sent tasks, one after the other, before all sent tasks are read.
 WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))

@@ -12,6 +12,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
 from outbox.admin.table import TaskTable, Transaction
+from outbox.table.statements import CONTROLS
 
 _TABLE = "AsynchronousTaskTopics"
 _TAG = "outbox-topics"
@@ -32,7 +33,7 @@ _COLUMNS = ("Topic", *(field.name for field in dataclasses.fields(Control)))
 
 def controls(table: TaskTable) -> dict[str, Control]:
     """Return all rows by topic."""
-    return {topic: Control(*row) for topic, *row in table.query(statements.CONTROLS, _TAG)}
+    return {topic: Control(*row) for topic, *row in table.query(CONTROLS, _TAG)}
 
 
 def waiting(table: TaskTable, topics: Iterable[str]) -> set[str]:

@@ -69,11 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     for module in COMMANDS:
         module.add(commands)
     title = "print a completion script for bash, zsh or fish"
-    completing = flags.command(commands, "completion", title, COMPLETION_DESCRIPTION)
+    completing = flags.command(commands, "completion", title, COMPLETION_DESCRIPTION, _complete)
     shell = one_of("bash", "zsh", "fish")
     flags.add(completing, "shell", shell, f"The shell: {shell.allowed}", metavar="SHELL", choices=shell.choices)
-    completing.set_defaults(run=_complete)
-    helping = flags.command(commands, "help", "describe a command", "Describe a command, or list all commands.")
+    helping = flags.command(commands, "help", "describe a command", "Describe a command, or list all commands.", _help)
     helping.add_argument("words", nargs="*", metavar="COMMAND", help="A command; without it, all are listed.")
     return parser
 

@@ -59,7 +59,7 @@ _log = logging.getLogger("outbox")
 
 def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
-    retrying = flags.command(commands, "retry", "send tasks again, or retry dead tasks", RETRY_DESCRIPTION)
+    retrying = flags.command(commands, "retry", "send tasks again, or retry dead tasks", RETRY_DESCRIPTION, run_retry)
     flags.add_ids(retrying)
     flags.add_selection(retrying, *RETRY_STATES, others=BY_ID_ONLY)
     flags.add_dry_run(retrying)
@@ -69,8 +69,7 @@ def add(commands: Any) -> None:
         f"{bulk.CONFIRM_ABOVE:,} tasks match.",
     )  # fmt: skip
     retrying.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
-    retrying.set_defaults(run=run_retry)
-    purging = flags.command(commands, "purge", "delete sent tasks", PURGE_DESCRIPTION)
+    purging = flags.command(commands, "purge", "delete sent tasks", PURGE_DESCRIPTION, run_purge)
     text = "Delete tasks sent before this time. Allowed: "
     flags.add(purging, "--sent-before", MOMENT, text + MOMENT.allowed, metavar="TIME", required=True)
     flags.add_topic(purging)
@@ -78,12 +77,10 @@ def add(commands: Any) -> None:
     purging.add_argument(
         "--yes", action="store_true", help=f"Skip the confirmation above {bulk.CONFIRM_ABOVE:,} tasks."
     )
-    purging.set_defaults(run=run_purge)
-    discarding = flags.command(commands, "discard", "delete dead tasks permanently", DISCARD_DESCRIPTION)
+    discarding = flags.command(commands, "discard", "delete dead tasks permanently", DISCARD_DESCRIPTION, run_discard)
     flags.add_ids(discarding)
     flags.add(discarding, "--reason", flags.TEXT, "The reason, for the log", metavar="TEXT", required=True)
     discarding.add_argument("--yes", action="store_true", help="Skip the confirmation.")
-    discarding.set_defaults(run=run_discard)
 
 
 def run_retry(options: argparse.Namespace) -> int:

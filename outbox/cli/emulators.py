@@ -56,7 +56,7 @@ def _of_kind(kind: str, text: str) -> tuple[str, str]:
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION)
+    parser = flags.command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION, run)
     EmulatorSettings.add_flags(parser)
     text = "Create this database with the outbox's tables"
     flags.add(parser, "--create", PLACE, text, metavar="PROJECT/INSTANCE/DATABASE")
@@ -68,7 +68,6 @@ def add(commands: Any) -> None:
             f"--{kind}", type=functools.partial(_of_kind, kind), dest="pubsub", action="append", default=[],
             metavar="ID", help=f"Create this {kind} in the project of --create; may be repeated.",
         )  # fmt: skip
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ ROWS = 10
 #: Max tasks of a state that are read to count their errors.
 READ = 1_000
 #: The states in which LastError is the reason for the state.
-STATES = ("dead", "retrying")
+FAILING = ("dead", "retrying")
 
 
 def counted(tasks: "Sequence[admin.tasks.Task]", *, at_least: bool = False) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def counted(tasks: "Sequence[admin.tasks.Task]", *, at_least: bool = False) -> l
 def of_backlog(database: "admin.table.TaskTable", backlog: "admin.backlog.Backlog") -> list[dict[str, Any]]:
     """Count the errors of at most READ tasks of each state, as of the backlog. Raises NotReached, OutboxError."""
     counts: list[dict[str, Any]] = []
-    for state in STATES:
+    for state in FAILING:
         if getattr(backlog.total, state):
             tasks = admin.tasks.listed(database, admin.changes.TaskSelection(state=state), READ, backlog.as_of)
             counts += counted([task for task in tasks if task.columns["LastError"]], at_least=len(tasks) == READ)

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,14 @@ def global_flags() -> argparse.ArgumentParser:
     return parent
 
 
-def command(commands: Any, name: str, text: str, description: str) -> argparse.ArgumentParser:
-    """Add a command."""
+def command(
+    commands: Any, name: str, text: str, description: str, run: Callable[[argparse.Namespace], int] | None = None
+) -> argparse.ArgumentParser:
+    """Add a command. `run` gets its options and returns its exit code. Without it, the command prints its help."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=description, formatter_class=HelpFormatter, parents=[global_flags()]
     )
+    parser.set_defaults(**{"run": run} if run else {"words": [name]})
     return parser
 
 

@@ -21,10 +21,9 @@ HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION")
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION)
+    parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, run)
     flags.add_limit(parser, "operations", 20)
     parser.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

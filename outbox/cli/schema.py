@@ -43,22 +43,18 @@ DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 7
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "schema", "print, apply or reshard the tables", SCHEMA_DESCRIPTION)
-    parser.set_defaults(words=["schema"])  # without an action, print the help
     actions = parser.add_subparsers(metavar="ACTION")
-    printing = flags.command(actions, "print", "print the DDL", PRINT_DESCRIPTION)
+    printing = flags.command(actions, "print", "print the DDL", PRINT_DESCRIPTION, run_print)
     _add_choices(printing, "")
-    printing.set_defaults(run=run_print)
-    applying = flags.command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION)
+    applying = flags.command(actions, "apply", "create missing schema objects", APPLY_DESCRIPTION, run_apply)
     _add_choices(applying, "; if the table exists, omit this flag or pass the table's value")
-    applying.set_defaults(run=run_apply)
-    resharding = flags.command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION)
+    resharding = flags.command(actions, "reshard", "change the number of shards", RESHARD_DESCRIPTION, run_reshard)
     choice = resharding.add_mutually_exclusive_group(required=True)
     text = f"The new number of shards: {SHARDS.allowed}. To continue, run the command again with the same number"
     flags.add(choice, "--shards", SHARDS, text, metavar="N")
     text = "Print the layouts and the next step, and change nothing."
     choice.add_argument("--status", action="store_true", help=text)
     choice.add_argument("--abort", action="store_true", help="Return to the former number of shards.")
-    resharding.set_defaults(run=run_reshard)
 
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:

@@ -38,7 +38,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "status", "unsent tasks by topic and priority", DESCRIPTION)
+    parser = flags.command(commands, "status", "unsent tasks by topic and priority", DESCRIPTION, run)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     parser.add_argument("--watch", action="store_true", help="Update every five seconds, until Ctrl-C.")
     parser.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
@@ -46,7 +46,6 @@ def add(commands: Any) -> None:
     flags.add(parser, "--max-age", SECONDS, text + SECONDS.allowed, metavar="S")
     text = "Exit code 1 if more than N tasks are pending. Both limits ignore paused topics"
     flags.add(parser, "--max-pending", PENDING, text, metavar="N")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from outbox import admin
@@ -20,7 +20,7 @@ from outbox.errors import OutboxError
 from outbox.program.signals import exit_on
 from outbox.program.terminal import counted, escaped, say
 from outbox.program.times import MOMENT, resolved, shown, spoken
-from outbox.table.states import NEVER, STATES
+from outbox.table.states import STATES, is_dead
 
 LIST_DESCRIPTION = """\
 List the tasks of one state, or all unsent tasks. Pending tasks are sorted by priority
@@ -53,23 +53,20 @@ _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}\[\]:,]|[^\s{}\[\]:,
 
 def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
-    listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION)
+    listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION, run_list)
     flags.add_selection(listing, *STATES)
     flags.add_limit(listing, "tasks", 100)
     listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
-    listing.set_defaults(run=run_list)
-    showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION)
+    showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION, run_show)
     flags.add(showing, "ids", flags.ID, f"Task ID. {flags.PREFIX_HELP}", metavar="ID", nargs=1)
     form = showing.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
     form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
-    showing.set_defaults(run=run_show)
-    tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION)
+    tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION, run_tail)
     flags.add_topic(tailing)
     text = f"Start at this time instead of now. Allowed: {MOMENT.allowed}"
     flags.add(tailing, "--since", MOMENT, text, metavar="TIME")
     tailing.add_argument("--json", action="store_true", help="Print one JSON object per line.")
-    tailing.set_defaults(run=run_tail)
 
 
 def run_list(options: argparse.Namespace) -> int:
@@ -83,7 +80,7 @@ def run_list(options: argparse.Namespace) -> int:
             say(as_json(_fields(task)))
     elif tasks:
         say(_table(tasks))
-        counts = errors.counted([task for task in tasks if task.state in errors.STATES and task.columns["LastError"]])
+        counts = errors.counted([task for task in tasks if task.state in errors.FAILING and task.columns["LastError"]])
         if any(count["tasks"] > 1 for count in counts):
             say("", errors.text(counts))
     if not tasks:
@@ -95,16 +92,13 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def _table(tasks: "list[admin.tasks.Task]") -> str:
-    def available(time: datetime | None) -> datetime | None:
-        return None if time is None or time >= NEVER else time
-
     columns: dict[str, list[object]] = {
         "ID": [task.columns["Id"] for task in tasks],
         "TOPIC": [task.columns["Topic"] for task in tasks],
         "PRIORITY": [task.columns["Priority"] for task in tasks],
         "STATE": [task.state for task in tasks],
         "CREATED": [task.columns["CreatedAt"] for task in tasks],
-        "AVAILABLE": [available(task.columns["AvailableAt"]) for task in tasks],
+        "AVAILABLE": [None if is_dead(at) else at for at in (task.columns["AvailableAt"] for task in tasks)],
         "SENT": [task.columns["SentAt"] for task in tasks],
         "ATTEMPTS": [task.columns["Attempts"] or None for task in tasks],
         "KEY": [task.columns["OrderingKey"] for task in tasks],
@@ -160,7 +154,7 @@ def _lines(task: "admin.tasks.Task", message: Any | None, data: bytes) -> Iterat
     columns = {"Id": task.columns["Id"], "State": task.state, **task.columns}
     del columns["Data"]
     for name, value in columns.items():
-        never = " (never)" if name == "AvailableAt" and value is not None and value >= NEVER else ""
+        never = " (never)" if name == "AvailableAt" and is_dead(value) else ""
         yield f"{name:<12} {'NULL' if value is None else cell(value)}{never}"
     if message is not None:
         yield "Attributes" if message.attributes else "Attributes   none"

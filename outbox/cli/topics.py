@@ -64,16 +64,16 @@ LIMITS = {
 
 def add(commands: Any) -> None:
     """Add the four commands to the subparsers `commands`."""
-    showing = flags.command(commands, "topics", "list topics with pauses, limits and backlog", TOPICS_DESCRIPTION)
+    showing = flags.command(
+        commands, "topics", "list topics with pauses, limits and backlog", TOPICS_DESCRIPTION, run_topics
+    )
     showing.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     showing.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
-    showing.set_defaults(run=run_topics)
-    pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION)
-    resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION)
-    limiting = flags.command(commands, "limit", "limit a topic, or remove its limits", LIMIT_DESCRIPTION)
-    for parser, run, count in ((pausing, run_pause, "+"), (resuming, run_resume, "+"), (limiting, run_limit, 1)):
+    pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, run_pause)
+    resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, run_resume)
+    limiting = flags.command(commands, "limit", "limit a topic, or remove its limits", LIMIT_DESCRIPTION, run_limit)
+    for parser, count in ((pausing, "+"), (resuming, "+"), (limiting, 1)):
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
-        parser.set_defaults(run=run)
     for flag, (column, kind, text) in LIMITS.items():
         flags.add(limiting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=column)
     limiting.add_argument("--off", action="store_true", help="Remove all limits.")

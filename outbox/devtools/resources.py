@@ -12,6 +12,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
 from outbox.table import schema
+from outbox.table.ddl import statements
 
 #: Timeout of one call in seconds. The emulators take milliseconds.
 SECONDS = 30.0
@@ -30,7 +31,7 @@ def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[s
     client = spanner.Client(project=place.project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
     config = f"projects/{place.project}/instanceConfigs/emulator-config"
     instance = client.instance(place.instance, configuration_name=config)
-    own = [] if any(map(_CREATES_TASKS.match, ddl)) else schema.statements()
+    own = [] if any(map(_CREATES_TASKS.match, ddl)) else statements()
     database: Database = instance.database(place.database, ddl_statements=[*own, *ddl])
     what, topic = f"instance {place.instance}", ""
     try:
@@ -50,5 +51,5 @@ def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[s
                     pubsub_v1.SubscriberClient().create_subscription(request=request, timeout=SECONDS)
     except GoogleAPIError as error:
         raise OutboxError(f"could not create {what} on the emulator: {error}") from error
-    schema.apply(database, schema.statements())
+    schema.apply(database, statements())
     return database

@@ -20,7 +20,7 @@ from outbox.inbox import Key, ReceivedMessage, inbox_row, table_errors
 from outbox.message import Message, check_task_id
 from outbox.metrics import count_registered
 from outbox.registration import COLUMNS, TABLE, Options, Task, count_rows, task_row, task_rows
-from outbox.table.sql import chunked
+from outbox.table.values import chunked
 
 #: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
 _MAX_ROWS = 100

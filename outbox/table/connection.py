@@ -43,7 +43,6 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start the clock."""
         self._clock = clock
         self._end = clock() + seconds
         self._calls = 0
@@ -201,12 +200,3 @@ def _limited(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
             raise
 
     return limited
-
-
-def retry_and_timeout(seconds: float) -> dict[str, Any]:
-    """Return `retry` and `timeout` for one call of the Spanner client.
-
-    Without a Retry of our own, the client repeats a read or a query forever while the service is unavailable.
-    """
-    retry = Retry(predicate=if_exception_type(ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
-    return {"retry": retry, "timeout": seconds}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from outbox.table.layouts import COLUMN, MAX_SHARDS, renamed
+from outbox.table.layouts import MAX_SHARDS, Layout
 
 #: Min tasks a second, one in thirty years. A smaller RatePerSecond is a mistake, and could become 0 for each worker.
 MIN_RATE = 1e-9
@@ -40,7 +40,7 @@ def statements(
     *,
     change_stream: bool = False,
     relay_only: bool = False,
-    suffix: str = "",
+    layout: Layout | None = None,
 ) -> list[str]:
     """Return the DDL, one statement each, without comments and semicolons.
 
@@ -49,7 +49,7 @@ def statements(
         retention_days: sent tasks are deleted when they are older, 1 to 3,650; None keeps them.
         change_stream: add the change stream AsynchronousTasksInserts.
         relay_only: leave out the tables that the relay does not need.
-        suffix: that of the layout, empty unless the table has been resharded.
+        layout: that of a table that has been resharded.
 
     Raises:
         ValueError: a number is out of range.
@@ -66,7 +66,14 @@ def statements(
         table = re.sub(r",\s*ROW DELETION POLICY \(.+\)$", "", table)
     else:
         table = re.sub(r"INTERVAL \d+ DAY", f"INTERVAL {retention_days} DAY", table)
-    return [renamed(each, suffix) for each in (table, *others, *([_CHANGE_STREAM] if change_stream else []))]
+    found = [table, *others, *([_CHANGE_STREAM] if change_stream else [])]
+    return [layout.sql(each) for each in found] if layout else found
+
+
+def columns() -> dict[str, str]:
+    """Return the columns of AsynchronousTasks in order, each with its definition, such as `STRING(64) NOT NULL`."""
+    _, parts = parse(statements()[0])
+    return {name.removeprefix("column "): text for name, text in parts.items() if name.startswith("column ")}
 
 
 def tables() -> list[str]:
@@ -74,18 +81,18 @@ def tables() -> list[str]:
     return re.findall(r"^CREATE TABLE (\w+)", _schema_sql(), re.MULTILINE)
 
 
-def added_layout(shards: int) -> list[str]:
-    """Return the DDL that adds the layout of so many shards to a table: its column, and its indexes."""
-    table, *others = statements(shards, suffix=str(shards))
-    [column] = re.findall(rf"^  ({COLUMN}{shards} .+),$", table, re.MULTILINE)
+def added_layout(layout: Layout) -> list[str]:
+    """Return the DDL that adds a layout to a table: its column, and its indexes."""
+    table, *others = statements(layout.shards, layout=layout)
+    [column] = re.findall(rf"^  ({layout.column} .+),$", table, re.MULTILINE)
     indexes = [each for each in others if each.startswith("CREATE INDEX ")]
     return [f"ALTER TABLE AsynchronousTasks ADD COLUMN {' '.join(column.split())}", *indexes]
 
 
-def dropped_layout(suffix: str, indexes: Collection[str]) -> list[str]:
+def dropped_layout(layout: Layout, indexes: Collection[str]) -> list[str]:
     """Return the DDL that removes a layout from a table that still has these of its indexes."""
     drops = [f"DROP INDEX {each}" for each in sorted(indexes)]
-    return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {COLUMN}{suffix}"]
+    return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {layout.column}"]
 
 
 #: What may contain a semicolon that ends no statement: texts and names in quotes, and comments. In all quotes, also of

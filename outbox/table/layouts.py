@@ -1,16 +1,15 @@
 """Layouts: a generated column that numbers the shards of the tasks, and the two indexes that begin with it.
 
 A table has one layout, and two while its number of shards changes (`outbox.admin.reshard`). Each task is in all
-layouts.
-The first layout has the names of schema.sql. The names of the others end with the number of shards: `Shard32`,
-`AsynchronousTasksToSend32`, `AsynchronousTasksInOrder32`. SQL is written with the first names; `renamed` changes them.
+layouts. The first layout has the names of schema.sql. The names of the others end with the number of shards: `Shard32`,
+`AsynchronousTasksToSend32`, `AsynchronousTasksInOrder32`. SQL is written with the first names, and `sql` changes them.
 
 A shard ID names a shard and its layout: 0 to 999 are shards of the first layout, 32,000 to 32,031 are those of Shard32.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,6 +30,11 @@ class Layout:
     suffix: str = ""
 
     @classmethod
+    def added(cls, shards: int) -> "Layout":
+        """Return the layout that a change to this number of shards adds."""
+        return cls(shards, str(shards))
+
+    @classmethod
     def recorded(cls, column: str, shards: int) -> "Layout | None":
         """Return the layout of a row of AsynchronousTaskShards, or None: any program may write anything there."""
         suffix = column.removeprefix(COLUMN)
@@ -48,33 +52,51 @@ class Layout:
     @property
     def ids(self) -> range:
         """Return the IDs of the shards."""
-        begin = first_id(self.suffix)
+        begin = _first_id(self.suffix)
         return range(begin, begin + self.shards)
 
     def sql(self, statement: str) -> str:
         """Return a statement for this layout."""
-        return renamed(statement, self.suffix)
+        return _renamed(statement, self.suffix)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutShards:
+    """Some of the shards of one layout. `numbers` are the values of its column."""
+
+    numbers: list[int]
+    _suffix: str
+
+    def __contains__(self, shard: int) -> bool:
+        """Tell whether a shard ID is one of this layout."""
+        return _suffix_of(shard) == self._suffix
+
+    @property
+    def first_id(self) -> int:
+        """Return the ID of the first shard of the layout."""
+        return _first_id(self._suffix)
+
+    def sql(self, statement: str) -> str:
+        """Return a statement, or a name, for this layout."""
+        return _renamed(statement, self._suffix)
+
+
+def by_layout(shards: Iterable[int]) -> list[LayoutShards]:
+    """Divide shard IDs by their layout. The IDs of a layout keep their order."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for shard in shards:
+        found[_suffix_of(shard)].append(shard % MAX_SHARDS)
+    return [LayoutShards(numbers, suffix) for suffix, numbers in found.items()]
 
 
 @lru_cache(maxsize=256)
-def renamed(statement: str, suffix: str) -> str:
-    """Return a statement that is written for the first layout with the names of another one."""
+def _renamed(statement: str, suffix: str) -> str:
     return _NAMES.sub(rf"\g<1>{suffix}", statement) if suffix else statement
 
 
-def first_id(suffix: str) -> int:
-    """Return the ID of the first shard of a layout."""
+def _first_id(suffix: str) -> int:
     return int(suffix or 0) * MAX_SHARDS
 
 
-def suffix_of(shard: int) -> str:
-    """Return the suffix of the layout to which a shard ID belongs."""
+def _suffix_of(shard: int) -> str:
     return str(shard // MAX_SHARDS) if shard >= MAX_SHARDS else ""
-
-
-def by_suffix(shards: Iterable[int]) -> Mapping[str, list[int]]:
-    """Return the numbers of the shards within their layouts, by the suffix of the layout."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for shard in shards:
-        found[suffix_of(shard)].append(shard % MAX_SHARDS)
-    return found

@@ -17,14 +17,10 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl
-from outbox.table.connection import Deadline, retry_and_timeout
-from outbox.table.ddl import OPERATIONS, OWN_CHOICES, RETENTION, SHARD_COUNT, normalized, statements
+from outbox.table.connection import Deadline
+from outbox.table.ddl import OWN_CHOICES, SHARD_COUNT, normalized, statements
 from outbox.table.layouts import COLUMN, Layout
-
-__all__ = [
-    "OPERATIONS", "OWN_CHOICES", "RETENTION", "SHARD_COUNT", "apply", "complete", "differences", "layout", "layouts",
-    "service_errors", "statements",
-]  # fmt: skip
+from outbox.table.transact import retry_and_timeout
 
 #: Seconds for a read of INFORMATION_SCHEMA. In a database with very many objects it takes many seconds.
 SCHEMA_SECONDS = 30.0
@@ -47,6 +43,11 @@ def differences(
     """
     shapes = dict(map(ddl.parse, expected))
     return list(ddl.compare(shapes, _read(database, shapes, request), free))
+
+
+def problems(database: Database, layout: Layout, *, relay_only: bool, **request: Any) -> list[str]:
+    """Return the `differences` from schema.sql of a table with this layout."""
+    return differences(database, statements(relay_only=relay_only, layout=layout), **request)
 
 
 def layout(database: Database, **request: Any) -> Layout:

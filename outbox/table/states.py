@@ -1,15 +1,94 @@
-"""The states of a task: pending (ready or due), retrying, scheduled, blocked, dead or sent.
+"""The states of a task, each defined once: in SQL, in Python and for the columns of Arrow.
 
 docs/guide/schema.md shows the columns in each state.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 #: A task whose AvailableAt is this time or later is dead.
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
+NEVER_SQL = f"TIMESTAMP '{NEVER:%Y-%m-%dT%H:%M:%SZ}'"
 
 #: Max time for which an at-most-once task may be marked and not yet published.
 MARKS_FINAL_AFTER = timedelta(minutes=1)
 
-UNSENT = ("pending", "retrying", "scheduled", "blocked", "dead")
+LATER_SQL = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {NEVER_SQL}"
+
+
+def is_dead(available_at: datetime | None) -> bool:
+    """Tell whether an unsent task with this AvailableAt is dead."""
+    return available_at is not None and available_at >= NEVER
+
+
+def _is_later(row: Any, now: datetime) -> bool:
+    return row.available_at is not None and row.available_at > now
+
+
+def _are_later(pc: Any, columns: Mapping[str, Any], now: datetime) -> Any:
+    return pc.greater(columns["AvailableAt"], now)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A state of unsent tasks. Several may hold for a task. The last of these in `UNSENT_STATES` is its state."""
+
+    name: str
+    #: The SQL of its ranges in the index AsynchronousTasksToSend, for each shard and topic. It excludes other states.
+    ranges: tuple[str, ...]
+    #: Tells whether the state holds for a row with `available_at`, `attempts` and `is_blocked`.
+    holds: Callable[[Any, datetime], bool]
+    #: The same for columns by name. The first argument is `pyarrow.compute`, which only the Spark jobs install.
+    arrow: Callable[[Any, Mapping[str, Any], datetime], Any]
+
+
+UNSENT_STATES = (
+    State(
+        "pending",
+        ("AvailableAt IS NULL", "AvailableAt <= CURRENT_TIMESTAMP()"),
+        lambda _row, _now: True,
+        lambda pc, columns, _now: pc.is_null(columns["SentAt"]),
+    ),
+    State("retrying", (f"{LATER_SQL} AND Attempts > 0 AND BlockedBy IS NULL",), _is_later, _are_later),
+    State(
+        "scheduled",
+        (f"{LATER_SQL} AND Attempts <= 0 AND BlockedBy IS NULL",),
+        lambda row, now: row.attempts <= 0 and _is_later(row, now),
+        lambda pc, columns, now: pc.and_(pc.less_equal(columns["Attempts"], 0), _are_later(pc, columns, now)),
+    ),
+    State(
+        "blocked",
+        (f"{LATER_SQL} AND BlockedBy IS NOT NULL",),
+        lambda row, now: row.is_blocked and _is_later(row, now),
+        lambda pc, columns, now: pc.and_(pc.is_valid(columns["BlockedBy"]), _are_later(pc, columns, now)),
+    ),
+    State(
+        "dead",
+        (f"AvailableAt >= {NEVER_SQL}",),
+        lambda row, _now: is_dead(row.available_at),
+        lambda pc, columns, _now: pc.greater_equal(columns["AvailableAt"], NEVER),
+    ),
+)
+UNSENT = tuple(state.name for state in UNSENT_STATES)
 STATES = (*UNSENT, "sent")
+#: The states in which workers send a task as soon as they can, without an operator.
+LEFT_TO_SEND = ("pending", "retrying")
+
+#: The SQL of the ranges of each state, and the SQL that selects the rows of each state in the whole table.
+RANGES = {state.name: state.ranges for state in UNSENT_STATES}
+CONDITIONS = {name: f"SentAt IS NULL AND ({' OR '.join(ranges)})" for name, ranges in RANGES.items()}
+CONDITIONS["sent"] = "SentAt IS NOT NULL"
+STATE_SQL = "CASE {} END".format(" ".join(f"WHEN {sql} THEN '{name}'" for name, sql in CONDITIONS.items()))
+
+
+def unsent_state(row: Any, now: datetime) -> str:
+    """Return the state of an unsent task with `available_at`, `attempts` and `is_blocked`."""
+    return next(state.name for state in reversed(UNSENT_STATES) if state.holds(row, now))
+
+
+def arrow_states(pc: Any, columns: Mapping[str, Any], now: datetime) -> Any:
+    """Return the states of tasks as an Arrow array. `pc` is `pyarrow.compute`."""
+    masks = (pc.is_valid(columns["SentAt"]), *(state.arrow(pc, columns, now) for state in reversed(UNSENT_STATES)))
+    return pc.case_when(pc.make_struct(*masks), *reversed(STATES))

@@ -11,7 +11,7 @@ from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.errors import InvalidTransaction
-from outbox.table.connection import retry_and_timeout
+from outbox.table.transact import retry_and_timeout
 from outbox.table.values import check_finished
 
 #: Max seconds for the read of `insert_once`, including the wait for another transaction's lock. Without a limit of our

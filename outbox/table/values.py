@@ -1,10 +1,13 @@
 """Values that callers pass, as the exact types that the rest of the code relies on. Standard library only."""
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Iterator
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def plain(text: str) -> str:
@@ -18,6 +21,29 @@ def in_utc(time: datetime) -> datetime:
     Python compares and subtracts times of one zone by the clock on the wall, which shows an hour twice in autumn.
     """
     return time.astimezone(UTC)
+
+
+def chunked(
+    values: Iterable[T], size: int, max_bytes: float = math.inf, bytes_of: Callable[[T], int] = lambda _: 0
+) -> Iterator[list[T]]:
+    """Yield `values` in lists of at most `size` and `max_bytes`, by `bytes_of`.
+
+    Requests and commits have such limits. A value that is larger than `max_bytes` is alone.
+    """
+    chunk: list[T] = []
+    total = 0
+    for value in values:
+        added = bytes_of(value)
+        if chunk and total + added > max_bytes:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(value)
+        total += added
+        if len(chunk) >= size:
+            yield chunk
+            chunk, total = [], 0
+    if chunk:
+        yield chunk
 
 
 def check_finished(result: object, function: str, *others: type) -> None:

@@ -4,15 +4,18 @@ Values come as `google.protobuf.Value`: text for all types but BOOL (https://clo
 """
 
 from base64 import b64decode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from operator import attrgetter
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.sql.types import BinaryType, BooleanType, DataType, LongType, StringType, TimestampType
 
 from outbox.message import TASK_ID_ATTRIBUTE, parsed
-from outbox.table.states import NEVER
+from outbox.table.states import arrow_states
+from outbox_pipeline import schemas
 
 #: The columns from which a derived column is computed.
 NEEDS = {
@@ -20,9 +23,12 @@ NEEDS = {
     "Attributes": ("Id", "Data"),
     "Payload": ("Id", "Data"),
 }
-_NUMBERS = {"Bytes", "Priority", "Sequence", "Shard", "Attempts", "TimesSent"}
-_TIMES = {"CreatedAt", "AvailableAt", "ExpiresAt", "SentAt"}
-_NULLABLE = {"OrderingKey", "BlockedBy", "LastError"}
+#: How to read the values of the types that are neither numbers nor times.
+_OTHERS: dict[type[DataType], tuple[pa.DataType, Callable[[Any], Any]]] = {
+    BooleanType: (pa.bool_(), attrgetter("bool_value")),
+    BinaryType: (pa.binary(), lambda value: b64decode(value.string_value)),
+    StringType: (pa.string(), attrgetter("string_value")),
+}
 _TIME = pa.timestamp("us", tz="UTC")
 #: The length of a time up to its microseconds, the precision of Spark's times.
 _TO_MICROSECONDS = len("2026-11-21T13:00:00.123456")
@@ -35,17 +41,15 @@ def needed(names: Iterable[str]) -> tuple[str, ...]:
 
 def column(name: str, values: Sequence[Any]) -> pa.Array:
     """Return the values of one column of the table."""
-    if name == "AtMostOnce":
-        return pa.array([value.bool_value for value in values], pa.bool_())
-    if name == "Data":
-        return pa.array([b64decode(value.string_value) for value in values], pa.binary())
-    if name in _NUMBERS or name in _TIMES:
+    field = schemas.TABLE[name]
+    if isinstance(field.dataType, LongType | TimestampType):
         # Only NULL has an empty text.
         texts = pa.array([value.string_value or None for value in values], pa.string())
-        return texts.cast(pa.int64()) if name in _NUMBERS else times(texts)
-    if name in _NULLABLE:
-        return pa.array([None if value.HasField("null_value") else value.string_value for value in values], pa.string())
-    return pa.array([value.string_value for value in values], pa.string())
+        return times(texts) if isinstance(field.dataType, TimestampType) else texts.cast(pa.int64())
+    type_, read = _OTHERS[type(field.dataType)]
+    if field.nullable:
+        return pa.array([None if value.HasField("null_value") else read(value) for value in values], type_)
+    return pa.array([read(value) for value in values], type_)
 
 
 def times(texts: pa.Array) -> pa.Array:
@@ -54,31 +58,11 @@ def times(texts: pa.Array) -> pa.Array:
     return cut.cast(pa.timestamp("us")).cast(_TIME)
 
 
-def states(columns: Mapping[str, pa.Array], at: datetime) -> pa.Array:
-    """Return the state of each task at the time `at`. docs/guide/schema.md describes the states."""
-    available = columns["AvailableAt"]
-    return pc.case_when(
-        pc.make_struct(
-            pc.is_valid(columns["SentAt"]),
-            pc.fill_null(pc.greater_equal(available, pa.scalar(NEVER, _TIME)), False),
-            pc.fill_null(pc.less_equal(available, pa.scalar(at, _TIME)), True),
-            pc.is_valid(columns["BlockedBy"]),
-            pc.greater(columns["Attempts"], 0),
-        ),
-        "sent",
-        "dead",
-        "pending",
-        "blocked",
-        "retrying",
-        "scheduled",
-    )
-
-
 def batch(columns: Mapping[str, pa.Array], wanted: pa.Schema, at: datetime) -> pa.RecordBatch:
     """Return the wanted columns, including the derived ones."""
     values: dict[str, Any] = dict(columns)
     if "State" in wanted.names:
-        values["State"] = states(columns, at)
+        values["State"] = arrow_states(pc, columns, at)
     if "Attributes" in wanted.names or "Payload" in wanted.names:
         values |= message_columns(columns["Id"].to_pylist(), columns["Data"].to_pylist())
     return pa.RecordBatch.from_arrays([_of_type(values[field.name], field.type) for field in wanted], schema=wanted)

@@ -109,7 +109,6 @@ class _Reading:
     """The base class of both readers."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        """Store the arguments."""
         self._options = options
         self._schema = schema
 

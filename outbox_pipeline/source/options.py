@@ -12,9 +12,8 @@ from pyspark.sql.types import StructType
 from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings, SettingType, one_of, whole_number
 from outbox.program.times import MOMENT, resolved, shown
-from outbox.table.states import STATES
+from outbox.table.states import STATES, arrow_states
 from outbox_pipeline import schemas
-from outbox_pipeline.source.columns import states
 
 #: Options of the database, and their settings, whose environment variables are the defaults.
 _DATABASE = {
@@ -94,7 +93,7 @@ class RowFilter:
         """Return a mask of the selected tasks, or None if all are selected."""
         masks = []
         if self.state:
-            masks.append(pc.equal(states(columns, at), self.state))
+            masks.append(pc.equal(arrow_states(pc, columns, at), self.state))
         if self.topic is not None:
             masks.append(pc.equal(columns["Topic"], self.topic))
         if self.since or self.until:

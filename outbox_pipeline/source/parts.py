@@ -13,11 +13,12 @@ from uuid import uuid4
 import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
-from outbox.table.layouts import by_suffix, renamed, suffix_of
-from outbox.table.sql import chunked
+from outbox.table.layouts import by_layout
+from outbox.table.statements import TO_SEND_INDEX
+from outbox.table.values import chunked
 from outbox_pipeline.source import columns as arrow
 from outbox_pipeline.source.options import RowFilter
-from outbox_pipeline.spanner import TO_SEND, Table
+from outbox_pipeline.spanner import Table
 
 #: Max tasks, and max bytes of messages, in a batch and so in memory. A single task can have 10 MB.
 BATCH_ROWS, BATCH_BYTES = 2_000, 8_000_000
@@ -61,17 +62,17 @@ class SentPart:
     @property
     def index(self) -> str:
         """Return the name of the index."""
-        return renamed(TO_SEND, suffix_of(self.shards[0]))
+        [shards] = by_layout(self.shards)
+        return shards.sql(TO_SEND_INDEX)
 
     @property
     def keys(self) -> KeySet:
         """Return the ranges of the index."""
-        [numbers] = by_suffix(self.shards).values()
-        if self.after:
-            bounds = [{"start_open": [shard, self.since], "end_closed": [shard, self.until]} for shard in numbers]
-        else:
-            bounds = [{"start_closed": [shard, self.since], "end_open": [shard, self.until]} for shard in numbers]
-        return KeySet(ranges=[KeyRange(**each) for each in bounds])
+        [shards] = by_layout(self.shards)
+        start, end = ("start_open", "end_closed") if self.after else ("start_closed", "end_open")
+        return KeySet(
+            ranges=[KeyRange(**{start: [number, self.since], end: [number, self.until]}) for number in shards.numbers]
+        )
 
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Read the ranges of the index and then the tasks by key."""

@@ -16,7 +16,6 @@ class Folder:
 
     @spark_errors()
     def __init__(self, spark: SparkSession, path: str) -> None:
-        """Store the path, which does not need to exist."""
         jvm: Any = spark.sparkContext._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
         self._spark = spark
         self._path = jvm.org.apache.hadoop.fs.Path(path)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from outbox.program.times import shown
-from outbox.table.states import NEVER
+from outbox.table.states import NEVER, is_dead
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.types import Failed, LockedRow, Mark, NotSent, Outcome, Sent, Skipped, Version
 
@@ -122,5 +122,4 @@ def expired(row: LockedRow) -> Failed:
 
 def _blocks_key(row: LockedRow, now: datetime, *, skip_dead: bool) -> bool:
     """Tell whether an unsent task blocks its key. It does not if it has expired, or is dead and `skip_dead` is set."""
-    is_dead = row.available_at is not None and row.available_at >= NEVER
-    return not (row.is_expired(now) or (skip_dead and is_dead))
+    return not (row.is_expired(now) or (skip_dead and is_dead(row.available_at)))

@@ -32,6 +32,7 @@ from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.errors import DatabaseMissing
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_age
 from publishworker.telemetry.metrics import Metrics
@@ -206,7 +207,7 @@ def verified_layout(database: LimitedDatabase) -> Layout:
     """Return a layout of the table. Raises NotReached if the table is missing or has another shape."""
     layout, wrong = schema.layout(database), []
     try:
-        wrong = schema.differences(database, schema.statements(relay_only=True, suffix=layout.suffix))
+        wrong = schema.problems(database, layout, relay_only=True)
     except NotReached as error:
         if not isinstance(error.__cause__, DeadlineExceeded):
             raise
@@ -217,7 +218,7 @@ def verified_layout(database: LimitedDatabase) -> Layout:
     return layout
 
 
-def until_drained(store: SpannerStore, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
+def until_drained(unsent: UnsentTasks, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
     """Return a function that tells, after a turn, whether `shards` are drained.
 
     A drained shard has no pending or retrying task. The function reads the table only after a turn that made no
@@ -230,6 +231,6 @@ def until_drained(store: SpannerStore, shards: Callable[[], Sequence[int]], inte
         if turn.made_progress or turn.in_flight or time.monotonic() - read_at < interval:
             return False
         read_at = time.monotonic()
-        return not store.has_work(shards())
+        return not unsent.any_to_send(shards())
 
     return drained

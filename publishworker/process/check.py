@@ -21,6 +21,7 @@ from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.spanner.errors import describe
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.topics.rate_limit import problem
 
 #: Seconds for one request about a topic.
@@ -69,14 +70,14 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     """Check the table, permissions and topic controls. Add the topics in use to `topics`. Raises NotReached."""
     database = open_database(settings)
     layout = schema.layout(database)
-    if wrong := schema.differences(database, schema.statements(relay_only=True, suffix=layout.suffix)):
+    if wrong := schema.problems(database, layout, relay_only=True):
         yield "missing", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md"
         return
     yield "ok", f"table: {database.name}, {counted(layout.shards, 'shard')}"
     verify_grants(database)
     yield "ok", "permissions: the worker may write SentAt and heartbeats"
     store = SpannerStore(database, layout)
-    topics_to_send, ordered = store.topics_in_use()
+    topics_to_send, ordered = UnsentTasks(store).topics()
     if ordered and not settings.pubsub_endpoint and not emulator_host(settings):
         names = ", ".join(sorted(ordered))
         yield "warning", f"tasks have ordering keys (topics {names}), but --pubsub-endpoint is not set. {_ONE_REGION}"

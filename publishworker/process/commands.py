@@ -17,6 +17,7 @@ from publishworker.process import exits
 from publishworker.process.app import App, until_drained
 from publishworker.process.settings import WorkerSettings
 from publishworker.process.stopping import stop_on_signals
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.throttled_log import ThrottledLog
@@ -43,12 +44,13 @@ def drain(options: argparse.Namespace) -> int:
             timer.daemon = True
             timer.start()
         store = worker.store
-        drained = until_drained(store, lambda: store.layouts[0].ids, settings.poll_interval)
+        unsent = UnsentTasks(store)
+        drained = until_drained(unsent, lambda: store.layouts[0].ids, settings.poll_interval)
         if (code := worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)) != exits.DONE:
             return code
-    for each in store.unsent():
+    for each in unsent.counts():
         say(f"{'at least ' if each.at_least else ''}{each.count} {each.state} in topic {each.topic}")
-    if store.has_work():
+    if unsent.any_to_send():
         say("not drained: stopped with work left")
         return exits.WORK_LEFT
     say("drained")

@@ -48,7 +48,6 @@ class Partitions:
     """
 
     def __init__(self) -> None:
-        """Know none."""
         #: Set when a thread has failed. The others end then.
         self.given_up = False
         #: The token of a partition that has ended, or the error of one that has failed.

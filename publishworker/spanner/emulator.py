@@ -7,11 +7,11 @@ already published. It reads the whole table for each range of an index.
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from outbox.table.layouts import renamed
-from outbox.table.sql import IN_ORDER, SEEK
+from outbox.table.layouts import LayoutShards
+from outbox.table.statements import IN_ORDER, KEYS, SEEK, UNSENT_OF_KEY
 from publishworker.spanner import rows, statements
 from publishworker.spanner.errors import NotWritten
 from publishworker.spanner.store import SpannerStore
@@ -23,26 +23,25 @@ FEW_KEYS = 4
 WHOLE_KEYS_ROWS = 2_000
 # All unsent tasks of the keys: one scan of the table. If it returns @max_rows rows, some are missing, of any key.
 _WHOLE_KEYS = statements.queued(f"""
-  SELECT Id FROM {statements.KEYS}
+  SELECT Id FROM {KEYS}
   {SEEK} {IN_ORDER} ON Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic
-  WHERE {statements.UNSENT_OF_KEY} LIMIT @max_rows""")
+  WHERE {UNSENT_OF_KEY} LIMIT @max_rows""")
 
 
 class EmulatorStore(SpannerStore):
     """A SpannerStore whose transactions wait for one another here, which is cheaper than aborts."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        """See SpannerStore."""
         super().__init__(*arguments, **named)
         self._one_at_a_time = threading.Lock()
 
-    def _key_heads(self, suffix: str, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def _key_heads(self, shards: LayoutShards, keys: Sequence[Key], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Read many keys at once, because a read of each would scan the table each time."""
         if len(keys) > FEW_KEYS:
-            found = self._read_keys(renamed(_WHOLE_KEYS, suffix), keys, skip_dead=skip_dead, max_rows=WHOLE_KEYS_ROWS)
+            found = self._read_keys(_WHOLE_KEYS, shards, keys, skip_dead=skip_dead, max_rows=WHOLE_KEYS_ROWS)
             if len(found) < WHOLE_KEYS_ROWS:
                 return {key: tasks[:per_key] for key, tasks in rows.key_heads(found).items()}
-        return super()._key_heads(suffix, keys, per_key, skip_dead=skip_dead)
+        return super()._key_heads(shards, keys, per_key, skip_dead=skip_dead)
 
     @contextlib.contextmanager
     def _transaction_slot(self, seconds: float) -> Iterator[float]:

@@ -4,13 +4,9 @@ import re
 
 from google.api_core.exceptions import (
     Aborted,
-    AlreadyExists,
     DeadlineExceeded,
-    FailedPrecondition,
     GoogleAPICallError,
-    InvalidArgument,
     NotFound,
-    OutOfRange,
     PermissionDenied,
     RetryError,
     Unauthenticated,
@@ -20,11 +16,10 @@ from google.rpc.error_details_pb2 import ResourceInfo
 
 from outbox.errors import NotReached
 from outbox.table.connection import UNANSWERED
+from outbox.table.transact import CONTENT
 
 #: The errors that the client raises for a request.
 SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
-#: Errors about the content of a request, such as a value that a constraint forbids.
-CONTENT = (AlreadyExists, FailedPrecondition, InvalidArgument, OutOfRange)
 #: Errors by which Spanner certainly has not executed a request. After all other errors the outcome is unknown.
 _NOT_EXECUTED = (*CONTENT, Aborted, NotFound, PermissionDenied, Unauthenticated)
 

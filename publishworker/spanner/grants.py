@@ -10,8 +10,9 @@ from google.api_core.exceptions import NotFound, PermissionDenied
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 
 from outbox.errors import NotReached
-from outbox.table.connection import LimitedDatabase, retry_and_timeout
+from outbox.table.connection import LimitedDatabase
 from outbox.table.schema import service_errors
+from outbox.table.transact import retry_and_timeout
 from publishworker.spanner.statements import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
 from publishworker.spanner.store import ABORTED_DELAY_SECONDS
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS

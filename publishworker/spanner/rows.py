@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from outbox.table.states import NEVER
+from outbox.table.states import unsent_state
 from publishworker.types import Candidate, Key, LockedRow, QueuedTask
 
 
@@ -96,22 +96,10 @@ class UnsentRow(NamedTuple):
         """Return the task's key in the index. Tasks of one transaction may have the same key."""
         return [self.shard, None, self.topic, self.available_at, self.priority, self.created_at]
 
-    @property
-    def is_dead(self) -> bool:
-        """Tell whether the task is dead."""
-        return self.available_at is not None and self.available_at >= NEVER
-
     def state(self, now: datetime, paused: Collection[str] = ()) -> str:
-        """Return pending, retrying, scheduled, blocked, dead, or paused if the topic is in `paused`."""
-        if self.is_dead:
-            return "dead"
-        if self.topic in paused:
-            return "paused"
-        if self.available_at is None or self.available_at <= now:
-            return "pending"
-        if self.is_blocked:
-            return "blocked"
-        return "retrying" if self.attempts else "scheduled"
+        """Return the state, or `paused` for a task of a topic in `paused` that is not dead."""
+        state = unsent_state(self, now)
+        return "paused" if self.topic in paused and state != "dead" else state
 
 
 def unsent(values: Iterable[Sequence[Any]]) -> list[UnsentRow]:

@@ -7,26 +7,36 @@ be true for every row.
 """
 
 from outbox.table.ddl import CHANGE_STREAM
-from outbox.table.sql import BY_ID, IN_ORDER, IN_ORDER_ORDER, LIVE_SECONDS, NEVER, SEEK, TO_SEND, TO_SEND_ORDER
+from outbox.table.statements import (
+    BY_ID,
+    CONTROLS,
+    EACH_TOPIC,
+    FIRST_OF_KEYS,
+    OF_TOPIC,
+    SEEK,
+    TO_SEND,
+    TO_SEND_ORDER,
+    WORKERS,
+    as_structs,
+    by_ids,
+)
+from outbox.table.states import NEVER_SQL
 
-# Ready tasks by priority, then age.
-_READY = f"""
-SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
+
+def _tasks(range_: str) -> str:
+    """Return the statement for the first @per_range tasks of a range of each shard and topic."""
+    return f"""
+SELECT task.* FROM {EACH_TOPIC}, UNNEST(ARRAY(
   SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt IS NULL
+  WHERE {OF_TOPIC} AND {range_}
   ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
-# Ready tasks of lower priorities, for the fair share.
-_LOWER = f"""
-SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
-  SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt IS NULL AND Priority < @below
-  ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
+
+
+# Ready tasks by priority, then age. For the fair share, also those of lower priorities.
+_READY = _tasks("AvailableAt IS NULL")
+_LOWER = _tasks("AvailableAt IS NULL AND Priority < @below")
 # Due tasks by AvailableAt, the order of the index, so that the task that has been due for longest comes first.
-_DUE = f"""
-SELECT task.* FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
-  SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt <= CURRENT_TIMESTAMP()
-  ORDER BY {TO_SEND_ORDER} LIMIT @per_range)) AS task"""
+_DUE = _tasks("AvailableAt <= CURRENT_TIMESTAMP()")
 #: The statements of a poll by two flags: whether the poll also reads due tasks, and whether it reads the ready tasks of
 #: lower priorities separately.
 POLLS = {
@@ -46,41 +56,26 @@ _TOPICS = f"""
     SELECT Topic FROM {TO_SEND}
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
     LIMIT 1)) AS found"""
-# The milliseconds since each worker's last heartbeat, and for how many seconds it makes the worker live.
-_WORKERS = f"""
-  SELECT AS STRUCT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, MILLISECOND), {LIVE_SECONDS}
-  FROM AsynchronousTaskWorkers"""
 # The number of shards of each layout to poll.
-_LAYOUTS = "SELECT AS STRUCT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
-# Pauses and limits.
-_CONTROLS = "SELECT AS STRUCT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
+_LAYOUTS = "SELECT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
 #: Unknown topics, workers, layouts and topic controls in one request. The last three are whole small tables, with one
 #: row for each worker, up to two rows for layouts, and one for each topic that an operator has paused or limited.
-DISCOVER = f"SELECT ARRAY({_TOPICS}), ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
+_REST = ", ".join(map(as_structs, (WORKERS, _LAYOUTS, CONTROLS)))
+DISCOVER = f"SELECT ARRAY({_TOPICS}), {_REST}"
 #: The same without topics, for a worker that polls a layout whose index has been dropped.
-DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], ARRAY({_WORKERS}), ARRAY({_LAYOUTS}), ARRAY({_CONTROLS})"
+DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], {_REST}"
 
 #: When the first task that is not ready becomes due, or became due. One seek into AsynchronousTasksToSend for each
 #: shard and topic.
 NEXT_DUE = f"""
-SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic, UNNEST(ARRAY(
+SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM {EACH_TOPIC}, UNNEST(ARRAY(
   SELECT AvailableAt FROM {TO_SEND}
-  WHERE Shard = in_shard AND SentAt IS NULL AND Topic = of_topic AND AvailableAt < {NEVER}
+  WHERE {OF_TOPIC} AND AvailableAt < {NEVER_SQL}
   ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS next_at"""
 
 #: The records of a partition of the change stream. A partition without changes returns a record every 1,000 ms, the
 #: minimum that Spanner allows: https://cloud.google.com/spanner/docs/change-streams/details
 CHANGES = f"SELECT ChangeRecord FROM READ_{CHANGE_STREAM}(@start, @end, @token, 1000)"
-
-#: The ordering keys to read. The n-th row has the n-th key of @keys, its topic from @topics and its shard from @shards.
-KEYS = """(
-    SELECT of_key, @topics[OFFSET(place)] AS of_topic, @shards[OFFSET(place)] AS in_shard
-    FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"""
-#: The condition for the unsent rows of AsynchronousTasksInOrder. With @skip_dead it leaves out dead tasks. It uses only
-#: columns of the index, so that a LIMIT applies before any row of the table is read.
-UNSENT_OF_KEY = (
-    f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {NEVER}, FALSE))"
-)
 
 
 def queued(ids: str) -> str:
@@ -94,12 +89,8 @@ FROM ({ids}) AS unsent
 ORDER BY task.CreatedAt, task.Sequence, task.Id"""
 
 
-#: The first unsent tasks of each key, due or not, in the order of the key. One short range of the index per key.
-KEY_HEADS = queued(f"""
-  SELECT first.Id FROM {KEYS}, UNNEST(ARRAY(
-    SELECT AS STRUCT Id FROM {IN_ORDER}
-    WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND {UNSENT_OF_KEY}
-    ORDER BY {IN_ORDER_ORDER} LIMIT @per_key)) AS first""")
+#: The first unsent tasks of each key, due or not, in the order of the key.
+KEY_HEADS = queued(FIRST_OF_KEYS)
 
 #: A topic name followed by this is the next possible name.
 NEXT_NAME_SUFFIX = "\0"
@@ -111,13 +102,12 @@ AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT_NAME_SUFFIX
 # row is ever locked (docs/decisions.md, 0004). Data is not read from a row that was sent since
 # the poll.
 # The client requires that the result is read to its end before the next statement.
-LOCK = f"""
-@{{LOCK_SCANNED_RANGES=exclusive}}
-SELECT Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt,
+LOCK = by_ids(
+    """Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, AvailableAt, SentAt,
   AvailableAt IS NULL AND BlockedBy IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0,
-  Attempts, ExpiresAt, AtMostOnce, BlockedBy IS NOT NULL, TimesSent, CURRENT_TIMESTAMP()
-FROM UNNEST(@ids) AS wanted
-{SEEK} {BY_ID} ON Id = wanted"""
+  Attempts, ExpiresAt, AtMostOnce, BlockedBy IS NOT NULL, TimesSent, CURRENT_TIMESTAMP()""",
+    lock=True,
+)
 
 #: The columns of a mark. A mark resets all columns after TimesSent to their defaults, so that an operator only has to
 #: set SentAt to NULL to send the task again. A failed attempt writes the same columns. For an at-most-once task, the

@@ -1,9 +1,7 @@
 """All reads and writes of the relay on Spanner. The SQL is in `statements`."""
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -11,14 +9,14 @@ from google.api_core.exceptions import (
     Aborted,
     GoogleAPICallError,
 )
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions, param_types
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions
 
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from outbox.table.layouts import Layout, by_suffix, first_id, renamed, suffix_of
-from outbox.table.sql import FORGET_WORKER_SECONDS, PESSIMISTIC
+from outbox.table.layouts import Layout, LayoutShards, by_layout
+from outbox.table.statements import FORGET_WORKER_SECONDS, parameters
+from outbox.table.transact import PESSIMISTIC, transact
 from publishworker.spanner import marks, rows, statements
 from publishworker.spanner.errors import (
-    CONTENT,
     SERVICE_ERRORS,
     NotWritten,
     StoreError,
@@ -52,41 +50,8 @@ ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED if Spanner names no delay. The client's default is at least 2 s.
 ABORTED_DELAY_SECONDS = 0.02
 
-#: Rows of the first read of unsent tasks, and of each further read of the same topic.
-FIRST_ROWS, MORE_ROWS = 1_000, 10_000
-#: Max unsent tasks of a shard and topic that `unsent` counts. The last read may exceed it.
-COUNT_LIMIT = 10_000
-#: States of tasks that the worker sends as soon as it can.
-TO_SEND_STATES = ("pending", "retrying")
-
-_IDS = {"ids": param_types.Array(param_types.STRING)}
-_PARAM_TYPES = {
-    "shards": param_types.Array(param_types.INT64),
-    "topics": param_types.Array(param_types.STRING),
-    "lows": param_types.Array(param_types.STRING),
-    "highs": param_types.Array(param_types.STRING),
-    "per_range": param_types.INT64,
-    "below": param_types.INT64,
-    "keys": param_types.Array(param_types.STRING),
-    "per_key": param_types.INT64,
-    "max_rows": param_types.INT64,
-    "skip_dead": param_types.BOOL,
-}
 #: Called under the lock with the rows and the database's time, and again after an abort. Returns the marks by ID.
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, Mark]]
-
-
-@dataclass(frozen=True, slots=True)
-class UnsentCount:
-    """The number of tasks of a topic in one state: pending, retrying, scheduled, blocked, dead or paused.
-
-    With `at_least`, the count of the topic stopped early, so there may be more.
-    """
-
-    topic: str
-    state: str
-    count: int
-    at_least: bool = False
 
 
 class Store(Protocol):
@@ -129,18 +94,6 @@ class Store(Protocol):
     def delete_heartbeat(self, worker: str) -> None:
         """Delete the worker's row."""
 
-    def has_work(self, shards: Iterable[int] | None = None) -> bool:
-        """Tell whether `shards`, or all, have a pending or retrying task outside of paused topics."""
-
-    def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the topics that have pending or retrying tasks, and the topics that have tasks with ordering keys.
-
-        Only the first unsent tasks of each shard and topic are read.
-        """
-
-    def unsent(self) -> list[UnsentCount]:
-        """Count unsent tasks by topic and state, up to a limit in each shard and topic."""
-
 
 class SpannerStore:
     """The store on Spanner."""
@@ -173,10 +126,10 @@ class SpannerStore:
             parameters["below"] = request.below
         statement = statements.POLLS[request.due, request.below is not None]
         found: dict[str, Candidate] = {}
-        for suffix, shards in by_suffix(request.shards).items():
-            values = parameters | {"shards": shards}
-            read = self._query(renamed(statement, suffix), "outbox-poll", values, lazy_decode=True)
-            found |= rows.candidates(read, first_id(suffix))
+        for shards in by_layout(request.shards):
+            values = parameters | {"shards": shards.numbers}
+            read = self._query(shards.sql(statement), "outbox-poll", values, lazy_decode=True)
+            found |= rows.candidates(read, shards.first_id)
         return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
@@ -208,52 +161,47 @@ class SpannerStore:
         The claim does not read key heads, because that would lock ranges of the index.
         """
         found: dict[Key, Sequence[QueuedTask]] = {}
-        for suffix in by_suffix(keys.values()):
-            of_layout = {key: shard for key, shard in keys.items() if suffix_of(shard) == suffix}
-            found |= self._key_heads(suffix, of_layout, per_key, skip_dead=skip_dead)
+        for shards in by_layout(keys.values()):
+            of_layout = [key for key, shard in keys.items() if shard in shards]
+            found |= self._key_heads(shards, of_layout, per_key, skip_dead=skip_dead)
         return found
 
-    def _key_heads(self, suffix: str, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        statement = renamed(statements.KEY_HEADS, suffix)
-        return rows.key_heads(self._read_keys(statement, keys, skip_dead=skip_dead, per_key=per_key))
+    def _key_heads(self, shards: LayoutShards, keys: Sequence[Key], per_key: int, *, skip_dead: bool) -> KeyHeads:
+        return rows.key_heads(self._read_keys(statements.KEY_HEADS, shards, keys, skip_dead=skip_dead, per_key=per_key))
 
-    def _read_keys(self, statement: str, keys: Mapping[Key, int], *, skip_dead: bool, **limit: int) -> list[Any]:
-        [numbers] = by_suffix(keys.values()).values()
-        parameters = {
+    def _read_keys(
+        self, statement: str, shards: LayoutShards, keys: Sequence[Key], *, skip_dead: bool, **limit: int
+    ) -> list[Any]:
+        """Return the rows of a statement for `keys`, whose shards are `shards`, in the same order."""
+        values = {
             "topics": [key.topic for key in keys],
             "keys": [key.ordering_key for key in keys],
-            "shards": numbers,
+            "shards": shards.numbers,
             "skip_dead": skip_dead,
             **limit,
         }
-        return self._query(statement, "outbox-order", parameters, lazy_decode=True)
+        return self._query(shards.sql(statement), "outbox-order", values, lazy_decode=True)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """See Store. Serializable and pessimistic, whatever the client's defaults are: LOCK_SCANNED_RANGES needs it."""
+        """See Store."""
         transaction: Any = None
 
         def work(attempt: Any) -> None:
             nonlocal transaction
-            locked, now = _lock(attempt, ids, self._priority)
+            locked, now = _lock(attempt, ids, self.request("outbox-claim", LOCK_SECONDS))
             marks.write(attempt, locked, decide(locked, now))
             transaction = attempt
 
         with self._store_errors(), self._transaction_slot(ABORTED_SECONDS) as seconds:
-            try:
-                self._database.run_in_transaction(
-                    work,
-                    timeout_secs=seconds,
-                    default_retry_delay=ABORTED_DELAY_SECONDS,
-                    transaction_tag="outbox-relay",
-                    commit_request_options={"priority": self._priority},
-                    **PESSIMISTIC,
-                )
-            except CONTENT:
-                # The client leaves the refused transaction and its locks open, but its rows are locked again at once.
-                if transaction is not None:
-                    with contextlib.suppress(*SERVICE_ERRORS):
-                        transaction.rollback()
-                raise
+            transact(
+                self._database,
+                work,
+                timeout_secs=seconds,
+                default_retry_delay=ABORTED_DELAY_SECONDS,
+                transaction_tag="outbox-relay",
+                commit_request_options={"priority": self._priority},
+                **PESSIMISTIC,
+            )
         committed: datetime = transaction.committed
         return committed
 
@@ -275,118 +223,31 @@ class SpannerStore:
         with self._store_errors(), self._heartbeat_batch() as batch:
             batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[worker]]))
 
-    def has_work(self, shards: Iterable[int] | None = None) -> bool:
-        """See Store. All reads use one timestamp. So do `topics_in_use` and `unsent`."""
-        [[now, paused]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
-
-        def skip_rest(last: rows.UnsentRow) -> bool:
-            return last.is_dead or last.topic in paused
-
-        found = self._unsent(self.layouts[0].ids if shards is None else shards, now, skip_rest)
-        return any(each.state(now, paused) in TO_SEND_STATES for each in found)
-
-    def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
-        """See Store."""
-        [[now, _]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
-        found = list(self._unsent(self.layouts[0].ids, now, lambda _last: True))
-        working = frozenset(each.topic for each in found if each.state(now) in TO_SEND_STATES)
-        return working, frozenset(each.topic for each in found if each.is_ordered)
-
-    def unsent(self) -> list[UnsentCount]:
-        """See Store."""
-        [[now, paused]] = self._query(statements.NOW_AND_PAUSED, "outbox-unsent", {})
-        counts, read, cut = Counter[tuple[str, str]](), Counter[tuple[int, str]](), set()
-
-        def skip_rest(last: rows.UnsentRow) -> bool:
-            if full := read[last.shard, last.topic] >= COUNT_LIMIT:
-                cut.add(last.topic)
-            return full
-
-        for each in self._unsent(self.layouts[0].ids, now, skip_rest):
-            read[each.shard, each.topic] += 1
-            counts[each.topic, each.state(now, paused)] += 1
-        return [UnsentCount(*key, counts[key], key[0] in cut) for key in sorted(counts)]
-
-    def _unsent(
-        self, shards: Iterable[int], at: datetime, skip_rest: Callable[[rows.UnsentRow], bool]
-    ) -> Iterator[rows.UnsentRow]:
-        for suffix, numbers in by_suffix(shards).items():
-            yield from self._unsent_of(suffix, numbers, at, skip_rest)
-
-    def _unsent_of(
-        self, suffix: str, shards: Sequence[int], at: datetime, skip_rest: Callable[[rows.UnsentRow], bool]
-    ) -> Iterator[rows.UnsentRow]:
-        """Yield each task that is unsent at `at`, once, by shard, topic and time. No read is large enough to time out.
-
-        If `skip_rest` is true of the last task of a read, the rest of its topic in its shard is left out.
-        """
-        starts: list[list[Any]] = [[shard, None] for shard in sorted(shards)]
-        limit, known = FIRST_ROWS, frozenset[str]()
-        while starts:
-            found = self._read_unsent(suffix, starts, at, limit)
-            yield from (each for each in found if each.id not in known)
-            if len(found) < limit:
-                return
-            last = found[-1]
-            start = last.place
-            if skip_rest(last):
-                start, limit, known = (
-                    [last.shard, None, last.topic + statements.NEXT_NAME_SUFFIX],
-                    FIRST_ROWS,
-                    frozenset(),
-                )
-            else:
-                # Several tasks may have the same index key, and a read starts at a key. So the next read returns the
-                # tasks at this key again. Skip them.
-                limit = limit * 2 if start == starts[0] else MORE_ROWS
-                known = frozenset(each.id for each in found if each.place == start)
-            starts = [start, *(each for each in starts if each[0] > last.shard)]
-
-    def _read_unsent(
-        self, suffix: str, starts: Sequence[Sequence[Any]], at: datetime, limit: int
-    ) -> list[rows.UnsentRow]:
-        ranges = [KeyRange(start_closed=start, end_closed=[start[0], None]) for start in starts]
-        with self._store_errors(), self._database.snapshot(read_timestamp=at) as snapshot:
-            found = snapshot.read(
-                "AsynchronousTasks",
-                [renamed(name, suffix) for name in statements.UNSENT_COLUMNS],
-                KeySet(ranges=ranges),
-                index=renamed("AsynchronousTasksToSend", suffix),
-                limit=limit,
-                request_options={"priority": self._priority, "request_tag": "outbox-unsent"},
-                retry=STREAM_RETRY,
-                timeout=Deadline(READ_SECONDS),
-                lazy_decode=True,
-            )
-            return rows.unsent(found)
-
     def _query_layouts(
-        self, statement: str, tag: str, shards: Iterable[int], parameters: Mapping[str, Any]
+        self, statement: str, tag: str, shards: Iterable[int], values: Mapping[str, Any]
     ) -> Iterator[list[Any]]:
         """Yield the rows of a statement for each layout of `shards`."""
-        for suffix, numbers in by_suffix(shards).items():
-            yield from self._query(renamed(statement, suffix), tag, {**parameters, "shards": numbers})
+        for each in by_layout(shards):
+            yield from self._query(each.sql(statement), tag, {**values, "shards": each.numbers})
 
-    def _query(
-        self,
-        statement: str,
-        tag: str,
-        parameters: Mapping[str, Any],
-        *,
-        lazy_decode: bool = False,
-    ) -> list[Any]:
-        with self._store_errors(), self._database.snapshot() as snapshot:
+    def _query(self, statement: str, tag: str, values: Mapping[str, Any], *, lazy_decode: bool = False) -> list[Any]:
+        with self.reading() as snapshot:
             return list(
                 snapshot.execute_sql(
-                    statement,
-                    params=parameters,
-                    param_types={name: _PARAM_TYPES[name] for name in parameters},
-                    request_options={"priority": self._priority, "request_tag": tag},
-                    retry=STREAM_RETRY,
-                    timeout=Deadline(READ_SECONDS),
-                    lazy_decode=lazy_decode,
+                    statement, **parameters(values), **self.request(tag, READ_SECONDS), lazy_decode=lazy_decode
                 )
             )
+
+    @contextlib.contextmanager
+    def reading(self, at: datetime | None = None) -> Iterator[Any]:
+        """Yield a snapshot, by default a strong one. Raises StoreError for the client's errors."""
+        with self._store_errors(), self._database.snapshot(read_timestamp=at) as snapshot:
+            yield snapshot
+
+    def request(self, tag: str, seconds: float) -> dict[str, Any]:
+        """Return the options of a read or a query."""
+        options = {"priority": self._priority, "request_tag": tag}
+        return {"request_options": options, "retry": STREAM_RETRY, "timeout": Deadline(seconds)}
 
     def _transaction_slot(self, seconds: float) -> contextlib.AbstractContextManager[float]:
         """Return a context in which a transaction runs. It yields the remaining seconds. EmulatorStore overrides it."""
@@ -417,8 +278,8 @@ class SpannerStore:
 
 def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:
     return Workers(
-        live={id: left for id, age, timeout in found if (left := timeout - age / 1000) > 0},
-        gone=frozenset(id for id, age, _ in found if age / 1000 > FORGET_WORKER_SECONDS),
+        live={id: left for id, age, timeout, _ in found if (left := timeout - age / 1000) > 0},
+        gone=frozenset(id for id, age, *_ in found if age / 1000 > FORGET_WORKER_SECONDS),
         layouts=layouts,
     )
 
@@ -431,24 +292,13 @@ def _controls(found: Sequence[Sequence[Any]]) -> TopicControls:
     )
 
 
-def _lock(transaction: Any, ids: Sequence[str], priority: RequestOptions.Priority) -> tuple[list[LockedRow], datetime]:
+def _lock(transaction: Any, ids: Sequence[str], request: Mapping[str, Any]) -> tuple[list[LockedRow], datetime]:
     """Return the locked rows and the database's time. IDs are sorted so that workers lock in the same order."""
+    values = {"ids": sorted(ids)}
     try:
-        found = list(
-            transaction.execute_sql(
-                statements.LOCK,
-                params={"ids": sorted(ids)},
-                param_types=_IDS,
-                request_options={"priority": priority, "request_tag": "outbox-claim"},
-                retry=STREAM_RETRY,
-                timeout=Deadline(LOCK_SECONDS),
-                lazy_decode=True,
-            )
-        )
+        found = list(transaction.execute_sql(statements.LOCK, **parameters(values), **request, lazy_decode=True))
     except Aborted:
         raise
     except GoogleAPICallError as error:
-        # After a GoogleAPICallError the client leaves the transaction and its locks open. After any other exception it
-        # rolls back.
         raise NotWritten(describe(error)) from error
     return rows.locked(found)

@@ -14,6 +14,7 @@ from outbox.admin import backlog
 from outbox.admin.backlog import Backlog
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
+from outbox.table.states import UNSENT
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.throttled_log import ThrottledLog
@@ -108,9 +109,8 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
     """Return the numbers of unsent tasks by topic and state (`metrics.TASK_STATES`), without zeros."""
     counts: Counter[tuple[str, str]] = Counter()
     for line in found.lines:
-        pending, paused = (0, line.pending) if line.paused else (line.pending, 0)
-        numbers = (pending, paused, line.retrying, line.scheduled, line.blocked, line.dead)
-        counts.update({(line.topic, state): number for state, number in zip(m.TASK_STATES, numbers, strict=True)})
+        for state in UNSENT:
+            counts[line.topic, "paused" if line.paused and state == "pending" else state] += getattr(line, state)
     return +counts
 
 

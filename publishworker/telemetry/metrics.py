@@ -7,12 +7,13 @@ from typing import Literal, Protocol
 
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
+from outbox.table.states import UNSENT
 
 _log = logging.getLogger("publishworker")
 
 Type = Literal["count", "gauge", "distribution"]
 #: States of `TOPIC_TASKS`; pending tasks of a paused topic are `paused`.
-TASK_STATES = ("pending", "paused", "retrying", "scheduled", "blocked", "dead")
+TASK_STATES = (*UNSENT, "paused")
 #: Phases of `PHASE_DURATION`.
 POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
 #: Values of `CIRCUIT_STATE`.

@@ -24,6 +24,7 @@ from publishworker.process.settings import RelaySettings
 from publishworker.pubsub.client import emulator_host, open_pubsub
 from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
@@ -71,7 +72,7 @@ class OutboxRelay:
         Topics that do not exist are created. A failed task is due again at once, for the next call. Scheduled tasks
         stay until they are due.
         """
-        for topic in self._store.topics_in_use()[0]:
+        for topic in UnsentTasks(self._store).topics()[0]:
             self._subscribe(topic_name(topic, self._settings.project))
         relay, published, failed = self._relay(), 0, 0
         while True:

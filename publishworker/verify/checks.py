@@ -64,7 +64,7 @@ def run(check: Callable[[Scratch], Finding], scratch: Scratch) -> Finding:
 
 
 def _schema(scratch: Scratch) -> Finding:
-    wanted = schema.statements()
+    wanted = ddl.statements()
     schema.apply(scratch.database, wanted)
     again = {state for _, state in schema.apply(scratch.database, wanted)}
     wrong = schema.differences(scratch.database, wanted, free=())

@@ -6,7 +6,7 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 from outbox.devtools.emulators import Emulators
-from outbox.table import schema
+from outbox.table import ddl
 from tests.support.commands import TRACE
 from tests.support.processes import Finished, run
 from tests.support.pubsub_server import pubsub_server, refuse
@@ -77,7 +77,7 @@ def test_a_table_with_another_shape_names_the_column(emulators: Emulators, spann
         ("BlockedBy   STRING(64),", ""),
         (", BlockedBy)", ")"),
     )
-    statements = schema.statements()
+    statements = ddl.statements()
     for old, new in changes:
         assert any(old in each for each in statements)
         statements = [each.replace(old, new) for each in statements]

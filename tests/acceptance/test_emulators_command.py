@@ -16,7 +16,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
-from outbox.table import schema
+from outbox.table.ddl import statements
 from tests.support import processes
 from tests.support.commands import TRACE, here
 from tests.support.processes import Process, children, gone, run, started
@@ -169,7 +169,7 @@ def test_a_proxy_is_not_used_for_emulators(emulators: Emulators, database: Datab
 def test_a_ddl_file_may_contain_the_tables_of_the_outbox(emulators: Emulators, tmp_path: Path) -> None:
     """As printed by `outbox schema print`, for example in a user's own migrations. What it leaves out is added."""
     ddl, project = tmp_path / "shop.sql", f"create-{uuid.uuid4().hex[:8]}"
-    ddl.write_text(";\n".join(schema.statements()[:3]))
+    ddl.write_text(";\n".join(statements()[:3]))
     create = ("emulators", "--create", f"{project}/main/shop", "--ddl-file", str(ddl))
     assert here(*create, environment=emulators.environment()).code == 0
     tables = {

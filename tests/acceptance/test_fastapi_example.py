@@ -17,7 +17,7 @@ from google.cloud.spanner_v1.instance import Instance
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from outbox.table import ddl, schema
+from outbox.table import ddl
 from tests.support.processes import ROOT
 from tests.support.pubsub import PubSub
 from tests.support.relays import worker
@@ -30,7 +30,7 @@ EXAMPLES = ROOT / "docs/examples"
 @pytest.fixture
 def shop(spanner_instance: Instance) -> Iterator[Database]:
     tables = ddl.cut((EXAMPLES / "fastapi_orders/schema.sql").read_text(encoding="utf-8"))
-    with fresh_database(spanner_instance, [*schema.statements(), *tables]) as database:
+    with fresh_database(spanner_instance, [*ddl.statements(), *tables]) as database:
         yield database
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached
-from outbox.table import schema
+from outbox.table import ddl
 from tests.support import fork_server
 from tests.support.gateway import Gateway, running_gateway
 from tests.support.processes import ROOT, clean_environment
@@ -101,7 +101,7 @@ def places(
             "LOGNAME": "jane",
             "PYTHONUNBUFFERED": "1",  # both streams in the order in which they were written
         }
-        database = instance(gateway.spanner_host, "main", project).database("shop", ddl_statements=schema.statements())
+        database = instance(gateway.spanner_host, "main", project).database("shop", ddl_statements=ddl.statements())
         database.create().result(timeout=ADMIN_SECONDS)
         found[page, title] = place = Place(project, database, pubsub, directory, environment)
         SITUATIONS[page][title](place)

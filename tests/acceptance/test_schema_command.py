@@ -4,7 +4,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from outbox.table import schema
+from outbox.table import ddl, schema
 from tests.support.commands import TRACE, Commands, here
 from tests.support.processes import run
 
@@ -29,7 +29,7 @@ def test_print_needs_no_spanner():
     """It prints DDL that runs as it is, without a database; shards, retention and the change stream can be chosen."""
     printed = run("outbox", "schema", "print")
     assert (printed.code, printed.stderr) == (0, "")
-    assert printed.stdout == ";\n\n".join(schema.statements()) + ";\n"
+    assert printed.stdout == ";\n\n".join(ddl.statements()) + ";\n"
     chosen = here("schema", "print", "--shards", "32", "--retention", "none", "--change-stream")
     assert chosen.code == 0
     assert "COALESCE(OrderingKey, Id)), 32)" in chosen.stdout
@@ -42,7 +42,7 @@ def test_apply_creates_the_tables_once(outbox: Commands, empty_database: Databas
     first, again = outbox.run("schema", "apply"), outbox.run("schema", "apply")
     assert (first.code, first.stdout, first.stderr) == (0, MADE, "")
     assert (again.code, again.stdout) == (0, MADE.replace("created ", "exists  "))
-    assert schema.differences(empty_database, schema.statements(), free=()) == []
+    assert schema.differences(empty_database, ddl.statements(), free=()) == []
 
 
 def test_apply_keeps_shards_and_retention_unless_they_are_given(outbox: Commands, empty_database: Database):

@@ -1,4 +1,4 @@
-"""Polls, heartbeats and counts, on the fake store and on the Spanner emulator.
+"""Polls and heartbeats, on the fake store and on the Spanner emulator.
 
 Expectations are written by hand, so that neither side can pass against itself. Claims are in
 test_claims.py, ordering keys in test_order.py.
@@ -7,7 +7,6 @@ test_claims.py, ordering keys in test_order.py.
 import uuid
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 
@@ -91,7 +90,7 @@ def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
         assert sorted(id[:2] for id in poll_ids(harness.store, "orders", **options)) == found
 
 
-def test_poll_and_work_cover_only_the_requested_shards(harness: Harness) -> None:
+def test_poll_covers_only_the_requested_shards(harness: Harness) -> None:
     for n in range(20):
         harness.insert(str(n))
     by_shard = [poll_ids(harness.store, "orders", shards=[shard], per_range=20) for shard in range(10)]
@@ -99,9 +98,6 @@ def test_poll_and_work_cover_only_the_requested_shards(harness: Harness) -> None
     assert harness.store.poll(poll_request("orders", shards=[])) == ()
     of_shard = Counter(each.shard for each in harness.store.poll(poll_request("orders", per_range=20)))
     assert [of_shard[shard] for shard in range(10)] == [len(ids) for ids in by_shard]
-    empty = [shard for shard in ALL if not of_shard[shard]]
-    assert [shard for shard in ALL if harness.store.has_work([shard])] == [shard for shard in ALL if of_shard[shard]]
-    assert (harness.store.has_work(empty), harness.store.has_work([*empty, *of_shard])) == (False, True)
 
 
 @pytest.mark.parametrize("known", [[], ["m"], ["a", "m", "z"], ["b", "y"]])
@@ -148,11 +144,9 @@ def test_every_task_is_in_every_layout(own_harness: Harness) -> None:
         assert {each.shard for each in found} <= set(shards)
         assert harness.store.discover(tuple(shards), ()).topics == {"orders"}
         assert harness.store.seconds_until_due(tuple(shards), ["orders"]) == 0
-        assert harness.store.has_work(shards)
         [head] = [each for each in found if each.ordering_key]
         key = Key("orders", "key")
         assert [each.id for each in harness.store.key_heads({key: head.shard}, 5, skip_dead=False)[key]] == ["d"]
-    assert [each.count for each in harness.store.unsent()] == [4, 1]
 
 
 def test_topic_controls(harness: Harness) -> None:
@@ -198,57 +192,3 @@ def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: H
     harness.store.delete_heartbeat("never came")
     harness.store.heartbeat(Heartbeat("here", NOW, ()), ["gone", "not there"])
     assert discovered(harness).workers.live.keys() == {"here", "quiet", "fresh", "late"}
-
-
-LATE = NEVER - timedelta(microseconds=1)
-
-
-@pytest.mark.parametrize(
-    ("columns", "state"),
-    [
-        ({}, "pending"),
-        ({"available_at": PAST, "attempts": 2}, "pending"),
-        ({"available_at": FUTURE, "attempts": 1}, "retrying"),
-        ({"available_at": LATE, "attempts": 3}, "retrying"),
-        ({"available_at": FUTURE}, "scheduled"),
-        ({"available_at": LATE}, "scheduled"),
-        ({"available_at": FUTURE, "attempts": 2, "blocked_by": "head"}, "blocked"),
-        ({"available_at": PAST, "blocked_by": "head"}, "pending"),
-        ({"available_at": NEVER, "attempts": 10}, "dead"),
-        ({"available_at": NEVER + timedelta(hours=23)}, "dead"),
-        ({"sent_at": PAST}, ""),
-    ],
-)
-def test_pending_and_retrying_tasks_are_work(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, columns: dict[str, Any], state: str
-) -> None:
-    """Scheduled, blocked, dead and paused tasks are not: `drain` must not wait for them. Each read takes few rows."""
-    monkeypatch.setattr("publishworker.spanner.store.FIRST_ROWS", 2)
-    monkeypatch.setattr("publishworker.spanner.store.MORE_ROWS", 3)
-    key = {"ordering_key": "same-shard"}
-    for n in range(5):
-        harness.insert(f"dead {n}", topic="dead", available_at=NEVER, **key)
-        harness.insert(f"paused {n}", topic="paused", **key)
-        same = {"available_at": LATE - timedelta(days=n // 4), "created_at": PAST - timedelta(days=n % 2)}
-        harness.insert(f"scheduled {n}", priority=50 + n % 3, **same, **key)
-        harness.insert(f"scheduled at once {n}", available_at=LATE, created_at=PAST, **key)
-    harness.pause("paused")
-    assert not harness.store.has_work()
-    harness.insert("a", topic="orders", **columns, **key)
-    assert harness.store.has_work() == (state in ("pending", "retrying"))
-    assert harness.store.topics_in_use()[0] - {"orders"} == {"paused"}
-    counts = {(each.topic, each.state): each.count for each in harness.store.unsent()}
-    own = Counter({("orders", "scheduled"): 10, ("dead", "dead"): 5, ("paused", "paused"): 5})
-    if "sent_at" not in columns:
-        own["orders", state] += 1
-    assert counts == own
-
-
-def test_topics_in_use_have_tasks_to_send_or_ordering_keys(harness: Harness) -> None:
-    """`check` asks Pub/Sub for these topics, and warns of ordering keys without an endpoint of one region."""
-    harness.insert("ready", topic="ready")
-    harness.insert("retrying", topic="retrying", available_at=FUTURE, attempts=1, ordering_key="key")
-    harness.insert("scheduled", topic="scheduled", available_at=FUTURE, ordering_key="key")
-    harness.insert("dead", topic="dead", available_at=NEVER)
-    harness.insert("sent", topic="sent", sent_at=PAST, ordering_key="key")
-    assert harness.store.topics_in_use() == ({"ready", "retrying"}, {"retrying", "scheduled"})

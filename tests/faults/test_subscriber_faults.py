@@ -10,7 +10,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-from outbox.table import schema
+from outbox.table import ddl
 from tests.support.inbox_subscriber import EFFECTS, LEASE_SECONDS
 from tests.support.outages import lasting
 from tests.support.processes import Process, started
@@ -113,7 +113,7 @@ def test_inbox(trial: Trial, spanner_instance: Instance, long: bool) -> None:
     faults = list(FAULTS) * (ROUNDS if long else 1)
     trial.random.shuffle(faults)
     with (
-        fresh_database(spanner_instance, [*schema.statements(), EFFECTS]) as database,
+        fresh_database(spanner_instance, [*ddl.statements(), EFFECTS]) as database,
         field_of(trial, database) as field,
     ):
 

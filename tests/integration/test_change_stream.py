@@ -13,7 +13,7 @@ from google.cloud.spanner_v1.instance import Instance
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from outbox.table import schema
+from outbox.table import ddl
 from outbox.table.connection import open_database
 from publishworker.spanner.change_stream import MAX_SILENCE_SECONDS, ChangeStream, Partitions
 from tests.support.proxy import Proxy
@@ -28,7 +28,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 @pytest.fixture(scope="module")
 def streamed(spanner_instance: Instance) -> Iterator[Database]:
     """A database whose outbox has the change stream."""
-    with fresh_database(spanner_instance, schema.statements(change_stream=True)) as database:
+    with fresh_database(spanner_instance, ddl.statements(change_stream=True)) as database:
         yield database
 
 

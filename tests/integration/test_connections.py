@@ -30,6 +30,7 @@ from publishworker.process.settings import WorkerSettings
 from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import MAX_STREAMS, ChangeStream
 from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.types import Heartbeat
 from tests.support.waiting import eventually
 
@@ -149,7 +150,7 @@ def test_heartbeats_do_not_wait_for_requests_that_hang(server: Limited, store: S
     """As many as the connection allows. Each --concurrency may be slow at once, up to 100."""
     with ThreadPoolExecutor(2 * LIMIT) as pool:
         for _ in range(2 * LIMIT):
-            pool.submit(store.topics_in_use)
+            pool.submit(UnsentTasks(store).topics)
         eventually(lambda: server.hanging == LIMIT)
         write_heartbeats(store)
         server.ended.set()

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:U
 
 @pytest.fixture(scope="module")
 def orders_database(spanner_instance: Any) -> Iterator[Database]:
-    from outbox.table import schema
+    from outbox.table import ddl
 
-    with fresh_database(spanner_instance, [*schema.statements(), ORDERS]) as created:
+    with fresh_database(spanner_instance, [*ddl.statements(), ORDERS]) as created:
         yield created
 
 

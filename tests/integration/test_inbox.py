@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import outbox
 from outbox import inbox
 from outbox.devtools.emulators import Emulators
-from outbox.table import schema, transactions
+from outbox.table import ddl, transactions
 from tests.support.drivers import STACKS, DbApi, aborting
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
@@ -39,7 +39,7 @@ FAST = {"default_retry_delay": 0.02}
 
 @pytest.fixture(scope="module")
 def bank(spanner_instance: Instance) -> Iterator[Database]:
-    with fresh_database(spanner_instance, [*schema.statements(), ACCOUNTS]) as created:
+    with fresh_database(spanner_instance, [*ddl.statements(), ACCOUNTS]) as created:
         yield created
 
 

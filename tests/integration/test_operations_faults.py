@@ -14,8 +14,9 @@ from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
-from outbox.table.connection import UNARY_SECONDS, retry_and_timeout
+from outbox.table.connection import UNARY_SECONDS
 from outbox.table.states import NEVER
+from outbox.table.transact import retry_and_timeout
 from tests.support.operations import FUTURE, PAST, Watch, insert, opened, row, rows_of, update
 from tests.support.proxy import Proxy
 

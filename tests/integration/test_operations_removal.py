@@ -10,10 +10,11 @@ from google.cloud.spanner_v1.database import Database
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from outbox.admin import changes, statements
+from outbox.admin import changes
 from outbox.admin.changes import Outcome, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
+from outbox.table.statements import FIRST_OF_KEYS
 from outbox.table.states import NEVER
 from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, Watch, changed, insert, row, rows_of, update
 
@@ -205,7 +206,7 @@ def test_a_release_that_fails_is_a_warning(database: Database, table: TaskTable,
         found = query(self, statement, *arguments, **keywords)
         if found == [["orders a 1"]]:
             raise NotReached("no answer")
-        if statement == statements.KEY_HEADS:
+        if statement == FIRST_OF_KEYS:
             update(database, "orders b 1", SentAt=PAST)
         return found
 

@@ -14,9 +14,10 @@ from outbox import inbox
 from outbox.admin import backlog, changes, operations, tasks, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.table import schema
+from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import NEVER
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.types import Deferred, Heartbeat, Key, NotSent, Sent
 from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row
@@ -30,7 +31,7 @@ TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorker
 
 def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
     """Roles before their grants; tables and columns as in the DDL."""
-    ddl = " ".join(schema.statements())
+    tables = " ".join(ddl.statements())
     created: list[str] = []
     for statement in statements():
         if role := re.fullmatch(r"CREATE ROLE (\w+)", statement):
@@ -38,8 +39,8 @@ def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
             continue
         assert statement.rpartition(" ")[2] == created[-1]
         for (_, table), columns in grants(created[-1]).items():
-            assert f"CREATE TABLE {table} " in ddl
-            assert all(re.search(rf"\b{column}\b", ddl) for column in columns - ALL)
+            assert f"CREATE TABLE {table} " in tables
+            assert all(re.search(rf"\b{column}\b", tables) for column in columns - ALL)
     assert created == ["publishworker", "outbox_operator", "outbox_application", "outbox_subscriber", "outbox_pipeline"]
 
 
@@ -50,7 +51,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     insert(database, [row(id, OrderingKey="k") for id in ("clean", "recorded", "deferred", "old")])
     ours = open_database(place(database.database_id, database_role=role))
     heard = Heard(ours)
-    schema.differences(ours, schema.statements())
+    schema.differences(ours, ddl.statements())
     store = real.Store(ours, schema.layout(ours))
     store.poll(poll_request("orders", per_range=9, due=True, below=0))
     store.discover(range(10), ())
@@ -62,9 +63,8 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     store.claim(["recorded"], lambda _rows, _now: {"recorded": Sent("3")})
     store.heartbeat(Heartbeat("me", datetime.now(UTC), ()), ["gone"])
     store.delete_heartbeat("me")
-    store.has_work()
-    store.topics_in_use()
-    store.unsent()
+    unsent = UnsentTasks(store)
+    unsent.any_to_send(), unsent.topics(), unsent.counts()
     allowed = grants(role)
     assert list(refused(allowed, heard.commits)) == []
     without = {**allowed, ("UPDATE", "AsynchronousTasks"): allowed["UPDATE", "AsynchronousTasks"] - {"Attempts"}}

@@ -201,7 +201,7 @@ def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: Lim
     assert set(lock.params) == {"ids"}
     assert list(lock.params["ids"]) == sorted(ids)
     tables = lock.sql.partition("FROM")[2]
-    assert "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE} ON Id = wanted" in tables
+    assert "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE} AS task ON task.Id = wanted" in tables
     assert not [word for word in ("OrderingKey", "WHERE", "InOrder", "Topic", "<", ">") if word in tables]
     assert publisher.requests == [ids]
     assert len(commit.mutations) == 1

@@ -79,7 +79,7 @@ def ddl_of(database: Database) -> set[str]:
 )
 def test_apply_creates_everything_once(empty_database: Database, options: dict[str, Any]) -> None:
     """The shapes parsed from the DDL are those that INFORMATION_SCHEMA shows, so a comparison means something."""
-    wanted = schema.statements(**options)
+    wanted = ddl.statements(**options)
     names = [*ALL, *(["change stream AsynchronousTasksInserts"] if "change_stream" in options else [])]
     assert schema.apply(empty_database, wanted) == [(name, "created") for name in names]
     assert schema.apply(empty_database, wanted) == [(name, "exists") for name in names]
@@ -99,7 +99,7 @@ def test_only_missing_objects_are_created_in_one_update(
 ) -> None:
     """Workers do not miss the table of operations, which only commands need: its migration may come later."""
     with mock.patch.object(own_database, "update_ddl") as update:
-        schema.apply(own_database, schema.statements())
+        schema.apply(own_database, ddl.statements())
     update.assert_not_called()
     change(own_database, "DROP TABLE AsynchronousTaskOperations")
     assert verified_layout(cast("Any", own_database)) == Layout(10)
@@ -108,12 +108,12 @@ def test_only_missing_objects_are_created_in_one_update(
     assert {verdict for verdict, _ in check._database(WorkerSettings.read(names, {}), set())} == {"ok"}
     change(own_database, "DROP INDEX AsynchronousTasksInOrder", "DROP TABLE AsynchronousTaskTopics")
     missing = [ALL[2], ALL[3], ALL[6]]
-    assert schema.differences(own_database, schema.statements()) == [f"{name} is missing" for name in missing]
+    assert schema.differences(own_database, ddl.statements()) == [f"{name} is missing" for name in missing]
     with mock.patch.object(own_database, "update_ddl", wraps=own_database.update_ddl) as update:
-        applied = schema.apply(own_database, schema.statements())
+        applied = schema.apply(own_database, ddl.statements())
     assert [name for name, state in applied if state == "created"] == missing
     assert update.call_count == 1
-    assert schema.differences(own_database, schema.statements()) == []
+    assert schema.differences(own_database, ddl.statements()) == []
 
 
 TABLE, TO_SEND = "table AsynchronousTasks", "index AsynchronousTasksToSend"
@@ -148,7 +148,7 @@ DIFFERENT = [
 
 def test_each_difference_is_named_and_nothing_is_created(empty_database: Database) -> None:
     """All differences are named with both shapes, and a missing table is not created either."""
-    wanted = schema.statements(change_stream=True)
+    wanted = ddl.statements(change_stream=True)
     other = [statement for statement in wanted if "AsynchronousTaskWorkers" not in statement]
     for ours, theirs, *_ in DIFFERENT:
         changed = [statement.replace(ours, theirs) for statement in other]
@@ -168,19 +168,19 @@ def test_another_object_of_our_name_is_refused(empty_database: Database) -> None
     """A table without a column, and an index on another table; nothing is created."""
     change(empty_database, "CREATE TABLE T (A INT64) PRIMARY KEY (A)", "CREATE INDEX AsynchronousTasksToSend ON T (A)")
     with pytest.raises(SchemaDiffers, match=r"index AsynchronousTasksToSend, definition: the database has ON T \(A\)"):
-        schema.apply(empty_database, schema.statements())
+        schema.apply(empty_database, ddl.statements())
     assert tables(empty_database) == {"T"}
-    table = schema.statements()[0].replace("  LastError   STRING(MAX),\n", "")
+    table = ddl.statements()[0].replace("  LastError   STRING(MAX),\n", "")
     change(empty_database, "DROP INDEX AsynchronousTasksToSend", "DROP TABLE T", table)
     missing = r"table AsynchronousTasks, column LastError is missing: expected STRING\(MAX\)"
     with pytest.raises(SchemaDiffers, match=missing):
-        schema.apply(empty_database, schema.statements())
+        schema.apply(empty_database, ddl.statements())
     assert tables(empty_database) == {"AsynchronousTasks"}
 
 
 def test_an_index_that_leaves_out_unsent_tasks_is_refused(empty_database: Database) -> None:
     """Polls cannot use a NULL_FILTERED index, because SentAt is NULL until a task is sent."""
-    wanted = schema.statements()
+    wanted = ddl.statements()
     filtered = [
         each.replace(f"CREATE INDEX {TO_SEND[6:]}", f"CREATE NULL_FILTERED INDEX {TO_SEND[6:]}") for each in wanted
     ]
@@ -192,8 +192,8 @@ def test_an_index_that_leaves_out_unsent_tasks_is_refused(empty_database: Databa
 
 def test_names_in_another_case_are_the_same_object(empty_database: Database) -> None:
     """Spanner's names have no case, so a table typed in another case is recognized, not created again."""
-    change(empty_database, *[statement.replace("Asynchronous", "asynchronous") for statement in schema.statements()])
-    assert {state for _, state in schema.apply(empty_database, schema.statements())} == {"exists"}
+    change(empty_database, *[statement.replace("Asynchronous", "asynchronous") for statement in ddl.statements()])
+    assert {state for _, state in schema.apply(empty_database, ddl.statements())} == {"exists"}
 
 
 def test_additional_columns_indexes_and_tables_are_left_alone(own_database: Database) -> None:
@@ -205,13 +205,13 @@ def test_additional_columns_indexes_and_tables_are_left_alone(own_database: Data
         "CREATE TABLE Orders (OrderId STRING(36)) PRIMARY KEY (OrderId)",
     )
     before = ddl_of(own_database)
-    assert {state for _, state in schema.apply(own_database, schema.statements())} == {"exists"}
-    assert schema.differences(own_database, schema.statements(), free=()) == []
+    assert {state for _, state in schema.apply(own_database, ddl.statements())} == {"exists"}
+    assert schema.differences(own_database, ddl.statements(), free=()) == []
     assert ddl_of(own_database) == before
 
 
 def test_the_change_stream_has_one_record_for_each_registered_task(empty_database: Database) -> None:
-    wanted = schema.statements(change_stream=True)
+    wanted = ddl.statements(change_stream=True)
     schema.apply(empty_database, wanted)
     change(empty_database, "ALTER CHANGE STREAM AsynchronousTasksInserts SET OPTIONS (retention_period = '2d')")
     assert schema.apply(empty_database, wanted)[-1] == ("change stream AsynchronousTasksInserts", "exists")
@@ -265,7 +265,7 @@ def test_the_migrations_lead_to_the_schema(empty_database: Database, database: D
     for path in sorted((SCHEMA / "migrations").glob("[0-9]*.sql")):
         change(empty_database, *ddl.cut(path.read_text()))
     assert ddl_of(empty_database) == ddl_of(database)
-    assert schema.differences(empty_database, schema.statements(), free=()) == []
+    assert schema.differences(empty_database, ddl.statements(), free=()) == []
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_the_documented_path_from_the_article(empty_database: Database, article:
     """
     change(empty_database, *ddl.cut(ARTICLE_TABLE.format(**article)))
     with pytest.raises(SchemaDiffers, match="column OrderingKey is missing") as caught:
-        schema.apply(empty_database, schema.statements())
+        schema.apply(empty_database, ddl.statements())
     assert "column Topic: the database has STRING(255) NOT NULL" in str(caught.value)
     assert tables(empty_database) == {"AsynchronousTasks"}
     then = datetime(2026, 1, 2, tzinfo=UTC)
@@ -302,7 +302,7 @@ def test_the_documented_path_from_the_article(empty_database: Database, article:
     with empty_database.batch() as batch:
         batch.delete("AsynchronousTasks", KeySet(keys=[["between"]]))
     change(empty_database, *ddl.cut((SCHEMA / "migrations" / "from-article-2.sql").read_text()))
-    assert schema.apply(empty_database, schema.statements()) == [(name, "exists") for name in ALL]
+    assert schema.apply(empty_database, ddl.statements()) == [(name, "exists") for name in ALL]
     assert query(empty_database, f"SELECT {', '.join(OLD_COLUMNS)} FROM AsynchronousTasks ORDER BY Id") == rows
     assert query(empty_database, "SELECT Bytes, AtMostOnce, TimesSent FROM AsynchronousTasks ORDER BY Id") == [
         [2, False, 0],

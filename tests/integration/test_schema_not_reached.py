@@ -14,7 +14,7 @@ from google.cloud.spanner_v1.instance import Instance
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
-from outbox.table import schema
+from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from publishworker.process import app
@@ -30,7 +30,7 @@ def test_a_postgresql_database_is_refused(spanner_instance: Instance) -> None:
     try:
         for call in (schema.apply, schema.differences):
             with pytest.raises(SchemaDiffers, match=f"{name} has the PostgreSQL dialect: use a database"):
-                call(database, schema.statements())
+                call(database, ddl.statements())
     finally:
         database.drop()
 
@@ -40,7 +40,7 @@ def test_a_missing_database_or_table_is_not_reached(spanner_instance: Instance, 
     absent = spanner_instance.database("not-there")
     for call in (schema.apply, schema.differences):
         with pytest.raises(NotReached, match=r"databases/not-there not found. Create it"):
-            call(absent, schema.statements())
+            call(absent, ddl.statements())
     with pytest.raises(NotReached, match="table AsynchronousTasks is missing; run `outbox schema apply`"):
         schema.layout(empty_database)
     table = "CREATE TABLE AsynchronousTasks (Id STRING(64), Shard INT64) PRIMARY KEY (Id)"
@@ -53,7 +53,7 @@ def test_an_update_that_spanner_refuses_is_one_sentence(database: Database) -> N
     """Two deployments that create the tables at once do not end in a traceback."""
     just_before = mock.patch.object(schema, "_read", return_value={})
     with just_before, pytest.raises(OutboxError, match="Duplicate name in schema: AsynchronousTasks") as caught:
-        schema.apply(database, schema.statements())
+        schema.apply(database, ddl.statements())
     assert database.name in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -72,14 +72,14 @@ def test_an_unavailable_spanner_is_reported_within_the_limits(
     with silent_port() as host, monkeypatch.context() as patch:
         patch.setenv("SPANNER_EMULATOR_HOST", host)
         absent = open_database(place("any"))
-        reported_in_time(lambda: schema.differences(absent, schema.statements()))
+        reported_in_time(lambda: schema.differences(absent, ddl.statements()))
     with Proxy(emulators.spanner_host) as proxy:
         database = client(proxy.address).instance("test-instance").database(empty_database.database_id)
         assert schema.differences(database, []) == []
         proxy.hang()
-        reported_in_time(lambda: schema.differences(database, schema.statements(), timeout=0.5))
+        reported_in_time(lambda: schema.differences(database, ddl.statements(), timeout=0.5))
         monkeypatch.setattr(schema, "SCHEMA_SECONDS", 0.5)
-        reported_in_time(lambda: schema.differences(database, schema.statements()))
+        reported_in_time(lambda: schema.differences(database, ddl.statements()))
 
 
 def test_a_worker_starts_if_the_schema_takes_too_long_to_read(

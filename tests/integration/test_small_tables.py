@@ -16,7 +16,7 @@ from outbox.admin.table import TaskTable
 from outbox.cli import status
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
-from outbox.table.sql import FORGET_WORKER_SECONDS
+from outbox.table.statements import FORGET_WORKER_SECONDS
 from publishworker.spanner.store import SpannerStore
 from publishworker.topics.rate_limit import RateLimits
 from tests.support.spanner import INSTANCE, PROJECT, place

@@ -17,9 +17,10 @@ from outbox.admin.table import TaskTable
 from outbox.admin.tasks import Position
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
-from outbox.table.sql import IN_ORDER_ORDER, TO_SEND_ORDER
+from outbox.table.statements import IN_ORDER_ORDER, TO_SEND_ORDER
 from outbox.table.states import STATES
 from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.types import Key
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
@@ -60,7 +61,7 @@ def statements(database: Database) -> list[str]:
         for below in (None, 50):
             store.poll(poll_request("orders", due=due, below=below))
     store.discover(range(10), {"orders"})
-    store.unsent()
+    UnsentTasks(store).counts()
     store.key_heads({Key("orders", "k"): 3}, 10, skip_dead=True)
     store.claim(["sent"], lambda _rows, _now: {})
     backlog.read(table), backlog.oldest_age(table), operations.latest(table, 5)

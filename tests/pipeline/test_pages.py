@@ -18,7 +18,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from outbox.table import schema
+from outbox.table import ddl
 from outbox.table.states import NEVER
 from outbox_pipeline import cli, task_id
 from outbox_pipeline.jobs.audit.transforms import FLAWS, OUT_OF_ORDER, STATES
@@ -42,7 +42,7 @@ def of_the_pages(emulators: Emulators) -> Iterator[Database]:
         client = Client(project="my-project", credentials=AnonymousCredentials(), disable_builtin_metrics=True)
     instance = client.instance("main", configuration_name="projects/my-project/instanceConfigs/emulator-config")
     instance.create().result(timeout=spanner.ADMIN_SECONDS)
-    database = instance.database("shop", ddl_statements=schema.statements())
+    database = instance.database("shop", ddl_statements=ddl.statements())
     database.create().result(timeout=spanner.ADMIN_SECONDS)
     yield database
     database.drop()
@@ -52,7 +52,7 @@ def of_the_pages(emulators: Emulators) -> Iterator[Database]:
 @pytest.fixture
 def shop(of_the_pages: Database) -> Database:
     with of_the_pages.batch() as batch:
-        for table in ("AsynchronousTasks", schema.OPERATIONS):
+        for table in ("AsynchronousTasks", ddl.OPERATIONS):
             batch.delete(table, KeySet(all_=True))
     return of_the_pages
 

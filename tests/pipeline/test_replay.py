@@ -20,7 +20,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import shown
-from outbox.table import schema
+from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
@@ -300,7 +300,7 @@ def test_the_record_has_the_account_of_the_credentials(database: Database, monke
     table = Table(opened(database))
     for number, (credentials, principal) in enumerate(cases):
         monkeypatch.setattr(type(table._database._instance._client), "credentials", SimpleNamespace(**credentials))
-        began = table.begin_operation(f"id {number}", "replay", "{}")
+        began = table.begin_operation(f"id {number}", "replay", {})
         assert table.replay(f"id {number}") == (began, None, "{}")
         table.end_operation(f"id {number}", "replay", 7)
         note = noted(database)[-1]
@@ -311,7 +311,7 @@ def test_the_record_has_the_account_of_the_credentials(database: Database, monke
 def test_a_replay_needs_the_table_of_operations(spark: SparkSession, target: DatabaseSettings, own_database: Database):
     database, target = own_database, dataclasses.replace(target, database=str(own_database.database_id))
     insert(database, [sent("a", DAY)])
-    database.update_ddl([f"DROP TABLE {schema.OPERATIONS}"]).result()
+    database.update_ddl([f"DROP TABLE {OPERATIONS}"]).result()
     with pytest.raises(NotReached, match=r"table AsynchronousTaskOperations is missing"):
         run(spark, replay_settings(target, where="true"))
     assert run(spark, replay_settings(target, where="true"), dry_run=True).selected == 1

@@ -35,7 +35,7 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     writer.flush()
     assert purge_chunk(table, [("sent", SENT)])["deleted"] == 1
     insert(database, [row("replayed", SentAt=SENT)])
-    began = table.begin_operation("id", "replay", "{}")
+    began = table.begin_operation("id", "replay", {})
     assert table.replay("id") == (began, None, "{}")
     names = ARCHIVED_COLUMNS
     back = {**row("back", Topic="orders"), "Data": b""}

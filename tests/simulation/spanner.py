@@ -7,7 +7,7 @@ participants takes beyond a constant for each.
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import IntEnum
@@ -19,7 +19,7 @@ from sortedcontainers import SortedList
 from outbox.table.layouts import Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.errors import NotWritten, StoreError, TimedOut
-from publishworker.spanner.store import Decide, UnsentCount
+from publishworker.spanner.store import Decide
 from publishworker.types import (
     Candidate,
     Discovery,
@@ -501,18 +501,6 @@ class Connection:
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         table = self._spanner.table
         found: KeyHeads = self._read("key_heads", lambda: table.key_heads(keys, per_key, skip_dead=skip_dead))
-        return found
-
-    def has_work(self, shards: Iterable[int] | None = None) -> bool:
-        found: bool = self._read("has_work", lambda: self._spanner.table.has_work(shards))
-        return found
-
-    def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
-        found: tuple[frozenset[str], frozenset[str]] = self._read("in_use", self._spanner.table.topics_in_use)
-        return found
-
-    def unsent(self) -> list[UnsentCount]:
-        found: list[UnsentCount] = self._read("unsent", self._spanner.table.unsent)
         return found
 
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:

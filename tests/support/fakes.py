@@ -11,14 +11,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
-from outbox.table.layouts import Layout, suffix_of
-from outbox.table.sql import FORGET_WORKER_SECONDS
+from outbox.table.layouts import Layout
+from outbox.table.statements import FORGET_WORKER_SECONDS
 from outbox.table.states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.spanner.marks import times_sent
-from publishworker.spanner.store import Decide, UnsentCount
+from publishworker.spanner.store import Decide
 from publishworker.types import (
     LIVENESS_TIMEOUT_SECONDS,
     Candidate,
@@ -115,8 +115,8 @@ class FakeStore:
 
     def require(self, shards: Iterable[int]) -> None:
         """Raise StoreError if the index of one of the shards is gone."""
-        if gone := {suffix_of(shard) for shard in shards} - {layout.suffix for layout in self.built}:
-            raise StoreError(f"no index AsynchronousTasksToSend{gone.pop()}")
+        if gone := set(shards).difference(*(layout.ids for layout in self.built)):
+            raise StoreError(f"no index AsynchronousTasksToSend has shard {gone.pop()}")
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         self._answer()
@@ -237,39 +237,8 @@ class FakeStore:
         with self._lock:
             return self._row_locks.setdefault(id, threading.Lock())
 
-    def has_work(self, shards: Iterable[int] | None = None) -> bool:
-        self._answer()
-        of = set(self.layouts[0].ids if shards is None else shards)
-        return any(self._is_work(row) and _is_in(row, of) and row.topic not in self.paused for row in self._unsent())
-
-    def topics_in_use(self) -> tuple[frozenset[str], frozenset[str]]:
-        self._answer()
-        return (
-            frozenset(row.topic for row in self._unsent() if self._is_work(row)),
-            frozenset(row.topic for row in self._unsent() if row.ordering_key is not None),
-        )
-
-    def unsent(self) -> list[UnsentCount]:
-        self._answer()
-        counts = Counter((row.topic, self._state(row)) for row in self._unsent())
-        return [UnsentCount(*each, counts[each]) for each in sorted(counts)]
-
     def _unsent(self) -> list[StoredTask]:
         return [row for row in list(self.rows.values()) if row.sent_at is None]
-
-    def _is_work(self, row: StoredTask) -> bool:
-        return self._is_due(row) or (not self.is_dead(row) and row.attempts > 0 and not row.blocked_by)
-
-    def _state(self, row: StoredTask) -> str:
-        if self.is_dead(row):
-            return "dead"
-        if row.topic in self.paused:
-            return "paused"
-        if self._is_due(row):
-            return "pending"
-        if row.blocked_by:
-            return "blocked"
-        return "retrying" if row.attempts else "scheduled"
 
     def _answer(self) -> None:
         if self.away:

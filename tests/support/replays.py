@@ -6,7 +6,7 @@ from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
 from outbox.program.settings import DatabaseSettings
-from outbox.table import schema
+from outbox.table.ddl import OPERATIONS
 from outbox_pipeline.settings import ReplaySettings
 
 COLUMNS = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Principal", "Selection", "Tasks")
@@ -19,7 +19,5 @@ def replay_settings(target: DatabaseSettings, **given: str) -> ReplaySettings:
 
 def noted(database: Database) -> list[dict[str, Any]]:
     with database.snapshot() as snapshot:
-        rows = [
-            dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(schema.OPERATIONS, COLUMNS, KeySet(all_=True))
-        ]
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(OPERATIONS, COLUMNS, KeySet(all_=True))]
     return sorted(rows, key=lambda row: row["StartedAt"])

@@ -103,9 +103,9 @@ def fresh_database(of: Instance, statements: Sequence[str] = ()) -> Iterator[Dat
 
 @contextlib.contextmanager
 def outbox_database(of: Instance) -> Iterator[Database]:
-    from outbox.table import schema
+    from outbox.table import ddl
 
-    with fresh_database(of, schema.statements()) as database:
+    with fresh_database(of, ddl.statements()) as database:
         yield database
 
 
@@ -142,11 +142,11 @@ class Pool:
             self._instance.database(each).drop()
 
     def _take(self) -> str:
-        from outbox.table import schema
+        from outbox.table import ddl
 
         if self._emptied and self._emptied[0][0] + STALE_SECONDS < time.monotonic():
             return self._emptied.popleft()[1]
-        created = self._instance.database(f"pool-{uuid.uuid4().hex[:12]}", ddl_statements=schema.statements())
+        created = self._instance.database(f"pool-{uuid.uuid4().hex[:12]}", ddl_statements=ddl.statements())
         created.create().result(timeout=ADMIN_SECONDS)
         self._ddl = self._ddl or _ddl(created)
         return str(created.database_id)

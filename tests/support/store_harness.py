@@ -61,7 +61,7 @@ class SpannerHarness:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.store: Store = real.Store(open_database(place(database.database_id)), Layout(10))
+        self.store = real.Store(open_database(place(database.database_id)), Layout(10))
 
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         row = {"priority": 50, "created_at": COMMIT_TIMESTAMP, **columns}
@@ -98,7 +98,7 @@ class SpannerHarness:
     def reshard(self, *layouts: Layout) -> None:
         """Add layouts to the first one, and record all. The database is the test's own."""
         for layout in layouts:
-            self._database.update_ddl(added_layout(layout.shards)).result(ADMIN_SECONDS)
+            self._database.update_ddl(added_layout(layout)).result(ADMIN_SECONDS)
         for layout in (Layout(10), *layouts):
             self._insert("AsynchronousTaskShards", ColumnName=layout.column, Shards=layout.shards, State="polled")
 

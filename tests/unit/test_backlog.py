@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from outbox.admin import backlog, statements
 from outbox.admin.backlog import COUNTS, Backlog, Line
 from outbox.admin.table import TaskTable
+from outbox.table.statements import CONTROLS
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
@@ -66,9 +67,9 @@ class FakeTable:
 
     def query(self, statement: str, _tag: str, values: Mapping[str, Any], **_: object) -> list[list[Any]]:
         self.asked.append(statement)
-        if statement == statements.LIVE_WORKERS:
-            return [[2]]
-        if statement == statements.CONTROLS:
+        if statement == statements.WORKERS_AT:
+            return [["a", 100, 14, None], ["gone", 14_000, 14, None], ["b", 13_999, 14, "Shard"]]
+        if statement == CONTROLS:
             return [[topic, True, None, None, None] for topic in self._paused]
         limit = values["limit"]
         if statement == statements.COUNT_SENT:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.table.layouts import Layout
-from outbox.table.sql import FORGET_WORKER_SECONDS
+from outbox.table.statements import FORGET_WORKER_SECONDS
 from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
 from publishworker.turn.membership import (

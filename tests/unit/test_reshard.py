@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 
-from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, next_step
+from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.table import schema
-from outbox.table.layouts import Layout, by_suffix, renamed, suffix_of
+from outbox.table.layouts import Layout, by_layout
 
 FIRST, NEW = Layout(10), Layout(32, "32")
 COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}
@@ -108,12 +108,16 @@ def test_a_layout_is_retired_and_dropped_when_no_live_worker_depends_on_it(
 
 def test_statements_and_shard_ids_name_the_layout() -> None:
     sql = "SELECT Shard, in_shard FROM AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}, AsynchronousTaskShards"
-    assert FIRST.sql(sql) == sql == renamed(sql, "")
+    assert FIRST.sql(sql) == sql
     assert NEW.sql(sql) == sql.replace("Shard,", "Shard32,").replace("ToSend", "ToSend32")
-    assert by_suffix([0, 9, 32_000, 32_031]) == {"": [0, 9], "32": [0, 31]}
-    for layout in (Layout(1000), Layout(1, "1"), Layout(1000, "1000")):
-        assert {suffix_of(id) for id in layout.ids} == {layout.suffix}
-        assert len(layout.ids) == layout.shards
+    first, new = by_layout([9, 32_031, 0, 32_000])
+    assert (first.numbers, first.first_id, first.sql(sql)) == ([9, 0], 0, sql)
+    assert (new.numbers, new.first_id, new.sql(sql)) == ([31, 0], 32_000, NEW.sql(sql))
+    assert [shard in new for shard in (0, 32_000, 33_000)] == [False, True, False]
+    for layout in (Layout(1000), Layout.added(1), Layout.added(1000)):
+        [shards] = by_layout(layout.ids)
+        assert (shards.numbers, shards.first_id) == ([*range(layout.shards)], layout.ids[0])
+        assert shards.sql("Shard") == layout.column
 
 
 def resharding(snapshot: Snapshot, latest: Change | None, monkeypatch: pytest.MonkeyPatch) -> Resharding:
@@ -159,3 +163,14 @@ def test_a_layout_that_another_run_dropped_is_not_dropped_again(monkeypatch: pyt
     its._database.update_ddl.assert_not_called()
     its._do(Step("drop", NEW, "Drop"), FIRST)
     its._database.update_ddl.assert_called_once()
+
+
+def test_a_worker_counts_for_twice_its_liveness_timeout() -> None:
+    """A slow worker must not be overlooked. One that has not written Polls polls the first layout."""
+    rows = [
+        ["late", 27_999, 14, "Shard,Shard32"],
+        ["gone", 28_000, 14, "Shard"],
+        ["fresh", 0, 14, None],
+        ["off", 0, 0, ""],
+    ]
+    assert _polled_by(rows) == {"late": {"Shard", "Shard32"}, "fresh": {"Shard"}}

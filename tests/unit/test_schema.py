@@ -19,7 +19,7 @@ SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()
 
 
 def shapes(**options: Any) -> dict[str, dict[str, str]]:
-    return dict(map(ddl.parse, schema.statements(**options)))
+    return dict(map(ddl.parse, ddl.statements(**options)))
 
 
 def test_a_file_is_cut_into_statements_without_comments():
@@ -80,7 +80,7 @@ def test_a_comment_separates_words():
 
 def test_the_default_is_schema_sql_without_comments():
     """Apply sends the file, so reading the file is enough."""
-    created = schema.statements()
+    created = ddl.statements()
 
     code = [line.partition("--")[0].split() for line in SCHEMA_SQL.splitlines()]
     assert " ".join(created).split() == [word.rstrip(";") for line in code for word in line if word != ";"]
@@ -93,10 +93,10 @@ def test_the_default_is_schema_sql_without_comments():
 def test_the_number_of_shards_is_in_the_generated_column_only():
     other, ours = shapes(shards=32), shapes()
 
-    assert other["table AsynchronousTasks"].pop(schema.SHARD_COUNT) == "32"
-    assert ours["table AsynchronousTasks"].pop(schema.SHARD_COUNT) == "10"
+    assert other["table AsynchronousTasks"].pop(ddl.SHARD_COUNT) == "32"
+    assert ours["table AsynchronousTasks"].pop(ddl.SHARD_COUNT) == "10"
     assert other == ours
-    assert "FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), 32)" in schema.statements(shards=32)[0]
+    assert "FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), 32)" in ddl.statements(shards=32)[0]
 
 
 @pytest.mark.parametrize(("days", "kept"), [(7, "7 days"), (1, "1 days"), (None, "for ever")])
@@ -104,20 +104,20 @@ def test_the_retention_is_of_sent_tasks_only(days: int | None, kept: str):
     """A policy never deletes an unsent task, and None leaves it out."""
     parts = shapes(retention_days=days)["table AsynchronousTasks"]
 
-    assert parts[schema.RETENTION] == kept
+    assert parts[ddl.RETENTION] == kept
     assert parts["deletion of unsent tasks"] == "never"
-    assert ("ROW DELETION POLICY" in schema.statements(retention_days=days)[0]) == (days is not None)
+    assert ("ROW DELETION POLICY" in ddl.statements(retention_days=days)[0]) == (days is not None)
 
 
 def test_further_objects_are_optional():
     """A change stream costs storage, so it must be asked for; it has inserts only. Workers need no pipeline's table."""
-    *others, stream = schema.statements(change_stream=True)
+    *others, stream = ddl.statements(change_stream=True)
 
-    assert others == schema.statements()
+    assert others == ddl.statements()
     assert ddl.parse(stream) == ("change stream AsynchronousTasksInserts", {})
     for option in ("exclude_update = true", "exclude_delete = true", "exclude_ttl_deletes = true"):
         assert option in stream
-    left_out = [each for each in schema.statements() if each not in schema.statements(relay_only=True)]
+    left_out = [each for each in ddl.statements() if each not in ddl.statements(relay_only=True)]
     assert [ddl.parse(each)[0] for each in left_out] == ["table AsynchronousTaskOperations", "table ProcessedTasks"]
 
 
@@ -125,7 +125,7 @@ def test_numbers_out_of_range_are_refused():
     for name, allowed, highest in (("shards", "1 to 1000", 1000), ("retention_days", "None or 1 to 3650", 3650)):
         for number in (0, highest + 1):
             with pytest.raises(ValueError, match=f"{name} is {number}. It must be {allowed}"):
-                schema.statements(**{name: number})
+                ddl.statements(**{name: number})
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_an_expression_may_be_written_in_another_way():
 
 def test_an_index_that_is_being_filled_exists_but_is_not_ready():
     """Apply again during a long backfill is no error, while the relay's check says why it cannot start."""
-    wanted = schema.statements()
+    wanted = ddl.statements()
     found = {
         ddl.normalized(title): {ddl.normalized(name): text for name, text in (parts | {"state": "WRITE_ONLY"}).items()}
         for title, parts in shapes().items()

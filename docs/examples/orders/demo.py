@@ -19,7 +19,7 @@ from orders.subscriber import Inbox, Subscriber
 from orders.summary import Run, exit_code, summarize, text, verdict
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
-from outbox.table import schema
+from outbox.table import ddl
 
 #: The emulator scans the whole table for each shard and topic that a poll asks for, where Spanner reads a short range.
 SHARDS = 2
@@ -60,7 +60,7 @@ def demonstrate(tasks: int) -> int:
 
 def _stage() -> Stage:
     """Make what the order service needs, with its customers."""
-    made = stage.make("orders", [*service.DDL, *schema.statements(SHARDS)], service.TOPICS)
+    made = stage.make("orders", [*service.DDL, *ddl.statements(SHARDS)], service.TOPICS)
     with made.database.batch() as batch:
         batch.insert("Customers", ("CustomerId", "CreditCents"), [(each, CREDIT_CENTS) for each in CUSTOMERS])
     return made

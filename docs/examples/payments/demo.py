@@ -18,7 +18,7 @@ from orders import command, stage
 from orders.stage import Stage
 
 from outbox.errors import OutboxError
-from outbox.table import schema
+from outbox.table import ddl
 from payments.collector import Collector, collecting
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def demonstrate(tasks: int, output: Path) -> int:
     except OSError as error:
         raise OutboxError(f"--output {output}: {error.strerror}") from error
     with stage.emulators(), _spark() as spark:
-        made = stage.make("payments", schema.statements(SHARDS), TOPICS, ordered=True)
+        made = stage.make("payments", ddl.statements(SHARDS), TOPICS, ordered=True)
         demo = Demo(spark, made, output)
         first, second, replayed = demo.play(tasks)
     lost = first.lost + second.lost

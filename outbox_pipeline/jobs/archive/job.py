@@ -12,14 +12,13 @@ from google.cloud.spanner_v1 import KeySet
 from pyspark.sql import Observation, SparkSession
 
 from outbox.admin import statements
-from outbox.admin.operations import as_json
 from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import resolved, shown, spoken
 from outbox.registration import TABLE
-from outbox.table.sql import chunked
 from outbox.table.states import MARKS_FINAL_AFTER
+from outbox.table.values import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import (
     Archive,
@@ -179,7 +178,7 @@ class _Job:
         """Delete the tasks of a finished window from the table."""
         manifest, operation = window.manifest, str(uuid.uuid4())
         selection = {"archive": str(window.folder), "since": manifest.since, "until": manifest.until}
-        self.table.begin_operation(operation, "purge", as_json(selection))
+        self.table.begin_operation(operation, "purge", selection)
         window.note_purging(self.table.now())
         tasks = self.files.read([window]).select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
         [row] = totals(tasks.mapInArrow(Purge(self.settings), _COUNTS)).collect()

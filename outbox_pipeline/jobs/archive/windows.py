@@ -98,7 +98,6 @@ class Archive:
     """The windows in one folder."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
-        """Store the path, which does not need to exist."""
         self._spark = spark
         self._folder = Folder(spark, path)
 

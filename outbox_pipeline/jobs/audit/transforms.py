@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as f
 
-from outbox.table.states import NEVER
+from outbox.table.states import RANGES
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.audit.received import digest
 
@@ -52,7 +52,7 @@ class Rules:
 def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
     """Return a row for each sending or unsent task with OF_TASKS. With `bodies`, the digest covers the data."""
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
-    dead = f.coalesce(f.col("AvailableAt") >= f.lit(NEVER), f.lit(False))
+    dead = f.coalesce(f.expr(RANGES["dead"][0]), f.lit(False))
     return tasks.select(
         f.col("Id").alias("task_id"),
         f.col("Topic").alias("topic"),

@@ -21,6 +21,7 @@ from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.program.terminal import counted
+from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
 from outbox_pipeline.settings import DrainSettings
 from publishworker.backoff import Backoff
@@ -29,6 +30,7 @@ from publishworker.process.app import App, open_store, until_drained
 from publishworker.process.settings import RelaySettings
 from publishworker.spanner.errors import StoreError
 from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Client, Metric, Metrics
@@ -48,7 +50,6 @@ _COUNTED = {
     "aborted": m.ABORTED,
 }
 _COUNTS = schemas.counts(*_COUNTED)
-_STATES = ("pending", "retrying", "scheduled", "blocked", "dead", "paused")
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -98,11 +99,12 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
     begin = time.monotonic()
     end = float("inf") if deadline is None else begin + deadline
     store = open_store(settings)
+    unsent = UnsentTasks(store)
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
     workers = min(settings.workers or spark.sparkContext.defaultParallelism, store.layouts[0].shards)
     counts, rounds = Counter(dict.fromkeys(_COUNTED, 0)), 0
     pause = Backoff(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
-    while (work_left := store.has_work()) and (remaining := end - time.monotonic()) > 0:
+    while (work_left := unsent.any_to_send()) and (remaining := end - time.monotonic()) > 0:
         if rounds:
             time.sleep(min(pause.next(), remaining))
         else:
@@ -117,14 +119,14 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
         if done["published"]:
             pause.reset()
     of_state = Counter[str]()
-    for each in store.unsent():
+    for each in unsent.counts():
         of_state[each.state] += each.count
     if work_left:
         _log.warning(
             "Drain stopped at its deadline with %s pending and %s retrying tasks left. Run it again to continue",
             f"{of_state['pending']:,}", f"{of_state['retrying']:,}", extra={"action": "work_left"},
         )  # fmt: skip
-    states = {state: of_state[state] for state in _STATES}
+    states = {state: of_state[state] for state in (*UNSENT, "paused")}
     seconds = time.monotonic() - begin
     return Drained(**counts, rounds=rounds, workers=workers, **states, work_left=work_left, seconds=seconds)
 
@@ -185,7 +187,9 @@ class Workers:
         stop, timer = threading.Event(), None
         try:
             worker = App(self.settings, id=id, metrics=tally)
-            drained = until_drained(worker.store, lambda: worker.membership.shards, self.settings.poll_interval)
+            drained = until_drained(
+                UnsentTasks(worker.store), lambda: worker.membership.shards, self.settings.poll_interval
+            )
             if self.until is not None:
                 left = self.until - TaskTable(worker.store.database).now()
                 timer = threading.Timer(left.total_seconds(), stop.set)
@@ -205,7 +209,6 @@ class Tally(Metrics):
     """Adds up counts by metric, ignoring tags, and forwards all metrics to the client if there is one."""
 
     def __init__(self, client: Client | None = None) -> None:
-        """Begin with nothing counted."""
         super().__init__(client)
         self.sums: Counter[Metric] = Counter()
 

@@ -29,7 +29,8 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import resolved, shown
 from outbox.registration import COLUMNS, TABLE
-from outbox.table.sql import chunked
+from outbox.table.statements import NOW
+from outbox.table.values import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.settings import ReplaySettings
@@ -45,7 +46,7 @@ _TAG = "outbox-pipeline-replay"
 _COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "missing")
 #: The columns of a task from the table, and of a task from the archive, which is inserted again if it is gone.
 _OF_TABLE = ("Id", "OrderingKey", "CreatedAt", "Sequence")
-ARCHIVED_COLUMNS = ("Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AtMostOnce")
+ARCHIVED_COLUMNS = tuple(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt"))
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -82,9 +83,9 @@ class ReplaySelection:
     attribute: str = ""
     where: str = ""
 
-    def text(self) -> str:
-        """Return the fields that are not empty, as JSON."""
-        return as_json({name: value or None for name, value in asdict(self).items()})
+    def fields(self) -> dict[str, Any]:
+        """Return the fields, with None for an empty one."""
+        return {name: value or None for name, value in asdict(self).items()}
 
     @classmethod
     def parsed(cls, text: str) -> "ReplaySelection":
@@ -114,8 +115,8 @@ def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False,
     else:
         id = resume or str(uuid4())
         if not resume:
-            started_at = table.begin_operation(id, "replay", selection.text())
-        _info(f"Replay {id} of {selection.text()}. If it is interrupted, continue it with --resume {id}")
+            started_at = table.begin_operation(id, "replay", selection.fields())
+        _info(f"Replay {id} of {as_json(selection.fields())}. If it is interrupted, continue it with --resume {id}")
         done = job.replay(started_at)
         done.replay_id = id
         table.end_operation(id, "replay", done.selected - done.missing)
@@ -313,7 +314,7 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
         if before or again:
             # Read after locking: by this time, a worker with the task in doubt knows that it was reset after the
             # publish.
-            [[now]] = transaction.query(statements.NOW, {})
+            [[now]] = transaction.query(NOW, {})
             transaction.update(TABLE, RETRY_COLUMNS, [retry_values(id, now) for id in before])
             transaction.insert(TABLE, COLUMNS, [_inserted(row, now) for row in again])
         unsent = sum(sent_at is None for sent_at in found.values())

@@ -1,0 +1,21 @@
+"""Packages whose names are imported when they are first used. Standard library only."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def importer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package: `modules` has the names of each module, separated by spaces.
+
+    The names of the module "" are modules of the package itself.
+    """
+    places = {name: module for module, names in modules.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = places[name]
+        return getattr(import_module(f"{package}.{module}"), name) if module else import_module(f"{package}.{name}")
+
+    return find

@@ -1,0 +1,95 @@
+"""The parts of statements, and the whole statements, that more than one package sends. Values are parameters.
+
+Aliases differ from column names, because Spanner compares names without case: `Shard = shard` is true for every row.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from google.cloud.spanner_v1 import param_types
+
+from outbox.table.states import NEVER_SQL
+
+#: The index for polls: (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt).
+TO_SEND_INDEX = "AsynchronousTasksToSend"
+TO_SEND = f"AsynchronousTasks@{{FORCE_INDEX={TO_SEND_INDEX}}}"
+#: The whole key of that index. A statement that orders by it needs no sort, whatever the optimizer infers.
+TO_SEND_ORDER = "Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt"
+#: A range of that index: the unsent tasks of a shard and topic.
+OF_TOPIC = "Shard = in_shard AND SentAt IS NULL AND Topic = of_topic"
+#: The shards and topics of these ranges.
+EACH_TOPIC = "UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic"
+#: The index for ordering keys: the unsent tasks of a topic and key in order.
+IN_ORDER = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksInOrder}"
+IN_ORDER_ORDER = "Shard, OrderingKey, Topic, SentAt, CreatedAt, Sequence, Id"
+#: The table by primary key: one seek for each ID of a joined list, so that a transaction locks nothing else.
+BY_ID = "AsynchronousTasks@{FORCE_INDEX=_BASE_TABLE}"
+#: A join that seeks once for each row on its left.
+SEEK = "JOIN@{FORCE_JOIN_ORDER=TRUE, JOIN_METHOD=APPLY_JOIN}"
+
+#: A worker's row may be deleted this many seconds after the worker's last heartbeat.
+FORGET_WORKER_SECONDS = 3600
+
+#: The types of all parameters.
+_TYPES = {
+    **dict.fromkeys(("after", "after_created", "end", "now", "since", "start", "until"), param_types.TIMESTAMP),
+    **dict.fromkeys(("after_id", "error", "from_topic", "id", "token", "topic"), param_types.STRING),
+    **dict.fromkeys(("below", "limit", "max_rows", "per_key", "per_range", "shard"), param_types.INT64),
+    **dict.fromkeys(("highs", "ids", "keys", "lows", "range_topics", "topics"), param_types.Array(param_types.STRING)),
+    **dict.fromkeys(("max_priorities", "range_shards", "shards"), param_types.Array(param_types.INT64)),
+    "skip_dead": param_types.BOOL,
+}
+
+
+def parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `execute_sql` for these parameters."""
+    return {"params": dict(values), "param_types": {name: _TYPES[name] for name in values}}
+
+
+NOW = "SELECT CURRENT_TIMESTAMP()"
+
+#: The heartbeats: the milliseconds since the last one, for how many seconds it makes its worker live, and the columns
+#: that the worker polls. Reads a whole small table. Any program may write LivenessTimeoutSeconds, so it is bounded:
+#: without a bound, arithmetic overflows, and nobody would poll the shards of a worker that is live for ever.
+WORKERS = f"""
+SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, MILLISECOND),
+  GREATEST(0, LEAST(LivenessTimeoutSeconds, {FORGET_WORKER_SECONDS})), Polls
+FROM AsynchronousTaskWorkers"""
+#: The topic controls. Reads a whole small table, with one row for each topic that an operator has paused or limited.
+CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
+
+#: The ordering keys to read. The n-th row has the n-th key of @keys, its topic from @topics and its shard from @shards.
+KEYS = """(
+    SELECT of_key, @topics[OFFSET(place)] AS of_topic, @shards[OFFSET(place)] AS in_shard
+    FROM UNNEST(@keys) AS of_key WITH OFFSET AS place)"""
+#: The condition for the unsent rows of AsynchronousTasksInOrder. With @skip_dead it leaves out dead tasks. It uses only
+#: columns of the index, so that a LIMIT applies before any row of the table is read.
+UNSENT_OF_KEY = (
+    f"OrderingKey IS NOT NULL AND SentAt IS NULL AND NOT (@skip_dead AND COALESCE(AvailableAt >= {NEVER_SQL}, FALSE))"
+)
+#: The IDs of the first unsent tasks of each key, at most @per_key, due or not. One short range of the index per key.
+FIRST_OF_KEYS = f"""
+  SELECT first.Id FROM {KEYS}, UNNEST(ARRAY(
+    SELECT AS STRUCT Id FROM {IN_ORDER}
+    WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND {UNSENT_OF_KEY}
+    ORDER BY {IN_ORDER_ORDER} LIMIT @per_key)) AS first"""
+
+
+def by_ids(columns: str, *, lock: bool = False) -> str:
+    """Return the statement for `columns` of the tasks @ids. The plan has one seek for each, so it locks no other rows.
+
+    With `lock` the locks are exclusive. Two transactions that read with shared locks and then write would abort each
+    other.
+    """
+    hint = "@{LOCK_SCANNED_RANGES=exclusive}" if lock else ""
+    return f"{hint}\nSELECT {columns}\nFROM UNNEST(@ids) AS wanted\n{SEEK} {BY_ID} AS task ON task.Id = wanted"
+
+
+def at_now(statement: str) -> str:
+    """Return a statement for the time @now, so that several statements mean the same time."""
+    return statement.replace("CURRENT_TIMESTAMP()", "@now")
+
+
+def as_structs(statement: str) -> str:
+    """Return a statement as an array, for a statement that has the rows of several in one row."""
+    return f"ARRAY({statement.replace('SELECT', 'SELECT AS STRUCT', 1)})"

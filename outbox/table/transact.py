@@ -1,0 +1,66 @@
+"""Read-write transactions, and the time limits of requests inside and outside of them."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from google.api_core.exceptions import (
+    Aborted,
+    AlreadyExists,
+    FailedPrecondition,
+    GoogleAPICallError,
+    GoogleAPIError,
+    InvalidArgument,
+    OutOfRange,
+    ServiceUnavailable,
+)
+from google.api_core.retry import Retry, if_exception_type
+from google.auth.exceptions import GoogleAuthError
+from google.cloud.spanner_v1 import TransactionOptions
+
+T = TypeVar("T")
+
+#: Errors about the content of a request, such as a value that a constraint forbids. Spanner has not executed it.
+CONTENT = (AlreadyExists, FailedPrecondition, InvalidArgument, OutOfRange)
+
+#: Options of `transact`: serializable and pessimistic, whatever the client's defaults are. Otherwise the hint
+#: LOCK_SCANNED_RANGES=exclusive locks nothing.
+PESSIMISTIC: Mapping[str, Any] = {
+    "isolation_level": TransactionOptions.IsolationLevel.SERIALIZABLE,
+    "read_lock_mode": TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC,
+}
+
+
+def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
+    """Run `work` in a read-write transaction, again after each ABORTED, and return its result.
+
+    `options` are those of `run_in_transaction`. After an error of Google's API the client leaves the transaction and
+    its locks open. So it is rolled back here whenever `work` has failed, and if Spanner has refused the commit.
+    """
+    transaction: Any = None
+    working = False
+
+    def attempt(begun: Any) -> T:
+        nonlocal transaction, working
+        transaction, working = begun, True
+        result = work(begun)
+        working = False
+        return result
+
+    try:
+        result: T = database.run_in_transaction(attempt, **options)
+    except GoogleAPICallError as error:
+        if transaction is not None and (isinstance(error, CONTENT) or (working and not isinstance(error, Aborted))):
+            with contextlib.suppress(GoogleAPIError, GoogleAuthError):
+                transaction.rollback()
+        raise
+    return result
+
+
+def retry_and_timeout(seconds: float) -> dict[str, Any]:
+    """Return `retry` and `timeout` for one call of the Spanner client.
+
+    Without a Retry of our own, the client repeats a read or a query forever while the service is unavailable.
+    """
+    retry = Retry(predicate=if_exception_type(ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
+    return {"retry": retry, "timeout": seconds}

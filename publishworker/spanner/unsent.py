@@ -1,0 +1,124 @@
+"""Counts unsent tasks, and tells whether any is left to send. No turn of the relay needs this."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from google.cloud.spanner_v1 import KeyRange, KeySet
+
+from outbox.table.layouts import LayoutShards, by_layout
+from outbox.table.statements import TO_SEND_INDEX
+from outbox.table.states import LEFT_TO_SEND, is_dead
+from publishworker.spanner import rows, statements
+from publishworker.spanner.rows import UnsentRow
+from publishworker.spanner.store import READ_SECONDS, SpannerStore
+
+#: Rows of the first read of unsent tasks, and of each further read of the same topic.
+FIRST_ROWS, MORE_ROWS = 1_000, 10_000
+#: Max unsent tasks of a shard and topic that `counts` counts. The last read may exceed it.
+COUNT_LIMIT = 10_000
+
+#: Tells, from the last task of a read, whether to leave out the rest of its topic in its shard.
+_SkipRest = Callable[[UnsentRow], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class UnsentCount:
+    """The number of tasks of a topic in one state: pending, retrying, scheduled, blocked, dead or paused.
+
+    With `at_least`, the count of the topic stopped early, so there may be more.
+    """
+
+    topic: str
+    state: str
+    count: int
+    at_least: bool = False
+
+
+class UnsentTasks:
+    """The unsent tasks of a table. The reads of a method use one timestamp. Each method raises StoreError."""
+
+    def __init__(self, store: SpannerStore) -> None:
+        self._store = store
+
+    def any_to_send(self, shards: Iterable[int] | None = None) -> bool:
+        """Tell whether `shards`, or all, have a pending or retrying task outside of paused topics."""
+        now, paused = self._now_and_paused()
+
+        def skip_rest(last: UnsentRow) -> bool:
+            return is_dead(last.available_at) or last.topic in paused
+
+        return any(each.state(now, paused) in LEFT_TO_SEND for each in self._rows(now, skip_rest, shards))
+
+    def topics(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the topics that have pending or retrying tasks, and the topics that have tasks with ordering keys.
+
+        Only the first unsent tasks of each shard and topic are read.
+        """
+        now, _ = self._now_and_paused()
+        found = list(self._rows(now, lambda _last: True))
+        to_send = frozenset(each.topic for each in found if each.state(now) in LEFT_TO_SEND)
+        return to_send, frozenset(each.topic for each in found if each.is_ordered)
+
+    def counts(self) -> list[UnsentCount]:
+        """Count unsent tasks by topic and state, up to a limit in each shard and topic."""
+        now, paused = self._now_and_paused()
+        counts, read, cut = Counter[tuple[str, str]](), Counter[tuple[int, str]](), set()
+
+        def skip_rest(last: UnsentRow) -> bool:
+            if full := read[last.shard, last.topic] >= COUNT_LIMIT:
+                cut.add(last.topic)
+            return full
+
+        for each in self._rows(now, skip_rest):
+            read[each.shard, each.topic] += 1
+            counts[each.topic, each.state(now, paused)] += 1
+        return [UnsentCount(*key, counts[key], key[0] in cut) for key in sorted(counts)]
+
+    def _now_and_paused(self) -> tuple[datetime, frozenset[str]]:
+        with self._store.reading() as snapshot:
+            request = self._store.request("outbox-unsent", READ_SECONDS)
+            [[now, paused]] = snapshot.execute_sql(statements.NOW_AND_PAUSED, **request)
+        return now, frozenset(paused)
+
+    def _rows(self, at: datetime, skip_rest: _SkipRest, shards: Iterable[int] | None = None) -> Iterator[UnsentRow]:
+        """Yield each task that is unsent at `at`, once, by shard, topic and time."""
+        for each in by_layout(self._store.layouts[0].ids if shards is None else shards):
+            yield from self._of_layout(each, at, skip_rest)
+
+    def _of_layout(self, shards: LayoutShards, at: datetime, skip_rest: _SkipRest) -> Iterator[UnsentRow]:
+        """Yield the tasks of one layout. No read is large enough to time out."""
+        starts: list[list[Any]] = [[shard, None] for shard in sorted(shards.numbers)]
+        limit, known = FIRST_ROWS, frozenset[str]()
+        while starts:
+            found = self._read(shards, starts, at, limit)
+            yield from (each for each in found if each.id not in known)
+            if len(found) < limit:
+                return
+            last = found[-1]
+            start = last.place
+            if skip_rest(last):
+                start = [last.shard, None, last.topic + statements.NEXT_NAME_SUFFIX]
+                limit, known = FIRST_ROWS, frozenset()
+            else:
+                # Several tasks may have the same index key, and a read starts at a key. So the next read returns the
+                # tasks at this key again. Skip them.
+                limit = limit * 2 if start == starts[0] else MORE_ROWS
+                known = frozenset(each.id for each in found if each.place == start)
+            starts = [start, *(each for each in starts if each[0] > last.shard)]
+
+    def _read(self, shards: LayoutShards, starts: Sequence[Sequence[Any]], at: datetime, limit: int) -> list[UnsentRow]:
+        ranges = [KeyRange(start_closed=start, end_closed=[start[0], None]) for start in starts]
+        with self._store.reading(at) as snapshot:
+            found = snapshot.read(
+                "AsynchronousTasks",
+                [shards.sql(name) for name in statements.UNSENT_COLUMNS],
+                KeySet(ranges=ranges),
+                index=shards.sql(TO_SEND_INDEX),
+                limit=limit,
+                lazy_decode=True,
+                **self._store.request("outbox-unsent", READ_SECONDS),
+            )
+            return rows.unsent(found)

@@ -1,0 +1,99 @@
+"""The counts of unsent tasks, and whether any is left to send."""
+
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from outbox.table.layouts import Layout
+from outbox.table.states import NEVER
+from publishworker.spanner.unsent import UnsentTasks
+from tests.support.parts import poll_request
+from tests.support.store_harness import SpannerHarness
+
+PAST = datetime(2020, 1, 1, tzinfo=UTC)
+FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
+LATE = NEVER - timedelta(microseconds=1)
+ALL = range(10)
+
+
+@pytest.fixture
+def harness(database: Database) -> SpannerHarness:
+    return SpannerHarness(database)
+
+
+def unsent(harness: SpannerHarness) -> UnsentTasks:
+    return UnsentTasks(harness.store)
+
+
+@pytest.mark.parametrize(
+    ("columns", "state"),
+    [
+        ({}, "pending"),
+        ({"available_at": PAST, "attempts": 2}, "pending"),
+        ({"available_at": FUTURE, "attempts": 1}, "retrying"),
+        ({"available_at": LATE, "attempts": 3}, "retrying"),
+        ({"available_at": FUTURE}, "scheduled"),
+        ({"available_at": LATE}, "scheduled"),
+        ({"available_at": FUTURE, "attempts": 2, "blocked_by": "head"}, "blocked"),
+        ({"available_at": PAST, "blocked_by": "head"}, "pending"),
+        ({"available_at": NEVER, "attempts": 10}, "dead"),
+        ({"available_at": NEVER + timedelta(hours=23)}, "dead"),
+        ({"sent_at": PAST}, ""),
+    ],
+)
+def test_pending_and_retrying_tasks_are_work(
+    harness: SpannerHarness, monkeypatch: pytest.MonkeyPatch, columns: dict[str, Any], state: str
+) -> None:
+    """Scheduled, blocked, dead and paused tasks are not: `drain` must not wait for them. Each read takes few rows."""
+    monkeypatch.setattr("publishworker.spanner.unsent.FIRST_ROWS", 2)
+    monkeypatch.setattr("publishworker.spanner.unsent.MORE_ROWS", 3)
+    key = {"ordering_key": "same-shard"}
+    for n in range(5):
+        harness.insert(f"dead {n}", topic="dead", available_at=NEVER, **key)
+        harness.insert(f"paused {n}", topic="paused", **key)
+        same = {"available_at": LATE - timedelta(days=n // 4), "created_at": PAST - timedelta(days=n % 2)}
+        harness.insert(f"scheduled {n}", priority=50 + n % 3, **same, **key)
+        harness.insert(f"scheduled at once {n}", available_at=LATE, created_at=PAST, **key)
+    harness.pause("paused")
+    assert not unsent(harness).any_to_send()
+    harness.insert("a", topic="orders", **columns, **key)
+    assert unsent(harness).any_to_send() == (state in ("pending", "retrying"))
+    assert unsent(harness).topics()[0] - {"orders"} == {"paused"}
+    counts = {(each.topic, each.state): each.count for each in unsent(harness).counts()}
+    own = Counter({("orders", "scheduled"): 10, ("dead", "dead"): 5, ("paused", "paused"): 5})
+    if "sent_at" not in columns:
+        own["orders", state] += 1
+    assert counts == own
+
+
+def test_topics_in_use_have_tasks_to_send_or_ordering_keys(harness: SpannerHarness) -> None:
+    """`check` asks Pub/Sub for these topics, and warns of ordering keys without an endpoint of one region."""
+    harness.insert("ready", topic="ready")
+    harness.insert("retrying", topic="retrying", available_at=FUTURE, attempts=1, ordering_key="key")
+    harness.insert("scheduled", topic="scheduled", available_at=FUTURE, ordering_key="key")
+    harness.insert("dead", topic="dead", available_at=NEVER)
+    harness.insert("sent", topic="sent", sent_at=PAST, ordering_key="key")
+    assert unsent(harness).topics() == ({"ready", "retrying"}, {"retrying", "scheduled"})
+
+
+def test_only_the_requested_shards_are_read(harness: SpannerHarness) -> None:
+    for n in range(5):
+        harness.insert(str(n))
+    used = {each.shard for each in harness.store.poll(poll_request("orders"))}
+    assert {shard for shard in ALL if unsent(harness).any_to_send([shard])} == used
+    assert not unsent(harness).any_to_send(set(ALL) - used)
+    assert unsent(harness).any_to_send(ALL)
+
+
+def test_each_layout_has_all_tasks(own_database: Database) -> None:
+    harness, new = SpannerHarness(own_database), Layout.added(32)
+    harness.insert("a")
+    harness.insert("scheduled", available_at=FUTURE)
+    harness.reshard(new)
+    for layouts in ((Layout(10),), (new,), (new, Layout(10))):
+        harness.store.layouts = layouts
+        assert [each.count for each in unsent(harness).counts()] == [1, 1]
+        assert unsent(harness).any_to_send(shard for layout in layouts for shard in layout.ids)

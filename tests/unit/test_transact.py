@@ -1,0 +1,92 @@
+"""A failed transaction is rolled back, because the client would leave its locks open."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.api_core.exceptions import Aborted, DeadlineExceeded, InvalidArgument, ServiceUnavailable
+
+from outbox.table.transact import transact
+
+
+class Transaction:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.rollbacks = 0
+        self._error = error
+
+    def rollback(self) -> None:
+        self.rollbacks += 1
+        if self._error:
+            raise self._error
+
+
+class Database:
+    """Runs the function like the client, and then fails the commit if there is an error."""
+
+    def __init__(self, transaction: Transaction, commit_error: Exception | None = None) -> None:
+        self._transaction, self._commit_error = transaction, commit_error
+        self.options: dict[str, Any] = {}
+
+    def run_in_transaction(self, function: Callable[[Any], Any], **options: Any) -> Any:
+        self.options = options
+        result = function(self._transaction)
+        if self._commit_error:
+            raise self._commit_error
+        return result
+
+
+def failing(error: Exception) -> Callable[[Any], None]:
+    def work(_transaction: Any) -> None:
+        raise error
+
+    return work
+
+
+def test_the_result_and_the_options_are_passed_on() -> None:
+    database = Database(transaction := Transaction())
+    assert transact(database, lambda begun: begun is transaction, timeout_secs=3) is True
+    assert (database.options, transaction.rollbacks) == ({"timeout_secs": 3}, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "rollbacks"),
+    [
+        (DeadlineExceeded("a lock"), 1),
+        (InvalidArgument("a statement"), 1),
+        (Aborted("the client runs the function again, or gives up"), 0),
+        (ValueError("the client rolls back itself"), 0),
+    ],
+)
+def test_a_function_that_fails_is_rolled_back(error: Exception, rollbacks: int) -> None:
+    transaction = Transaction()
+    with pytest.raises(type(error)) as raised:
+        transact(Database(transaction), failing(error))
+    assert (raised.value, transaction.rollbacks) == (error, rollbacks)
+
+
+@pytest.mark.parametrize(
+    ("error", "rollbacks"),
+    [(InvalidArgument("refused"), 1), (ServiceUnavailable("the outcome is unknown"), 0), (Aborted("again"), 0)],
+)
+def test_only_a_refused_commit_is_rolled_back(error: Exception, rollbacks: int) -> None:
+    """A commit without an answer may still be executed."""
+    transaction = Transaction()
+    with pytest.raises(type(error)):
+        transact(Database(transaction, error), lambda _begun: None)
+    assert transaction.rollbacks == rollbacks
+
+
+def test_a_rollback_that_fails_does_not_hide_the_error() -> None:
+    transaction = Transaction(ServiceUnavailable("no answer"))
+    with pytest.raises(InvalidArgument):
+        transact(Database(transaction), failing(InvalidArgument("first")))
+    assert transaction.rollbacks == 1
+
+
+def test_a_transaction_that_did_not_begin_is_not_rolled_back() -> None:
+    class Closed(Database):
+        def run_in_transaction(self, function: Callable[[Any], Any], **options: Any) -> Any:
+            raise InvalidArgument("no session")
+
+    with pytest.raises(InvalidArgument):
+        transact(Closed(Transaction()), lambda _begun: None)
