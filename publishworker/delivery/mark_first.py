@@ -93,6 +93,7 @@ class MarkFirst(Delivery):
         self._stopped |= part.keys
         if isinstance(error, Refused):
             self._held[part] = error
+            self._marking.refused += len(part.tasks)
         else:
             self._error = str(error)
         for id in part.locks:
@@ -106,7 +107,7 @@ class MarkFirst(Delivery):
         self._unconfirmed += [id for id in unsure if not isinstance(self._answers[id], Sent)]
         self._marked = {id: kept for id, kept in self._marked.items() if id in undone}
         self._hold_until = self._clock() + HOLD_SECONDS
-        self._settling = Settling(self, (self.claim.part(undone), *self._held), self._marking)
+        self._settling = Settling(self, (self.claim.part(undone), *self._held), self._marking, self._held)
         self._settling.search(SEARCH_SECONDS)
 
     def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:

@@ -1,7 +1,8 @@
 """Mark tasks again whose commit failed, without publishing them: they are in doubt, because Pub/Sub has them."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from publishworker.backoff import Backoff
@@ -76,16 +77,23 @@ class Markable(Protocol):
 class Settling:
     """Writes the marks of one batch in parts: it halves what fails, until only rows are left that cannot be written."""
 
-    def __init__(self, batch: Markable, parts: Sequence[Claim], marking: Marking) -> None:
-        """Write the marks of these parts of the batch."""
+    def __init__(
+        self,
+        batch: Markable,
+        parts: Sequence[Claim],
+        marking: Marking,
+        failed: Mapping[Claim, StoreError] = MappingProxyType({}),
+    ) -> None:
+        """Write the marks of these parts of the batch. Those in `failed` are known to be refused."""
         self._batch = batch
         self._marking = marking
         self._keep([part for part in parts if part.locks])
         self._since = marking.clock()
         self._commits = marking.commits
         self._error = ""
-        self._failed: set[Claim] = set()  # parts of one row that cannot be written while others can
-        self._found: list[Unmarked] = []
+        #: Parts that cannot be written while others can.
+        self._failed = set(failed if marking.refused <= MAX_REFUSED else ())
+        self._found = [Unmarked(part, str(error), batch.state_of(part)) for part, error in failed.items()]
 
     def run(self) -> Iterator[Unmarked]:
         """Mark again after growing pauses. Yield each task that cannot be marked while others can, and what is left."""

@@ -106,3 +106,16 @@ def test_a_refused_row_does_not_change_the_order_of_its_key(
     lost = bench.count(m.UNCONFIRMED)  # at most once, and Pub/Sub may have published it
     assert bench.published(*"abc") == [id for id in "abc" if not (lost and id == "b")]
     assert bench.unsent() == []
+
+
+def test_while_every_mark_is_refused_few_at_most_once_tasks_are_tried() -> None:
+    """Each is then sent once."""
+    bench = Bench(size=100)
+    bench.insert(*[str(number) for number in range(100)], at_most_once=True)
+    bench.store.refused.update(bench.store.rows)
+    bench.run_for(30)
+    assert bench.publisher.ids() == []
+    assert sum(bench.store.claimed.values()) < 1_000
+    bench.store.refused.clear()
+    bench.run_for(120)
+    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
