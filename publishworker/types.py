@@ -297,9 +297,9 @@ class Turn:
     in_flight: int = 0  # batches that a later turn will report
     next: Next = Next.LATER
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
-    max_pause: float = math.inf  # seconds after which the topic controls must be read again
+    max_wait: float = math.inf  # seconds after which the topic controls must be read again
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether there is more to do now."""
+        """Tell whether the next turn starts at once, because there is more to do."""
         return self.next is Next.AT_ONCE

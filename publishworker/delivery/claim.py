@@ -39,7 +39,7 @@ class TopicHints:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A batch: tasks of one topic. Those of each ordering key are in order."""
+    """A batch: tasks of one topic. Those of each ordering key are in order, except behind a head that is not due."""
 
     topic: str
     tasks: tuple[ClaimedTask, ...]
@@ -67,7 +67,7 @@ class Claim:
         return frozenset(Key(self.topic, name) for name in names if name is not None)
 
     def part(self, ids: Collection[str], kind: Kind | None = None) -> "Claim":
-        """Return a claim of these tasks alone. Its commit releases the task behind them, as each commit does."""
+        """Return a claim of these tasks alone. Its commit also releases the deferred task behind them."""
         ids = frozenset(ids)
         tasks = tuple(task for task in self.tasks if task.id in ids)
         keys = {task.ordering_key for task in tasks} - {None}
@@ -81,11 +81,13 @@ class Claim:
         return replace(self, tasks=tasks, kind=kind or self.kind, releases=releases)
 
     def halves(self) -> "tuple[Claim, ...]":
-        """Return two claims that lock the same rows, or none if there is only one row."""
+        """Return two claims that together lock these rows, or none if there is only one row."""
         if len(self.tasks) > 1:
             ids = self.ids
             return self.part(ids[: len(ids) // 2]), self.part(ids[len(ids) // 2 :])
-        rows = (*self.tasks, *self.releases)
-        if len(rows) < 2:
+        if len(self.locks) < 2:
             return ()
-        return replace(self, releases=()), replace(self, tasks=(), releases=self.releases[not self.tasks :])
+        if self.tasks:
+            return replace(self, releases=()), replace(self, tasks=())
+        half = len(self.releases) // 2
+        return replace(self, releases=self.releases[:half]), replace(self, releases=self.releases[half:])

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.types import Deferred, Failed, NotSent, Outcome, Sent, Skipped
 
-#: What has happened to a task whose mark is not written. At-most-once tasks are marked and not published.
+#: What has happened to a task whose marks are not written. `marked`: at most once, marked but not published.
 State: TypeAlias = Literal["published", "unpublished", "marked"]
 
 
@@ -35,11 +35,11 @@ class Delivered:
     #: Trace IDs of the messages whose failure was recorded.
     traces: Mapping[str, str] = field(default_factory=dict)
     #: Seconds between a task's due time and Pub/Sub's answer.
-    waited: Mapping[str, float] = field(default_factory=dict)
+    latencies: Mapping[str, float] = field(default_factory=dict)
     #: Seconds of each phase, over all attempts.
     phases: Mapping[str, float] = field(default_factory=dict)
-    #: Number of transaction attempts. All but the last were aborted.
-    attempts: int = 0
+    #: Transaction attempts that were aborted.
+    aborted: int = 0
     error: str | None = None
 
     def published(self) -> list[str]:
@@ -61,13 +61,12 @@ class Delivered:
     def at_most_once(self) -> Claim | None:
         """Return a claim of the tasks that must be marked first, or None.
 
-        Tasks behind a failed one of their ordering key are left out.
+        Tasks behind one of their ordering key that failed or was not tried are left out.
         """
         skipped = self._skipped("at_most_once")
-        failed = {
-            task.ordering_key for task in self.claim.tasks if isinstance(self.answers.get(task.id), Failed) and skipped
-        } - {None}
-        once = {task.id for task in self.claim.tasks if task.id in skipped and task.ordering_key not in failed}
+        tried = {*self.published(), *self.outcomes}.difference(self.failed())
+        stopped = {task.ordering_key for task in self.claim.tasks if task.id not in tried and skipped} - {None}
+        once = {task.id for task in self.claim.tasks if task.id in skipped and task.ordering_key not in stopped}
         return self.claim.part(once, Kind.MARK_FIRST) if once else None
 
     def _skipped(self, reason: str) -> list[str]:
@@ -77,9 +76,9 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """Tasks whose marks cannot be written, although other transactions commit. The batch tries again later.
+    """A row that cannot be written, although other transactions commit. The batch tries again later.
 
-    With `given_up` it does not: their rows stay as they are, and another batch may claim them.
+    With `given_up` it does not try again, whether or not others commit. Another batch may claim the tasks.
     """
 
     claim: Claim

@@ -11,7 +11,7 @@ from typing import Any
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import Delivered, State, Unmarked
 from publishworker.delivery.marking import Marking, Settling
-from publishworker.delivery.retry_policy import RetryPolicy, is_recorded
+from publishworker.delivery.retry_policy import RetryPolicy, should_record
 from publishworker.delivery.rules import (
     deferred_behind,
     expired,
@@ -58,9 +58,9 @@ class Delivery:
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
         """Deliver the tasks of `claim`."""
         self.claim = claim
-        #: The tasks whose marks are not written: until the result, all tasks of the claim.
+        #: The tasks whose marks are not written; before the result, all tasks.
         self.unsettled = frozenset(claim.ids)
-        #: The batch needs no place any more: only tasks are left that cannot be marked while others can.
+        #: Only rows are left that cannot be written while others can, so the batch needs no place.
         self.aside = False
         #: Transactions that have begun. While the number grows, the batch is not stuck.
         self.transactions = 0
@@ -76,10 +76,10 @@ class Delivery:
         self._tried: dict[str, Version] = {}
         #: The marks that Spanner has refused to write. They hold while their rows are as they were.
         self._refused: dict[str, tuple[Mark, Version]] = {}
-        self._waited: dict[str, float] = {}
+        self._latencies: dict[str, float] = {}
         self._traces: dict[str, str] = {}
         self._phases: dict[str, float] = {}
-        self._attempts = 0
+        self._aborted = 0
         self._locked_at = 0.0
         self._error: str | None = None
         self._settling: Settling | None = None
@@ -97,7 +97,7 @@ class Delivery:
         """Mark again, in transactions that publish nothing. Yield tasks that cannot be marked while others can."""
         return iter(()) if self._settling is None else self._settling.run()
 
-    def mark_again(self, claim: Claim) -> None:
+    def write_marks(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
         self._transact(claim, lambda rows, now: self._marks_again(claim, rows, now))
 
@@ -114,11 +114,10 @@ class Delivery:
         return marks | self._releases(self.claim, rows, marks, now)
 
     def _check(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
-        """Return the rows to publish or, if they are published, to mark. Note why the others are skipped.
+        """Return the rows to publish or, if they are published, to mark, in the order of their ordering keys.
 
-        They are in the order of their ordering keys.
-
-        A task that failed in an earlier attempt loses its answer if its row has changed since.
+        Note why the others are skipped. A task that failed in an earlier attempt loses its answer if its row has
+        changed since.
         """
         self._forget(claim)
         for row in rows:
@@ -150,7 +149,7 @@ class Delivery:
         for row in rows:
             if isinstance(answers.get(row.id), Sent):
                 due = max(row.created_at, row.available_at or row.created_at)
-                self._waited[row.id] = max(0.0, (now - due).total_seconds() + ended - self._locked_at)
+                self._latencies[row.id] = max(0.0, (now - due).total_seconds() + ended - self._locked_at)
 
     def _marks(self, eligible: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Return the marks of all answers, and note failed attempts and deferrals."""
@@ -169,11 +168,11 @@ class Delivery:
                     marks[row.id] = self._deferred[row.id] = deferral
             elif isinstance(answer, Failed):
                 recorded = None
-                if is_recorded(self.claim.hints, row.id, answer, topic_accepts=topic_accepts):
+                if should_record(self.claim.hints, row.id, answer, topic_accepts=topic_accepts):
                     recorded = marks[row.id] = self._record(row, answer, now)
                 blocks_nothing = recorded is not None and recorded.dead and self._tools.skip_dead
                 if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
-                    continue  # Pub/Sub was not asked about this dead task, so the later tasks of its key were tried
+                    continue  # this dead task blocks nothing, and the later tasks of its key have answers of their own
                 if row.ordering_key is not None and stops_key(answer):
                     stopped[row.ordering_key] = self._deferrals_behind(row, None if blocks_nothing else recorded, now)
         return marks
@@ -230,9 +229,9 @@ class Delivery:
 
         def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             nonlocal since, phase, locked, marks
+            self._aborted += phase == COMMIT
             phase = CLAIM  # after an abort, the time since the last `decide` counts as claim
             end_phase()
-            self._attempts += 1
             self._locked_at, locked = self._clock(), rows
             marks = decide(rows, now)
             since, phase = self._clock(), COMMIT
@@ -245,7 +244,8 @@ class Delivery:
             raise
         finally:
             end_phase()
-        self._marking.committed()
+        if marks:  # otherwise nothing was written, which shows nothing
+            self._marking.committed()
         if self._refused:
             self._refused = {id: kept for id, kept in self._refused.items() if id not in marks}
         return committed
@@ -253,10 +253,10 @@ class Delivery:
     def _fail(self, error: StoreError) -> None:
         """Note that the commit failed. If Spanner has refused it, find the rows that are the reason."""
         self._error = str(error)
-        is_refused = isinstance(error, Refused)
+        spanner_refused = isinstance(error, Refused)
         left = self.claim.part({*self._published(), *self._refused})
         self._settling = Settling(self, (left,), self._marking)
-        if not is_refused:
+        if not spanner_refused:
             self._recorded.clear()
             self._deferred.clear()
             return
@@ -285,9 +285,9 @@ class Delivery:
             deferred={id: mark for id, mark in self._deferred.items() if id not in unwritten},
             unmarked=self.unsettled,
             unconfirmed=tuple(self._unconfirmed),
-            traces=self._traces,
-            waited=dict(self._waited),
+            traces=dict(self._traces),
+            latencies=dict(self._latencies),
             phases=dict(self._phases),
-            attempts=self._attempts,
+            aborted=self._aborted,
             error=self._error,
         )

@@ -51,26 +51,26 @@ class MarkFirst(Delivery):
         self._undo()
         return self._delivered()
 
-    def mark_again(self, claim: Claim) -> None:
+    def write_marks(self, claim: Claim) -> None:
         """Undo marks, or refuse to do anything with a held part until its time is over. Raises StoreError."""
-        if claim in self._held:
+        if self._marked.keys().isdisjoint(claim.ids):
             if self._clock() < self._hold_until:
-                raise self._held[claim]
+                raise next(iter(self._held.values()))
         else:
             self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))
 
     def state_of(self, claim: Claim) -> State:
         """Return what has happened to the tasks of a part."""
-        return "unpublished" if claim in self._held else "marked"
+        return "unpublished" if self._marked.keys().isdisjoint(claim.ids) else "marked"
 
     def _send(self, part: Claim) -> None:
         """Mark a part, commit and publish it. Raises StoreError."""
         marked: dict[str, LockedRow] = {}
-        locked_at: datetime
+        locked_time: datetime
 
         def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-            nonlocal marked, locked_at
-            locked_at = now
+            nonlocal marked, locked_time
+            locked_time = now
             for id in part.ids:
                 self._answers.pop(id, None)
             eligible = [row for row in self._check(part, rows, now) if _key_of(row) not in self._stopped]
@@ -86,7 +86,7 @@ class MarkFirst(Delivery):
         except StoreError as error:
             self._unconfirmed += [] if isinstance(error, NotWritten) else marked
             raise
-        self._publish(list(marked.values()), locked_at)
+        self._publish(list(marked.values()), locked_time)
         self._marked |= {id: (row, committed) for id, row in marked.items()}
 
     def _stop(self, part: Claim, error: StoreError) -> None:

@@ -12,14 +12,13 @@ from publishworker.host import Host
 from publishworker.spanner.errors import Refused, StoreError
 
 #: Max seconds that marking is tried. Then the tasks are published again, because a duplicate is better than a loss.
-MAX_AGE_SECONDS = 900.0
+MAX_MARKING_SECONDS = 900.0
 #: Seconds of the first pause. Each further one is twice as long, up to the max. It is longer for tasks that cannot be
 #: marked while others can.
 FIRST_SECONDS, MAX_SECONDS, MAX_ASIDE_SECONDS = 0.05, 5.0, 30.0
 #: Max seconds between two attempts at exit.
 EXIT_SECONDS = 0.25
-#: Max tasks that Spanner refuses to mark one after the other while nothing commits. Then the reason is probably in no
-#: row.
+#: Max refused rows in a row without a commit. Then the reason is probably in no row.
 MAX_REFUSED = 10
 #: Max parts of a batch that are marked one by one while nothing commits.
 MAX_PARTS = 10
@@ -58,7 +57,7 @@ class Marking:
 
     def is_over(self, since: float) -> bool:
         """Tell whether a batch that marks since then gives up."""
-        return self.clock() - since >= MAX_AGE_SECONDS or (self._exit.is_set() and self.clock() >= self._exit_until)
+        return self.clock() - since >= MAX_MARKING_SECONDS or (self._exit.is_set() and self.clock() >= self._exit_until)
 
 
 class Markable(Protocol):
@@ -67,7 +66,7 @@ class Markable(Protocol):
     unsettled: frozenset[str]
     aside: bool
 
-    def mark_again(self, claim: Claim) -> None:
+    def write_marks(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
 
     def state_of(self, claim: Claim) -> State:
@@ -111,7 +110,7 @@ class Settling:
     def search(self, seconds: float = float("inf")) -> None:
         """Try each part once, and halve those that fail, for at most `seconds`.
 
-        While nothing commits, the attempt of one part is enough: it shows that Spanner does not commit now.
+        While nothing commits, the attempt of one part is enough, unless Spanner refuses it: it commits nothing now.
         """
         todo, left = deque(self._parts), list[Claim]()
         end, goes_on = self._marking.clock() + seconds, True
@@ -123,11 +122,13 @@ class Settling:
                 goes_on = others_commit or (refused and self._marking.refused < MAX_REFUSED)
                 if halves and refused:
                     todo.extendleft(reversed(halves))
+                elif refused and not part.tasks:
+                    continue  # a release: without it, the deferral of the task ends by itself
                 elif halves and (others_commit or len(todo) + len(left) + len(halves) <= MAX_PARTS):
                     left += halves
                 else:
                     left.append(part)
-                    self._note(part, refused=refused, others_commit=goes_on)
+                    self._note(part, refused=refused, counts=goes_on)
             self._keep([*todo, *left])
             goes_on = goes_on and self._marking.clock() < end and not self._marking.is_over(self._since)
         self._commits = self._marking.commits
@@ -135,15 +136,15 @@ class Settling:
 
     def _mark(self, part: Claim) -> StoreError | None:
         try:
-            self._batch.mark_again(part)
+            self._batch.write_marks(part)
         except StoreError as error:
             self._error = str(error)
             return error
         return None
 
-    def _note(self, part: Claim, *, refused: bool, others_commit: bool) -> None:
+    def _note(self, part: Claim, *, refused: bool, counts: bool) -> None:
         """Note a part of one row that cannot be written, once."""
-        if others_commit and part not in self._failed:
+        if counts and part not in self._failed:
             self._failed.add(part)
             self._marking.refused += refused
             self._found += [self._unmarked(part)] * bool(part.tasks)

@@ -70,7 +70,7 @@ class RetryPolicy:
         return min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
 
 
-def is_recorded(hints: TopicHints, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
+def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
     """Tell whether to record the failure as a failed attempt of its task. Otherwise it only opens the topic's circuit.
 
     If the topic is missing or refuses messages, only the failures of probes are recorded. In an outage, a

@@ -50,25 +50,22 @@ class Reporter:
         topic = delivered.claim.topic
         self._metrics.count(m.PUBLISHED, len(delivered.published()), topic=topic)
         self._metrics.count(m.ALREADY_PUBLISHED, len(delivered.already_sent()), topic=topic)
-        self._metrics.count(m.ABORTED, max(0, delivered.attempts - 1), topic=topic)
+        self._metrics.count(m.ABORTED, delivered.aborted, topic=topic)
         if delivered.claim.kind is not Kind.DEFER:
             self._metrics.sample(m.BATCH_SIZE, len(delivered.claim.tasks), topic=topic)
             for phase, seconds in delivered.phases.items():
                 self._metrics.sample(m.PHASE_DURATION, seconds, phase=phase)
-            for seconds in delivered.waited.values():
-                self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(delivered.waited), topic=topic)
+            for seconds in delivered.latencies.values():
+                self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(delivered.latencies), topic=topic)
         self._failures(delivered)
         self._metrics.count(m.DEFERRED, len(delivered.deferred), topic=topic)
         if uncommitted := delivered.uncommitted():
             self._metrics.count(m.UNCOMMITTED, len(uncommitted), topic=topic)
         if delivered.error is not None:
-            effect = "None of them was published."
+            text = f"Commit failed for {_tasks(delivered.claim.ids)} of topic {topic}: {delivered.error}"
             if uncommitted:
-                effect = f"{_tasks(uncommitted)} in doubt: published, and will be marked without another publish."
-            tasks = _tasks(delivered.claim.ids)
-            self._throttled_log.log(
-                "commit_failed", topic, f"Commit failed for {tasks} of topic {topic}: {delivered.error}. {effect}"
-            )
+                text += f". {_tasks(uncommitted)} in doubt: published, and will be marked without another publish"
+            self._throttled_log.log("commit_failed", topic, text)
         self._unconfirmed(topic, delivered.unconfirmed)
 
     def unmarked(self, unmarked: Unmarked) -> None:

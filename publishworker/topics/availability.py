@@ -52,7 +52,7 @@ class Topics:
     def admit(
         self, candidates: Sequence[Candidate], in_flight: Mapping[str, int], cut_off: Collection[str]
     ) -> Admitted:
-        """Return the candidates that may start beside `in_flight` tasks, of an open circuit only a drawn probe.
+        """Return the candidates that may start beside `in_flight` tasks. For an open circuit, that is a drawn probe.
 
         The poll has left tasks of the topics in `cut_off`.
         """
@@ -80,7 +80,7 @@ class Topics:
         self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back the untried
         return self._circuits.observe(delivered)
 
-    def take_at_most_once(self, delivered: Delivered) -> Claim | None:
+    def at_most_once_to_start(self, delivered: Delivered) -> Claim | None:
         """Return a claim of the at-most-once tasks that a finished batch has found, or None while they must wait."""
         claim = delivered.at_most_once()
         return claim if claim is not None and self._circuits.spends_at_most_once(delivered) else None
@@ -99,7 +99,10 @@ class Topics:
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     @property
-    def max_pause(self) -> float:
-        """Return the seconds after which the topic controls must be read again. No read is needed to pause a topic."""
+    def max_wait(self) -> float:
+        """Return the seconds after which the topic controls must be read again, to notice the end of a pause or limit.
+
+        An idle worker need not notice the beginning: each turn reads the controls first.
+        """
         waits = self.paused or self._limits.seconds_to_next() is not None
         return CONTROLS_SECONDS if waits else math.inf

@@ -19,10 +19,10 @@ STUCK_SECONDS = 120.0
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
-#: Seconds between two calls of `progress`, and checks for stuck batches, while waiting without a time limit. None: no
-#: calls.
+#: Seconds between two calls of `progress`, and checks for stuck batches, while waiting without a time limit. None:
+#: neither.
 WATCH_SECONDS: float | None = 1.0
-#: Max batches that mark tasks without a place. The others keep theirs.
+#: Max batches that give up their places while they mark tasks.
 MAX_ASIDE = 100
 
 
@@ -41,7 +41,7 @@ class Batch(Protocol):
         """Mark again what is not marked. Yield what cannot be marked."""
 
 
-#: What a batch reports: first what became of its tasks, then those that cannot be marked.
+#: What a batch reports: first a Delivered, then an Unmarked for each row that cannot be written.
 Report: TypeAlias = Delivered | Unmarked
 
 
@@ -76,7 +76,7 @@ class InFlight:
     """Starts batches and collects their reports. It belongs to one thread; batches run on others.
 
     A batch that cannot mark its tasks stays in flight and marks them again. It keeps its place, so a worker whose
-    commits fail publishes nothing new. A batch that is aside gives its place back.
+    commits fail publishes nothing new. A batch with only rows that cannot be written alone is aside: it needs no place.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
@@ -121,7 +121,7 @@ class InFlight:
     def tasks_by_topic(self) -> Counter[str]:
         """Return the number of tasks that are being published by topic."""
         tasks: Counter[str] = Counter()
-        for claim in self._delivering():
+        for claim in self._delivering_claims():
             tasks[claim.topic] += 0 if claim.kind is Kind.DEFER else len(claim.tasks)
         return tasks
 
@@ -131,16 +131,16 @@ class InFlight:
 
     def bytes(self) -> int:
         """Return the bytes of all messages in flight."""
-        return sum(claim.bytes for claim in self._delivering())
+        return sum(claim.bytes for claim in self._delivering_claims())
 
     def deferring(self) -> int:
         """Return the number of batches that only defer tasks."""
-        return sum(claim.kind is Kind.DEFER for claim in self._delivering())
+        return sum(claim.kind is Kind.DEFER for claim in self._delivering_claims())
 
     def keys(self) -> frozenset[Key]:
         """Return the ordering keys in flight. Their other tasks must wait until the batch has ended.
 
-        A task that cannot be deferred does not hold back the head of its key.
+        A batch that still retries a deferral does not block its key.
         """
         claims = (
             entry.batch.claim.part(entry.batch.unsettled) if entry.settling else entry.batch.claim
@@ -197,7 +197,7 @@ class InFlight:
             entry.straggler = True
         return reports
 
-    def _delivering(self) -> list[Claim]:
+    def _delivering_claims(self) -> list[Claim]:
         return [entry.batch.claim for entry in self._running if not entry.settling]
 
     def _wait(self, enough: Callable[[Sequence[Report]], bool], max_seconds: float | None = None) -> list[Report]:

@@ -21,9 +21,9 @@ from publishworker.types import Discovery, Next, Turn
 
 #: Max seconds that a turn waits for in-flight batches. It then ends without them, so that the worker sends a heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
-#: A turn neither polls nor starts a batch with topic controls, layouts and live workers that were read longer ago. Its
-#: pause may have been long, its reads slow, or its process suspended.
-MAX_AGE_SECONDS = 2.0
+#: Max age in seconds of the topic controls, layouts and live workers with which a turn polls or starts a batch. The
+#: last pause may have been long, a read slow, or the process suspended.
+MAX_READ_AGE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Options:
     #: Part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
     fair_share: float = 0.0
     #: How many of a turn's batches may still be in flight when it stops waiting. If no task is left to start, it waits
-    #: for all of them.
+    #: for all of them, at most MAX_TURN_WAIT_SECONDS.
     stragglers: int = 0
     #: How long `finish` lets batches mark tasks in doubt. They try at least once.
     shutdown_seconds: float = 0.0
@@ -63,7 +63,7 @@ class Relay:
         #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
         self._read_at = host.clock()
         #: True while the reads of a turn run, and afterwards if one of them failed.
-        self._is_reading = False
+        self._reads_incomplete = False
         #: Set by `wake`. The worker then ends its pause.
         self.woken = host.threads.event()
         #: How batches mark tasks whose commit failed.
@@ -78,23 +78,23 @@ class Relay:
         StoreError, batches in flight go on, and a later turn reports them.
         """
         self._take_wake_up()
-        finished = self._in_flight.collect()
-        changed = self._observe(finished)  # circuits, limits, metrics and logs
+        reports = self._in_flight.collect()
+        changed = self._observe(reports)  # circuits, limits, metrics and logs
         self._in_flight.raise_if_stuck()
-        discovered = self._begin_reads()
-        self._start_at_most_once(finished, stopping)
+        has_discovered = self._begin_reads()
+        self._start_at_most_once(reports, stopping)
         polled = self._poll()  # reads nothing while no batch may start
         ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
         selection = self._select(polled, ready, stopping)
         started = self._start(selection.claims)
-        if not discovered:  # live workers, controls, unknown topics
+        if not has_discovered:  # live workers, controls, unknown topics
             changed |= self._discover(found_nothing=not (started or polled.no_room))
-        self._is_reading = False
+        self._reads_incomplete = False
         waits = polled.no_room or started or ready.busy or selection.is_byte_limited
         ended = self._wait(selection) if waits and self._in_flight.delivering else self._in_flight.collect()
         changed |= self._observe(ended)
         self._start_at_most_once(ended, stopping)
-        return self._report(polled, finished + ended, waits=waits, changed=changed)
+        return self._turn_of(polled, reports + ended, waits=waits, changed=changed)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
@@ -112,14 +112,14 @@ class Relay:
 
         Raises StuckBatch if a batch does not end.
         """
-        finished: list[Report] = []
+        reports: list[Report] = []
         self.marking.shut_down(self._options.shutdown_seconds)
         try:
             while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
                 ended = self._in_flight.wait_for_one()
                 self._observe(ended)
-                finished += ended
-            return self._report(Polled(), finished)
+                reports += ended
+            return self._turn_of(Polled(), reports)
         finally:
             self._reporter.end()
 
@@ -154,14 +154,16 @@ class Relay:
         return changed
 
     def _start_at_most_once(self, reports: Sequence[Report], stopping: Callable[[], bool]) -> None:
-        """Start the at-most-once tasks that batches have found, in batches that mark them before they publish them.
+        """Start MARK_FIRST batches for the at-most-once tasks that other batches have skipped.
 
         A poll cannot tell which tasks are at-most-once, but the lock query can.
         """
         if stopping():
             return
         delivered = (each for each in reports if isinstance(each, Delivered))
-        if claims := [claim for each in delivered if (claim := self._topics.take_at_most_once(each)) is not None]:
+        found = [claim for each in delivered if (claim := self._topics.at_most_once_to_start(each)) is not None]
+        # A later poll finds those that get no place.
+        if claims := found[: max(0, self._options.limits.batches - self._in_flight.places)]:
             self._refresh()
             self._start(claims)
 
@@ -171,18 +173,18 @@ class Relay:
             self._poller.wake()
 
     def _begin_reads(self) -> bool:
-        """Discover if the last discovery is old. Return whether the end of the turn then has nothing left to discover.
+        """Discover now if the last read is outdated. Return whether this turn needs no further discovery.
 
         If a read of the last turn failed, read no topics: a reshard may have dropped the index.
         """
-        failed, self._is_reading = self._is_reading, True  # `turn` resets it if no read raises StoreError
+        failed, self._reads_incomplete = self._reads_incomplete, True  # `turn` resets it if no read raises StoreError
         if failed:
             self._read_at = float("-inf")
             self._refresh()
         return self._is_outdated() and not self._discover(now=True)
 
     def _is_outdated(self) -> bool:
-        return self._clock() - self._read_at > MAX_AGE_SECONDS
+        return self._clock() - self._read_at > MAX_READ_AGE_SECONDS
 
     def _refresh(self) -> None:
         """Read live workers, layouts and topic controls if they are outdated. Raises StoreError."""
@@ -249,7 +251,9 @@ class Relay:
         max_left = self._options.stragglers if selection.left_tasks else 0
         return self._in_flight.wait_for_most(max_left, MAX_TURN_WAIT_SECONDS)
 
-    def _report(self, polled: Polled, reports: Sequence[Report], *, waits: bool = False, changed: bool = False) -> Turn:
+    def _turn_of(
+        self, polled: Polled, reports: Sequence[Report], *, waits: bool = False, changed: bool = False
+    ) -> Turn:
         """Return the numbers of a turn, and log them."""
         finished = [each for each in reports if isinstance(each, Delivered)]
         published = sum(len(each.published()) for each in finished)
@@ -273,7 +277,7 @@ class Relay:
             in_flight=self.in_flight,
             next=next_turn,
             seconds_to_retry=self._topics.seconds_until_available(),
-            max_pause=self._topics.max_pause,
+            max_wait=self._topics.max_wait,
         )
         self._reporter.turn(turn, worked=bool(finished))
         return turn

@@ -18,7 +18,7 @@ class Selection(NamedTuple):
     """The batches to start."""
 
     claims: Sequence[Claim] = ()
-    #: Tasks are left, polled or not, only because the max number of batches or bytes is in flight.
+    #: Tasks are left, polled or not, that could start if more batches or bytes were allowed.
     left_tasks: bool = False
     #: Batches are held back because too many bytes are in flight.
     is_byte_limited: bool = False
@@ -43,8 +43,8 @@ class Selector:
     def select(self, resolved: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> Selection:
         """Choose the batches to start in addition to those in flight.
 
-        `cut_off` are the topics that have more tasks in the table. Batches that defer blocked tasks get at most a
-        quarter of the places, or half if no task can be sent. Without deferrals, each poll would return the same
+        `cut_off` are the topics that have more tasks than the poll has read. Batches that defer blocked tasks get at
+        most a quarter of the places, or half if no task can be sent. Without deferrals, each poll would return the same
         blocked tasks.
         """
         deferrals = list(resolved.blocked[: self._places_to_defer(in_flight, nothing_else=not resolved.candidates)])
@@ -63,7 +63,8 @@ class Selector:
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
         left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable
         highest = max((each.priority for each in candidates), default=None)
-        self._fair_share.count(len(claims), min(len(lower), len(claims)), highest if left_tasks else None)
+        given = sum(any(claim is each for each in claims) for claim in lower)
+        self._fair_share.count(len(claims), given, highest if left_tasks else None)
         return Selection(deferrals + claims, left_tasks, is_byte_limited=len(claims) < len(wanted))
 
     def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:

@@ -161,7 +161,7 @@ def test_a_slow_agent_gets_every_count(silent_socket: socket.socket) -> None:
     for batch in range(25):
         ids = tuple(f"{batch}-{number}" for number in range(1000))
         sent = Delivered(
-            claim_of("orders", *ids), answers=dict.fromkeys(ids, Sent("1")), waited=dict.fromkeys(ids, 0.1)
+            claim_of("orders", *ids), answers=dict.fromkeys(ids, Sent("1")), latencies=dict.fromkeys(ids, 0.1)
         )
         reporter.delivered(sent)
     metrics.stop()

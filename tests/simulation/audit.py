@@ -8,7 +8,7 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
-from publishworker.delivery.marking import MAX_AGE_SECONDS
+from publishworker.delivery.marking import MAX_MARKING_SECONDS
 from publishworker.delivery.retry_policy import CHECK_SECONDS
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.types import Deferred, Key, LockedRow, Mark, NotSent, Sent, Version
@@ -182,7 +182,7 @@ class Audit:
             if state := self._unfit[process, id]:
                 self.problem(f"{id} was {state} when {process.name} claimed it, and was published")
             at, version = self._acknowledged.get((process, id), (float("-inf"), None))
-            if version and version.has_message_of(row) and self.clockwork.now - at < MAX_AGE_SECONDS:
+            if version and version.has_message_of(row) and self.clockwork.now - at < MAX_MARKING_SECONDS:
                 self.problem(f"{process.name} knew that Pub/Sub has {id}, and published it again")
             task = self.tasks[id]
             late = max(task.at, task.reset_at) - self._paused_at.get(task.topic, inf)

@@ -71,7 +71,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a failed commit is remembered": (Delivery, "_fail", always(None)),
     "tasks in doubt are marked": (Delivery, "_marks_again", always({})),
     "tasks in doubt are not claimed": (InFlight, "ids", always(frozenset())),
-    "tasks in doubt are remembered for 15 minutes": (marking, "MAX_AGE_SECONDS", lambda _: 1.0),
+    "tasks in doubt are remembered for 15 minutes": (marking, "MAX_MARKING_SECONDS", lambda _: 1.0),
     "a reset row is told from a lost mark": (
         Version, "of", lambda real: classmethod(lambda _class, row: replace(real(row), times_sent=0))
     ),
@@ -116,7 +116,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "the first deferred task of a key returns soon": (retry_policy, "CHECK_SECONDS", lambda _: 3600.0),
     "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
-    "an outage records no attempt": (delivery, "is_recorded", always(True)),
+    "an outage records no attempt": (delivery, "should_record", always(True)),
     "every shard is polled": (Membership, "assign", one_shard_less),
     "a topic without candidates is found again": (KnownTopics, "discover", lambda real: lambda self, names: (
         real(self, [name for name in names if name not in self.recent])

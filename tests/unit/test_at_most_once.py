@@ -278,3 +278,5 @@ def test_a_result_contains_the_batch_of_its_at_most_once_tasks() -> None:
     got = waits({"sent": Sent("1"), "once": once, "other": once})
     assert got == claim_of("orders", "once", "other", kind=Kind.MARK_FIRST, bytes=800)
     assert waits({"a": Sent("1"), "gone": Skipped("gone")}) is None
+    untried = Delivered(claim_of("orders", "untried", "once", keys=("k", "k")), outcomes={"once": once})
+    assert untried.at_most_once() is None

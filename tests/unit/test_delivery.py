@@ -71,11 +71,11 @@ def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) 
     bench.insert("early", created_at=now + HOUR)  # no task has waited for less than no time
     bench.slow_commits(Abort())
     result = bench.deliver("ready", "due", "fresh", "early")
-    assert result.attempts == 2
+    assert result.aborted == 1
     assert result.phases == {m.CLAIM: 3, m.PUBLISH: 2, m.COMMIT: 3}
-    assert result.waited == {"ready": 3602, "due": 7202, "fresh": 2.25, "early": 0}
+    assert result.latencies == {"ready": 3602, "due": 7202, "fresh": 2.25, "early": 0}
     bench.insert("once", created_at=bench.store.now - HOUR, at_most_once=True)
-    assert bench.deliver("once", kind=Kind.MARK_FIRST).waited == {"once": 3605}
+    assert bench.deliver("once", kind=Kind.MARK_FIRST).latencies == {"once": 3605}
     bench.store.away = True
     result = bench.deliver("a")
     assert result.error is not None

@@ -8,7 +8,7 @@ import pytest
 
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import State
-from publishworker.delivery.marking import MAX_AGE_SECONDS, MAX_ASIDE_SECONDS, MAX_REFUSED, Marking, Settling
+from publishworker.delivery.marking import MAX_ASIDE_SECONDS, MAX_MARKING_SECONDS, MAX_REFUSED, Marking, Settling
 from publishworker.host import Event, Host, Threads
 from publishworker.spanner.errors import Refused, StoreError
 from tests.support.parts import claim_of
@@ -47,7 +47,7 @@ class Batch:
         self.tried: list[tuple[float, tuple[str, ...]]] = []
         self.settling = Settling(self, [claim_of("orders", *ids)], self.marking)
 
-    def mark_again(self, claim: Claim) -> None:
+    def write_marks(self, claim: Claim) -> None:
         self.tried.append((self.waits.seconds, claim.ids))
         if error := next(filter(None, map(self.fails, claim.locks)), None):
             raise error
@@ -93,7 +93,7 @@ def test_a_row_that_cannot_be_marked_is_found_and_the_others_are_marked(error: t
     pauses = [after - before for before, after in pairwise(alone)]
     assert all(after > 0.9 * before for before, after in pairwise(pauses))
     assert pauses[-1] == pytest.approx(MAX_ASIDE_SECONDS, abs=0.6)
-    assert alone[-1] == pytest.approx(MAX_AGE_SECONDS, abs=MAX_ASIDE_SECONDS)
+    assert alone[-1] == pytest.approx(MAX_MARKING_SECONDS, abs=MAX_ASIDE_SECONDS)
 
 
 def test_while_nothing_commits_one_part_is_tried_every_five_seconds() -> None:
@@ -162,3 +162,5 @@ def test_the_parts_of_a_claim_lock_the_same_rows() -> None:
     alone, behind = first.part("b").halves()
     assert (alone.locks, behind.ids, behind.locks) == (("b",), (), ("c",))
     assert alone.halves() == behind.halves() == ()
+    three = claim_of("orders", "a", keys=("k",), releases=("x", "y", "z")).halves()[1]
+    assert [each.locks for each in three.halves()] == [("x",), ("y", "z")]

@@ -77,6 +77,16 @@ def test_while_every_commit_is_refused_few_tasks_are_published(bench: Bench) -> 
     assert len(bench.publisher.ids()) == 150
 
 
+def test_a_transaction_that_writes_nothing_does_not_show_that_spanner_commits() -> None:
+    """Keys with several tasks, so that parts without a mark are tried, too."""
+    bench = Bench(size=4)
+    for number in range(30):
+        bench.line(*(f"{number}-{place}" for place in "abcd"), key=f"k{number}")
+    bench.store.refused.update(bench.store.rows)
+    bench.run_for(120)
+    assert len(bench.publisher.ids()) <= 5 * 4
+
+
 def refuse() -> None:
     raise Refused("INVALID_ARGUMENT: no such column")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import TopicHints
-from publishworker.delivery.retry_policy import RetryPolicy, is_recorded, last_error
+from publishworker.delivery.retry_policy import RetryPolicy, last_error, should_record
 from publishworker.types import Failed, LockedRow, NotSent
 
 #: Far from the machine's clock.
@@ -143,5 +143,5 @@ def test_which_failures_are_recorded_on_the_task(probe: bool, suspect: bool, wor
     expected = {"invalid_argument": True, "data_loss": True, "not_found": probe}
     expected |= dict.fromkeys(("unavailable", "deadline_exceeded", "internal"), met_again)
     expected |= dict.fromkeys(("resource_exhausted", "unauthenticated", "credentials"), False)
-    recorded = {reason: is_recorded(hints, "a", Failed(reason, "?"), topic_accepts=works) for reason in expected}
+    recorded = {reason: should_record(hints, "a", Failed(reason, "?"), topic_accepts=works) for reason in expected}
     assert recorded == expected
