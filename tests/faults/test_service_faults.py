@@ -32,9 +32,6 @@ SCENARIOS = {
     "commits_aborted_often": Scenario(
         "Spanner aborts half of the commits.", REMEMBERED, SPANNER, calls("spanner", "Commit", Fault.ABORTED, 0.5)
     ),
-    "commits_aborted_rarely": Scenario(
-        "Spanner aborts 5 % of the commits.", REMEMBERED, SPANNER, calls("spanner", "Commit", Fault.ABORTED, 0.05)
-    ),
     "commits_refused": Scenario(
         "Spanner answers 30 % of the commits with UNAVAILABLE and does nothing.",
         f"{NOTHING} The client commits again.",
