@@ -260,14 +260,6 @@ def test_no_key_begins_with_a_time(database: Database) -> None:
     assert ["TIMESTAMP"] not in types
 
 
-def test_the_migrations_lead_to_the_schema(empty_database: Database, database: Database) -> None:
-    """A database that ran all numbered migrations is the same as one created by schema.sql."""
-    for path in sorted((SCHEMA / "migrations").glob("[0-9]*.sql")):
-        change(empty_database, *ddl.cut(path.read_text()))
-    assert ddl_of(empty_database) == ddl_of(database)
-    assert schema.differences(empty_database, ddl.statements(), free=()) == []
-
-
 @pytest.mark.parametrize(
     "article",
     [
