@@ -33,6 +33,7 @@ def test_a_worker_runs_on_a_table_of_a_later_version(
 def test_a_newer_worker_on_an_old_table_names_missing_objects(emulators: Emulators, own_database: Database) -> None:
     """Exit code 3, so a rolling update stops at its first pod while the older workers continue."""
     own_database.update_ddl(["DROP INDEX AsynchronousTasksInOrder"]).result(timeout=ADMIN_SECONDS)
-    with worker(emulators, own_database) as running:
-        assert running.wait() == 3
-        assert "index AsynchronousTasksInOrder is missing" in running.stderr
+    for command in ("run", "check"):
+        with worker(emulators, own_database, command=command) as running:
+            assert running.wait() == 3
+            assert "index AsynchronousTasksInOrder is missing" in running.stderr + running.stdout
