@@ -60,7 +60,7 @@ test-long: $(STAMP) ## run long fault and load tests, an hour of random historie
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
 # Not part of CI, because it takes long. RUN=oldest runs one row of the page.
-test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients; writes docs/reference/versions.md
+test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients; prints the rows of docs/reference/versions.md
 	@nice -n 19 $(BIN)/python -m tests.support.versions $(RUN) --pytest="$(TESTS)"
 
 soak: $(STAMP) ## run mixed load with random faults and measure memory; writes build/soak (MINUTES=30)
