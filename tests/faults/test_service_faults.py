@@ -54,9 +54,6 @@ SCENARIOS = {
     "connections_half_closed": Scenario(
         "Requests no longer arrive, but answers still do, twice a second.", UNANSWERED, BOTH, broken("half_close")
     ),
-    "connections_truncated": Scenario(
-        "Connections end in the middle of a message, twice a second.", UNANSWERED, BOTH, broken("truncate")
-    ),
     "pubsub_refuses": Scenario(
         "Pub/Sub refuses connections and cuts the open ones.", UNANSWERED, PUBSUB, away("refuse", "pubsub")
     ),
