@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 TESTS  ?= --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline unit test test-all test-real test-long test-versions soak coverage mutants lint format docs docs-serve docs-versions bench \
+.PHONY: help demo demo-pipeline unit test test-all test-real test-long test-versions soak coverage mutants lint format docs docs-serve bench \
 	bench-simulation bench-pipeline pictures audit dist release-check constraints clean
 
 help: ## show this list
@@ -60,7 +60,7 @@ test-long: $(STAMP) ## run long fault and load tests, an hour of random historie
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
 # Not part of CI, because it takes long. RUN=oldest runs one row of the page.
-test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients; writes docs/reference/versions.md
+test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients; prints the rows of docs/reference/versions.md
 	@nice -n 19 $(BIN)/python -m tests.support.versions $(RUN) --pytest="$(TESTS)"
 
 soak: $(STAMP) ## run mixed load with random faults and measure memory; writes build/soak (MINUTES=30)
@@ -90,9 +90,6 @@ format: $(STAMP) ## format the code and apply ruff's fixes
 docs: $(STAMP) ## generate the reference pages and build the site, strictly; writes build/site
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python docs/site.py
-
-docs-versions: $(STAMP) ## build the site of each release from its tag; writes build/site
-	@$(BIN)/python docs/site.py --releases
 
 docs-serve: docs ## show the site on http://127.0.0.1:8000
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000

@@ -1,4 +1,4 @@
--- The tables of the transactional outbox, in GoogleSQL. The numbered files of migrations/ lead to the same tables.
+-- The tables of the transactional outbox, in GoogleSQL.
 -- Apply it with wrench, hammer, gcloud or `outbox schema apply`. Two values are yours to choose: the number of shards (10,
 -- in Shard) and how long sent tasks are kept (7 days, at the end of the table). `outbox schema print --shards 32
 -- --retention 30 --change-stream` prints the DDL with other choices.

@@ -30,7 +30,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import outbox
-from outbox.devtools.emulators import SPANNER, Emulators, running_one
+from outbox.devtools.emulators import Emulators
 from tests.support import real, spanner
 from tests.support.pubsub import PubSub, Subscription
 
@@ -99,25 +99,9 @@ def emulators(request: pytest.FixtureRequest) -> Iterator[Emulators]:
 
 
 @pytest.fixture(scope="session")
-def faulty_spanner(spanner_emulator: str) -> Iterator[str]:
-    """The host of a second Spanner emulator beside the first one, which answers 5 % of first commits with ABORTED."""
-    if real.NAMED:
-        pytest.skip("needs the emulator: it aborts commits at random")
-    assert spanner_emulator  # it skips where there is none
-    with running_one(SPANNER, flags=["--enable_fault_injection"]) as host:
-        yield host
-
-
-@pytest.fixture(scope="session")
 def spanner_instance(emulators: Emulators) -> Instance:
     """`test-instance` of `test-project`."""
     return spanner.instance(emulators.spanner_host)
-
-
-@pytest.fixture(scope="session")
-def faulty_instance(faulty_spanner: str) -> Instance:
-    """The same on the emulator that aborts."""
-    return spanner.instance(faulty_spanner)
 
 
 @pytest.fixture
@@ -145,13 +129,6 @@ def database(_pool: spanner.Pool) -> Iterator[Database]:
 def own_database(spanner_instance: Instance) -> Iterator[Database]:
     """A database with the outbox's tables for a test that changes its schema."""
     with spanner.outbox_database(spanner_instance) as created:
-        yield created
-
-
-@pytest.fixture
-def faulty_database(faulty_instance: Instance) -> Iterator[Database]:
-    """The same on the emulator that aborts."""
-    with spanner.outbox_database(faulty_instance) as created:
         yield created
 
 

@@ -1,6 +1,6 @@
 """`make demo` as a newcomer runs it: its output, how it ends, and that it notices a broken outbox."""
 
-import os
+import importlib
 import re
 import signal
 import sys
@@ -22,15 +22,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are re
 
 
 @pytest.fixture
-def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def summary(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXAMPLES)
-
-
-@pytest.fixture
-def summary(_examples: None) -> ModuleType:
-    import orders.summary
-
-    return orders.summary
+    return importlib.import_module("orders.summary")
 
 
 def _numbers(output: str) -> dict[str, float]:
@@ -63,46 +57,21 @@ def test_demo_on_emulators_of_its_own():
 
 
 @pytest.mark.extended
-def test_demo_on_given_emulators(emulators: Emulators):
-    """It uses the emulators that the variables name and leaves them running, twice in a row."""
-    for _ in range(2):
-        _check(run("orders.demo", "--tasks", "150", environment=ENVIRONMENT | emulators.environment(), seconds=60))
-    assert emulators.ended() is None
-
-
-@pytest.mark.extended
 @linux
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_stops_its_processes(emulators: Emulators, number: signal.Signals):
+def test_an_interrupted_demo_stops_its_processes(emulators: Emulators):
     """Ctrl-C in the middle stops the workers by SIGTERM, which they take well, and ends with 130 in one sentence."""
     environment = ENVIRONMENT | emulators.environment()
     with started("orders.demo", "--tasks", "20000", environment=environment) as process:
         process.wait_for_text("workers relay")
         family = children(process.pid)
         assert len(family) == 2
-        process.stop(number)
+        process.stop(signal.SIGINT)
         assert process.wait(60) in {130, -signal.SIGINT}  # a shell shows 130 for both
         eventually(lambda: all(gone(pid) for pid in family), message="no worker left")
         assert process.stderr == "demo: interrupted; what it had started is stopped\n"
 
 
-@pytest.mark.extended
-@linux
-def test_a_worker_that_crashes_is_noticed(emulators: Emulators):
-    environment = ENVIRONMENT | emulators.environment()
-    with started("orders.demo", "--tasks", "20000", environment=environment) as process:
-        process.wait_for_text("workers relay")
-        worker, other = children(process.pid)
-        os.kill(worker, signal.SIGKILL)
-        assert process.wait(60) == 1
-        assert "ended with exit code -9" in process.stderr
-        assert gone(other)
-
-
-@pytest.mark.parametrize(
-    ("demo", "tasks"),
-    [*(("orders.demo", tasks) for tasks in ("0", "-3", "many", "1.5", "")), ("payments.demo", "many")],
-)
+@pytest.mark.parametrize(("demo", "tasks"), [("orders.demo", "0"), ("payments.demo", "many")])
 def test_an_invalid_number_is_refused(demo: str, tasks: str):
     """One sentence that names the flag, the value and the allowed values; nothing is started."""
     finished = run(demo, "--tasks", tasks, environment=ENVIRONMENT)
@@ -131,26 +100,13 @@ def _run(summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: li
     )
 
 
-def test_duplicates_are_counted_and_are_no_fault(summary: ModuleType):
-    """They are counted by kind, latency by the first arrival."""
-    arrivals = [("a", "1", 1), ("b", "2", 2), ("b", "2", 9), ("c", "4", 8), ("c", "3", 3), ("c", "3", 4)]
-    numbers = summary.summarize(_run(summary, arrivals, []))
-    assert summary.verdict(numbers, []) == []
-    assert (numbers.registered, numbers.rolled_back, numbers.published, numbers.received) == (3, 1, 3, 3)
-    assert (numbers.published_again, numbers.redelivered) == (1, 2)
-    assert numbers.latency == pytest.approx((2, 2.9, 2.98))
-    assert numbers.per_second == pytest.approx(1)
-
-
 @pytest.mark.parametrize(
     ("arrivals", "faults", "wrong"),
     [
         (GOOD, [], []),
         (GOOD[:2], [], ["tasks that were committed and never received: 1"]),
-        ([], [], ["tasks that were committed and never received: 3"]),
         ([*GOOD, ("x", "4", 1)], [], [UNEXPECTED]),
         ([*GOOD, ("", "4", 1)], [], [UNEXPECTED]),
-        ([*GOOD, ("unheard of", "4", 1)], [], [UNEXPECTED]),
         (GOOD, ["worker 1 stopped with exit code 1 instead of 0"], ["worker 1 stopped with exit code 1 instead of 0"]),
     ],
 )

@@ -1,16 +1,13 @@
-"""`make demo-pipeline` as a newcomer runs it: all jobs on Spark, with few payments; its output, how it ends."""
+"""`make demo-pipeline` as a newcomer runs it: all jobs on Spark, with few payments; its output."""
 
 import json
 import re
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from outbox.devtools.emulators import Emulators
-from tests.support.processes import ROOT, children, gone, run, started
-from tests.support.waiting import eventually
+from tests.support.processes import ROOT, run
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT / "docs" / "examples")}
 PAYMENTS = 300
@@ -43,32 +40,3 @@ def test_all_jobs_one_after_the_other(emulators: Emulators, tmp_path: Path, long
         summary = json.loads((tmp_path / "out" / f"{name}-audit" / "summary.json").read_text(encoding="utf-8"))
         assert summary["data_compared"] is True
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long("SIGTERM goes the same way")), signal.SIGTERM]
-)
-def test_an_interrupted_demo_stops_its_processes(emulators: Emulators, tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C ends with 130 and one sentence; Spark is gone with it."""
-    flags = ("--tasks", "20000", "--output", str(tmp_path))
-    with started("payments.demo", *flags, environment=ENVIRONMENT | emulators.environment()) as process:
-        # What it collects goes there: Spark runs, and the work begins.
-        eventually((tmp_path / "received.jsonl").exists, seconds=100, message="it has begun")
-        family = children(process.pid)
-        assert family
-        process.stop(number)
-        # Python ends by SIGINT if the KeyboardInterrupt went through an exec() of text. A shell shows 130 for both.
-        assert process.wait(100) in {130, -signal.SIGINT}
-        eventually(lambda: all(gone(pid) for pid in family), message="no process left")
-        assert process.stderr.endswith("demo: interrupted; what it had started is stopped\n")
-        assert "Traceback" not in process.stderr
-
-
-def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
-    """One sentence with its path; nothing is started."""
-    (tmp_path / "file").touch()
-    done = run("payments.demo", "--output", str(tmp_path / "file"), environment=ENVIRONMENT)
-    assert done.code == 1
-    assert done.stderr == f"demo: --output {tmp_path / 'file'}: File exists\n"

@@ -3,10 +3,8 @@
 import base64
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,11 +78,3 @@ def test_an_order_becomes_one_task_one_message_and_one_invoice(
 
 def _as_json(message: Any) -> str:
     return json.dumps([dict(message.attributes), base64.b64encode(message.data).decode()])
-
-
-def test_the_page_names_files_that_exist() -> None:
-    folder = EXAMPLES / "django_orders"
-    page = (folder / "README.md").read_text(encoding="utf-8")
-    for file in re.findall(r"\]\(([\w/]+\.py)\)", page):
-        assert (folder / file).is_file()
-    assert Path(__file__).name in page

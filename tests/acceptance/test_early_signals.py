@@ -55,13 +55,9 @@ def ended_in(outer: subprocess.Popen[str]) -> float:
     ("words", "number", "code"),
     [
         ("publishworker run", signal.SIGTERM, 0),
-        ("publishworker run", signal.SIGINT, 0),
         ("publishworker drain", signal.SIGTERM, 4),
-        ("publishworker check", signal.SIGTERM, 143),
-        ("outbox list", signal.SIGTERM, 143),
         ("outbox list", signal.SIGINT, 130),
         ("outbox_pipeline drain", signal.SIGTERM, 143),
-        ("outbox_pipeline drain", signal.SIGINT, 130),
     ],
 )
 def test_a_signal_during_the_imports_ends_a_command(words: str, number: signal.Signals, code: int) -> None:
@@ -80,9 +76,7 @@ def test_a_signal_during_the_imports_ends_a_command(words: str, number: signal.S
     [
         ("publishworker run", signal.SIGTERM, 0),
         ("publishworker drain", signal.SIGINT, 4),
-        ("publishworker check", signal.SIGTERM, 143),
         ("outbox tail", signal.SIGTERM, 0),
-        ("outbox status --watch", signal.SIGTERM, 0),
         ("outbox list", signal.SIGTERM, 143),
     ],
 )

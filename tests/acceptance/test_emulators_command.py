@@ -178,14 +178,6 @@ def test_a_ddl_file_may_contain_the_tables_of_the_outbox(emulators: Emulators, t
     assert {"AsynchronousTasks", "AsynchronousTaskWorkers"} <= tables
 
 
-def test_ddl_that_the_emulator_refuses_is_a_sentence(emulators: Emulators, tmp_path: Path) -> None:
-    (tmp_path / "wrong.sql").write_text("CREATE TABLE;")
-    create = ("emulators", "--create", f"create-{uuid.uuid4().hex[:8]}/main/shop", "--ddl-file")
-    done = here(*create, str(tmp_path / "wrong.sql"), environment=emulators.environment())
-    assert (done.code, done.stdout) == (1, "")
-    assert done.stderr.startswith("outbox: could not create database shop on the emulator: 400 ")
-
-
 def test_a_missing_sdk_is_reported_with_commands_to_install_it(tmp_path: Path) -> None:
     """Without a Cloud SDK the reader gets commands to copy, and exit code 3."""
     done = processes.run("outbox", "emulators", environment={"PATH": "", "CLOUDSDK_ROOT_DIR": str(tmp_path)})

@@ -3,25 +3,17 @@
 With `--long` ages and limits are those of production.
 """
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from publishworker.process.healthcheck import MAX_AGE
-from publishworker.telemetry import metrics as m
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS
 from tests.support.container import NOTICE_SECONDS, Probe, altered, settings
-from tests.support.dogstatsd import listening
-from tests.support.outages import cpu_seconds, log_count, log_lines, recorded, seconds_until
-from tests.support.processes import Process
+from tests.support.outages import cpu_seconds, log_count, recorded, seconds_until
 from tests.support.proxy import Proxy
-from tests.support.pubsub import PubSub
-from tests.support.relays import EACH_ONCE, account, register, unsent, wait_until_all_sent, worker
+from tests.support.relays import register, unsent, wait_until_all_sent
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
@@ -46,48 +38,9 @@ store.READ_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECO
 """
 
 
-#: Batches of one topic never end, and a batch is stuck after 3 s.
-STUCK = """
-import threading
-from publishworker.delivery import delivery
-from publishworker.turn import in_flight
-in_flight.STUCK_SECONDS = 3.0
-deliver = delivery.Delivery.deliver
-def hang(self, batch):
-    return threading.Event().wait() if batch.topic.endswith("never-ends") else deliver(self, batch)
-delivery.Delivery.deliver = hang
-"""
-
-
 @pytest.fixture
 def heartbeat(tmp_path: Path) -> Path:
     return tmp_path / "heartbeat"
-
-
-@contextmanager
-def frozen(process: Process) -> Iterator[None]:
-    process.stop(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.stop(signal.SIGCONT)
-
-
-def test_a_stopped_process_fails_its_probe_and_a_continued_one_does_not(
-    emulators: Emulators, database: Database, heartbeat: Path, long: bool
-) -> None:
-    """SIGSTOP: bad within 60 s with the default age, and not before that age; SIGCONT: good."""
-    probe = Probe(heartbeat, None if long else SHORT_AGE)
-    with worker(emulators, database, OUTBOX_HEARTBEAT_FILE=str(heartbeat)) as process:
-        assert probe.is_bad()  # nothing has been touched yet
-        assert "No heartbeat" in probe.output
-        eventually(probe.is_good, seconds=30)
-        with frozen(process):
-            after = seconds_until(probe.is_bad, NOTICE_SECONDS, "the probe sees a stopped process")
-            assert probe.is_bad()
-            assert "--max-age is" in probe.output
-        eventually(probe.is_good)
-    assert after > (MAX_AGE if long else SHORT_AGE) - 2
 
 
 def test_a_blocked_loop_fails_its_probe(emulators: Emulators, database: Database, heartbeat: Path, long: bool) -> None:
@@ -138,27 +91,3 @@ def test_a_probe_stays_good_while_a_service_is_silent(
 
 def check(probe: Probe) -> None:
     assert probe.is_good(), probe.output
-
-
-def test_a_stuck_batch_is_counted_and_logged_and_ends_the_worker(
-    emulators: Emulators, database: Database, pubsub: PubSub, heartbeat: Path
-) -> None:
-    """Exit 1, `outbox.stuck_batch_count`, a line; other tasks are sent meanwhile, and another worker sends these."""
-    topics = pubsub.new_topic("never-ends"), pubsub.new_topic()
-    subscriptions = [pubsub.new_subscription(topic) for topic in topics]
-    with listening() as agent:
-        environment = settings(emulators, database.database_id, heartbeat, **agent.environment)
-        with altered(STUCK, environment, "--batch-size", "10") as process:
-            process.wait_for_text('"start"')
-            ids = [register(database, topic, 20) for topic in topics]
-            assert process.wait(60) == 1
-            [line] = [line for line in log_lines(process) if line["action"] == "stuck"]
-            assert line["status"] == "critical"
-            assert topics[0] in line["message"]
-            assert "Traceback" not in process.stderr
-        eventually(lambda: agent.counts[m.STUCK.name] == 2)
-    assert set(unsent(database)) == set(ids[0])
-    with worker(emulators, database, command="drain") as other:
-        assert other.wait(60) == 0
-    for registered, subscription in zip(ids, subscriptions, strict=True):
-        assert account(registered, subscription) == EACH_ONCE

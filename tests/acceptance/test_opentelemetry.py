@@ -12,9 +12,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from outbox.devtools.emulators import Emulators
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import attribute_of, unit_of
-from tests.support.processes import run
 from tests.support.relays import register, wait_until_all_sent, worker
-from tests.support.spanner import variables
 from tests.support.waiting import eventually
 
 KINDS = {"count": "sum", "gauge": "gauge", "distribution": "histogram"}
@@ -115,9 +113,3 @@ def test_a_missing_collector_delays_no_worker_and_is_logged_once(
         process.stop()
         assert process.wait() == 0
         assert process.stderr.count("the OTLP endpoint does not accept them") == 1
-
-
-def test_metrics_of_another_kind_are_refused() -> None:
-    where = variables("shop")
-    done = run("publishworker", "run", "--metrics", "prometheus", environment=where)
-    assert (done.code, "--metrics: 'prometheus' is not allowed. It must be datadog" in done.stderr) == (2, True)

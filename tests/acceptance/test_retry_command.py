@@ -3,10 +3,12 @@
 import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from unittest import mock
 
 from google.cloud.spanner_v1.database import Database
 
 import outbox as api
+from outbox.cli import bulk
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import HOUR, SECONDS, Commands, row, table
 from tests.support.operations import insert
@@ -81,15 +83,6 @@ def test_a_retry_of_a_blocked_task_names_the_head_to_retry(outbox: Commands, dat
     assert done.stderr == f"outbox: 1 task not changed, {waits}: next\n"
 
 
-def test_a_task_blocked_by_a_deleted_head_is_shown_and_retried(outbox: Commands, database: Database):
-    insert(database, [row("next", "blocked")])
-    done = outbox.here("show", "next")
-    assert "State        blocked" in done.stdout
-    assert done.stderr == "outbox: task head no longer blocks this task. `outbox retry` sends it now\n"
-    done = outbox.here("retry", "next")
-    assert (done.code, done.stdout, done.stderr) == (0, "due now: 1 task\n", "")
-
-
 def test_a_dry_run_counts_the_selection_and_changes_nothing(outbox: Commands, database: Database):
     quoted = "it's \"\\ \N{GRINNING FACE}\n"
     insert(
@@ -105,6 +98,9 @@ def test_a_dry_run_counts_the_selection_and_changes_nothing(outbox: Commands, da
     words = ("retry", "--state", "dead", "--topic", "orders", "--since", "8h", "--error", quoted)
     dry = outbox.run(*words, "--dry-run")
     assert (dry.code, dry.stdout) == (0, "3 tasks would become due now\n")
+    with mock.patch.object(bulk, "CONFIRM_ABOVE", 2):
+        many = outbox.here(*words)
+    assert (many.code, "Pass --yes to confirm: 3 tasks will become due now" in many.stderr) == (2, True)
     assert table(database) == before
     assert "due now: 3 tasks" in outbox.run(*words).stdout
     assert sorted(table(database, RETRIED)) == ["a-0", "a-1", "a-2"]

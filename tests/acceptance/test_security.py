@@ -112,7 +112,7 @@ def test_no_value_becomes_a_part_of_a_statement(
     """Values of users and of rows are sent as parameters and keys."""
     insert(database, [row(SECRET, Topic=SECRET, OrderingKey=SECRET)])
     with Reading(emulators.spanner_host) as proxy:
-        done = Commands(emulators, database, spanner_host=proxy.address).run(*words)
+        done = Commands(emulators, database, spanner_host=proxy.address).here(*words)
     assert "Traceback" not in done.stderr
     assert proxy.statements, done
     assert not [each for each in proxy.statements if "s3cr3t" in each]

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-from contextlib import ExitStack
 from datetime import UTC, datetime
 
 import pytest
@@ -11,40 +10,11 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from publishworker.telemetry import metrics as m
-from tests.support.dogstatsd import listening
 from tests.support.proxy import Proxy, silent_port
 from tests.support.pubsub import Subscription
-from tests.support.relays import EACH_ONCE, account, register, unsent, wait_until_all_sent, worker
+from tests.support.relays import EACH_ONCE, account, register, unsent, worker
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("count", [2, 4])
-def test_workers_on_one_table_lose_no_task_and_count_their_duplicates(
-    emulators: Emulators, database: Database, topic: str, subscription: Subscription, count: int
-) -> None:
-    """Two and four processes: every task received, every row marked once, and every publish counted.
-
-    The emulator runs one transaction at a time and aborts the one that holds the lock at random, also after it has
-    published: duplicates are more frequent here than anywhere else. What must hold is that each is counted.
-    """
-    ids = register(database, topic, 200)
-    with listening() as agent:
-        with ExitStack() as stack:
-            workers = [
-                stack.enter_context(worker(emulators, database, "--batch-size", "20", **agent.environment))
-                for _ in range(count)
-            ]
-            wait_until_all_sent(database)
-            for each in workers:
-                each.end()
-        result = account(ids, subscription)
-        assert (result.lost, result.unexpected) == (frozenset(), frozenset())
-        published = agent.counts[m.PUBLISHED.name]
-        eventually(lambda: published == 200 + result.duplicates, seconds=5)
-    print(f"{count} workers, 200 tasks: {result.duplicates} duplicates, {dict(agent.counts)}")
 
 
 def test_sigterm_finishes_the_in_flight_batches(

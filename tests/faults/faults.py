@@ -197,7 +197,7 @@ BOTH = ("pubsub", "spanner")
 #: The faults of a soak.
 FAULTS: tuple[Harm, ...] = (
     worker_killed, worker_sleeps, worker_restarted, away("refuse", *BOTH), away("hang", *BOTH), slow(0.1, *BOTH),
-    broken("cut"), broken("truncate"), broken("half_close"),
+    broken("cut"), broken("half_close"),
     calls("spanner", "Commit", Fault.ABORTED, 0.5), calls("spanner", "Commit", Fault.LOST, 0.2),
     calls("spanner", "Commit", Fault.REFUSED, 0.2), calls("pubsub", "Publish", Fault.LOST, 0.2),
     calls("pubsub", "Publish", Fault.REFUSED, 0.3), heartbeats_frozen, sent_again,

@@ -6,7 +6,6 @@ Results that are not given stay unchanged in docs/reliability/results.json.
 import argparse
 import inspect
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,20 +46,6 @@ $ make soak MINUTES=30        # all faults at random, while the memory of one wo
 emulators share two cores with workers and tests, so times are long, but counts are exact.
 """
 
-WHY = """\
-In each run there is one worker, the tasks are the same, and one call in ten fails. No task was lost.
-
-- **Aborts.** The article's protocol publishes again when the transaction runs again. This relay remembers published
-  tasks ([in doubt](architecture/batch.md#in-doubt)), so an abort costs no duplicate while the worker lives.
-- **A worker dies** after it has published a batch and before it has marked it. The next worker publishes it again.
-- **An answer of Pub/Sub is lost.** The worker cannot tell this from a request that never arrived. It publishes again.
-- **A connection breaks.** The worker repeats everything that was in flight on it: four batches here, one task there. An
-  outage costs no more, because the worker then probes the topic with single tasks.
-
-The last three cannot be avoided, because Pub/Sub and Spanner share no transaction. With a smaller `--batch-size` and
-`--concurrency`, each fault costs fewer duplicates, but the same tasks need more commits.
-"""
-
 INBOX_SAYS = """\
 Two subscribers use the [inbox](guide/subscribe.md). They are killed at random, paused for longer than their leases, and
 cut off from Spanner and Pub/Sub. Two workers are killed, too, and some tasks are sent again. An effect is a row with a
@@ -72,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.page", description=__doc__)
     parser.add_argument("--scenarios", type=Path, help="what --figures of a test run wrote")
     parser.add_argument("--more", type=Path, help="the same of test_wake_faults.py and test_reshard_faults.py alone")
-    parser.add_argument("--comparison", type=Path, help="what --output of tests.faults.comparison wrote")
     parser.add_argument("--soak", type=Path, help="the folder that a soak wrote")
     options = parser.parse_args(arguments)
     results: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
@@ -87,14 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.more:
         lines = [json.loads(line) for line in options.more.read_text(encoding="utf-8").splitlines()]
         results |= {"more": sorted(lines, key=lambda line: str(line["scenario"])), "more_ran": _circumstances()}
-    if options.comparison:
-        results["comparison"] = json.loads(options.comparison.read_text(encoding="utf-8"))
-        results["comparison_ran"] = _circumstances()
     if options.soak:
         results["soak"] = json.loads((options.soak / "summary.json").read_text(encoding="utf-8"))
         results["soak_ran"] = _circumstances()
-        KEPT.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(options.soak / "soak.png", KEPT.parent / "soak.png")
     KEPT.parent.mkdir(parents=True, exist_ok=True)
     KEPT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(text(results), encoding="utf-8")
@@ -119,9 +98,6 @@ def text(results: dict[str, Any]) -> str:
     if line := results.get(INBOX):
         command = f"python -m pytest --long --seed {line['seed']} tests/faults/test_subscriber_faults.py"
         parts += ["## Effects of subscribers\n", INBOX_SAYS, _effects(line), _ran(results["inbox_ran"], command)]
-    if lines := results.get("comparison"):
-        command = f"python -m tests.faults.comparison --tasks {lines[0]['tasks']}"
-        parts += ["## Duplicates\n", _comparison(lines), WHY, _ran(results["comparison_ran"], command)]
     if soak := results.get("soak"):
         command = f"python -m tests.faults.soak --minutes {soak['minutes']:g} --seed {soak['seed']}"
         parts += ["## Soak\n", _soak(soak), _ran(results["soak_ran"], command)]
@@ -192,15 +168,6 @@ def _effects(line: dict[str, Any]) -> str:
     return markdown(["figure", ""], [[label, f"{line[name]:,}"] for name, label in names.items()])
 
 
-def _comparison(lines: Sequence[dict[str, Any]]) -> str:
-    relays = list(dict.fromkeys(line["relay"] for line in lines))
-    rows = []
-    for fault in dict.fromkeys(line["fault"] for line in lines):
-        of_it = {line["relay"]: line for line in lines if line["fault"] == fault}
-        rows.append([fault, *(f"{of_it[relay]['per_thousand']:,}" for relay in relays)])
-    return markdown(["fault: duplicates per 1,000 tasks", *relays], rows)
-
-
 def _soak(soak: dict[str, Any]) -> str:
     rows = [
         ["random faults, minutes", f"{sum(soak['faults'].values())}, {soak['minutes']:g}"],
@@ -211,7 +178,7 @@ def _soak(soak: dict[str, Any]) -> str:
         ["seconds until the backlog was small again, longest", f"{soak['recovery_longest']:g}"],
         *([f"{name} at the end over that after a quarter", f"{value:g}"] for name, value in soak["grown"].items()),
     ]
-    return markdown(["figure", ""], rows) + "\n![backlog and use](reliability/soak.png)\n"
+    return markdown(["figure", ""], rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Mixed load for a long time, with all faults at random: `make soak MINUTES=30`, `python -m tests.faults.soak`.
 
-Writes `summary.json` and `soak.png` to `--output`. Exit code 1 if a task is lost, sent though it was rolled back, out
-of order, or repeated more often than is promised, or if the worker that lives all the time grows.
+Writes `summary.json` to `--output`. Exit code 1 if a task is lost, sent though it was rolled back, out of order, or
+repeated more often than is promised, or if the worker that lives all the time grows.
 """
 
 import argparse
@@ -15,11 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-
-import matplotlib as mpl
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
 from outbox.devtools import emulators
 from tests.faults.faults import BOTH, FAULTS, field_of
@@ -79,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "recovery_longest": max(each.recovery for each in events),
     }  # fmt: skip
     (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    _draw(samples, events, options.output / "soak.png")
     print(json.dumps(summary, indent=1))
     return 0 if figures.kept() and all(grown[name] <= most for name, most in MAY_GROW.items()) else 1
 
@@ -133,24 +127,6 @@ def _soak(trial: Trial, seconds: float, samples: list[Sample], events: list[Even
         trial.settle(RECOVERY_SECONDS)
         for each in workers:
             each.end()
-
-
-def _draw(samples: Sequence[Sample], events: Sequence[Event], file: Path) -> None:
-    labels = {
-        "backlog": "tasks that wait", "rss_mb": "memory, MiB", "descriptors": "file descriptors", "threads": "threads"
-    }  # fmt: skip
-    figure, rows = plt.subplots(len(labels), 1, sharex=True, figsize=(10, 9), layout="constrained")
-    for axes, (name, label) in zip(rows, labels.items(), strict=True):
-        for each in events:
-            axes.axvspan(each.begin / 60, each.end / 60, color="tab:red", alpha=0.12, linewidth=0)
-        values = [each[name] for each in samples]
-        axes.plot([each["seconds"] / 60 for each in samples], values, linewidth=1)
-        axes.set_ylabel(label)
-        axes.set_ylim(0, 1.1 * max(values) + 1)
-    rows[0].set_title(f"{len(events)} faults (red); the worker that lives throughout")
-    rows[-1].set_xlabel("minutes")
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 import contextlib
 import signal
-from pathlib import Path
 
 import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.table import schema
 from outbox.table.layouts import Layout
-from tests.support.older import older_version
 from tests.support.processes import Process, run, started
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.trial import IN_FLIGHT, Trial
@@ -97,32 +95,6 @@ def test_reshard_killed(trial: Trial) -> None:
         trial.settle()
     assert [*schema.layouts(trial.database)] == [NEW]
     assert trial.audit(duplicates=(kills + 2) * IN_FLIGHT).kept()
-
-
-@pytest.mark.extended
-def test_reshard_beside_an_older_worker(trial: Trial, tmp_path: Path) -> None:
-    """A worker of an older version, which polls the former shards only, runs during the change, and is then killed.
-
-    Promised: No task is lost. The change waits for the older worker. At most its in-flight batches are published again,
-    and those of a worker that meets it, because the emulator aborts one of two transactions that meet.
-    """
-    with contextlib.ExitStack() as stack:
-        older = stack.enter_context(trial.worker(directory=str(older_version(tmp_path))))
-        older.wait_for_text("relaying")
-        stack.enter_context(trial.workers(1))
-        with trial.load(per_second=2):
-            command = _run_to("also polls Shard4", trial, stack)
-            trial.register(8)
-            trial.wait_for_backlog(12)
-            assert command.child.poll() is None  # it waits for the older worker
-            older.stop(signal.SIGKILL)
-            older.wait()
-            command.stop(signal.SIGKILL)
-            assert "The table has 4 shards" in _finish(trial, stack, "--shards", str(NEW.shards))
-        trial.register(8)
-        trial.settle()
-    assert [*schema.layouts(trial.database)] == [NEW]
-    assert trial.audit(duplicates=2 * IN_FLIGHT).kept()
 
 
 @pytest.mark.extended

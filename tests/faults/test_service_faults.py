@@ -32,9 +32,6 @@ SCENARIOS = {
     "commits_aborted_often": Scenario(
         "Spanner aborts half of the commits.", REMEMBERED, SPANNER, calls("spanner", "Commit", Fault.ABORTED, 0.5)
     ),
-    "commits_aborted_rarely": Scenario(
-        "Spanner aborts 5 % of the commits.", REMEMBERED, SPANNER, calls("spanner", "Commit", Fault.ABORTED, 0.05)
-    ),
     "commits_refused": Scenario(
         "Spanner answers 30 % of the commits with UNAVAILABLE and does nothing.",
         f"{NOTHING} The client commits again.",
@@ -56,9 +53,6 @@ SCENARIOS = {
     "connections_cut": Scenario("Connections are cut twice a second.", UNANSWERED, BOTH, broken("cut")),
     "connections_half_closed": Scenario(
         "Requests no longer arrive, but answers still do, twice a second.", UNANSWERED, BOTH, broken("half_close")
-    ),
-    "connections_truncated": Scenario(
-        "Connections end in the middle of a message, twice a second.", UNANSWERED, BOTH, broken("truncate")
     ),
     "pubsub_refuses": Scenario(
         "Pub/Sub refuses connections and cuts the open ones.", UNANSWERED, PUBSUB, away("refuse", "pubsub")

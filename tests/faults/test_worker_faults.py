@@ -3,16 +3,13 @@
 import contextlib
 import signal
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
 import outbox
 from tests.faults.faults import freezing_heartbeats
-from tests.support.dogstatsd import UnixAgent
 from tests.support.outages import lasting, log_lines
 from tests.support.trial import IN_FLIGHT, Trial, id_of
-from tests.support.waiting import eventually
 
 #: Seconds by which the clocks are wrong, and tasks that are scheduled, so that both workers have some.
 SKEW, SCHEDULED = 60, 20
@@ -138,25 +135,4 @@ def test_logs_on_a_full_disk(trial: Trial, fault_seconds: float) -> None:
             lasting(fault_seconds)
         trial.settle()
         worker.end()
-    assert trial.audit(duplicates=0).kept()
-
-
-@pytest.mark.extended
-def test_agent_gone(trial: Trial, fault_seconds: float, tmp_path: Path) -> None:
-    """The socket of Datadog's agent vanishes under load.
-
-    Promised: No task is lost or published twice. Each worker exits with 0 after SIGTERM.
-    """
-    agent = UnixAgent(tmp_path / "dsd.socket")
-    with contextlib.ExitStack() as stack:
-        with agent.listening():
-            workers = stack.enter_context(trial.workers(2, **agent.environment))
-            trial.register(30)
-            trial.settle()
-            eventually(lambda: agent.heard, message="the agent receives metrics")
-        with trial.load():
-            lasting(fault_seconds)
-        trial.settle()
-        for each in workers:
-            each.end()
     assert trial.audit(duplicates=0).kept()

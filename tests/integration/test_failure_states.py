@@ -1,9 +1,6 @@
 """Failing, expiring and at-most-once tasks on the real emulators, the relay in this process."""
 
-import base64
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,13 +16,12 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.turn.relay import Relay
 from tests.support import real
 from tests.support.parts import relay_of
-from tests.support.pubsub import PubSub, Subscription
+from tests.support.pubsub import Subscription
 from tests.support.pubsub_server import accept, pubsub_server, refuse
-from tests.support.relays import UNDECODABLE, account, execute, register, unsent
+from tests.support.relays import register, unsent
 from tests.support.spanner import PROJECT, place, query
 from tests.support.waiting import eventually
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "delivery.md"
 #: Attempts, error, availability and mark of each task.
 STATE = "SELECT Attempts, LastError, AvailableAt, SentAt FROM AsynchronousTasks ORDER BY CreatedAt, Sequence"
 
@@ -41,50 +37,6 @@ def make_relay(database: Database, **options: Any) -> Relay:
         batches=4,
         **{"retries": {"initial": 0.1}, "clock": lambda: 10 * time.monotonic(), **options},
     )
-
-
-def test_a_topic_that_is_created_later_loses_no_task(
-    database: Database, pubsub: PubSub, subscription: Subscription
-) -> None:
-    """Only attempts of probed tasks are recorded. Once the topic exists, all are sent, and their rows are clean."""
-    topic_id = f"late-{subscription.topic.rpartition('-')[2]}"
-    ids = register(database, topic_id, 30)
-    relay = make_relay(database)
-
-    def recorded() -> int:
-        relay.turn()
-        return sum(attempts for attempts, *_ in query(database, STATE))
-
-    eventually(lambda: recorded() >= 10, seconds=30)
-    assert all(error is None or error.startswith("not_found: ") for _, error, *_ in query(database, STATE))
-    late = pubsub.new_subscription(pubsub.new_topic(topic_id))
-    eventually(lambda: relay.turn() and not unsent(database), seconds=60)
-    assert {tuple(state[:3]) for state in query(database, STATE)} == {(0, None, None)}
-    assert account(ids, late).lost == frozenset()
-
-
-def test_a_dead_task_is_listed_and_sent_after_an_operators_retry(
-    database: Database, topic: str, subscription: Subscription
-) -> None:
-    """Undecodable, then repaired by hand, with the statements of the guide."""
-    listing, retry = re.findall(r"```sql\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    with database.batch() as batch:
-        columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
-        batch.insert("AsynchronousTasks", columns, [("bad", topic, UNDECODABLE, 1, COMMIT_TIMESTAMP)])
-    relay = make_relay(database)
-    eventually(lambda: relay.turn().recorded, seconds=20)
-    [[attempts, error, available_at, sent_at]] = query(database, STATE)
-    assert (attempts, available_at, sent_at) == (1, NEVER, None)
-    assert error == "undecodable: Data is not a serialized google.pubsub.v1.PubsubMessage"
-    assert relay.turn().polled == 0
-    good = base64.b64encode(b"\x0a\x05hello").decode()
-    assert execute(database, f"UPDATE AsynchronousTasks SET Data = FROM_BASE64('{good}') WHERE TRUE") == 1
-    assert query(database, listing) == [["bad", topic, 1, error]]
-    assert execute(database, retry.replace("the-id", "bad")) == 1
-    eventually(lambda: relay.turn() and not unsent(database), seconds=20)
-    [message] = subscription.pull_until(1)
-    assert message.data == b"hello"
-    assert query(database, STATE)[0][:3] == [0, None, None]
 
 
 def test_an_at_most_once_task_is_marked_before_pubsub_receives_it(database: Database) -> None:

@@ -170,25 +170,6 @@ def test_an_outage_costs_no_cpu(emulators: Emulators, bank: Database, monkeypatc
         eventually(recovered, seconds=60)
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("deliveries", [100, pytest.param(10_000, marks=pytest.mark.extended)])
-def test_redeliveries_have_no_second_effect(bank: Database, account: str, pubsub: PubSub, deliveries: int) -> None:
-    """Pub/Sub delivers ten messages again and again to overlapping threads, because none is acknowledged."""
-    topic = pubsub.new_topic()
-    subscription = pubsub.new_subscription(topic)
-    receive = inbox.Handler(bank, consumer="billing", **FAST)(pays(account))
-    seen: list[bool] = []
-
-    def callback(of: Any) -> None:
-        seen.append(receive.process(of))
-        of.ack() if len(seen) >= deliveries else of.nack()
-
-    with pulling(subscription.name, callback):
-        pubsub.publisher.publish(topic=topic, messages=[message(task()) for _ in range(10)])
-        eventually(lambda: len(seen) >= deliveries, seconds=1200)
-    assert (seen.count(True), cents(bank, account)) == (10, 10)
-
-
 @pytest.mark.parametrize("kind", ["unordered", "ordered", "exactly once"])
 def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, set_metrics: Any, kind: str) -> None:
     """Each task is sent twice, and the first delivery of each fails; messages of a key arrive in their order."""

@@ -57,21 +57,6 @@ def silent_socket(unix_agent: UnixAgent) -> Iterator[socket.socket]:
         yield end
 
 
-def test_counts_and_gauges_arrive_with_their_tags(agent: Agent) -> None:
-    """Names, values and tags as in docs/reference/metrics.md."""
-    metrics = Metrics(client("datadog"))
-    metrics.count(m.PUBLISHED, 100, topic="orders")
-    metrics.count(m.FAILED, 2, topic="orders", reason="not_found")
-    metrics.gauge(m.OLDEST_AGE, 1.5)
-    metrics.stop()
-    eventually(lambda: len(agent.heard) == 3)
-    assert agent.heard == [
-        Sample("outbox.total_published_task_count", 100, "count", frozenset({"topic:orders"})),
-        Sample("outbox.failed_task_count", 2, "count", frozenset({"topic:orders", "reason:not_found"})),
-        Sample("outbox.oldest_task_age", 1.5, "gauge", frozenset()),
-    ]
-
-
 def test_applications_count_registered_tasks_through_the_same_client(agent: Agent, set_metrics: Any) -> None:
     set_metrics(DogStatsd())
     outbox.register(RecordingTransaction(), "orders", b"")

@@ -13,7 +13,6 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import backlog
-from outbox.admin import table as operations_table
 from outbox.admin.backlog import COUNTS, Line
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
@@ -24,7 +23,6 @@ from tests.support.operations import (
     DAY,
     FUTURE,
     MICROSECOND,
-    OF_STATES,
     PAST,
     Watch,
     insert,
@@ -47,15 +45,6 @@ def oldest(watch: Watch, at: datetime) -> datetime:
 
 def numbers(line: Line) -> dict[str, int]:
     return {name: getattr(line, name) for name in COUNTS if getattr(line, name)}
-
-
-def test_each_task_has_one_state(database: Database, table: TaskTable):
-    """A deferred task is blocked whatever its attempts, because nothing is wrong with it; dead begins at NEVER."""
-    insert(database, [row(f"{state} {n}", **each) for state, of in OF_STATES.items() for n, each in enumerate(of)])
-    [line] = backlog.read(table, exact=True).lines
-    expected = {state: len(rows) for state, rows in OF_STATES.items() if state != "sent"}
-    assert (line.topic, line.priority, line.paused, numbers(line)) == ("orders", 50, False, expected)
-    assert line.at_least == set()
 
 
 def test_the_oldest_age_is_of_ready_and_due_tasks(database: Database, watch: Watch):
@@ -194,8 +183,13 @@ KINDS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
 ]
 
 
-def test_a_count_is_exact_or_reported_as_a_lower_bound(database: Database, table: TaskTable):
-    """In each shard and topic at most `limit` rows of a state are read, and each priority of ready tasks shows."""
+def test_a_count_is_exact_or_reported_as_a_lower_bound(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """In each shard and topic at most `limit` rows of a state are read, and each priority of ready tasks shows.
+
+    Also where the queries stop early: a count that is not reported as a bound is exact.
+    """
     random = Random(1)
     true: dict[tuple[str, int], Numbers[str]] = defaultdict(Numbers)
     rows = []
@@ -211,39 +205,26 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(database: Database, table
             place = each["Topic"], each["Priority"]
             ready[place] = min(each["CreatedAt"], ready.get(place, FUTURE))
 
-    for limit in (1, 3, 8, 1_000):
+    for limit, queries in ((1, 1), (1, 20), (3, 20), (5, 1), (8, 20), (1_000, 20)):
+        monkeypatch.setattr(backlog, "MAX_QUERIES", queries)
         found = backlog._read_at(table, table.now(), limit)
-        assert {(line.topic, line.priority) for line in found.lines} == set(true)
+        places = {(line.topic, line.priority) for line in found.lines}
+        assert places == set(true) or (queries < 20 and places <= set(true))
         for line in found.lines:
             for name in COUNTS:
                 number, whole = getattr(line, name), true[line.topic, line.priority][name]
                 assert number == whole or (number < whole and name in line.at_least)
-            assert line.pending > 0
-            assert line.oldest == ready[line.topic, line.priority]
+            assert queries < 20 or (line.pending > 0 and line.oldest == ready[line.topic, line.priority])
         named = set().union(*(line.at_least for line in found.lines))
         assert named == (set(COUNTS) if limit <= 3 else set() if limit == 1_000 else named)
+        for name in COUNTS:
+            number, whole = getattr(found.total, name), sum(counts[name] for counts in true.values())
+            assert number == whole or (number < whole and name in found.total.at_least)
     exact = backlog.read(table, exact=True)
     assert {(line.topic, line.priority): numbers(line) for line in exact.lines} == {
         place: dict(counts) for place, counts in true.items()
     }
     assert not exact.total.at_least
-
-
-@pytest.mark.extended
-def test_every_topic_is_found_in_order(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """Whether it has tasks, a row of its own, or both; a name of any characters is no part of a statement."""
-    random = Random(1)
-    strange = ["Z", "a'b", 'a"b', "a\\b", "a\nb", "ä", "🎉", "%", "@topics"]
-    tasks = [row(str(n), Topic=f"topic-{random.randrange(9)}", OrderingKey=random.choice("abc")) for n in range(60)]
-    tasks += [row(f"task {n}", Topic=name) for n, name in enumerate(strange)]
-    insert(database, [*tasks, row("sent", Topic="topic-sent", SentAt=PAST)])
-    assert [line.topic for line in backlog.read(table, exact=True).lines] == sorted({each["Topic"] for each in tasks})
-    pause(database, "topic-4", "a-row", "z-row")
-    names = sorted({"a-row", "z-row", "topic-4", *(each["Topic"] for each in tasks)})
-    for rows in (1, 3, 200):
-        monkeypatch.setattr(operations_table, "TOPIC_ROWS", rows)
-        assert table.topics() == names
-        assert [table.topics(count) for count in (1, 2, 5, 99)] == [names[:count] for count in (1, 2, 5, 99)]
 
 
 def test_many_topics_share_the_rows_that_a_count_may_read(

@@ -176,27 +176,6 @@ def test_tasks_that_left_the_selection_meanwhile_are_not_changed(
         assert rows_of(database)[leaves]["AvailableAt"] is None
 
 
-def test_a_deferred_task_is_left_to_the_head_of_its_key(database: Database, table: TaskTable):
-    """Made due it would be deferred again, unsent; a scheduled task of a key, and one with attempts, go."""
-    deferred = {"AvailableAt": FUTURE, "BlockedBy": "head"}
-    insert(
-        database,
-        [
-            row("head", OrderingKey="k", AvailableAt=NEVER),
-            row("deferred", OrderingKey="k", **deferred),
-            row("deferred again", OrderingKey="k", Attempts=3, **deferred),
-            row("scheduled", OrderingKey="k", AvailableAt=FUTURE), row("no key", AvailableAt=FUTURE),
-            row("retrying", OrderingKey="k", AvailableAt=FUTURE, LastError="internal: 500", Attempts=3),
-        ],
-    )  # fmt: skip
-    [outcome] = changes.retry(
-        table, TaskSelection(ids=("deferred", "deferred again", "scheduled", "no key", "retrying"))
-    )
-    assert sorted(outcome.changed) == ["no key", "retrying", "scheduled"]
-    assert outcome.unchanged == {"deferred": "blocked", "deferred again": "blocked"}
-    assert outcome.heads == {"head"}
-
-
 @pytest.mark.parametrize(
     "head",
     [None, {"SentAt": PAST}, {"ExpiresAt": PAST, "AvailableAt": NEVER}, {"OrderingKey": "l"}, {"Topic": "invoices"}],

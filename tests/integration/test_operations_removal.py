@@ -5,18 +5,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from outbox.admin import changes
-from outbox.admin.changes import Outcome, TaskSelection
+from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
 from outbox.table.statements import FIRST_OF_KEYS
 from outbox.table.states import NEVER
-from tests.support.operations import FUTURE, MICROSECOND, PAST, SECOND, Watch, changed, insert, row, rows_of, update
+from tests.support.operations import FUTURE, PAST, SECOND, Watch, changed, insert, row, rows_of, update
 
 UNTIL = PAST + 10 * SECOND
 REASON = "cancelled"
@@ -39,64 +36,6 @@ def before_each_transaction(patch: pytest.MonkeyPatch, act: Callable[[], None]) 
     patch.setattr(TaskTable, "transact", meanwhile)
 
 
-TASK = st.fixed_dictionaries(
-    {
-        "columns": st.sampled_from(UNSENT),
-        "sent": st.sampled_from([None, *(UNTIL + delta for delta in (-SECOND, -MICROSECOND, 0 * SECOND, MICROSECOND))]),
-        "topic": st.sampled_from(["orders", "invoices"]),
-        "meanwhile": st.sampled_from(["", "", "unsent", "sent later", "deleted"]),
-    }
-)
-
-
-@pytest.mark.extended
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(TASK, min_size=1, max_size=12), st.sampled_from([None, "orders"]), st.integers(0, 6))
-@example([{"columns": {}, "sent": PAST, "topic": "orders", "meanwhile": "unsent"}] * 3, None, 0)
-@example([{"columns": {}, "sent": UNTIL, "topic": "orders", "meanwhile": ""}] * 3, None, 6)
-def test_purge_keeps_unsent_and_recently_sent_tasks(
-    database: Database, table: TaskTable, tasks: list[dict[str, Any]], topic: str | None, early: int
-):
-    """Also a task that was sent before the time when it was found, and that an operator retried since."""
-    with database.batch() as batch:
-        batch.delete("AsynchronousTasks", KeySet(all_=True))
-    rows = [row(str(n), **each["columns"], Topic=each["topic"], SentAt=each["sent"]) for n, each in enumerate(tasks)]
-    insert(database, rows)
-    happen = [(str(n), each["meanwhile"]) for n, each in enumerate(tasks) if each["meanwhile"] and each["sent"]]
-    first, later = happen[:early], happen[early:]
-    kept: dict[str, dict[str, Any]] = {}
-
-    def act() -> None:
-        # Some when the first chunk is found, the others when the second is.
-        now, first[:], later[:] = first[:], later[:], []
-        there = rows_of(database)
-        with database.batch() as batch:
-            for id, what in now:
-                if what == "deleted":
-                    batch.delete("AsynchronousTasks", KeySet(keys=[[id]]))
-                elif id in there:
-                    value = None if what == "unsent" else COMMIT_TIMESTAMP
-                    batch.update("AsynchronousTasks", ("Id", "SentAt"), [(id, value)])
-        kept.update(rows_of(database))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(changes, "CHUNK", 4)
-        before_each_transaction(patch, act)
-        deleted = changed(changes.purge(table, TaskSelection(state="sent", until=UNTIL, topic=topic)))
-    after = rows_of(database)
-    assert not set(deleted) & set(after)
-    for id in deleted:
-        assert kept[id]["SentAt"] < UNTIL
-        assert topic in (None, kept[id]["Topic"])
-        assert tasks[int(id)]["sent"] is not None
-    for n, each in enumerate(tasks):
-        if each["sent"] is None or each["sent"] >= UNTIL:
-            assert str(n) in after or each["meanwhile"] == "deleted"
-        elif topic in (None, each["topic"]):
-            assert str(n) not in after or each["meanwhile"]
-    assert changed(changes.purge(table, TaskSelection(state="sent", until=PAST))) == []
-
-
 def test_purge_continues_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """Chunk by chunk, of many tasks of one SentAt, too; younger tasks stay. Only sent tasks can be selected."""
     for state in (None, "dead", "pending", "retrying", "scheduled"):
@@ -114,25 +53,16 @@ def test_purge_continues_where_it_stopped(database: Database, table: TaskTable, 
     assert set(rows_of(database)) == {"new", *map(str, range(len(UNSENT)))}
 
 
-def test_discard_deletes_dead_tasks_only(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """Others are left and named with their states, as are missing ones; also one that was retried meanwhile is left."""
-    insert(database, [row(str(n), **each) for n, each in enumerate(UNSENT)])
-    insert(database, [row("sent", SentAt=PAST, AvailableAt=NEVER), row("almost", AvailableAt=NEVER - MICROSECOND)])
-    insert(database, [row("retried", AvailableAt=NEVER)])
-    before = rows_of(database)
-    before_each_transaction(monkeypatch, lambda: update(database, "retried", AvailableAt=PAST))
-    [outcome] = changes.discard(table, [*map(str, range(6)), "sent", "almost", "missing", "retried"], REASON)
-    assert outcome == Outcome(
-        ("5",),
-        {
-            "0": "pending", "1": "pending", "2": "scheduled", "3": "retrying", "4": "blocked", "sent": "sent",
-            "almost": "scheduled", "retried": "pending",
-        },
-        ("missing",),
-        heads=frozenset({"head"}),
-    )  # fmt: skip
-    before["retried"]["AvailableAt"] = PAST
-    assert rows_of(database) == {id: each for id, each in before.items() if id != "5"}
+def test_a_task_that_left_the_selection_meanwhile_is_not_deleted(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """A sent task that was retried since it was found, and a dead one."""
+    sent = [row(name, SentAt=PAST) for name in ("sent", "sent and retried")]
+    insert(database, [*sent, row("dead", **DEAD), row("dead and retried", **DEAD)])
+    before_each_transaction(monkeypatch, lambda: update(database, "sent and retried", SentAt=None))
+    assert changed(changes.purge(table, TaskSelection(state="sent", until=UNTIL))) == ["sent"]
+    before_each_transaction(monkeypatch, lambda: update(database, "dead and retried", AvailableAt=PAST))
+    assert changed(changes.discard(table, ["dead and retried", "dead"], REASON)) == ["dead"]
 
 
 def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:

@@ -42,24 +42,6 @@ def test_each_task_is_listed_in_its_state_and_no_other(database: Database, watch
         assert ids(watch.table, limit) == names[:limit]
 
 
-def test_pending_tasks_are_listed_by_priority_then_age(database: Database, table: TaskTable):
-    """Ready and due ones alike, from all shards and topics; a limit takes the first of them."""
-    random = Random(1)
-    rows = []
-    for n in range(60):
-        created = CREATED + n * SECOND
-        columns: dict[str, Any] = {"Topic": random.choice("ab"), "Priority": random.choice([0, 50, 100])}
-        columns |= {"AvailableAt": random.choice([None, PAST])}
-        rows.append(row(f"{random.randrange(10**6)} {n}", CreatedAt=created, **columns))
-    insert(database, rows)
-    in_order = sorted(rows, key=lambda each: (-each["Priority"], each["CreatedAt"]))
-    order = [each["Id"] for each in in_order]
-    assert ids(table, state="pending") == ids(table) == order
-    for limit in (1, 7, 59, 60):
-        assert ids(table, limit, state="pending") == order[:limit]
-    assert ids(table, 5, state="pending", topic="a") == [each["Id"] for each in in_order if each["Topic"] == "a"][:5]
-
-
 @pytest.mark.parametrize("state", ["scheduled", "retrying", "blocked", "dead"])
 def test_tasks_due_later_are_listed_by_their_due_time(database: Database, table: TaskTable, state: str):
     """Then by priority, age and id; dead ones in the order in which they would come back."""
@@ -75,21 +57,6 @@ def test_tasks_due_later_are_listed_by_their_due_time(database: Database, table:
     insert(database, rows)
     assert ids(table, state=state) == ["d", "b", "c", "a", "e", "f"]
     assert ids(table, 3, state=state) == ["d", "b", "c"]
-
-
-def test_sent_tasks_are_listed_newest_first(database: Database, table: TaskTable):
-    """Also of topics without an unsent task, however far back, and of those that are named only."""
-    rows = [
-        row(f"{n:02}", SentAt=PAST + n * SECOND, CreatedAt=CREATED - n * SECOND, Topic="ab"[n % 2]) for n in range(30)
-    ]
-    now = table.now()
-    recent = [row("now", SentAt=now - SECOND), row("minutes ago", SentAt=now - timedelta(minutes=5))]
-    insert(database, [*Random(1).sample(rows, 30), row("unsent"), *recent])
-    newest_first = ["now", "minutes ago", *(f"{n:02}" for n in reversed(range(30)))]
-    assert ids(table, state="sent") == newest_first
-    assert [ids(table, limit, state="sent") for limit in (1, 2, 3)] == [newest_first[:limit] for limit in (1, 2, 3)]
-    assert ids(table, 4, state="sent", topic="b") == ["29", "27", "25", "23"]
-    assert ids(table, state="sent", since=PAST + 28 * SECOND, until=PAST + 30 * SECOND) == ["29", "28"]
 
 
 def test_since_is_inclusive_and_until_is_exclusive(database: Database, table: TaskTable):

@@ -1,11 +1,9 @@
 """Pub/Sub's endpoint for ordered tasks: when `check` warns, which values are refused, where the worker connects."""
 
-import json
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,12 +24,10 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow, Sent
 from tests.support.fakes import serialized
 from tests.support.processes import run
-from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
 from tests.support.pubsub_server import pubsub_server
-from tests.support.relays import register, worker
+from tests.support.relays import register
 from tests.support.spanner import INSTANCE, PROJECT, place
-from tests.support.waiting import eventually
 
 ENDPOINT = "europe-west1-pubsub.googleapis.com"
 NAMED = {"project": PROJECT, "instance": INSTANCE, "database": "any-database"}
@@ -157,17 +153,3 @@ def test_the_advice_for_a_missing_topic_fits_the_service(monkeypatch: pytest.Mon
     name = f"projects/{PROJECT}/topics/missing"
     endpoint = place(pubsub_endpoint=host, pubsub_plaintext="true")
     assert error(endpoint).endswith(f"Create it: `gcloud pubsub topics create {name}`")
-
-
-def test_a_worker_publishes_at_its_endpoint(emulators: Emulators, database: Database, tmp_path: Path) -> None:
-    """It connects there as soon as there is something to publish; there is no TLS on loopback, so no more is seen."""
-    register(database, "orders", 1, ordering_key="key")
-    account = tmp_path / "account.json"
-    fields = ("client_id", "client_secret", "refresh_token")
-    account.write_text(json.dumps({"type": "authorized_user"} | dict.fromkeys(fields, "none")))
-    environment = {"PUBSUB_EMULATOR_HOST": "", "GOOGLE_APPLICATION_CREDENTIALS": str(account)}
-    with Proxy(emulators.pubsub_host) as proxy:
-        proxy.hang()
-        endpoint = ("--pubsub-endpoint", proxy.address)
-        with worker(emulators, database, *endpoint, **environment):
-            eventually(lambda: proxy.accepted, seconds=20, message="the worker has connected to its endpoint")

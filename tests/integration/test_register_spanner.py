@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import outbox
 from outbox.message import RawPubsubMessage
-from outbox.testing import assert_registered
 from tests.support.spanner import query
 
 ORDERS = """
@@ -114,21 +113,6 @@ def test_many_tasks_are_registered_in_one_commit(database: Database, run: Callab
     [id] = run(database, functools.partial(outbox.register_many, tasks=[other]))
     found = query(database, "SELECT Id, Topic, AtMostOnce, AvailableAt FROM AsynchronousTasks")
     assert [id, "invoices", True, at] in found
-
-
-def test_assertions_read_the_table(database: Database) -> None:
-    """In the order of registration, with the message as the application gave it."""
-    ids = []
-    for n in (1, 2):
-        with database.batch() as batch:
-            ids += [outbox.register(batch, "orders", b"data", {"n": str(n)}, ordering_key="k") for _ in "ab"]
-            outbox.register(batch, "invoices", b"", available_at=datetime(2040, 1, 1, tzinfo=UTC), at_most_once=True)
-    found = assert_registered(database, topic="orders", times=4)
-    assert [task.id for task in found] == ids
-    assert {(task.message.data, task.ordering_key, task.priority) for task in found} == {(b"data", "k", 50)}
-    assert assert_registered(database, attributes={"n": "2"}, times=2) == found[2:]
-    with pytest.raises(AssertionError, match=r"^2 of 6 registered tasks match topic='invoices'.*(\n  .*){6}$"):
-        assert_registered(database, topic="invoices")
 
 
 class _Cause:

@@ -14,7 +14,6 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from outbox.devtools.emulators import Emulators
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
@@ -23,25 +22,20 @@ from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
-from publishworker.turn import relay as relay_module
 from publishworker.turn.relay import Relay
-from publishworker.types import Failed, LockedRow, Next, Outcome, Sent
+from publishworker.types import Failed, LockedRow, Outcome, Sent
 from tests.support import real
-from tests.support.counting import Counting
-from tests.support.fakes import Counted, FakePublisher, serialized
+from tests.support.fakes import Counted, FakePublisher
 from tests.support.parts import poll_request, relay_of
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import (
     Account,
     account,
     execute,
-    first_deliveries,
-    insert_undecodable,
-    key_orders,
     register,
     unsent,
 )
-from tests.support.spanner import PROJECT, count, place, query
+from tests.support.spanner import PROJECT, place, query
 from tests.support.waiting import eventually
 
 COMPLETE = Account(lost=frozenset(), unexpected=frozenset(), duplicates=0)
@@ -131,15 +125,6 @@ def test_everything_registered_is_received_once(database: Database, topic: str, 
     rows = query(database, "SELECT CreatedAt, SentAt FROM AsynchronousTasks")
     assert len(rows) == 80
     assert all(created_at < sent_at for created_at, sent_at in rows)
-    assert account(ids, subscription) == COMPLETE
-
-
-def test_faults_at_the_commit_publish_nothing_twice(
-    faulty_database: Database, topic: str, subscription: Subscription
-) -> None:
-    """An emulator that aborts commits at random, one worker: all sent, each published once."""
-    ids = register(faulty_database, topic, 100)
-    assert turn_until_all_sent(make_relay(faulty_database, size=2, batches=4), faulty_database) == 100
     assert account(ids, subscription) == COMPLETE
 
 
@@ -236,30 +221,6 @@ def test_the_poll_returns_the_same_tasks_as_a_scan_of_the_table(database: Databa
     assert [[each.id, each.topic, each.shard, each.available_at is None] for each in found] == scanned
 
 
-@pytest.mark.emulator_only("the number of requests holds if no transaction is aborted")
-@pytest.mark.extended
-def test_a_backlog_costs_few_requests_and_few_rows(
-    emulators: Emulators, own_database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the client's default sessions: at most 15 requests for 1,000 tasks, 2.2 rows for each, its body once."""
-    monkeypatch.delenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW")
-    monkeypatch.setattr(relay_module, "MAX_TURN_WAIT_SECONDS", 60.0)  # the numbers must not depend on a busy machine
-    register(own_database, topic, 2000, data=b"")
-    with Counting(emulators.spanner_host) as proxy:
-        monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        ours = open_database(place(own_database.database_id))
-        store = real.Store(ours, Layout(10))
-        relay = make_relay(store, size=200, batches=8, stragglers=1, discovery_seconds=1000)
-        relay.turn()
-        proxy.clear()
-        published = 0
-        while published < 2000:
-            published += relay.turn().published
-        assert proxy.counts.total() <= 15 * 2
-        assert proxy.rows.total() <= 2.2 * 2000
-        assert proxy.rows["ExecuteStreamingSql", "outbox-claim"] == 2000
-
-
 @pytest.mark.parametrize("one_shard", [False, True])
 def test_any_spread_over_the_shards_is_sent_in_as_few_turns(database: Database, topic: str, one_shard: bool) -> None:
     """Forty tasks in ten shards or all in one: all are sent, each once, in as few turns as they need (A17)."""
@@ -337,49 +298,3 @@ def test_the_clock_of_a_worker_has_no_effect_on_tasks(database: Database, topic:
     attempts, available_at, *_ = rows[failing]
     assert attempts == recorded == 1
     assert before + timedelta(seconds=500) <= available_at <= after + timedelta(seconds=1000)
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(240)
-def test_a_long_blocked_tail_is_deferred_and_hides_no_other_task(
-    own_database: Database, topic: str, pubsub: PubSub, long: bool
-) -> None:
-    """The tail has more tasks than a poll may find; with `--long` it is long, and the sizes are the worker's own."""
-    tail, size, batches = (2_000, 100, 8) if long else (150, 20, 2)
-    key, hour = "blocked", timedelta(hours=1)  # the default of --backoff-max
-    subscription = pubsub.new_subscription(topic, ordered=True)
-    insert_undecodable(own_database, "head", topic, key)
-    register(own_database, topic, tail, ordering_key=key)
-    other_key, *loose = in_shard(own_database, [f"other-{n}" for n in range(200)], key)
-    with own_database.batch() as batch:
-        others = [outbox.register(batch, topic, b"", ordering_key=other_key, priority=-100) for _ in range(5)]
-        others += [outbox.register(batch, topic, b"", task_id=id, priority=-100) for id in loose[:5]]
-    assert len(others) == 10
-    assert count(own_database, "Shard = (SELECT Shard FROM AsynchronousTasks WHERE Id = 'head')") == 1 + tail + 10
-    relay = make_relay(own_database, size=size, batches=batches)
-
-    before = datetime.now(UTC)
-    eventually(lambda: relay.turn() and not count(own_database, "SentAt IS NULL AND AvailableAt IS NULL"), seconds=200)
-    relay.finish()
-    assert {message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in subscription.pull_until(10)} == set(others)
-    deferred = "Attempts = 0 AND BlockedBy = 'head'"
-    statement = f"SELECT AvailableAt FROM AsynchronousTasks WHERE SentAt IS NULL AND {deferred} ORDER BY AvailableAt"
-    times = [at for [at] in query(own_database, statement)]
-    later = [at for at in times if at > datetime.now(UTC) + timedelta(minutes=1)]
-    assert len(times) == tail
-    assert 1 <= len(times) - len(later) <= tail / 5  # the first and the last of each deferral look at the head soon
-    assert before + hour <= later[0] <= later[-1] <= datetime.now(UTC) + hour
-    assert [relay.turn().polled for _ in range(3)] == [0, 0, 0]
-
-    good = base64.b64encode(serialized()).decode()
-    retry = "AvailableAt = NULL, Attempts = 0, ExpiresAt = NULL WHERE Id = 'head'"
-    assert execute(own_database, f"UPDATE AsynchronousTasks SET Data = FROM_BASE64('{good}'), {retry}") == 1
-    while unsent(own_database):
-        turn = relay.turn()
-        assert turn.next in (Next.AT_ONCE, Next.STILL_WAITING)  # else the worker would wait for its next poll
-    received = subscription.drain()
-    assert len(received) == 1 + tail
-    assert first_deliveries(received)[key] == key_orders(own_database, topic)[key]
-    assert (
-        count(own_database, "SentAt IS NULL OR AvailableAt IS NOT NULL OR LastError IS NOT NULL OR Attempts > 0") == 0
-    )

@@ -317,24 +317,6 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
     assert names(mock).count("CreateSession") >= 2
 
 
-def test_a_pooled_session_is_used_without_a_request(
-    mock: SpannerServicer, database: LimitedDatabase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against emulators, where sessions are not shared; a lost one is replaced when the batch marks again."""
-    monkeypatch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "false")
-    prepare(mock, 1)
-    relay = make_relay(database)
-    relay.turn()
-    mock.clear_requests()
-    assert relay.turn().published == 1
-    assert names(mock) == ["ExecuteSql", "ExecuteSql", "Commit"]
-    mock.mock_spanner.add_error("Commit", LOST_SESSION)
-    mock.clear_requests()
-    assert relay.turn().uncommitted == 1
-    relay.finish()
-    assert "CreateSession" in names(mock)
-
-
 def test_missing_grants_are_found_before_a_task_is_published(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """A read and two commits of rows that do not exist. Spanner answers NOT_FOUND if the columns may be written."""
     mock.mock_spanner.add_result(statements.READ_MARK_COLUMNS, result((STRING,) * len(statements.MARK_COLUMNS), []))

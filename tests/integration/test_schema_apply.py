@@ -1,13 +1,12 @@
 """Creating and checking the tables on the emulator: created objects, refusals, allowed differences."""
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import pytest
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, param_types
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 
 import outbox
@@ -19,7 +18,6 @@ from publishworker.process import check
 from publishworker.process.app import verified_layout
 from publishworker.process.settings import WorkerSettings
 from tests.support.spanner import INSTANCE, PROJECT, query
-from tests.support.waiting import eventually
 
 SCHEMA = Path(__file__).parents[2] / "schema"
 
@@ -190,12 +188,6 @@ def test_an_index_that_leaves_out_unsent_tasks_is_refused(empty_database: Databa
     assert f"{STORING} NULL_FILTERED, expected" in sentence
 
 
-def test_names_in_another_case_are_the_same_object(empty_database: Database) -> None:
-    """Spanner's names have no case, so a table typed in another case is recognized, not created again."""
-    change(empty_database, *[statement.replace("Asynchronous", "asynchronous") for statement in ddl.statements()])
-    assert {state for _, state in schema.apply(empty_database, ddl.statements())} == {"exists"}
-
-
 def test_additional_columns_indexes_and_tables_are_left_alone(own_database: Database) -> None:
     """A user's additions to our tables, and all other tables, are neither touched nor reported."""
     change(
@@ -210,43 +202,6 @@ def test_additional_columns_indexes_and_tables_are_left_alone(own_database: Data
     assert ddl_of(own_database) == before
 
 
-def test_the_change_stream_has_one_record_for_each_registered_task(empty_database: Database) -> None:
-    wanted = ddl.statements(change_stream=True)
-    schema.apply(empty_database, wanted)
-    change(empty_database, "ALTER CHANGE STREAM AsynchronousTasksInserts SET OPTIONS (retention_period = '2d')")
-    assert schema.apply(empty_database, wanted)[-1] == ("change stream AsynchronousTasksInserts", "exists")
-    start = datetime.now(UTC)
-    with empty_database.batch() as batch:
-        outbox.register(batch, "orders", b"1", task_id="first")
-        outbox.register(batch, "orders", b"2", task_id="second")
-    with empty_database.batch() as batch:
-        batch.update("AsynchronousTasks", ["Id", "SentAt"], [["first", COMMIT_TIMESTAMP]])
-        batch.delete("AsynchronousTasks", KeySet(keys=[["second"]]))
-    found: list[tuple[str, list[str]]] = []
-
-    def recorded() -> bool:
-        found[:] = [(kind, sorted(keys)) for kind, keys in changes(empty_database, start, datetime.now(UTC))]
-        return bool(found)
-
-    eventually(recorded, seconds=60, message="a record of the insert")  # at times it is not there at once
-    assert found == [("INSERT", ["first", "second"])]
-
-
-def changes(database: Database, start: datetime, end: datetime) -> Iterator[tuple[str, list[str]]]:
-    """Yield kind and ids of each data change record; the emulator ends a partition after some 20 s and names others."""
-    types = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING}
-    statement = "SELECT ChangeRecord FROM READ_AsynchronousTasksInserts(@start, @end, @token, 1000)"
-    tokens: list[str | None] = [None]
-    for token in tokens:
-        with database.snapshot() as snapshot:
-            values = {"start": start, "end": end, "token": token}
-            records = [record for [each] in snapshot.execute_sql(statement, values, types) for record in each]
-        for record in records:
-            for data in record[0]:
-                yield data[7], [mod[0]["Id"] for mod in data[6]]
-            tokens += [new for child in record[2] for new, *_ in child[2] if new not in tokens]
-
-
 def test_no_key_begins_with_a_time(database: Database) -> None:
     """The first column of a primary key or an index is never a timestamp: no hot spot (A13)."""
     types = query(
@@ -258,14 +213,6 @@ def test_no_key_begins_with_a_time(database: Database) -> None:
     )
     assert len(types) == 8
     assert ["TIMESTAMP"] not in types
-
-
-def test_the_migrations_lead_to_the_schema(empty_database: Database, database: Database) -> None:
-    """A database that ran all numbered migrations is the same as one created by schema.sql."""
-    for path in sorted((SCHEMA / "migrations").glob("[0-9]*.sql")):
-        change(empty_database, *ddl.cut(path.read_text()))
-    assert ddl_of(empty_database) == ddl_of(database)
-    assert schema.differences(empty_database, ddl.statements(), free=()) == []
 
 
 @pytest.mark.parametrize(

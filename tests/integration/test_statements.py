@@ -87,20 +87,3 @@ def statements(database: Database) -> list[str]:
 def test_no_plan_depends_on_the_optimizer(statements: list[str]) -> None:
     assert len(set(statements)) > 40
     assert {statement: found for statement in statements if (found := list(problems(statement)))} == {}
-
-
-TO_SEND = "AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}"
-
-
-@pytest.mark.parametrize(
-    ("statement", "problem"),
-    [
-        ("SELECT Id FROM AsynchronousTasks WHERE Id = @id", "no index is forced"),
-        (f"SELECT 1 FROM UNNEST(@shards) AS shard JOIN {TO_SEND} ON Shard = shard", "the form is not forced"),
-        (f"SELECT Id FROM {TO_SEND} WHERE Shard = 1 ORDER BY Priority DESC LIMIT 5", "is not the key"),
-        (f"SELECT (SELECT COUNT(*) FROM {TO_SEND} AS b WHERE b.SentAt IS NULL AND a.Shard = 1)", "a scan"),
-    ],
-)
-def test_a_statement_without_hints_is_noticed(statement: str, problem: str) -> None:
-    [found] = problems(statement)
-    assert problem in found

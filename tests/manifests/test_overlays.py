@@ -5,7 +5,6 @@ import re
 from pathlib import Path, PurePosixPath
 
 import pytest
-import yaml
 
 from outbox.program.settings import fields_of
 from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
@@ -97,17 +96,6 @@ def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
     assert [each for each in template["spec"]["volumes"] if each["name"] == mount["name"] and "emptyDir" in each]
 
 
-@each_overlay
-def test_the_probes_run_the_health_check(overlay: str) -> None:
-    """The kubelet gives a slow node five seconds and a worker a minute; no hook delays the stop."""
-    found = container(worker(rendered(OVERLAYS[overlay])), "publishworker")
-    for probe in (found["startupProbe"], found["livenessProbe"]):
-        assert probe["exec"]["command"] == ["publishworker", "healthcheck"]
-        assert probe["timeoutSeconds"] >= 5
-        assert 60 <= probe["periodSeconds"] * probe["failureThreshold"] <= 300
-    assert not {"lifecycle", "readinessProbe", "ports"} & found.keys()
-
-
 def test_the_startup_probe_waits_for_all_requests_of_a_start() -> None:
     """Two sessions, two reads of the schema, one read and two commits for the permissions, and a heartbeat."""
     requests = 2 * UNARY_SECONDS["create_session"] + 2 * SCHEMA_SECONDS + READ_SECONDS + 2 * COMMIT_SECONDS
@@ -138,30 +126,3 @@ def test_tags_and_names_agree_with_each_other(overlay: str) -> None:
         assert external["metric"]["name"] == f"datadogmetric@{name}:{metric['metadata']['name']}"
         assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
         assert "replicas" not in deployment["spec"]
-
-
-def test_the_network_policy_allows_the_workers_connections() -> None:
-    """Nothing connects to the worker; it reaches DNS, Google, the Agent and the metadata server."""
-    policy = the(rendered(OVERLAYS["production"]), "NetworkPolicy")["spec"]
-    assert (sorted(policy["policyTypes"]), policy.get("ingress", [])) == (["Egress", "Ingress"], [])
-    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, 443, 8125, 4318, 988, 80}
-
-
-@pytest.mark.parametrize(
-    ("folder", "fields", "placeholders"),
-    [
-        (OVERLAYS["production"], {"images", "configMapGenerator", "labels", "patches"}, ["production,"]),
-        (SPARK, {"images", "configMapGenerator", "labels"}, ["my-bucket"]),
-    ],
-    ids=["production", "spark"],
-)
-def test_user_settings_are_in_one_place(folder: Path, fields: set[str], placeholders: list[str]) -> None:
-    """All of it is between the two lines of kustomization.yaml, and in no other file."""
-    text = (folder / "kustomization.yaml").read_text(encoding="utf-8")
-    _, between, rest = re.split(r"^# -{100,}$", text, flags=re.MULTILINE)
-    assert set(yaml.safe_load(between)) == fields
-    for placeholder in ("my-project", "placeholder", "=main", "=shop", *placeholders):
-        assert placeholder in between
-        assert placeholder not in rest
-    elsewhere = [path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml"]
-    assert not [path for path in elsewhere if re.search("my-project|my-bucket", path.read_text(encoding="utf-8"))]

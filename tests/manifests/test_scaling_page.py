@@ -11,8 +11,6 @@ from tests.manifests.rendering import OVERLAYS, ROOT, rendered, the
 
 TEXT = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")
 PROSE = " ".join(TEXT.split())
-#: How far the benchmark's figure may be from the one of the page, which is rounded and not generated.
-APART = 2
 
 
 def figure(name: str) -> int:
@@ -36,30 +34,6 @@ def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() 
     down = scaler["behavior"]["scaleDown"]
     assert (down["stabilizationWindowSeconds"], down["policies"][0]["periodSeconds"]) == (600, 60)
     assert "enough for ten minutes, the autoscaler removes one worker per minute" in PROSE
-
-
-def test_no_workers_are_added_while_spanner_is_the_limit() -> None:
-    """Then the query has no value: 0 times the duration of commits is 0, but nothing above the limit of the page."""
-    [limit] = re.findall(r"more than ([\d.]+) s on average", PROSE)
-    component = ROOT / "k8s/components/autoscaling/datadogmetric.yaml"
-    metrics = {
-        "production": the(rendered(OVERLAYS["production"]), "DatadogMetric"),
-        "unset": yaml.safe_load(component.read_text()),
-    }
-    for env, metric in metrics.items():
-        tags = f"env:{env},service:publishworker"
-        backlog = f"max:outbox.pending_task_count{{{tags}}}.rollup(max, 60)"
-        commits = f"avg:outbox.phase_duration{{{tags},phase:commit}}.rollup(avg, 60)"
-        assert metric["spec"]["query"] == f"{backlog} + 0 * cutoff_max(default_zero({commits}), {limit})"
-
-
-def test_the_rate_is_that_of_the_benchmark() -> None:
-    """Both have the same order; the benchmark is run again more often than the page is written."""
-    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    section = text.partition("## Throughput with network delay")[2].partition("\n## ")[0]
-    [measured] = re.findall(r"^\| relay, defaults \| ([\d,]+) ", section, re.MULTILINE)
-    ratio = int(measured.replace(",", "")) / figure("tasks a second and worker")
-    assert 1 / APART < ratio < APART
 
 
 def test_the_patch_replaces_values_that_the_autoscaler_has() -> None:

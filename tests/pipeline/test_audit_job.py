@@ -226,41 +226,6 @@ def test_an_audit_without_tasks_fails_unless_it_is_allowed(
     assert "Nothing was audited" not in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("in_process", "many_partitions")
-def test_an_empty_window_is_reported_if_messages_of_other_windows_were_received(
-    target: DatabaseSettings, database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Every task is outside the window, and every message belongs to one of them or is foreign."""
-    insert(database, [row(id, CreatedAt=DAY - HOUR, SentAt=DAY - HOUR + SECOND) for id in ("one", "two")])
-    receive(tmp_path, [*(message(id, DAY - HOUR) for id in ("one", "two")), message("", AT, attributes="{}")])
-
-    def job(output: str, *more: str) -> int:
-        flags = options(target, since=shown(DAY), until=shown(NEXT_DAY), received=f"{tmp_path}/received.jsonl")
-        flags["output"] = f"{tmp_path}/{output}"
-        return cli.main(["audit", *(f"--{name}={value}" for name, value in flags.items()), *more])
-
-    assert job("fails") == 1
-    assert capsys.readouterr().out.startswith("Nothing was audited: no task was created from ")
-    assert job("allowed", "--allow-empty") == 0
-    summary = json.loads((tmp_path / "allowed" / "summary.json").read_text(encoding="utf-8"))
-    assert [summary[name] for name in ("tasks", "unknown", "foreign", "unreadable", "out_of_order")] == [0, 0, 1, 0, 0]
-    assert "Nothing was audited" in (tmp_path / "allowed" / "report.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.usefixtures("in_process", "many_partitions")
-def test_an_audit_without_findings_has_all_counts(target: DatabaseSettings, database: Database, tmp_path: Path):
-    insert(database, [row("one", Data=b"\x0a\x04data", CreatedAt=AT, SentAt=AT + SECOND)])
-    with database.batch() as batch:
-        batch.insert("ProcessedTasks", ("Consumer", "TaskId", "ProcessedAt"), [("billing", "one", AT + SECOND)])
-    receive(tmp_path, [message("one", AT + SECOND / 2)])
-    flags = options(target, since=shown(DAY), until=shown(NEXT_DAY), received=f"{tmp_path}/received.jsonl")
-    for output, more in (("tasks", {}), ("effects", {"inbox": "billing"})):
-        given = flags | {"output": f"{tmp_path}/{output}"} | more
-        assert cli.main(["audit", *(f"--{name}={value}" for name, value in given.items())]) == 0
-        summary = json.loads((tmp_path / output / "summary.json").read_text(encoding="utf-8"))
-        assert (summary["delivered"], summary["out_of_order"], summary["applied"]) == (1, 0, 1 if more else None)
-
-
 def test_avro_files_of_a_subscription_are_read_and_damaged_ones_are_named(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):

@@ -26,13 +26,11 @@ from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.drain import job
-from outbox_pipeline.jobs.drain.job import Drained, Tally
+from outbox_pipeline.jobs.drain.job import Drained
 from outbox_pipeline.settings import AuditSettings, DrainSettings
 from publishworker.process.app import open_store
 from publishworker.spanner.errors import StoreError
-from publishworker.telemetry import metrics as m
 from publishworker.types import Heartbeat
-from tests.support.fakes import Counted
 from tests.support.operations import FUTURE, insert, pause, row
 from tests.support.pipeline import options
 from tests.support.processes import Process, children
@@ -283,15 +281,3 @@ def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: 
     assert (audited.republished, audited.redelivered) == (messages - len(ids), len(received) - messages)
     wrong = ("lost", "late", "arriving", "pending", "unknown", "foreign", "unreadable", "mismatched", "out_of_order")
     assert {name: getattr(audited, name) for name in wrong} == dict.fromkeys(wrong, 0)
-
-
-def test_a_tally_sums_counts_and_forwards_metrics():
-    tally = Tally(client := Counted())
-    tally.count(m.PUBLISHED, 3, topic="a")
-    tally.count(m.PUBLISHED, 4, topic="b")
-    tally.count(m.DEAD, 0, topic="b", reason="not_found")
-    assert (tally.sums[m.PUBLISHED], tally.sums[m.DEAD], tally.sums[m.ABORTED]) == (7, 0, 0)
-    assert client.counts == {m.PUBLISHED.name: 7}
-    alone = Tally()
-    alone.count(m.PUBLISHED, 1, topic="a")
-    assert (alone.sums[m.PUBLISHED], alone.wanted) == (1, False)

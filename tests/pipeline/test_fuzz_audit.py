@@ -11,9 +11,8 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as f
 
-from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage, parsed
+from outbox.message import TASK_ID_ATTRIBUTE
 from outbox_pipeline.jobs.audit.received import received
-from outbox_pipeline.source.datasource import decoded
 
 ODD = ["", "\x00", "\u2028", "é" * 300, "🎉", '"', "\\", "null", "{}", "[]", "1e999", "NaN", "\x1b[31m", "x" * 5000]
 TIMES = [
@@ -93,38 +92,3 @@ def _task_id(text: str | None) -> str | None:
     except (json.JSONDecodeError, RecursionError):
         return None
     return read.get(TASK_ID_ATTRIBUTE) if isinstance(read, dict) else None
-
-
-def test_a_message_is_decoded_unchanged_and_other_bytes_are_null(spark: SparkSession, long: bool):
-    """`Data` is random bytes, a message, or a message with one changed byte."""
-    random = Random(2)
-    rows: list[Any] = []
-    for number in range(20_000 if long else 2_000):
-        message = RawPubsubMessage(
-            data=random.randbytes(random.randrange(30)), attributes={_text(random): _text(random)}
-        )
-        data = bytearray(message.SerializeToString())
-        if random.random() < 0.5:
-            data[random.randrange(len(data))] = random.randrange(256)
-        rows.append((f"{number}", bytes(data) if random.random() < 0.9 else random.randbytes(20)))
-    tasks = spark.createDataFrame(rows, "Id STRING, Data BINARY").repartition(2)
-    found = {each["Id"]: each for each in decoded(tasks).collect()}
-    assert len(found) == len(rows)
-    for id, data in rows:
-        message = parsed(data)
-        assert (found[id]["Payload"] is None) == (message is None)
-        if message is not None:
-            assert bytes(found[id]["Payload"]) == message.data
-            assert found[id]["Attributes"] == {**message.attributes, TASK_ID_ATTRIBUTE: id}
-
-
-def test_times_are_parsed_exactly(spark: SparkSession):
-    messages = spark.createDataFrame(
-        [(str(n), time, "{}", "") for n, time in enumerate(TIMES)],
-        "message_id STRING, publish_time STRING, attributes STRING, data STRING",
-    )
-    read = {each["message_id"]: each["readable"] for each in received(messages, base64=False).collect()}
-    times = {time: read[str(n)] for n, time in enumerate(TIMES)}
-    assert times["2026-11-20T12:00:00Z"]
-    bad = ("2026-02-30T00:00:00Z", "yesterday", "", "1e9", "0001-01-01T00:00:00Z", "+294247-01-10T04:00:54.775807Z")
-    assert not any(times[each] for each in bad)

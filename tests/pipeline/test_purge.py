@@ -4,7 +4,6 @@ import json
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PythonException
@@ -14,17 +13,12 @@ from outbox.program.settings import DatabaseSettings
 from outbox.program.times import shown
 from outbox.table.states import NEVER
 from outbox_pipeline.jobs.archive import job
-from outbox_pipeline.jobs.archive.job import CHUNK_ROWS, Purge, purge_chunk, run
+from outbox_pipeline.jobs.archive.job import purge_chunk, run
 from outbox_pipeline.spanner import Table
-from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, Sent, archived, purges, sent, settings_of
-from tests.support.operations import FUTURE, Watch, insert, row, rows_of, update
+from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, archived, purges, sent, settings_of
+from tests.support.operations import Watch, insert, row, rows_of, update
 from tests.support.pipeline import PurgeFails, meddle
 from tests.support.replays import noted
-
-
-def batch(tasks: list[Sent], zone: str = "UTC") -> pa.RecordBatch:
-    times = pa.array([at for _, at in tasks], pa.timestamp("us", tz=zone))
-    return pa.RecordBatch.from_arrays([pa.array([id for id, _ in tasks], pa.string()), times], names=["Id", "SentAt"])
 
 
 def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database):
@@ -55,26 +49,6 @@ def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Dat
     meddle(monkeypatch, table, lambda: update(database, "a", SentAt=None))
     assert purge_chunk(table, [("a", DAY), ("b", DAY)]) == {"deleted": 1, "resent": 1, "missing": 0}
     assert list(rows_of(database)) == ["a"]
-
-
-def test_tasks_are_purged_in_chunks(database: Database, target: DatabaseSettings):
-    tasks = [(f"{number:04d}", DAY + MICROSECOND * number) for number in range(2 * CHUNK_ROWS + 1)]
-    insert(database, [sent(id, at) for id, at in tasks])
-    insert(database, [row("unsent"), row("scheduled", AvailableAt=FUTURE)])
-    answers = [each.to_pylist() for each in Purge(target)(iter([batch(tasks), batch([]), batch(tasks[-2:])]))]
-    full, one = ({"deleted": number, "resent": 0, "missing": 0} for number in (CHUNK_ROWS, 1))
-    assert answers == [[full, full, one], [], [{"deleted": 0, "resent": 0, "missing": 2}]]
-    assert sorted(rows_of(database)) == ["scheduled", "unsent"]
-
-
-def test_a_purge_does_not_depend_on_the_session_time_zone(database: Database, target: DatabaseSettings):
-    """Not even in an hour that occurs twice, in which Python never treats times of two time zones as equal."""
-    first = datetime.fromisoformat("2026-10-25T00:30:00Z")
-    tasks = [("first", first), ("second", first + timedelta(hours=1)), ("before", first - timedelta(days=1))]
-    insert(database, [sent(id, at) for id, at in tasks])
-    [answer] = Purge(target)(iter([batch(tasks, "Europe/Berlin")]))
-    assert answer.to_pylist() == [{"deleted": 3, "resent": 0, "missing": 0}]
-    assert rows_of(database) == {}
 
 
 def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(

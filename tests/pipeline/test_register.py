@@ -16,7 +16,6 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as f
 
-from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
 from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
@@ -25,8 +24,6 @@ from outbox_pipeline.jobs.register.ids import task_id
 from tests.support.operations import rows_of
 from tests.support.pipeline import RegistrationFails, counts, registered, rows
 from tests.support.pipeline_job import settings
-from tests.support.processes import kill_family, started
-from tests.support.waiting import eventually
 
 AT = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
 
@@ -266,24 +263,3 @@ def test_a_retried_spark_task_registers_no_task_twice(
     assert len(list(Path(str(done.rejects)).glob("*.json"))) >= 1
     monkeypatch.undo()
     assert counts(registered(rows(spark, given), target, tmp_path, topic="orders"))[1:3] == (0, 900)
-
-
-@pytest.mark.long("test_a_retried_spark_task_registers_no_task_twice leaves what a kill leaves")
-def test_a_killed_job_finishes_when_it_runs_again(
-    spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators, tmp_path: Path
-):
-    """SIGKILL after a part of the rows: the next run registers the rest, and no task twice."""
-    path = str(tmp_path / "rows.parquet")
-    given = spark.range(3000).select(f.concat(f.lit("row "), f.col("id")).alias("data"), f.lit("orders").alias("topic"))
-    given.write.parquet(path)
-    arguments = (path, str(tmp_path / "no"), target.database, "200")
-    with started("tests.support.pipeline_job", *arguments, environment=emulators.environment()) as process:
-        eventually(lambda: len(rows_of(database)) >= 200, seconds=120, message="rows are there")
-        kill_family(process.pid)
-    half = rows_of(database)
-    assert 200 <= len(half) < 3000, "the kill was to come in the middle"
-    done = job.run(spark, settings(path, str(tmp_path / "no"), target.database))
-    assert counts(done) == (3000, 3000 - len(half), len(half), 0, 0)
-    stored = rows_of(database)
-    assert len(stored) == 3000
-    assert stored.items() >= half.items()

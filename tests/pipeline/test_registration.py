@@ -233,17 +233,6 @@ def test_serialization_does_not_matter_for_equality():
         assert answered(again)[0] == (0, there, 0), data
 
 
-def test_repeated_rows_are_counted_anywhere_in_a_chunk():
-    """Adjacent, with other rows between them, and across chunks. A rejected row cannot be repeated."""
-    table = FakeTable()
-    several = [*ids(CHUNK_ROWS - 1), "0098", "0098", *ids(60, CHUNK_ROWS), "0150", *ids(40, 160)]
-    made = writer(table, row(task_id="z", topic="goog"), *plain("z", *several))
-    counted, reasons = answered(made)
-    assert counted == (2 * CHUNK_ROWS, 0, 3)
-    assert len(reasons) == 1
-    assert len(table.rows) == 2 * CHUNK_ROWS
-
-
 def test_chunks_have_max_rows_and_max_bytes():
     """A message of 9 MB ends its chunk, and the next message is in another commit."""
     sizes = [9_000_000, 10, 10, 9_000_000, CHUNK_BYTES // 4, CHUNK_BYTES // 4, CHUNK_BYTES // 4, 10, 10]
@@ -272,49 +261,6 @@ def test_a_rate_is_averaged_since_the_start():
     # Without a rate the writer neither waits nor reads the clock.
     pace = Pace(clock=lambda: pytest.fail("asked"), sleep=lambda _seconds: pytest.fail("slept"))
     assert answered(writer(FakeTable(), *plain(*ids(2 * CHUNK_ROWS)), pace=pace)) == ((2 * CHUNK_ROWS, 0, 0), [])
-
-
-AT = datetime(2026, 11, 21, 13, tzinfo=UTC)
-#: Invalid columns and their reasons. tests/unit/test_register_refusals.py has all refusals of `outbox.register`.
-REFUSED = [
-    ({"task_id": None}, "task_id is NULL"),
-    ({"data": None}, "data is NULL. For a message without data"),
-    ({"task_id": ""}, "task_id has 0 characters. It must have 1 to 64"),
-    ({"topic": None}, "topic is NoneType. It must be a str"),
-    ({"topic": "goog-orders"}, "topic 'goog-orders' is not a name that Pub/Sub allows"),
-    ({"available_at": datetime(9999, 12, 31, tzinfo=UTC)}, "is not before 9999-12-31"),
-    ({"available_at": AT, "expires_at": AT}, "expires_at 2026-11-21 13:00:00+00:00 is not after available_at"),
-    ({"attributes": {"a": None}}, "attribute 'a' maps str to NoneType. Both must be str"),
-    ({"ordering_key": "é" * 513}, "ordering_key has 1,026 bytes; at most 1,024"),
-    ({"data": b"x" * 10_000_000}, "at most 10,000,000"),
-    ({"at_most_once": True, "ordering_key": "k"}, "at_most_once and an ordering key exclude each other"),
-    ({"reason": "it could not be read", "topic": None}, "it could not be read"),
-    ({"reason": ""}, ""),
-]  # fmt: skip
-#: Valid columns at their limits.
-TAKEN = (
-    {"topic": "projects/project-1/topics/orders"}, {"available_at": AT, "expires_at": AT + timedelta.resolution},
-    {"attributes": {str(number): "" for number in range(99)}}, {"data": b"x" * 9_990_000}, {"data": b""},
-    {"at_most_once": False, "ordering_key": "k"}, {"at_most_once": True, "ordering_key": ""}, {"attributes": None},
-    {"priority": 2**63 - 1}, {"priority": -(2**63)}, {"attributes": [("a", "b")]},
-)  # fmt: skip
-
-
-def test_rows_that_register_refuses_are_rejected():
-    for columns, reason in REFUSED:
-        table = FakeTable()
-        given = row(**columns)
-        made = writer(table, row(task_id="before"), given, row(task_id="after"))
-        counted, *rejects = made.answers()
-        assert sorted(table.rows) == ["after", "before"], columns.keys()
-        assert counted["registered"] == 2
-        [reject] = rejects
-        assert reason in reject["reason"]
-        assert {**reject, "reason": None} == {**given, **dict.fromkeys(COUNTS, 0), "reason": None}
-    table = FakeTable()
-    made = writer(table, *(row(**({"task_id": str(number)} | columns)) for number, columns in enumerate(TAKEN)))
-    assert answered(made) == ((len(TAKEN), 0, 0), [])
-    assert len(table.rows) == len(TAKEN)
 
 
 def test_sequences_rise_in_input_order_within_a_chunk():

@@ -317,17 +317,6 @@ def test_a_replay_needs_the_table_of_operations(spark: SparkSession, target: Dat
     assert run(spark, replay_settings(target, where="true"), dry_run=True).selected == 1
 
 
-def test_a_rate_applies_to_all_spark_tasks_together(spark: SparkSession, target: DatabaseSettings, database: Database):
-    """Each Spark task gets an equal share of the rate, and a chunk that is too early waits."""
-    insert(database, [sent(f"{number:04d}", DAY) for number in range(2 * CHUNK_ROWS + 50)])
-    began = open_table(target).now()
-    done = run(spark, replay_settings(target, where="true", max_rows_per_second="250"))
-    assert done.replayed == 2 * CHUNK_ROWS + 50
-    due = [stored["AvailableAt"] for stored in rows_of(database).values()]
-    assert min(due) > began
-    assert max(due) - min(due) > timedelta(seconds=1), "the second group of a task waits for 1.6 s"
-
-
 #: Seconds in which Spark starts, and does the work; a machine may be slow.
 SECONDS = 200.0
 TASKS = 600

@@ -1,6 +1,5 @@
 """The data source `outbox`: its planner and parts without Spark, and reads with Spark."""
 
-import dataclasses
 import itertools
 import random
 from datetime import UTC, datetime, timedelta
@@ -26,7 +25,6 @@ from outbox_pipeline import schemas, spanner
 from outbox_pipeline.source import parts
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxReader
 from outbox_pipeline.source.options import parse
-from outbox_pipeline.spark.errors import spark_errors
 from tests.support.counting import Counting
 from tests.support.operations import COLUMNS, FUTURE, PAST, insert, opened, row, rows_of, update
 from tests.support.pipeline import options
@@ -220,15 +218,6 @@ def test_invalid_options_are_named(target: DatabaseSettings):
         read(options(target, database="not-there"))
 
 
-def test_a_process_has_one_client_for_each_database(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):
-    one = spanner.open_table(target)
-    assert spanner.open_table(dataclasses.replace(target)) is one
-    monkeypatch.setattr("os.getpid", lambda: -1)
-    assert spanner.open_table(target) is not one
-    monkeypatch.undo()
-    assert spanner.open_table(target) is one
-
-
 def test_executors_use_the_endpoint_of_the_options(
     spark: SparkSession, target: DatabaseSettings, database: Database, emulators: Emulators
 ):
@@ -276,40 +265,3 @@ def test_the_table_can_be_read_as_a_dataframe(spark: SparkSession, target: Datab
         f"instance '{target.instance}', database '{target.database}', columns 'Id,State')"
     )
     assert spark.sql("SELECT COUNT(*) FROM outbox_tasks").collect()[0][0] == 2
-
-
-def test_the_dataframe_can_be_joined_grouped_and_filtered(
-    spark: SparkSession, target: DatabaseSettings, database: Database
-):
-    insert(database, [row(f"{number:03}", Topic=f"topic{number % 3}") for number in range(100)])
-    read = tasks(spark, target, columns="Id,Topic", partitions="3")
-    assert dict(read.groupBy("Topic").count().collect()) == {"topic0": 34, "topic1": 33, "topic2": 33}
-    assert read.where("Topic = 'topic1' AND Id < '010'").count() == 3
-    assert read.join(tasks(spark, target, columns="Id,Bytes", topic="topic2"), "Id").count() == 33
-    assert read.rdd.getNumPartitions() == 3
-
-
-def test_an_expected_error_is_one_sentence(spark: SparkSession, target: DatabaseSettings):
-    """Spark wraps an error of the planner or of an executor into two stack traces. Jobs print one sentence."""
-    cases: list[tuple[dict[str, str], type[OutboxError], str]] = [
-        ({"stat": "sent"}, SettingError, "Unknown option stat"),
-        ({"schema": "Id STRING, Nope STRING"}, SettingError, "Unknown column 'Nope'"),
-        ({"schema": "Id STRING, Priority STRING"}, SettingError, "Column Priority is bigint, not string"),
-        ({"database": "not-there"}, NotReached, "not-there not found"),
-        ({"readTimestamp": "2h"}, OutboxError, "version_retention_period"),
-    ]
-    for more, kind, sentence in cases:
-        with pytest.raises(kind, match=sentence) as raised, spark_errors():
-            tasks(spark, target, **more).count()
-        assert type(raised.value) is kind
-        assert "\n" not in str(raised.value)
-    with pytest.raises(NotReached, match=r"there is no database$"), spark_errors():
-        spark.range(1).mapInArrow(_failing, "id LONG").count()
-    # The source cannot write.
-    frame = spark.createDataFrame([("a",)], "Id STRING")
-    with pytest.raises(OutboxError, match=r"(?i)writ"), spark_errors():
-        frame.write.format("outbox").mode("append").options(database=target.database).save()
-
-
-def _failing(_batches: object) -> object:
-    raise NotReached("there is no database")

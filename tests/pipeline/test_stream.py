@@ -1,10 +1,6 @@
 """`spark.readStream.format("outbox")`: every (Id, SentAt) once, whatever happens to the query."""
 
-import signal
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,18 +9,14 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
-from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import shown
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
 from outbox_pipeline.spanner import open_table
 from tests.support.archives import delete
-from tests.support.following import COLUMNS
 from tests.support.operations import insert, row, rows_of, update
 from tests.support.pipeline import options
-from tests.support.processes import started
-from tests.support.waiting import eventually
 
 Sent = Counter[tuple[str, str]]
 
@@ -141,7 +133,7 @@ def test_unsupported_stream_options_are_refused(target: DatabaseSettings):
 def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink: Path) -> None:
     all_there = (
         spark.readStream.format("outbox")
-        .options(**options(target, columns=COLUMNS, since="2026-01-01T00:00:00Z", partitions="2"))
+        .options(**options(target, columns="Id,Topic,SentAt,Payload", since="2026-01-01T00:00:00Z", partitions="2"))
         .load()
         .writeStream.format("parquet")
         .option("checkpointLocation", str(checkpoint))
@@ -164,63 +156,3 @@ def test_available_now_reads_everything_after_an_unfinished_batch(
     send(database, "b")
     query(spark, target, checkpoint, sink)
     assert streamed(spark, sink) == sent(database)
-
-
-@contextmanager
-def _writing(database: Database) -> Iterator[None]:
-    """Send tasks continuously, some of them in one commit. At the end, every started commit is complete."""
-    stop = threading.Event()
-
-    def write() -> None:
-        number = 0
-        while not stop.is_set():
-            ids = [f"{number + each:05}" for each in range(1 + number % 7)]
-            insert(database, [row(id) for id in ids])
-            with database.batch() as changes:
-                changes.update("AsynchronousTasks", ("Id", "SentAt"), [(id, COMMIT_TIMESTAMP) for id in ids])
-            number += len(ids)
-            stop.wait(0.1)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        writer.join()
-
-
-#: When a query is ended, by which signal: when so many more batches are noted as planned, or as done.
-ENDS = ((signal.SIGKILL, "offsets", 0), (signal.SIGKILL, "commits", 2), (signal.SIGTERM, "commits", 2))
-
-
-@pytest.mark.long("test_available_now_reads_everything_after_an_unfinished_batch is what a kill leaves")
-@pytest.mark.timeout(720)
-def test_each_sent_task_is_streamed_once_despite_kills_and_restarts(
-    spark: SparkSession,
-    emulators: Emulators,
-    target: DatabaseSettings,
-    database: Database,
-    tmp_path: Path,
-):
-    """A live writer; SIGKILL in the first batch, of which Spark has kept the end only, and in the middle of the work.
-
-    Then it is stopped, and another run reads the rest: each (Id, SentAt) once.
-    """
-    sink, checkpoint = tmp_path / "sink", tmp_path / "checkpoint"
-    arguments = ("tests.support.following", target.database, str(checkpoint), str(sink))
-    with _writing(database):
-        for number, files, count in ENDS:
-            with started(*arguments, environment=emulators.environment()) as following:
-                before = _number(checkpoint / files)
-                eventually(lambda f=files, b=before, c=count: _number(checkpoint / f) > b + c, seconds=200)
-                following.stop(number)
-                assert following.wait() == (-number if number == signal.SIGKILL else 0)
-    query(spark, target, checkpoint, sink)
-    expected = sent(database)
-    assert len(expected) > 30
-    assert streamed(spark, sink) == expected
-
-
-def _number(folder: Path) -> int:
-    return len(list(folder.glob("[0-9]*")))

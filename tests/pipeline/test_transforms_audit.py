@@ -245,27 +245,6 @@ def test_latencies_are_measured_for_received_tasks(judged: Judged):
         assert tuple(numbers[name] for name in ("p50", "p95", "p99", "max")) == latencies, topic
 
 
-def test_each_grouping_has_the_largest_topics_and_the_earliest_hours(spark: SparkSession):
-    """The total counts all tasks, and unknown messages, which have neither topic nor hour."""
-    numbers_of = dict.fromkeys((*audit.COUNTS, "unknown"), 0) | {"rounded": 2_000_000, "max": 2_000_000}
-    hours = [NOON + timedelta(hours=hour) for hour in range(3)]
-    lines = [{"topic": "small", "hour": hour, "tasks": 1} for hour in hours]
-    lines += [{"topic": "large", "hour": hour, "tasks": 4} for hour in hours]
-    lines.append({"topic": None, "hour": None, "tasks": 0, "unknown": 7, "rounded": None, "max": None})
-    types = "topic STRING, hour TIMESTAMP, " + ", ".join(f"{name} LONG" for name in numbers_of)
-    counts = spark.createDataFrame([numbers_of | line for line in lines], types)
-    found: dict[int, list[tuple[str | None, int | None, int, int]]] = {}
-    for row in audit.numbers(counts.cache(), 2).orderBy("grouping", "topic", "hour").collect():
-        hour = None if row.hour is None else hours.index(row.hour.astimezone(UTC))
-        found.setdefault(row.grouping, []).append((row.topic, hour, row.tasks, row.unknown))
-        assert (row.p50, row.p99, row.max) == (2.0, 2.0, 2.0)
-    assert found == {
-        audit.TOTAL: [(None, None, 15, 7)],
-        audit.BY_TOPIC: [("large", None, 12, 0), ("small", None, 3, 0)],
-        audit.BY_HOUR: [(None, 0, 5, 0), (None, 1, 5, 0)],
-    }
-
-
 def test_task_and_message_have_the_same_digest(spark: SparkSession):
     random = Random(5)
     alphabet = [*map(chr, range(128)), "é", "ß", "\u2028", "\ufeff", "\uffff", "😀", "\U0010ffff"]
@@ -287,14 +266,6 @@ def test_task_and_message_have_the_same_digest(spark: SparkSession):
         for messages in (spark.createDataFrame(maps, MESSAGES), spark.createDataFrame(texts, JSON_MESSAGES)):
             theirs = received(messages if bodies else messages.drop("data"), base64=False).collect()
             assert {row.message_id: row.digest for row in theirs} == {row[0]: row[place] for row in expected}
-
-
-def test_impossible_attributes_are_unreadable(spark: SparkSession):
-    wrong = ("{", "[]", "3", "null", '["a"]', "a", "[" * 100_000, "\u0000")
-    messages = spark.createDataFrame([(str(n), NOON, each, b"") for n, each in enumerate(wrong)], JSON_MESSAGES)
-    found = received(messages, base64=False).collect()
-    assert len(found) == len(wrong)
-    assert {(row.readable, row.task_id, row.digest) for row in found} == {(False, None, None)}
 
 
 def test_added_attributes_do_not_change_the_digest(spark: SparkSession):

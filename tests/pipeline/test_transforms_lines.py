@@ -70,46 +70,6 @@ def test_invalid_json_lines_are_kept(spark: SparkSession, tmp_path: Path):
         assert reason.startswith((NO_OBJECT, "the line is not a JSON object that can be parsed: it is nested")), line
 
 
-def _object(text: str) -> dict[str, object] | None:
-    """Parse a JSON object with Python's own parser, which is more lenient about surrogates and NaN only."""
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        return dict(pairs) if len(dict(pairs)) == len(pairs) else {"twice": ""}
-
-    try:
-        found = json.loads(text, object_pairs_hook=once, parse_constant=lambda _: {"NaN": ""})
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def test_random_invalid_lines_are_rejected_and_never_raise(spark: SparkSession, tmp_path: Path):
-    """As JSON lines and as the attributes of CSV. A line is either registered as Python parses it, or rejected."""
-    dice = random.Random(25)
-    lines = []
-    for number in range(2000):
-        line = list(json.dumps({"data": f"é{number}", "attributes": {"a": "b"}, "priority": 5}, ensure_ascii=False))
-        for _ in range(dice.choice([0, 1, 1, 2, 5])):
-            place = dice.randrange(len(line))
-            line[place : place + dice.randrange(3)] = dice.choice(["", *'{}[]":,\\ 1nx', "\ufffd", "\x00", "\\ud800"])
-        lines.append("".join(line[dice.choice([0, 0, 0, dice.randrange(len(line))]) :]))
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(lines), "utf-8")
-    found = prepared(read(spark, str(path), "json"), topic="orders").select("data", "reason", "line").collect()
-    assert len(found) == len(lines)
-    assert 300 < sum(each.reason is None for each in found) < 1500, "both kinds occur"
-    for line, made in zip(lines, found, strict=True):
-        if made.reason is None:
-            assert bytes(made.data).decode() == (_object(line) or {})["data"], line
-        elif "is not a JSON object:" in made.reason and made.line == line:
-            assert _object(line) is None or "attributes" in made.reason, (line, made.reason)
-    texts = spark.createDataFrame([(line, "d") for line in lines], "attributes string, data string")
-    for line, made in zip(lines, prepared(texts, topic="orders").collect(), strict=True):
-        assert (made.reason is None) == (made.attributes is not None), line
-        assert made.reason is None or made.reason.startswith(f"attributes {line[:100]} is not a JSON object"), line
-        assert made.reason is not None or made.attributes.keys() == (_object(line) or {}).keys(), line
-
-
 WINDOWS = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
 CONVERT = "Convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8, and register it again"
 

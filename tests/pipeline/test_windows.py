@@ -89,18 +89,6 @@ def test_files_from_before_a_column_was_added_are_readable(spark: SparkSession, 
     assert tasks.select(checksum_columns()[1]).collect()[0][0] == tasks.select(checksum).collect()[0][0]
 
 
-def test_a_day_is_from_midnight_to_midnight():
-    found = list(bounds(DAY, DAY + HOUR * 47, 86_400))
-    assert found == [(DAY, NEXT_DAY)]
-    assert list(bounds(DAY, NEXT_DAY, 86_400)) == found, "a window that ends just then has ended"
-    assert list(bounds(DAY, NEXT_DAY - MICROSECOND, 86_400)) == []
-    assert list(bounds(DAY + HOUR * 22, NEXT_DAY + HOUR * 13, 43_200)) == [
-        (DAY + HOUR * 22, NEXT_DAY),
-        (NEXT_DAY, NEXT_DAY + HOUR * 12),
-    ]
-    assert floor(datetime.fromisoformat("2026-10-21T01:30:00+02:00"), timedelta(days=1)) == DAY
-
-
 @given(TIMES, LENGTHS, st.floats(0, 20))
 def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: float, windows: float):
     length = timedelta(seconds=seconds)
@@ -116,25 +104,6 @@ def test_windows_are_contiguous_and_end_at_multiples(begin: datetime, seconds: f
     assert not found or found[0][0] == begin
     assert end - last < length * 2
     assert floor(end, length) <= last
-
-
-@given(TIMES, LENGTHS, st.lists(st.floats(0, 5), min_size=1, max_size=5))
-def test_windows_do_not_depend_on_how_often_the_job_runs(begin: datetime, seconds: float, steps: list[float]):
-    length, end, reached = timedelta(seconds=seconds), begin, begin
-    together: list[tuple[datetime, datetime]] = []
-    for step in steps:
-        end += length * step
-        together += bounds(reached, end, seconds)
-        reached = together[-1][1] if together else begin
-    assert together == list(bounds(begin, end, seconds))
-
-
-def test_a_manifest_survives_a_round_trip():
-    for manifest in (MANIFEST, dataclasses.replace(MANIFEST, rows=0, checksum=None, since=DAY + MICROSECOND)):
-        assert parsed(manifest.text(), "here") == manifest
-    values = json.loads(MANIFEST.text())
-    assert values["since"] == "2026-10-20T00:00:00.000000Z"
-    assert values["version"] == 1
 
 
 def test_an_invalid_manifest_is_an_error_with_its_path():

@@ -13,9 +13,7 @@ import json
 import os
 import pty
 import shutil
-import signal
 import subprocess
-import tempfile
 import termios
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -88,27 +86,19 @@ class Commands:
         return started("outbox", *words, environment=self.environment)
 
     def shell(self, script: str) -> Finished:
-        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            child = subprocess.Popen(
-                tied([str(shutil.which("bash")), "-c", script]),
-                cwd=ROOT,
-                env=clean_environment() | self.environment | {"PATH": f"{fork_server.scripts()}:{os.environ['PATH']}"},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                process_group=0,
-            )
-            try:
-                code = child.wait(SECONDS)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-            texts = []
-            for file in (stdout, stderr):
-                file.seek(0)
-                texts.append(file.read().decode(errors="replace"))
-        return Finished(code, *texts)
+        path = {"PATH": f"{fork_server.scripts()}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            tied([str(shutil.which("bash")), "-c", script]),
+            cwd=ROOT,
+            env=clean_environment() | self.environment | path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
 
     @contextlib.contextmanager
     def terminal(self, *words: str) -> Iterator["Terminal"]:

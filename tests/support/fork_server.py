@@ -12,7 +12,6 @@ group of its own.
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import gc
 import importlib
@@ -21,7 +20,7 @@ import os
 import pkgutil
 import random
 import runpy
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -31,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 #: Packages whose modules the server of the commands, and that of the Spark jobs, imports before it forks.
@@ -148,97 +147,74 @@ def _address(kind: str) -> str:
     return address
 
 
-class _Server:
-    """Fork a child for each request, report its ID and later its exit code, until this test run ends."""
-
-    def __init__(self, address: str) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0{address}")
-        self._listener.listen(64)
-        self._connections: dict[int, socket.socket] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(sys.stdin, selectors.EVENT_READ)
-
-    def serve(self) -> "_Request | None":
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is sys.stdin:
-                    return None
-                if key.fileobj is self._listener:
-                    if request := self._fork():
-                        return request
-                elif isinstance(key.fileobj, int):
-                    self._ended(key.data, key.fileobj)
-                elif key.data in self._connections:  # the process that asked for it has ended
-                    self._selector.unregister(key.fileobj)
-                    os.kill(key.data, signal.SIGKILL)
-
-    def _fork(self) -> "_Request | None":
-        connection, _ = self._listener.accept()
-        text, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST, _MAX_FILES)
+def _serve(address: str, ready: int) -> socket.socket | None:
+    """Fork a keeper for each connection until this test run ends; return the connection in the keeper."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen(64)
+        os.write(ready, b"ready")
+        os.close(ready)
         server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            return _Request(server, streams, *json.loads(text))
-        for stream in streams:
-            os.close(stream)
-        self._connections[pid] = connection
-        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-        self._selector.register(connection, selectors.EVENT_READ, pid)
-        _answer(connection, pid)
-        return None
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                _end_with(server)
+                return connection
+            connection.close()
+    return None
 
-    def _ended(self, pid: int, descriptor: int) -> None:
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
-        connection = self._connections.pop(pid)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(connection)
-        _, status = os.waitpid(pid, 0)
-        _answer(connection, os.waitstatus_to_exitcode(status))
+
+def _keep(connection: socket.socket) -> None:
+    """Fork the process that is asked for, report its ID and later its exit code; kill it if nobody listens any more."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    text, streams, _, _ = socket.recv_fds(connection, _MAX_REQUEST, _MAX_FILES)
+    keeper, pid = os.getpid(), os.fork()
+    if pid == 0:
         connection.close()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Request:
-    server: int
-    received: Sequence[int]
-    numbers: Sequence[int]
-    module: str
-    arguments: list[str]
-    environment: dict[str, str]
-    directory: str
-
-    def run(self) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self.server:
-            os._exit(1)
-        os.setpgid(0, 0)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the test run is a background job
-        for file, number in zip(self.received, self.numbers, strict=True):
-            os.dup2(file, number)
-            if file not in self.numbers:
-                os.close(file)
-        # As at the start of an interpreter: whether a stream is a terminal decides how it is buffered.
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
-        lines = 1 if "PYTHONUNBUFFERED" in self.environment else -1
-        sys.stdout = open(1, "w", buffering=lines, errors=sys.stdout.errors, closefd=False)  # noqa: SIM115 - the same
-        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - the same
-        os.chdir(self.directory)
-        os.environ.clear()
-        os.environ.update(self.environment)
-        time.tzset()
-        random.seed()
-        sys.argv = [self.module, *self.arguments]
-        sys.path[:0] = [each for each in self.environment.get("PYTHONPATH", "").split(os.pathsep) if each]
-        _measure()
-        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
-
-
-def _answer(connection: socket.socket, number: int) -> None:
+        _end_with(keeper)
+        _run(streams, json.loads(text))
+        return
+    for stream in streams:
+        os.close(stream)
     with contextlib.suppress(OSError):  # the test has ended
-        connection.send(str(number).encode())
+        connection.send(str(pid).encode())
+        if connection.fileno() in select.select([connection.fileno(), os.pidfd_open(pid)], [], [])[0]:
+            os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _run(received: Sequence[int], request: list[Any]) -> None:
+    numbers, module, arguments, environment, directory = request
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the test run is a background job
+    for file, number in zip(received, numbers, strict=True):
+        os.dup2(file, number)
+        if file not in numbers:
+            os.close(file)
+    # As at the start of an interpreter: whether a stream is a terminal decides how it is buffered.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
+    lines = 1 if "PYTHONUNBUFFERED" in environment else -1
+    sys.stdout = open(1, "w", buffering=lines, errors=sys.stdout.errors, closefd=False)  # noqa: SIM115 - the same
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 - the same
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    time.tzset()
+    random.seed()
+    sys.argv = [module, *arguments]
+    sys.path[:0] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    _measure()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _preload(packages: Sequence[str]) -> None:
@@ -259,11 +235,8 @@ def _measure() -> None:
 
 def _main(kind: str, address: str, ready: str) -> None:
     _preload(PRELOADED[kind])
-    server = _Server(address)
-    os.write(int(ready), b"ready")
-    os.close(int(ready))
-    if request := server.serve():
-        request.run()
+    if connection := _serve(address, int(ready)):
+        _keep(connection)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.cloud.spanner_v1.database import Database
 
-import outbox
 from tests.support.processes import Process
 from tests.support.pubsub_server import accept
 from tests.support.spanner import count
@@ -35,22 +34,12 @@ def seconds_until(condition: Callable[[], Any], seconds: float, message: str) ->
     return time.monotonic() - begin
 
 
-def register_beside(database: Database, topic: str, tasks: int) -> list[str]:
-    with database.batch(default_retry_delay=0.02) as batch:  # it aborts either of the two, at random
-        return [outbox.register(batch, topic, b"late") for _ in range(tasks)]
-
-
 def recorded(database: Database) -> int:
     return count(database, "Attempts > 0 OR LastError IS NOT NULL OR AvailableAt IS NOT NULL")
 
 
 def dead(database: Database) -> int:
     return count(database, "AvailableAt >= '9999-12-31T00:00:00Z'")
-
-
-def is_sent(database: Database, ids: Sequence[str]) -> bool:
-    quoted = ", ".join(f"'{id}'" for id in ids)
-    return count(database, f"SentAt IS NOT NULL AND Id IN ({quoted})") > 0
 
 
 def log_lines(process: Process) -> list[dict[str, Any]]:

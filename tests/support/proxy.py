@@ -90,11 +90,6 @@ class Proxy:
                 link.close()
             self._state.notify_all()
 
-    def truncate(self) -> None:
-        with self._state:
-            for link in self._links:
-                link.truncated = True
-
     def half_close(self) -> None:
         """End the client's direction of each open connection; the server may still answer."""
         self.on_break()
@@ -171,10 +166,6 @@ class Proxy:
                     break
                 with self._state:
                     self._state.wait_for(lambda: direction not in self._held or link.closed.is_set())
-                if link.truncated:
-                    self.on_break()
-                    target.sendall(data[: len(data) // 2])
-                    break
                 target.sendall(data)
         with self._state:
             self._links.discard(link)
@@ -186,7 +177,6 @@ class _Link:
         self.client = client
         self.server = server
         self.closed = threading.Event()
-        self.truncated = False
         for end in (client, server):
             with contextlib.suppress(OSError):  # it has just been closed
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # no delay but ours

@@ -163,12 +163,3 @@ def overtake(bench: Bench, act: Callable[[], object]) -> None:
         claim(*arguments)
 
     bench.store.claim = claim_too_late  # type: ignore[method-assign,assignment]  # a fault on purpose
-
-
-def run_at_once(functions: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=function) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()

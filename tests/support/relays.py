@@ -15,7 +15,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from tests.support.processes import ROOT, Process, started
+from tests.support.processes import Process, started
 from tests.support.pubsub import Subscription
 from tests.support.spanner import query, variables
 from tests.support.waiting import eventually
@@ -115,18 +115,17 @@ def worker(
     *arguments: str,
     command: str = "run",
     module: str = "publishworker",
-    directory: Path = ROOT,
     **environment: str,
 ) -> Iterator[Process]:
     """Start `publishworker` on a database; its environment is that of `outbox emulators`, except for one variable.
 
-    In another `directory` it is that one's. A `module` of our own may prepare the process.
+    A `module` of our own may prepare the process.
     """
     heartbeat = Path("/tmp") / f"publishworker-{uuid.uuid4().hex}.heartbeat"
     settings = variables(database.database_id, emulators) | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)}
     try:
         environment = settings | environment
-        with started(module, command, *arguments, environment=environment, directory=directory) as process:
+        with started(module, command, *arguments, environment=environment) as process:
             yield process
     finally:
         heartbeat.unlink(missing_ok=True)

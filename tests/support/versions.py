@@ -1,11 +1,10 @@
-"""Run the tests on other Python versions and dependencies: `make test-versions`; writes docs/reference/versions.md.
+"""Run the tests on other Python versions and dependencies: `make test-versions` prints rows of the page versions.md.
 
 Each run has its own environment below build/versions. A Python version that is not installed is reported and left out.
 """
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import time
@@ -16,14 +15,12 @@ from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "versions"
-PAGE = ROOT / "docs" / "reference" / "versions.md"
 UV = Path(sys.executable).with_name("uv")
 TESTS = ("tests/unit", "tests/contract", "tests/integration")
 #: The tests of `make test`; the extended ones would take an hour for each run.
 QUICK = "not extended and not long"
 #: The clients whose versions the page shows.
 SHOWN = ("google-cloud-spanner", "google-cloud-pubsub", "protobuf")
-HEADER = f"| run | date | Python | {' | '.join(f'`{name}`' for name in SHOWN)} | passed | failed | skipped | minutes |"
 PINNED = ("--constraint", "constraints.txt")
 #: uv finds a Python of pyenv only if its own folder is in the path.
 PATH = os.pathsep.join([*map(str, Path.home().glob(".pyenv/versions/*/bin")), os.environ["PATH"]])
@@ -58,7 +55,7 @@ def main() -> int:
 
 
 def tested(name: str, flags: list[str]) -> int | None:
-    """Run the tests and write their row; return pytest's exit code, or None without that Python version."""
+    """Run the tests and print their row; return pytest's exit code, or None without that Python version."""
     run = RUNS[name]
     python = FOLDER / name / "bin" / "python"
     if _uv("venv", "--clear", "--no-python-downloads", "--python", run.python, python.parents[1]):
@@ -69,16 +66,11 @@ def tested(name: str, flags: list[str]) -> int | None:
         print(f"{name}: installing the dependencies failed; see the messages of uv above.")
         return 1
     report, began = FOLDER / f"{name}.xml", time.monotonic()
-    # One test looks at the rows, which the runs have yet to write.
-    flags = [*flags, "-m", QUICK, "--ignore", "tests/unit/test_versions.py", f"--junit-xml={report}"]
+    flags = [*flags, "-m", QUICK, f"--junit-xml={report}"]
     command: list[str | Path] = [python, "-m", "pytest", *TESTS, *flags]
     done = subprocess.run(command, cwd=ROOT, check=False)
-    if not report.exists():
-        return done.returncode
-    PAGE.write_text(
-        with_row(PAGE.read_text(encoding="utf-8"), _row(name, python, report, (time.monotonic() - began) / 60)),
-        encoding="utf-8",
-    )
+    if report.exists():
+        print(_row(name, python, report, (time.monotonic() - began) / 60))
     return done.returncode
 
 
@@ -96,19 +88,6 @@ def _row(name: str, python: Path, report: Path, minutes: float) -> str:
     counts = (total - failed - errors - skipped, failed + errors, skipped)
     cells = (name, f"{datetime.now(UTC):%Y-%m-%d}", *versions, *(f"{each:,}" for each in counts), f"{minutes:.0f}")
     return f"| {' | '.join(cells)} |"
-
-
-def with_row(page: str, row: str) -> str:
-    """Return the page with `row` in the table of runs, in place of the earlier row of this run."""
-    head, table, rest = re.split(rf"({re.escape(HEADER)}\n\|[-|]+\|\n(?:\|.*\n)*)", page)
-    title, line, *rows = table.splitlines()
-    found = {_name(each): each for each in (*rows, row)}
-    kept = (found[name] for name in RUNS if name in found)
-    return head + "\n".join([title, line, *kept]) + "\n" + rest
-
-
-def _name(row: str) -> str:
-    return row.split("|")[1].strip()
 
 
 if __name__ == "__main__":

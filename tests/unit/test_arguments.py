@@ -32,19 +32,12 @@ Main = Callable[[Sequence[str]], int]
             "--projct x status",
             "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox --help`",
         ),
-        (operators.main, "emulators --creat p/main/shop", "outbox: unknown flag '--creat'. Did you mean '--create'?"),
-        (
-            operators.main,
-            "schema apply --shrads 3",
-            "outbox: unknown flag '--shrads'. Did you mean '--shards'?",
-        ),
         (operators.main, "retry --zzz", "outbox: unknown flag '--zzz'. `outbox retry --help` lists the flags"),
         (
             pipeline.main,
             "archvie",
             "outbox-pipeline: unknown job 'archvie'. Did you mean 'archive'?",
         ),
-        (pipeline.main, "register --inpt x", "outbox-pipeline: unknown flag '--inpt'. Did you mean '--input'?"),
     ],
 )
 def test_a_misspelled_command_or_flag_is_refused_with_the_nearest_name(

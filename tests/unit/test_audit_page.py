@@ -8,7 +8,6 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from outbox.cli.output import escaped
-from outbox_pipeline.jobs.audit import page as audit_page
 from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.audit.page import page
 
@@ -111,16 +110,6 @@ def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
     assert "outbox retry ID" in shown_text
 
 
-def test_the_table_has_a_line_for_each_topic() -> None:
-    lines = [row("big", 4_000, hour(0), republished=5, redelivered=7), row("bad", 10, hour(0), lost=10)]
-    table = next(each for each in parsed(page(summary(*lines))).iter("table"))
-    cells = [["".join(cell.itertext()) for cell in line] for line in table.iter("tr")]
-    assert cells[1] == ["bad", "10", "0", "0", "10", "0", "0", "0", "0", "0.0", "\u2013", "\u2013", "\u2013", "\u2013"]
-    assert cells[2][:3] == ["big", "4,000", "4,000"]
-    assert cells[2][9:] == ["3.0", "0.031", "2.500", "44.2", "1,234"]
-    assert len(cells[0]) == len(cells[1])
-
-
 @pytest.mark.parametrize(
     ("data", "kind", "headline"),
     [
@@ -165,43 +154,3 @@ def test_hostile_text_is_escaped(rich_page: str) -> None:
     cells = {"".join(each.itertext()) for each in root.iter("td")}
     assert {escaped(text) for text in HOSTILE} <= cells
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", rich_page)
-
-
-def test_the_plots_show_when_tasks_were_created_and_lost() -> None:
-    """One bar for each hour, in its place, with its value as the tooltip. States without a task have no plot."""
-    lines = [row("a", 40, hour(0), lost=3), row("a", 5, hour(3), late=1)]
-    plots = {each.findtext("figcaption"): each for each in parsed(page(summary(*lines))).iter("figure")}
-    latencies = ["latency p50, at most 0.031 s", "latency p95, at most 2.500 s", "latency p99, at most 44.2 s"]
-    assert list(plots) == ["tasks, at most 40", "late, at most 1", "lost, at most 3", *latencies]
-    bars = list(plots["tasks, at most 40"].iter(f"{SVG}rect"))
-    names = ("x", "y", "width", "height")
-    assert [[float(bar.attrib[name].removesuffix("%")) for name in names] for bar in bars] == [
-        [0, 0, 25, 100], [75, 87.5, 25, 12.5],
-    ]  # fmt: skip
-    assert [bar.findtext(f"{SVG}title") for bar in bars] == ["2026-11-20T12:00:00Z: 40", "2026-11-20T15:00:00Z: 5"]
-    assert [bar.findtext(f"{SVG}title") for bar in plots["lost, at most 3"].iter(f"{SVG}rect")] == [
-        "2026-11-20T12:00:00Z: 3"
-    ]
-    assert [plot.attrib["class"] for plot in plots["lost, at most 3"].iter(f"{SVG}svg")] == ["wrong"]
-
-
-def test_many_topics_are_cut_with_a_note() -> None:
-    lines = [row(f"topic {place:04}", 1_000 + place, hour(place % 24 % 8)) for place in range(1_000)]
-    data = summary(*lines)
-    root = parsed(page(data | {"tasks": data["tasks"] + 5}))
-    assert len(list(root.iter("tr"))) == 1 + audit_page.MOST_ROWS
-    notes = " ".join(each.text or "" for each in root.iter("p") if each.attrib.get("class") == "note")
-    assert "200 of 1,000 topics. summary.json has the others" in notes
-    assert notes.count(f"{data['tasks']:,} of {data['tasks'] + 5:,} tasks") == 2
-
-
-@pytest.mark.parametrize(
-    "line",
-    [row("a", 1, hour(0), pending=1), {**row("a", 5, hour(0)), "p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}],
-    ids=["nothing received", "no latency"],
-)
-def test_a_page_without_latencies_has_no_plot_of_them(line: dict[str, Any]) -> None:
-    root = parsed(page(summary(line, row("a", 5, "1971-01-01T00:00:00.000000Z", pending=5))))
-    captions = [each.text or "" for each in root.iter("figcaption")]
-    assert captions[0] == "tasks, at most 5"
-    assert not [caption for caption in captions if "latency" in caption]

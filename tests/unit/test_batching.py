@@ -257,14 +257,6 @@ def test_a_topic_gets_exactly_its_allowance_if_there_is_room(
     assert allowed == before
 
 
-def test_a_topics_allowance_can_end_inside_a_batch() -> None:
-    found = [candidate(f"{n:02}", priority=100 - n) for n in range(20)]
-    for allowed, sizes in ((0, []), (1, [1]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1]), (99, [4] * 5)):
-        batches = choose_batches(found, Limits(4, BYTES, 100), Random(1), None, {"orders": allowed})
-        assert [len(batch.ids) for batch in batches] == sizes
-        assert ids(batches) == [f"{n:02}" for n in range(min(20, allowed))]
-
-
 def test_a_topics_allowance_is_divided_between_ready_and_due_tasks() -> None:
     """They share it like the places. Other topics get the places that the topic may not use."""
     found = [candidate(f"ready-{n}") for n in range(20)] + [due(f"due-{n}") for n in range(20)]

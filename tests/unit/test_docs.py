@@ -194,7 +194,7 @@ def test_each_page_is_in_the_navigation_of_the_site() -> None:
 
 def test_links_to_files_that_the_site_does_not_have_lead_to_the_repository() -> None:
     text = "[a](register.md#x) [b](../../outbox/cli/) [c](../examples/orders/README.md#y) [d](https://e.org) [f](#g)"
-    assert site().on_site(text, ROOT / "docs/guide", "https://r", "v1.0.0") == (
-        "[a](register.md#x) [b](https://r/tree/v1.0.0/outbox/cli) "
-        "[c](https://r/blob/v1.0.0/docs/examples/orders/README.md#y) [d](https://e.org) [f](#g)"
+    assert site().on_site(text, ROOT / "docs/guide", "https://r") == (
+        "[a](register.md#x) [b](https://r/tree/main/outbox/cli) "
+        "[c](https://r/blob/main/docs/examples/orders/README.md#y) [d](https://e.org) [f](#g)"
     )

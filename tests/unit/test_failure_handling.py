@@ -12,7 +12,10 @@ from publishworker.types import Failed
 from tests.support.relay_bench import Bench
 
 TOPIC = "projects/test-project/topics/orders"
+
 MISSING = "projects/test-project/topics/missing"
+
+
 AWAY = Failed("unavailable", "connection refused")
 LATE = Failed("deadline_exceeded", "no answer")
 ODD = Failed("data_loss", "what was that")
@@ -53,26 +56,6 @@ def test_a_failure_is_written_in_the_same_commit_as_its_batches_successes(bench:
     bench.wait(1)
     bench.turns()
     assert bench.unsent() == []
-
-
-def test_an_unknown_error_is_retried_with_backoff_and_then_dead(bench: Bench) -> None:
-    bench.insert("bad")
-    bench.publisher.failing["bad"] = ODD
-    bench.turns()
-    waits = []
-    while (row := bench.store.rows["bad"]).available_at != NEVER:
-        waits.append(bench.waits("bad") or 0)
-        bench.wait(waits[-1] - 0.01)
-        bench.turns()
-        assert row.attempts == len(waits)  # not due yet
-        bench.wait(2.1)  # a turn after so long discovers first, and reads due tasks
-        bench.turns()
-    assert (row.attempts, len(waits)) == (10, 9)
-    assert all(0.49 * 2**n <= wait <= 2**n for n, wait in enumerate(waits))
-    assert bench.count(m.DEAD) == 1
-    tried = len(bench.publisher.requests)
-    bench.run_for(10_000, step=5000)
-    assert len(bench.publisher.requests) == tried == 10
 
 
 def test_an_error_that_no_retry_can_fix_is_dead_at_once(bench: Bench) -> None:
@@ -214,16 +197,6 @@ def test_a_topic_that_is_back_within_an_hour_loses_no_task(bench: Bench) -> None
     assert set(states(bench).values()) == {"sent"}
     assert attempts(bench) == 0
     assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
-
-
-def test_tasks_of_a_topic_that_is_never_created_are_dead_after_a_day(bench: Bench) -> None:
-    bench.insert("a", topic="missing", created_at=bench.store.now)
-    bench.run_for(23.9 * 3600, step=600)
-    assert states(bench) == {"a": "retrying"}
-    assert bench.store.rows["a"].attempts > 10
-    bench.run_for(2 * 3600, step=600)
-    assert states(bench) == {"a": "dead"}
-    assert (bench.store.rows["a"].last_error or "").startswith("not_found: ")
 
 
 def test_a_failed_commit_records_no_attempt(bench: Bench) -> None:

@@ -146,32 +146,6 @@ def test_the_parts_of_all_live_workers_add_up_to_the_limit(bench: Bench) -> None
     assert len(bench.publisher.ids()) == 5
 
 
-def test_a_pause_keeps_the_limits(bench: Bench) -> None:
-    bench.insert(*[str(n) for n in range(50)])
-    bench.store.limits = {"orders": TopicLimit(rate=0.001, burst=5)}
-    for _ in range(4):
-        bench.turns()
-        bench.store.paused = {"orders"}
-        bench.turns()
-        bench.store.paused = set()
-    bench.turns()
-    assert len(bench.publisher.ids()) == 5
-
-
-def test_the_fair_share_counts_towards_the_topics_limit() -> None:
-    bench = Bench(fair_share=0.5)
-    bench.insert(*[f"high{n}" for n in range(200)], priority=100)
-    bench.insert(*[f"low{n}" for n in range(200)], priority=0)
-    for _ in range(5):  # without a limit, until something is owed
-        bench.relay.turn()
-    bench.store.limits = {"orders": TopicLimit(in_flight=6)}
-    bench.relay.turn()
-    for _ in range(20):
-        bench.publisher.requests.clear()
-        bench.relay.turn()
-        assert sum(map(len, bench.publisher.requests)) <= 6
-
-
 def test_hanging_topics_leave_places_for_others() -> None:
     bench = Bench(batches=8)
     for n in range(30):

@@ -25,7 +25,7 @@ from publishworker.turn.membership import (
 )
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Workers
 from tests.support.fakes import FakeStore
-from tests.support.relay_bench import Bench, run_at_once
+from tests.support.relay_bench import Bench
 
 ALL = tuple(range(10))
 names = st.sets(st.text(min_size=1, max_size=8), min_size=1, max_size=40)
@@ -69,13 +69,6 @@ class Watch(Membership):
         self.store.seen_at = dict.fromkeys(live, self.store.now) | dict.fromkeys(gone, self.store.now - old)
         self.assign(self.store.workers())
         return self.shards
-
-
-def test_a_single_worker_has_all_shards_and_several_divide_them() -> None:
-    watch = Watch()
-    assert watch.shards == ALL
-    assert watch.see("other", "me") == divide({"me", "other"}, ALL)["me"]
-    assert watch.see("me") == ALL
 
 
 def test_after_an_outage_no_worker_takes_all_shards() -> None:
@@ -225,32 +218,3 @@ def test_a_worker_whose_index_was_dropped_finds_the_new_one(bench: Bench) -> Non
         bench.relay.turn()
     bench.turns()
     assert bench.publisher.ids() == ["a", "b"]
-
-
-def test_a_worker_claims_only_tasks_of_its_own_shards(bench: Bench) -> None:
-    """From the poll on that follows the discovery of another worker."""
-    bench.store.seen_at["worker"] = bench.store.now
-    bench.insert("known")
-    bench.turns()
-    bench.publisher.published.clear()
-    bench.store.seen_at["other"] = bench.store.now
-    bench.turns()
-    bench.insert(*[str(n) for n in range(200)])
-    mine = set(divide({"worker", "other"}, ALL)["worker"])
-    bench.turns(50)
-    assert {bench.store.rows[id].shards[0] for id in bench.publisher.ids()} == set(bench.store.polls[-1].shards) == mine
-    assert bench.unsent()
-    bench.store.now += timedelta(seconds=LIVENESS_TIMEOUT_SECONDS)
-    bench.store.seen_at["worker"] = bench.store.now
-    bench.turns(50)
-    assert bench.unsent() == []
-    assert sorted(["known", *bench.publisher.ids()]) == sorted(bench.store.rows)
-
-
-def test_overlapping_shard_assignments_lose_no_task() -> None:
-    bench = Bench(batches=1)
-    bench.insert(*[str(n) for n in range(200)])
-    others = bench.another(batches=1)
-    run_at_once([lambda relay=relay: [relay.turn() for _ in range(60)] for relay in (bench.relay, others)])
-    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
-    assert bench.unsent() == []

@@ -129,22 +129,6 @@ def test_an_expired_head_never_blocks(skip_dead: bool) -> None:
     assert dead(bench) == ["dead", "due", "between"]
 
 
-@pytest.mark.parametrize("skip_dead", [False, True])
-def test_many_expired_tasks_hide_no_other_task(skip_dead: bool) -> None:
-    """The key is read until a task is sendable or blocks it."""
-    bench = Bench(skip_dead=skip_dead)
-    past = bench.store.now - timedelta(seconds=1)
-    bench.line(*(f"{n:02}" for n in range(60)), available_at=NEVER, expires_at=past, attempts=1)
-    bench.line("dead", available_at=NEVER, attempts=1)
-    bench.line("a")
-    bench.turns()
-    assert bench.publisher.ids() == (["a"] if skip_dead else [])
-    bench.change("dead", expires_at=past)
-    bench.change("a", available_at=None)
-    bench.turns()
-    assert bench.publisher.ids() == ["a"]
-
-
 @pytest.mark.parametrize("failing", [False, True])
 def test_an_at_most_once_task_with_a_key_keeps_its_order(bench: Bench, failing: bool) -> None:
     """`register` refuses the combination, another writer may not. While the task before it fails, it is not marked."""

@@ -40,18 +40,6 @@ def test_a_cell_is_readable(value: object, shown: str):
     assert cell(value) == shown
 
 
-def test_text_is_left_aligned_and_numbers_are_right_aligned():
-    """NULL and counts that stopped early are numbers. A column without rows is text."""
-    rows = [["orders", 1_000, ">= 20,000", 5, None, "x"], ["a", 7, 3, "none", 0.5, None]]
-    assert table(("TOPIC", "PENDING", "DEAD", "MIXED", "N", "END"), rows).split("\n") == [
-        "TOPIC   PENDING       DEAD  MIXED    N  END",
-        "orders    1,000  >= 20,000  5           x",
-        "a             7          3  none   0.5",
-    ]
-    assert table(("TOPIC", "N"), []) == "TOPIC  N"
-    assert table(("LONG", "N"), iter([("a", 1)])) == "LONG  N\na     1"
-
-
 @pytest.mark.parametrize(
     ("color", "terminal", "variables", "colored"),
     [

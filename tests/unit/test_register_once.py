@@ -60,25 +60,6 @@ def test_register_once_has_the_arguments_of_register(function: Callable[..., Any
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"message": bytes(10_000_000)}, "10,000,342 bytes"),
-        ({"task_id": "x" * 65}, "65 characters"),
-        ({"task_id": None}, "NoneType"),
-        ({"available_at": datetime(2026, 1, 1)}, "time zone"),  # noqa: DTZ001 - the point
-        ({"available_at": NOW, "expires_at": NOW}, "not after"),
-        ({"at_most_once": True, "ordering_key": "k"}, "exclude"),
-    ],
-)
-def test_invalid_arguments_are_refused_before_anything_is_read(options: dict[str, Any], sentence: str) -> None:
-    """Whether or not the ID exists: a mistake shows at the first call, not at the first new ID."""
-    transaction = Recorded("t")
-    with pytest.raises(outbox.InvalidMessage, match=sentence):
-        once(transaction, **options)
-    assert (transaction.reads, transaction.inserts) == ([], [])
-
-
 SESSION = mock.Mock()
 
 

@@ -22,17 +22,6 @@ def shapes(**options: Any) -> dict[str, dict[str, str]]:
     return dict(map(ddl.parse, ddl.statements(**options)))
 
 
-def test_a_file_is_cut_into_statements_without_comments():
-    text = """-- shop.sql; with tables
-CREATE TABLE A (Id STRING(36) DEFAULT ('--;\\''), -- a key
-  Name STRING(9)) /* ; */ PRIMARY KEY (Id); CREATE TABLE B (Id INT64) PRIMARY KEY (Id);
-"""
-    assert ddl.cut(text) == [
-        "CREATE TABLE A (Id STRING(36) DEFAULT ('--;\\''),\n  Name STRING(9)) PRIMARY KEY (Id)",
-        "CREATE TABLE B (Id INT64) PRIMARY KEY (Id)",
-    ]
-
-
 PIECES = st.sampled_from([";", "'", '"', "`", "--", "#", "/*", "*/", "x", " ", "é", "\\'", '\\"', "\\`", "\\\\", "\\n"])
 TEXT = st.lists(PIECES, max_size=8).map("".join)
 

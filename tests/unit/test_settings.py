@@ -1,7 +1,6 @@
 """Settings from flags, environment and defaults, and the sentence for a wrong value."""
 
 import argparse
-import dataclasses
 import enum
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from outbox.cli.emulators import EmulatorSettings
 from outbox.cli.output import OutputSettings
 from outbox.errors import SettingError
-from outbox.program.settings import NAMES, DatabaseSettings, fields_of, setting, unknown_variables, whole_number
+from outbox.program.settings import NAMES, fields_of, unknown_variables
 from outbox_pipeline import settings as pipeline
 from publishworker.process.settings import WorkerSettings, add_deadline
 
@@ -119,31 +118,6 @@ def test_the_known_variables_are_those_of_all_settings() -> None:
 def test_a_missing_value_names_its_flag_and_variables() -> None:
     with pytest.raises(SettingError, match="Pass --instance or set OUTBOX_INSTANCE"):
         WorkerSettings.read({"project": "p", "database": "d1"}, {})
-
-
-def test_help_names_every_flag_its_variable_and_its_default() -> None:
-    parser = argparse.ArgumentParser()
-    WorkerSettings.add_flags(parser)
-    help_text = " ".join(parser.format_help().split())
-    for field in fields_of(WorkerSettings):
-        assert field.flag in help_text
-        assert field.variable in help_text
-        assert f"{field.flag} {field.metavar}".rstrip() + " " in help_text
-        if field.default is not None:
-            assert f"default {field.default}" in help_text
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shares(DatabaseSettings):
-    full_share: int = setting("7", whole_number(1, 100), "100 % of it, or %(prog)s.")
-
-
-def test_a_percent_sign_in_a_help_text_is_kept() -> None:
-    parser = argparse.ArgumentParser()
-    Shares.add_flags(parser)
-    assert "100 % of it, or %(prog)s." in " ".join(parser.format_help().split())
-    flags = vars(parser.parse_args(["--full-share", "8", "--project", "p"]))
-    assert {name: text for name, text in flags.items() if text} == {"full_share": "8", "project": "p"}
 
 
 def test_the_deadline_is_a_flag_but_not_a_setting() -> None:

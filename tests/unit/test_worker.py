@@ -232,13 +232,6 @@ def test_a_worker_ends_when_its_condition_holds() -> None:
     assert len(seen) == 3
 
 
-def test_a_stopping_worker_leaves_and_then_finishes_its_in_flight_batches() -> None:
-    """The others get its shards at once; no started batch is dropped."""
-    script = Script(WORK)
-    script.run()
-    assert script.events[-2:] == ["turn", "finish"]
-
-
 @pytest.mark.parametrize("others", [(), (claim_of("orders", "b"), claim_of("invoices", "c"))])
 def test_a_stuck_batch_ends_the_worker_after_the_others(others: tuple[Claim, ...]) -> None:
     """The worker leaves its shards first; then the caller gets an error that names all stuck batches."""
