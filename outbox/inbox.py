@@ -245,10 +245,12 @@ class Handler:
 
 
 class Receiver:
-    """The callback for a streaming pull, and `process` for push requests and other ways to receive."""
+    """The callback for a streaming pull, and `process` for push requests and other ways to receive.
+
+    Unit tests can call the attribute `handle`, the wrapped function.
+    """
 
     def __init__(self, settings: Handler, handle: Handle) -> None:
-        """Take the settings of a `Handler`. Unit tests can call the attribute `handle`, the wrapped function."""
         self._settings, self.handle = settings, handle
 
     def __call__(self, message: PulledMessage) -> None:

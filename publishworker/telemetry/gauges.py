@@ -46,7 +46,6 @@ class WithZeros(Generic[K]):
     """Adds a 0 for each key that had a value within ZERO_SECONDS."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Measure by `clock`, in seconds."""
         self._clock = clock
         self._seen: dict[K, float] = {}
 
@@ -64,7 +63,6 @@ class WorkerGauges:
     def __init__(
         self, metrics: Metrics, membership: Membership, relay: Relay, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Send to `metrics`."""
         self._metrics = metrics
         self._membership = membership
         self._relay = relay
@@ -129,7 +127,6 @@ class BacklogSampler:
         membership: Membership,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `sample` while this worker counts the backlog."""
         self._sample = sample
         self._open_table = open_table
         self._table: TaskTable | None = None

@@ -198,7 +198,6 @@ class Metrics:
     """Sends metrics through a client, if there is one. The first error of the client is logged, and none is raised."""
 
     def __init__(self, client: Client | None = None) -> None:
-        """Send through `client`."""
         self._client = client
         self._logged = False
 

@@ -37,7 +37,6 @@ class Reporter:
     """Counts and logs. Repeated failures are throttled: one line a minute, or FAILURE_LINES if tasks failed."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        """Count in `metrics`."""
         self._metrics = metrics
         self._throttled_log = ThrottledLog(clock)
         self._clock = clock

@@ -14,7 +14,6 @@ class ThrottledLog:
     """Logs each problem a few times per interval, and counts the other times."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Measure by `clock`, in seconds."""
         self._clock = clock
         # By problem: when its interval began, how often it has occurred, and how often it may be logged.
         self._seen: dict[tuple[str, str], tuple[float, int, int]] = {}
