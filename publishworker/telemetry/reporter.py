@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from outbox.program.terminal import counted, listed
 from publishworker.delivery.claim import Kind
 from publishworker.delivery.delivered import Delivered, Unmarked
 from publishworker.pubsub.errors import FailureKind, kind_of
@@ -136,7 +137,7 @@ class Reporter:
         if self._work:
             seconds = self._clock() - self._work_since
             counts = ", ".join(
-                f"{_number_of(number, _SUMMARY[name][0])} {_SUMMARY[name][1]}" for name, number in self._work.items()
+                f"{counted(number, _SUMMARY[name][0])} {_SUMMARY[name][1]}" for name, number in self._work.items()
             )
             fields = {**self._work, "seconds": round(seconds, 1)}
             _log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
@@ -149,7 +150,7 @@ class Reporter:
                 "unconfirmed",
                 topic,
                 f"At-most-once delivery to topic {topic}: {_tasks(ids)} may be lost, because they may be marked as "
-                f"sent without being published. They are not retried. IDs: {_some(ids)}",
+                f"sent without being published. They are not retried. IDs: {listed(ids)}",
             )
 
     def _failures(self, delivered: Delivered) -> None:
@@ -183,12 +184,4 @@ class Reporter:
 
 
 def _tasks(ids: Sequence[str]) -> str:
-    return _number_of(len(ids), "task")
-
-
-def _number_of(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _some(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
+    return counted(len(ids), "task")
