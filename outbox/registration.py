@@ -140,13 +140,9 @@ def register_once(
     Call it before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table, because Spanner then refuses reads of
     the table in the same transaction (https://cloud.google.com/spanner/docs/commit-timestamp). `register` uses no DML.
 
-    Args:
-        transaction: the Spanner Transaction that `database.run_in_transaction` passes to its function.
-        topic: see `register`.
-        message: checked even if the task exists.
-        attributes: see `register`.
-        task_id: a hash of the business key, such as a uuid5; never a monotonically increasing number.
-        options: the other arguments of `register`.
+    `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. `task_id` is a
+    hash of the business key, such as a uuid5; never a monotonically increasing number. The other arguments are those of
+    `register`, and the message is checked even if the task exists.
 
     Raises:
         InvalidMessage: like `register`, before anything is read.

@@ -52,15 +52,8 @@ def register(
     """Insert one task in the transaction of `connection` and return its ID.
 
     Executes one INSERT, which also takes the lock of the ID. After it, statements of the same transaction cannot read
-    the table.
-
-    Args:
-        connection: a Connection of `google.cloud.spanner_dbapi`, not in autocommit mode or after BEGIN.
-        topic: see `outbox.register`.
-        message: see `outbox.register`.
-        attributes: see `outbox.register`.
-        task_id: see `outbox.register`.
-        options: the other arguments of `outbox.register`.
+    the table. `connection` is a Connection of `google.cloud.spanner_dbapi`, not in autocommit mode or after BEGIN. The
+    other arguments are those of `outbox.register`.
 
     Raises:
         InvalidMessage: see `outbox.register`.

@@ -54,12 +54,7 @@ class App:
     """
 
     def __init__(
-        self,
-        settings: RelaySettings,
-        *,
-        id: str,
-        metrics: Metrics,
-        touch_file: Callable[[], None] = lambda: None,
+        self, settings: RelaySettings, *, id: str, metrics: Metrics, touch_file: Callable[[], None] = lambda: None
     ) -> None:
         self._settings = settings
         self._metrics = metrics

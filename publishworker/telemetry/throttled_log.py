@@ -25,7 +25,6 @@ class ThrottledLog:
         sentence: str,
         *,
         max_lines: int = 1,
-        level: int = logging.WARNING,
         fields: Mapping[str, object] | None = None,
     ) -> bool:
         """Log `sentence`, unless this `action` was logged `max_lines` times `about` this subject within the interval.
@@ -43,7 +42,7 @@ class ThrottledLog:
             self._seen[action, about] = (now, 1, max_lines)
             if times > max_lines:
                 sentence += f" [and {times - max_lines} more times since the last such line]"
-        _log.log(level, "%s", sentence, extra={"action": action, "fields": fields or {}})
+        _log.warning("%s", sentence, extra={"action": action, "fields": fields or {}})
         return True
 
     def _forget(self, now: float) -> None:
