@@ -168,8 +168,7 @@ class _Inserts:
         """Insert a row unless its key exists; return whether it was inserted. Raises OperationalError."""
         if "Data" in columns:
             _check_size(row[columns.index("Data")])
-        # Of the columns of the key, the last one is the task's ID.
-        cursor = self._execute(table, columns, [row], returned=columns[len(key) - 1])
+        cursor = self._execute(table, columns, [row], once=True)
         # A replay compares the rows that were fetched, but not the row count of a single statement.
         cursor.fetchall()
         # `fetchall` returns no rows if it fails, but then the count is unknown as well.
@@ -179,10 +178,10 @@ class _Inserts:
             )
         return bool(cursor.rowcount)
 
-    def _execute(self, table: str, columns: Sequence[str], rows: Sequence[Row], returned: str = "") -> Cursor:
-        """Execute one statement with parameters. The commit timestamp is a function of SQL.
+    def _execute(self, table: str, columns: Sequence[str], rows: Sequence[Row], *, once: bool = False) -> Cursor:
+        """Execute one statement with parameters. With `once`, it ignores keys that exist and returns a row for others.
 
-        With `returned`, keys that exist are ignored, and this column of the others is returned.
+        The commit timestamp is a function of SQL.
         """
         parameters: dict[str, Any] = {}
         values = []
@@ -193,8 +192,8 @@ class _Inserts:
             values.append(f"({', '.join(words)})")
             parameters |= given
         verb, end, remedy = "INSERT", "", _TOGETHER
-        if returned:
-            verb, end, remedy = "INSERT OR IGNORE", f"THEN RETURN {returned}", _ONCE[table]
+        if once:
+            verb, end, remedy = "INSERT OR IGNORE", f"THEN RETURN {columns[0]}", _ONCE[table]
         cursor: Cursor = self._connection.cursor()
         try:
             cursor.execute(f"{verb} INTO {table} ({', '.join(columns)}) VALUES {', '.join(values)} {end}", parameters)
