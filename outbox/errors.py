@@ -8,6 +8,9 @@ Each message says what failed, with which value, and what to do.
 class OutboxError(Exception):
     """The base class of this project's errors."""
 
+    #: With which a command ends after this error.
+    exit_code = 1
+
 
 class InvalidMessage(OutboxError, ValueError):
     """`outbox.register` refuses a task that Pub/Sub or the table would refuse. Nothing was added to the transaction."""
@@ -26,11 +29,15 @@ class MissingTaskId(OutboxError, ValueError):
 
 
 class SettingError(OutboxError):
-    """A flag or an environment variable has an invalid value: exit code 2."""
+    """A flag or an environment variable has an invalid value."""
+
+    exit_code = 2
 
 
 class NotReached(OutboxError):
-    """A required service, database, table or permission is missing: exit code 3."""
+    """A required service, database, table or permission is missing."""
+
+    exit_code = 3
 
 
 class SchemaDiffers(OutboxError):

@@ -14,6 +14,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -95,9 +96,14 @@ def process_once(
         TypeError: `transaction` cannot read or write, or `message` is not a message.
     """
     check_transaction(transaction, "process_once", reads=True)
+    return record_with(partial(insert_once, transaction), message, consumer, key)
+
+
+def record_with(insert_once: Callable[..., bool], message: ReceivedMessage, consumer: str, key: Key) -> bool:
+    """Record the task with a function that inserts a row unless its key exists. Return what it returns."""
     row = inbox_row(message, consumer, key)
     with table_errors():
-        return insert_once(transaction, TABLE, COLUMNS, (*row, COMMIT_TIMESTAMP), key=row, tag="outbox-process-once")
+        return insert_once(TABLE, COLUMNS, (*row, COMMIT_TIMESTAMP), key=row, tag="outbox-process-once")
 
 
 def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, str]:
@@ -245,10 +251,12 @@ class Handler:
 
 
 class Receiver:
-    """The callback for a streaming pull, and `process` for push requests and other ways to receive."""
+    """The callback for a streaming pull, and `process` for push requests and other ways to receive.
+
+    Unit tests can call the attribute `handle`, the wrapped function.
+    """
 
     def __init__(self, settings: Handler, handle: Handle) -> None:
-        """Take the settings of a `Handler`. Unit tests can call the attribute `handle`, the wrapped function."""
         self._settings, self.handle = settings, handle
 
     def __call__(self, message: PulledMessage) -> None:

@@ -5,9 +5,10 @@ import enum
 import itertools
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -139,13 +140,9 @@ def register_once(
     Call it before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table, because Spanner then refuses reads of
     the table in the same transaction (https://cloud.google.com/spanner/docs/commit-timestamp). `register` uses no DML.
 
-    Args:
-        transaction: the Spanner Transaction that `database.run_in_transaction` passes to its function.
-        topic: see `register`.
-        message: checked even if the task exists.
-        attributes: see `register`.
-        task_id: a hash of the business key, such as a uuid5; never a monotonically increasing number.
-        options: the other arguments of `register`.
+    `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. `task_id` is a
+    hash of the business key, such as a uuid5; never a monotonically increasing number. The other arguments are those of
+    `register`, and the message is checked even if the task exists.
 
     Raises:
         InvalidMessage: like `register`, before anything is read.
@@ -155,9 +152,15 @@ def register_once(
             row, for 30 s.
     """
     check_transaction(transaction, "register_once", reads=True)
-    messages.check_task_id(task_id)  # `task_row` would replace None with a random ID
-    row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
-    is_new = insert_once(transaction, TABLE, COLUMNS, row, key=row[:1], tag="outbox-register-once")
+    task = Task(topic, message, attributes, task_id=task_id, **options)
+    return register_with(partial(insert_once, transaction), task)
+
+
+def register_with(insert_once: Callable[..., bool], task: Task) -> bool:
+    """Register the task with a function that inserts a row unless its key exists. Return what it returns."""
+    messages.check_task_id(task.task_id)  # type: ignore[arg-type]  # `task_row` would replace None with a random ID
+    row = task_row(task)
+    is_new = insert_once(TABLE, COLUMNS, row, key=row[:1], tag="outbox-register-once")
     if is_new:
         count_registered(row[1])
     return is_new
@@ -180,7 +183,7 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
         TypeError: like `register`. If a task's message has a wrong type, the text begins with the index of the task.
     """
     check_transaction(transaction, "register_many")
-    rows, ids = task_rows(tasks)
+    rows, ids = _task_rows(tasks)
     if not rows:
         return []  # Spanner refuses an insert without rows
     # Each value costs CPU in the client and counts as a mutation, so columns with only their default are left out.
@@ -188,7 +191,8 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
     insert(transaction, TABLE, [COLUMNS[n] for n in used], [tuple([row[n] for n in used]) for row in rows])
     for id in ids:
         remember(transaction, (id,))
-    count_rows(rows)
+    for topic, count in Counter(row[1] for row in rows).items():
+        count_registered(topic, count)
     return [row[0] for row in rows]
 
 
@@ -219,7 +223,7 @@ def task_row(task: Task) -> tuple[Any, ...]:
     )
 
 
-def task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
+def _task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
     """Return the rows, and the IDs that callers chose. Raises like `register_many`."""
     rows: list[tuple[Any, ...]] = []
     chosen: dict[str, int] = {}
@@ -232,12 +236,6 @@ def task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
             raise InvalidMessage(f"tasks[{index}]: task_id {row[0]!r} is also the task_id of tasks[{first}]")
         rows.append(row)
     return rows, list(chosen)
-
-
-def count_rows(rows: Iterable[tuple[Any, ...]]) -> None:
-    """Count the tasks in the metrics."""
-    for topic, count in Counter(row[1] for row in rows).items():
-        count_registered(topic, count)
 
 
 def _priority(priority: int) -> int:

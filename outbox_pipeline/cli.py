@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from outbox._version import __version__
-from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.program.arguments import Parser
 from outbox.program.settings import Settings, unknown_variables
@@ -27,7 +27,7 @@ from outbox_pipeline.settings import (
     ReplaySettings,
 )
 from outbox_pipeline.spark.session import is_submitted
-from publishworker.process.exits import DONE, FAILED, INTERRUPTED, NOT_REACHED, USAGE, WORK_LEFT
+from publishworker.process.exits import DONE, FAILED, INTERRUPTED, WORK_LEFT
 from publishworker.process.settings import add_deadline
 
 _log = logging.getLogger("outbox_pipeline")
@@ -79,9 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except OutboxError as error:
         complain("outbox-pipeline", str(error))
-        if isinstance(error, SettingError):
-            return USAGE
-        return NOT_REACHED if isinstance(error, NotReached) else FAILED
+        return error.exit_code
 
 
 def _run(name: str, settings: JobSettings | DrainSettings, options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from outbox.admin import operations, statements
 from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
-from outbox.program.terminal import counted
+from outbox.program.terminal import counted, listed
 from outbox.program.times import shown
 from outbox.table import ddl, schema
 from outbox.table.layouts import COLUMN, Layout
@@ -120,7 +120,7 @@ def _steps(snapshot: Snapshot, target: Layout) -> Iterator[Step]:
 def _names(workers: list[str]) -> str:
     if len(workers) == 1:
         return workers[0]
-    return f"each of {len(workers)} workers ({', '.join(workers[:3])}{', ...' if len(workers) > 3 else ''})"
+    return f"each of {len(workers)} workers ({listed(workers, 3)})"
 
 
 class Resharding:

@@ -13,14 +13,12 @@ from collections.abc import Sequence
 
 from outbox._version import __version__
 from outbox.cli import changes, emulators, flags, operations, output, schema, status, tasks, topics
-from outbox.errors import NotReached, OutboxError, SettingError
+from outbox.errors import OutboxError
 from outbox.program.arguments import Parser
 from outbox.program.settings import one_of, unknown_variables
 from outbox.program.terminal import Escaped, prepare_streams, say
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
-#: Any other OutboxError is FAILED.
-EXIT_CODES = {SettingError: 2, NotReached: 3}
 
 COMMANDS = (emulators, schema, status, tasks, changes, topics, operations)
 
@@ -52,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except OutboxError as error:
         output.note(str(error))
-        return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), FAILED)
+        return error.exit_code
     return code
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from outbox.program.logs import as_line
 from outbox.program.settings import Settings, one_of, setting
-from outbox.program.terminal import Escaped, complain, escaped
+from outbox.program.terminal import Escaped, complain, escaped, listed
 from outbox.program.times import shown
 
 #: Max names that a message lists, and max characters of a text in a table.
@@ -107,9 +107,7 @@ def _plain(value: Any) -> Any:
 
 def named(names: Iterable[str]) -> str:
     """Return at most NAMES names for a message, and three dots for the others."""
-    texts = [escaped(name) for name in names]
-    first = ", ".join(texts[:NAMES])
-    return f"{first}, ..." if len(texts) > NAMES else first
+    return listed(map(escaped, names), NAMES)
 
 
 def note(text: str) -> None:

@@ -100,27 +100,29 @@ def running(spanner_port: int = 0, pubsub_port: int = 0, spanner_flags: Sequence
     # Check for both before starting either, so that one error names everything that is missing.
     own = ((SPANNER, spanner_port or spanner_flags), (PUBSUB, pubsub_port))
     check_installed(*[program for program, wanted in own if wanted or not os.environ.get(program.variable)])
-    with _running(SPANNER, spanner_port, spanner_flags) as spanner, _running(PUBSUB, pubsub_port) as pubsub:
-        children = tuple(each for each in (spanner, pubsub) if isinstance(each, Child))
-        yield Emulators(_host(spanner), _host(pubsub), children)
+    with (
+        _running(SPANNER, spanner_port, spanner_flags) as (spanner, own_spanner),
+        _running(PUBSUB, pubsub_port) as (pubsub, own_pubsub),
+    ):
+        yield Emulators(spanner, pubsub, own_spanner + own_pubsub)
 
 
 @contextlib.contextmanager
 def running_one(program: Program, flags: Sequence[str] = ()) -> Iterator[str]:
     """Run one emulator for the time of the block; yield its host. Raises NotReached, as `running` does."""
-    with _running(program, 0, flags) as emulator:
-        yield _host(emulator)
+    with _running(program, 0, flags) as (host, _):
+        yield host
 
 
 @contextlib.contextmanager
-def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator[Child | str]:
-    """Yield the host that the variable names, unless a port or flags are asked for. Otherwise run and yield a child."""
+def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator[tuple[str, tuple[Child, ...]]]:
+    """Yield a host, and what was started: nothing if the variable names a host, and no port or flags are asked for."""
     host = emulator_address(program.variable)
     if port or flags or not host:
         check_installed(program)
         command = [str(_executable(program)), *program.arguments, *flags]
         with child_process.running(program.title, command, port) as child:
-            yield child
+            yield child.host, (child,)
         return
     deadline = time.monotonic() + REACH_SECONDS
     while not child_process.answers(host):
@@ -129,11 +131,7 @@ def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator
                 f"{program.variable} is {host!r}, but nothing answers there: start that emulator, or unset the variable"
             )
         time.sleep(0.05)
-    yield host
-
-
-def _host(emulator: Child | str) -> str:
-    return emulator.host if isinstance(emulator, Child) else emulator
+    yield host, ()
 
 
 def check_installed(*programs: Program) -> None:

@@ -13,26 +13,31 @@ from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
 from google.cloud.spanner_dbapi.exceptions import OperationalError, ProgrammingError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
+from outbox import registration
 from outbox.errors import InvalidMessage, InvalidTransaction
-from outbox.inbox import COLUMNS as INBOX_COLUMNS
 from outbox.inbox import TABLE as INBOX
-from outbox.inbox import Key, ReceivedMessage, inbox_row, table_errors
-from outbox.message import Message, check_task_id
-from outbox.metrics import count_registered
-from outbox.registration import COLUMNS, TABLE, Options, Task, count_rows, task_row, task_rows
+from outbox.inbox import Key, ReceivedMessage, record_with
+from outbox.message import Message
+from outbox.registration import Options, Task
 from outbox.table.values import chunked
+
+#: Values in the order of some columns.
+Row = tuple[Any, ...]
 
 #: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
 _MAX_ROWS = 100
 #: Bytes of messages in one statement, in base64. Spanner allows requests of 10 MiB, of which the other columns of 100
 #: rows need less than 0.4 MB: https://cloud.google.com/spanner/quotas#request-limits
 _MAX_BYTES = 10_000_000
-_DATA = COLUMNS.index("Data")
-#: What to do if the emulator refuses a second INSERT.
+#: What to do if Spanner or its emulator refuses a second INSERT.
 _TOGETHER = (
     "register all tasks of the transaction with one call of register_many, which takes a list of outbox.Task. Up to "
     "100 tasks and 7.5 MB of messages are one INSERT"
 )
+_ONCE = {
+    registration.TABLE: "call register_once once in a transaction, before any other registration",
+    INBOX: "process one message in each transaction",
+}
 
 
 def register(
@@ -47,15 +52,8 @@ def register(
     """Insert one task in the transaction of `connection` and return its ID.
 
     Executes one INSERT, which also takes the lock of the ID. After it, statements of the same transaction cannot read
-    the table.
-
-    Args:
-        connection: a Connection of `google.cloud.spanner_dbapi`, not in autocommit mode or after BEGIN.
-        topic: see `outbox.register`.
-        message: see `outbox.register`.
-        attributes: see `outbox.register`.
-        task_id: see `outbox.register`.
-        options: the other arguments of `outbox.register`.
+    the table. `connection` is a Connection of `google.cloud.spanner_dbapi`, not in autocommit mode or after BEGIN. The
+    other arguments are those of `outbox.register`.
 
     Raises:
         InvalidMessage: see `outbox.register`.
@@ -63,12 +61,7 @@ def register(
         IntegrityError: the driver's; a task with this `task_id` exists.
         TypeError: `connection` or `message` has another type.
     """
-    _check(connection)
-    [row] = _fitting([task_row(Task(topic, message, attributes, task_id=task_id, **options))])
-    _insert(connection.cursor(), TABLE, COLUMNS, [row])
-    count_registered(row[1])
-    id: str = row[0]
-    return id
+    return registration.register(_Inserts(connection), topic, message, attributes, task_id=task_id, **options)
 
 
 def register_once(
@@ -91,14 +84,8 @@ def register_once(
         OperationalError: the driver's; the answer was lost. Roll back.
         TypeError: see `register`.
     """
-    _check(connection)
-    check_task_id(task_id)
-    [row] = _fitting([task_row(Task(topic, message, attributes, task_id=task_id, **options))])
-    remedy = "call register_once once in a transaction, before any other registration"
-    is_new = _insert_once(connection.cursor(), TABLE, COLUMNS, row, id_column="Id", remedy=remedy)
-    if is_new:
-        count_registered(row[1])
-    return is_new
+    task = Task(topic, message, attributes, task_id=task_id, **options)
+    return registration.register_with(_Inserts(connection).insert_once, task)
 
 
 def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
@@ -112,12 +99,7 @@ def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
         IntegrityError: the driver's; a task with one of the IDs exists.
         TypeError: see `outbox.register_many`.
     """
-    _check(connection)
-    rows = _fitting(task_rows(tasks)[0], "tasks[{}]: ")
-    for some in chunked(rows, _MAX_ROWS, _MAX_BYTES, lambda row: len(row[_DATA])):
-        _insert(connection.cursor(), TABLE, COLUMNS, some)
-    count_rows(rows)
-    return [row[0] for row in rows]
+    return registration.register_many(_Inserts(connection, "tasks[{}]: "), tasks)
 
 
 def process_once(connection: Connection, message: ReceivedMessage, *, consumer: str, key: Key = "task_id") -> bool:
@@ -134,11 +116,7 @@ def process_once(connection: Connection, message: ReceivedMessage, *, consumer: 
         OperationalError: the driver's; the answer was lost. Roll back.
         TypeError: `connection` or `message` has another type.
     """
-    _check(connection)
-    row = (*inbox_row(message, consumer, key), COMMIT_TIMESTAMP)
-    remedy = "process one message in each transaction"
-    with table_errors():
-        return _insert_once(connection.cursor(), INBOX, INBOX_COLUMNS, row, id_column="TaskId", remedy=remedy)
+    return record_with(_Inserts(connection).insert_once, message, consumer, key)
 
 
 def _check(connection: object) -> None:
@@ -167,57 +145,72 @@ def _has_begun(connection: Connection) -> bool:
     return re.match(r"\s*(BEGIN|START)\b", first, re.IGNORECASE) is not None
 
 
-def _insert_once(
-    cursor: Cursor, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, id_column: str, remedy: str
-) -> bool:
-    """Insert a row unless its key exists; return whether it was inserted. Raises OperationalError without an answer."""
-    _insert(cursor, table, columns, [row], verb="INSERT OR IGNORE", end=f"THEN RETURN {id_column}", remedy=remedy)
-    # A replay compares the rows that were fetched, but not the row count of a single statement.
-    cursor.fetchall()
-    # `fetchall` returns no rows if it fails, but then the count is unknown as well.
-    if cursor.rowcount not in (0, 1):
-        id = row[columns.index(id_column)]
-        raise OperationalError(f"no answer to the INSERT of task {id!r}. Roll back and run the transaction again")
-    return bool(cursor.rowcount)
+class _Inserts:
+    """The inserts of a transaction, as statements on a DB-API connection.
 
+    Errors about one of several rows begin with `where` and its index. The constructor raises InvalidTransaction and
+    TypeError.
+    """
 
-def _insert(
-    cursor: Cursor,
-    table: str,
-    columns: tuple[str, ...],
-    rows: Sequence[tuple[Any, ...]],
-    *,
-    verb: str = "INSERT",
-    end: str = "",
-    remedy: str = _TOGETHER,
-) -> None:
-    """Execute one INSERT with parameters. The commit timestamp is a function of SQL."""
-    parameters: dict[str, Any] = {}
-    values = []
-    for number, row in enumerate(rows):
-        named = {f"{column}{number}": value for column, value in zip(columns, row, strict=True)}
-        words = [
-            "PENDING_COMMIT_TIMESTAMP()" if value is COMMIT_TIMESTAMP else f"@{name}" for name, value in named.items()
-        ]
-        values.append(f"({', '.join(words)})")
-        parameters |= {name: value for name, value in named.items() if value is not COMMIT_TIMESTAMP}
-    try:
-        cursor.execute(f"{verb} INTO {table} ({', '.join(columns)}) VALUES {', '.join(values)} {end}", parameters)
-    except ProgrammingError as error:
-        if "pending CommitTimestamp" not in str(error.__cause__):
-            raise
-        raise InvalidTransaction(
-            f"the transaction has inserted into {table} before. The Spanner emulator then refuses another INSERT into "
-            f"this table, and Spanner one that returns rows. Roll back, and {remedy}"
-        ) from error
+    def __init__(self, connection: Connection, where: str = "") -> None:
+        _check(connection)
+        self._connection, self._where = connection, where
 
+    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+        """Insert the tasks in as few statements as Spanner's limits allow. Raises InvalidMessage."""
+        data = columns.index("Data")
+        for index, row in enumerate(rows):
+            _check_size(row[data], self._where.format(index))
+        for some in chunked(rows, _MAX_ROWS, _MAX_BYTES, lambda row: len(row[data])):
+            self._execute(table, columns, some)
 
-def _fitting(rows: list[tuple[Any, ...]], where: str = "") -> list[tuple[Any, ...]]:
-    """Return the rows. Raises InvalidMessage, beginning with `where` and the row's index, if one is too large."""
-    for index, row in enumerate(rows):
-        if len(row[_DATA]) > _MAX_BYTES:
-            raise InvalidMessage(
-                f"{where.format(index)}the message has {len(row[_DATA]) * 3 // 4:,} bytes; at most "
-                f"{_MAX_BYTES * 3 // 4:,} with SQLAlchemy, Django or DB-API, because Spanner limits a statement"
+    def insert_once(self, table: str, columns: Sequence[str], row: Row, *, key: Row, tag: str) -> bool:
+        """Insert a row unless its key exists; return whether it was inserted. Raises OperationalError."""
+        if "Data" in columns:
+            _check_size(row[columns.index("Data")])
+        cursor = self._execute(table, columns, [row], once=True)
+        # A replay compares the rows that were fetched, but not the row count of a single statement.
+        cursor.fetchall()
+        # `fetchall` returns no rows if it fails, but then the count is unknown as well.
+        if cursor.rowcount not in (0, 1):
+            raise OperationalError(
+                f"no answer to the INSERT of task {key[-1]!r}. Roll back and run the transaction again"
             )
-    return rows
+        return bool(cursor.rowcount)
+
+    def _execute(self, table: str, columns: Sequence[str], rows: Sequence[Row], *, once: bool = False) -> Cursor:
+        """Execute one statement with parameters. With `once`, it ignores keys that exist and returns a row for others.
+
+        The commit timestamp is a function of SQL.
+        """
+        parameters: dict[str, Any] = {}
+        values = []
+        for number, row in enumerate(rows):
+            named = {f"{column}{number}": value for column, value in zip(columns, row, strict=True)}
+            given = {name: value for name, value in named.items() if value is not COMMIT_TIMESTAMP}
+            words = [f"@{name}" if name in given else "PENDING_COMMIT_TIMESTAMP()" for name in named]
+            values.append(f"({', '.join(words)})")
+            parameters |= given
+        verb, end, remedy = "INSERT", "", _TOGETHER
+        if once:
+            verb, end, remedy = "INSERT OR IGNORE", f"THEN RETURN {columns[0]}", _ONCE[table]
+        cursor: Cursor = self._connection.cursor()
+        try:
+            cursor.execute(f"{verb} INTO {table} ({', '.join(columns)}) VALUES {', '.join(values)} {end}", parameters)
+        except ProgrammingError as error:
+            if "pending CommitTimestamp" not in str(error.__cause__):
+                raise
+            raise InvalidTransaction(
+                f"the transaction has inserted into {table} before. The Spanner emulator then refuses another INSERT "
+                f"into this table, and Spanner one that returns rows. Roll back, and {remedy}"
+            ) from error
+        return cursor
+
+
+def _check_size(data: bytes, where: str = "") -> None:
+    """Raise InvalidMessage, beginning with `where`, if a statement cannot hold a message."""
+    if len(data) > _MAX_BYTES:
+        raise InvalidMessage(
+            f"{where}the message has {len(data) * 3 // 4:,} bytes; at most {_MAX_BYTES * 3 // 4:,} with SQLAlchemy, "
+            "Django or DB-API, because Spanner limits a statement"
+        )

@@ -74,15 +74,8 @@ def process_once(
     """Record the task of `message` as processed, and return whether this is the first time.
 
     Call it once in an atomic block, change your own rows if it returns True, and acknowledge the message after the
-    block. `consumer` and `key` are those of `outbox.inbox.process_once`.
-
-    Raises:
-        MissingTaskId: see `outbox.inbox.process_once`.
-        InvalidConsumer: `consumer` is not a valid name.
-        InvalidTransaction: see `register`, or the transaction has a record already.
-        NotReached: the database has no table ProcessedTasks.
-        OperationalError: Django's; the answer to the INSERT was lost. Let the block fail.
-        TypeError: `message` has another type, or `using` names another kind of database.
+    block. The other arguments and the errors are those of `outbox.inbox.process_once`. InvalidTransaction is also
+    raised if the transaction has a record already, and OperationalError as by `register_once`.
     """
     with _atomic(using) as connection:
         return dbapi.process_once(connection, message, consumer=consumer, key=key)

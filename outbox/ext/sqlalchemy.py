@@ -72,15 +72,8 @@ def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str
     """Record the task of `message` as processed, and return whether this is the first time.
 
     Call it once in a transaction, change your own rows if it returns True, and acknowledge the message after the
-    commit. `consumer` and `key` are those of `outbox.inbox.process_once`.
-
-    Raises:
-        MissingTaskId: see `outbox.inbox.process_once`.
-        InvalidConsumer: `consumer` is not a valid name.
-        InvalidTransaction: see `register`, or the transaction has a record already.
-        NotReached: the database has no table ProcessedTasks.
-        OperationalError: the driver's; the answer to the INSERT was lost. Roll back.
-        TypeError: `session` or `message` has another type.
+    commit. The other arguments and the errors are those of `outbox.inbox.process_once`. InvalidTransaction is also
+    raised if the transaction has a record already, and OperationalError as by `register_once`.
     """
     return dbapi.process_once(_connection(session), message, consumer=consumer, key=key)
 

@@ -1,5 +1,6 @@
 """Packages whose names are imported when they are first used. Standard library only."""
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -16,6 +17,8 @@ def importer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = places[name]
-        return getattr(import_module(f"{package}.{module}"), name) if module else import_module(f"{package}.{name}")
+        found = getattr(import_module(f"{package}.{module}"), name) if module else import_module(f"{package}.{name}")
+        setattr(sys.modules[package], name, found)  # later uses of the name do not call this function
+        return found
 
     return find

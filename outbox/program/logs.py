@@ -42,7 +42,6 @@ class TextFormatter(logging.Formatter):
     """Time, level, sentence."""
 
     def __init__(self) -> None:
-        """Use the local clock, to the second."""
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class

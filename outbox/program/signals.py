@@ -4,8 +4,19 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+
+
+@contextlib.contextmanager
+def handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """During the block, call `handler` at these signals, and afterwards what was called before."""
+    previous = {each: signal.signal(each, handler) for each in numbers}
+    try:
+        yield
+    finally:
+        for each, former in previous.items():
+            signal.signal(each, former)
 
 
 @contextlib.contextmanager
@@ -20,11 +31,5 @@ def exit_on(*numbers: signal.Signals, code: int | None = None) -> Iterator[None]
     def end(number: int, _frame: FrameType | None) -> None:
         os._exit(128 + number if code is None else code)
 
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    previous = {each: signal.signal(each, end) for each in numbers}
-    try:
+    with handled(numbers if threading.current_thread() is threading.main_thread() else (), end):
         yield
-    finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)

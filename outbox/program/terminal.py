@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -33,6 +34,12 @@ def json_escaped(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return text such as `1 task` or `1,500 tasks`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Return text such as `a, b, c, d, e, ...` with the first names."""
+    texts = [*names]
+    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
 def joined(*lines: str) -> Escaped:

@@ -47,21 +47,15 @@ _log = logging.getLogger("publishworker")
 
 
 class App:
-    """The parts of one process."""
+    """The parts of one process, connected, with a verified table. The constructor raises NotReached.
+
+    `id` is unique to this process, at most 64 characters. `touch_file` is called at each turn, for liveness probes. The
+    caller stops `metrics`.
+    """
 
     def __init__(
-        self,
-        settings: RelaySettings,
-        *,
-        id: str,
-        metrics: Metrics,
-        touch_file: Callable[[], None] = lambda: None,
+        self, settings: RelaySettings, *, id: str, metrics: Metrics, touch_file: Callable[[], None] = lambda: None
     ) -> None:
-        """Connect and verify the table. Raises NotReached.
-
-        `id` is unique to this process, at most 64 characters. `touch_file` is called at each turn, for liveness
-        probes. The caller stops `metrics`.
-        """
         self._settings = settings
         self._metrics = metrics
         self.store = open_store(settings)

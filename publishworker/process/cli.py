@@ -51,7 +51,7 @@ def _release_stderr() -> None:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    from outbox.errors import NotReached, OutboxError, SettingError  # noqa: PLC0415 - see main
+    from outbox.errors import OutboxError  # noqa: PLC0415 - see main
     from outbox.program.terminal import complain, prepare_streams  # noqa: PLC0415 - see main
 
     prepare_streams()
@@ -62,9 +62,7 @@ def _main(arguments: Sequence[str]) -> int:
         return exits.INTERRUPTED
     except OutboxError as error:
         complain("publishworker", str(error))
-        if isinstance(error, SettingError):
-            return exits.USAGE
-        return exits.NOT_REACHED if isinstance(error, NotReached) else exits.FAILED
+        return error.exit_code
     return code
 
 

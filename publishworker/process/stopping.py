@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from outbox.program.signals import handled
+
 _log = logging.getLogger("publishworker")
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: Seconds between checks of the thread.
 _CHECK_SECONDS = 0.2
 
@@ -29,12 +30,8 @@ def stop_on_signals() -> Iterator[threading.Event]:
         name = signal.Signals(number).name
         _log.info("%s: stopping. A second signal ends the process at once.", name, extra={"action": "stopping"})
 
-    previous = {each: signal.signal(each, on_signal) for each in _SIGNALS}
-    try:
+    with handled((signal.SIGTERM, signal.SIGINT), on_signal):
         yield stop
-    finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
 
 
 def run_on_thread(
@@ -42,9 +39,7 @@ def run_on_thread(
 ) -> bool:
     """Call `work` on a thread; return whether it ended within `shutdown_timeout` seconds after `stop`.
 
-    `on_stop` is called when `stop` is set, to end a pause of `work`.
-
-    An exception of `work` is raised here.
+    `on_stop` is called when `stop` is set, to end a pause of `work`. An exception of `work` is raised here.
     """
     errors: list[BaseException] = []
 

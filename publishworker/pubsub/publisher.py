@@ -45,7 +45,11 @@ class Publisher(Protocol):
 
 
 class PubSubPublisher:
-    """The publisher on Pub/Sub."""
+    """The publisher on Pub/Sub, to topics whose full names are `allowed`.
+
+    A topic ID without a project is in `project`. `create_command` returns the command that creates the topic of a full
+    name.
+    """
 
     def __init__(
         self,
@@ -57,10 +61,6 @@ class PubSubPublisher:
         *,
         create_command: Callable[[str], str] = "gcloud pubsub topics create {}".format,
     ) -> None:
-        """Publish only to topics whose full names are `allowed`. A topic ID without a project is in `project`.
-
-        `create_command` returns the command that creates the topic of a full name.
-        """
         self._project = project
         self._allowed = allowed
         self._clock = clock

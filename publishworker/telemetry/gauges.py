@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from outbox import __version__
 from outbox.admin import backlog
@@ -18,8 +18,6 @@ from outbox.table.states import UNSENT
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.throttled_log import ThrottledLog
-from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Relay
 
 _log = logging.getLogger("publishworker")
 K = TypeVar("K")
@@ -42,11 +40,39 @@ BUILD_TAGS = {
 }
 
 
+class WorkerView(Protocol):
+    """What the gauges show of a relay."""
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of batches in flight."""
+
+    @property
+    def topics(self) -> Collection[str]:
+        """Return the topics that have, or recently had, unsent tasks."""
+
+    def circuit_states(self) -> Mapping[str, bool]:
+        """Return the topics whose circuit is open (True) or half-open (False)."""
+
+
+class MembershipView(Protocol):
+    """What the gauges show of the live workers."""
+
+    shards: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Return the number of live workers."""
+
+    @property
+    def counts_backlog(self) -> bool:
+        """Tell whether this worker is the one that counts the backlog."""
+
+
 class WithZeros(Generic[K]):
     """Adds a 0 for each key that had a value within ZERO_SECONDS."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Measure by `clock`, in seconds."""
         self._clock = clock
         self._seen: dict[K, float] = {}
 
@@ -62,12 +88,15 @@ class WorkerGauges:
     """Sends the gauges of this worker. It runs on the worker's thread, so a hung worker sends none."""
 
     def __init__(
-        self, metrics: Metrics, membership: Membership, relay: Relay, clock: Callable[[], float] = time.monotonic
+        self,
+        metrics: Metrics,
+        membership: MembershipView,
+        worker: WorkerView,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Send to `metrics`."""
         self._metrics = metrics
         self._membership = membership
-        self._relay = relay
+        self._worker = worker
         self._clock = clock
         self._at = float("-inf")
         self._circuits = WithZeros[str](clock)
@@ -81,10 +110,10 @@ class WorkerGauges:
         self._metrics.gauge(m.BUILD, 1, **BUILD_TAGS)
         self._metrics.gauge(m.SHARDS, len(self._membership.shards))
         self._metrics.gauge(m.WORKERS, self._membership.size)
-        self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight)
-        for topic in self._relay.topics:  # so that "nothing is published" is visible
+        self._metrics.sample(m.IN_FLIGHT, self._worker.in_flight)
+        for topic in self._worker.topics:  # so that "nothing is published" is visible
             self._metrics.zero(m.PUBLISHED, topic=topic)
-        states = {topic: m.OPEN if is_open else m.HALF_OPEN for topic, is_open in self._relay.circuit_states().items()}
+        states = {topic: m.OPEN if is_open else m.HALF_OPEN for topic, is_open in self._worker.circuit_states().items()}
         for topic, state in self._circuits(states).items():
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
 
@@ -126,10 +155,9 @@ class BacklogSampler:
         self,
         sample: Callable[[TaskTable], None],
         open_table: Callable[[], TaskTable],
-        membership: Membership,
+        membership: MembershipView,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `sample` while this worker counts the backlog."""
         self._sample = sample
         self._open_table = open_table
         self._table: TaskTable | None = None

@@ -42,128 +42,75 @@ class Metric:
 # To add a metric: define it here, add it to a tuple below, count it in `reporter.py` (outcomes of batches) or sample it
 # in `gauges.py` (every 15 s), query it in k8s/datadog/dashboard.json, and run `make docs`.
 # fmt: off
-REGISTERED = Metric(
-    "outbox.registered_task_count", "count", "task", ("topic",), 0,
-    "Tasks passed to `outbox.register`, whether or not their transaction commits.",
-)
-INBOX = Metric(
-    "outbox.inbox_message_count", "count", "message", ("consumer", "outcome"), 0,
+REGISTERED = Metric("outbox.registered_task_count", "count", "task", ("topic",), 0,
+    "Tasks passed to `outbox.register`, whether or not their transaction commits.")
+INBOX = Metric("outbox.inbox_message_count", "count", "message", ("consumer", "outcome"), 0,
     "Messages that an `outbox.inbox.Handler` received, by outcome: `processed`, `duplicate`, `failed` or "
     "`missing_task_id`. With exactly-once delivery, a message whose acknowledgment fails is counted again as "
-    "`not_acknowledged`.",
-)
-PUBLISHED = Metric(
-    "outbox.total_published_task_count", "count", "task", ("topic",), 1,
-    "Tasks published to Pub/Sub, even if the commit then fails.",
-)
-ALREADY_PUBLISHED = Metric(
-    "outbox.already_published_tasks_count", "count", "task", ("topic",), -1,
-    "Tasks claimed too late: another worker had sent them.",
-)
-UNCOMMITTED = Metric(
-    "outbox.published_but_failed_commits_count", "count", "task", ("topic",), -1,
-    "Tasks in doubt: published, but the commit failed or its outcome is unknown. A duplicate may follow.",
-)
-FAILED = Metric(
-    "outbox.failed_task_count", "count", "task", ("topic", "reason"), -1,
-    "Failed attempts to publish a task, by reason.",
-)
-DEAD = Metric(
-    "outbox.dead_task_count", "count", "task", ("topic", "reason"), -1,
-    "Tasks that became dead, by the reason of their last failure. Only an operator can send them again.",
-)
-UNCONFIRMED = Metric(
-    "outbox.at_most_once_unconfirmed_count", "count", "task", ("topic",), -1,
-    "At-most-once tasks that may be lost: they may be marked as sent although Pub/Sub does not have them.",
-)
-DEFERRED = Metric(
-    "outbox.deferred_task_count", "count", "task", ("topic",), 0,
-    "Tasks deferred behind the head of their ordering key, which had failed, was scheduled or is dead.",
-)
-ABORTED = Metric(
-    "outbox.aborted_transaction_count", "count", "transaction", ("topic",), -1,
-    "Transactions of batches that Spanner aborted after their rows were locked. Each ran again.",
-)
-PENDING = Metric(
-    "outbox.pending_task_count", "gauge", "task", (), -1,
+    "`not_acknowledged`.")
+PUBLISHED = Metric("outbox.total_published_task_count", "count", "task", ("topic",), 1,
+    "Tasks published to Pub/Sub, even if the commit then fails.")
+ALREADY_PUBLISHED = Metric("outbox.already_published_tasks_count", "count", "task", ("topic",), -1,
+    "Tasks claimed too late: another worker had sent them.")
+UNCOMMITTED = Metric("outbox.published_but_failed_commits_count", "count", "task", ("topic",), -1,
+    "Tasks in doubt: published, but the commit failed or its outcome is unknown. A duplicate may follow.")
+FAILED = Metric("outbox.failed_task_count", "count", "task", ("topic", "reason"), -1,
+    "Failed attempts to publish a task, by reason.")
+DEAD = Metric("outbox.dead_task_count", "count", "task", ("topic", "reason"), -1,
+    "Tasks that became dead, by the reason of their last failure. Only an operator can send them again.")
+UNCONFIRMED = Metric("outbox.at_most_once_unconfirmed_count", "count", "task", ("topic",), -1,
+    "At-most-once tasks that may be lost: they may be marked as sent although Pub/Sub does not have them.")
+DEFERRED = Metric("outbox.deferred_task_count", "count", "task", ("topic",), 0,
+    "Tasks deferred behind the head of their ordering key, which had failed, was scheduled or is dead.")
+ABORTED = Metric("outbox.aborted_transaction_count", "count", "transaction", ("topic",), -1,
+    "Transactions of batches that Spanner aborted after their rows were locked. Each ran again.")
+PENDING = Metric("outbox.pending_task_count", "gauge", "task", (), -1,
     "Pending tasks of all topics that are not paused, ten seconds ago. The autoscaler uses it. Counting stops at "
     "10,000 tasks of each shard and topic, or earlier if there are more than 100 pairs of shard and topic. At most "
-    "1,000 topics are counted.",
-)
-TOPIC_TASKS = Metric(
-    "outbox.topic_task_count", "gauge", "task", ("topic", "state"), 0,
+    "1,000 topics are counted.")
+TOPIC_TASKS = Metric("outbox.topic_task_count", "gauge", "task", ("topic", "state"), 0,
     f"Unsent tasks by topic and state ({', '.join(TASK_STATES)}), ten seconds ago, counted with the same limit. A "
-    "state that has become empty is sent as 0 for ten minutes.",
-)
-OLDEST_AGE = Metric(
-    "outbox.oldest_task_age", "gauge", "second", (), -1,
+    "state that has become empty is sent as 0 for ten minutes.")
+OLDEST_AGE = Metric("outbox.oldest_task_age", "gauge", "second", (), -1,
     "Age of the task that has been pending longest, as of ten seconds ago, in any topic that is not paused (the "
-    "first 1,000 by name). It counts from the later of CreatedAt and AvailableAt, and is 0 if no task is pending.",
-)
-LATENCY = Metric(
-    "outbox.task_latency", "distribution", "second", ("topic",), -1,
+    "first 1,000 by name). It counts from the later of CreatedAt and AvailableAt, and is 0 if no task is pending.")
+LATENCY = Metric("outbox.task_latency", "distribution", "second", ("topic",), -1,
     "Time from a task's due time (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. A "
-    "task that is sent again by plain DML counts from its first due time. Each batch sends about 20 samples.",
-)
-PHASE_DURATION = Metric(
-    "outbox.phase_duration", "distribution", "second", ("phase",), -1,
+    "task that is sent again by plain DML counts from its first due time. Each batch sends about 20 samples.")
+PHASE_DURATION = Metric("outbox.phase_duration", "distribution", "second", ("phase",), -1,
     "Duration of a poll and, for each batch, of the claim (until its rows were locked, including aborted attempts), "
-    "the publish and the commit: `poll`, `claim`, `publish`, `commit`.",
-)
-BATCH_SIZE = Metric(
-    "outbox.batch_size", "distribution", "task", ("topic",), 0,
-    "Tasks in a batch.",
-)
-IN_FLIGHT = Metric(
-    "outbox.in_flight_batch_count", "distribution", "unit", (), 0,
-    "Batches in flight in a worker, every 15 s. If the value equals --concurrency, the worker has no free capacity.",
-)
-CIRCUIT_STATE = Metric(
-    "outbox.circuit_state", "gauge", "unit", ("topic",), -1,
+    "the publish and the commit: `poll`, `claim`, `publish`, `commit`.")
+BATCH_SIZE = Metric("outbox.batch_size", "distribution", "task", ("topic",), 0,
+    "Tasks in a batch.")
+IN_FLIGHT = Metric("outbox.in_flight_batch_count", "distribution", "unit", (), 0,
+    "Batches in flight in a worker, every 15 s. If the value equals --concurrency, the worker has no free capacity.")
+CIRCUIT_STATE = Metric("outbox.circuit_state", "gauge", "unit", ("topic",), -1,
     f"Circuit of a topic in a worker: {OPEN} open, {HALF_OPEN} half-open, {CLOSED} closed again (for ten minutes). A "
-    "topic whose circuit has stayed closed has no value.",
-)
-SHARDS = Metric(
-    "outbox.owned_shard_count", "gauge", "shard", (), 0,
-    "Shards assigned to this worker.",
-)
-WORKERS = Metric(
-    "outbox.live_worker_count", "gauge", "worker", (), 0,
-    "Live workers, from this worker's point of view.",
-)
-HEARTBEAT = Metric(
-    "outbox.heartbeat_count", "count", "unit", (), 1,
-    "Each live worker adds 1 every 15 s, even while a service is unavailable. While polls time out, every 35 s.",
-)
+    "topic whose circuit has stayed closed has no value.")
+SHARDS = Metric("outbox.owned_shard_count", "gauge", "shard", (), 0,
+    "Shards assigned to this worker.")
+WORKERS = Metric("outbox.live_worker_count", "gauge", "worker", (), 0,
+    "Live workers, from this worker's point of view.")
+HEARTBEAT = Metric("outbox.heartbeat_count", "count", "unit", (), 1,
+    "Each live worker adds 1 every 15 s, even while a service is unavailable. While polls time out, every 35 s.")
 BUILD = Metric(
     "outbox.build_info", "gauge", "unit", ("outbox_version", "python_version", "spanner_version", "pubsub_version"), 0,
-    "Always 1. The tags are the versions of this package, Python and Google's two clients.",
-)
-SHUTDOWN_TIMEOUT = Metric(
-    "outbox.shutdown_timeout_count", "count", "event", (), -1,
-    "Shutdowns that ended with batches in flight, after --shutdown-timeout.",
-)
-STUCK = Metric(
-    "outbox.stuck_batch_count", "count", "event", ("topic",), -1,
-    "Batches in flight for over 120 s, beyond all time limits. The worker exited with code 1.",
-)
-PIPELINE_ROWS = Metric(
-    "outbox.pipeline_row_count", "count", "row", ("job", "outcome"), 0,
+    "Always 1. The tags are the versions of this package, Python and Google's two clients.")
+SHUTDOWN_TIMEOUT = Metric("outbox.shutdown_timeout_count", "count", "event", (), -1,
+    "Shutdowns that ended with batches in flight, after --shutdown-timeout.")
+STUCK = Metric("outbox.stuck_batch_count", "count", "event", ("topic",), -1,
+    "Batches in flight for over 120 s, beyond all time limits. The worker exited with code 1.")
+PIPELINE_ROWS = Metric("outbox.pipeline_row_count", "count", "row", ("job", "outcome"), 0,
     "Rows of a job of the pipeline, by outcome. `register`: `registered`, `existing`, `repeated`, `rejected`. "
     "`archive`: `written`, `deleted`, `resent`, `missing`. `drain`: `published`, `already_published`, `uncommitted`, "
     "`became_dead`. `replay`: `replayed`, `registered`, `unsent`, `resent`, `missing`. `audit`: `delivered`, `late`, "
     "`lost`, `unknown`, `republished`, `redelivered`, `mismatched`, `out_of_order`, `applied`, `not_applied`, "
-    "`applied_late`, `unregistered`.",
-)
-PIPELINE_DURATION = Metric(
-    "outbox.pipeline_duration", "distribution", "second", ("job",), 0,
-    "How long a job of the pipeline took.",
-)
-PIPELINE_RUNS = Metric(
-    "outbox.pipeline_run_count", "count", "event", ("job", "result"), 0,
+    "`applied_late`, `unregistered`.")
+PIPELINE_DURATION = Metric("outbox.pipeline_duration", "distribution", "second", ("job",), 0,
+    "How long a job of the pipeline took.")
+PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "result"), 0,
     "Jobs of the pipeline that ended, by result: `done`, `rejected` if the job rejected rows, `work_left` if a drain "
-    "stopped with unsent tasks, or `failed`. A killed job sends nothing.",
-)
+    "stopped with unsent tasks, or `failed`. A killed job sends nothing.")
 
 #: Of the workers.
 METRICS = (
@@ -198,7 +145,6 @@ class Metrics:
     """Sends metrics through a client, if there is one. The first error of the client is logged, and none is raised."""
 
     def __init__(self, client: Client | None = None) -> None:
-        """Send through `client`."""
         self._client = client
         self._logged = False
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from outbox.program.terminal import counted, listed
 from publishworker.delivery.claim import Kind
 from publishworker.delivery.delivered import Delivered, Unmarked
 from publishworker.pubsub.errors import FailureKind, kind_of
@@ -37,7 +38,6 @@ class Reporter:
     """Counts and logs. Repeated failures are throttled: one line a minute, or FAILURE_LINES if tasks failed."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        """Count in `metrics`."""
         self._metrics = metrics
         self._throttled_log = ThrottledLog(clock)
         self._clock = clock
@@ -134,7 +134,7 @@ class Reporter:
         if self._work:
             seconds = self._clock() - self._work_since
             counts = ", ".join(
-                f"{_number_of(number, _SUMMARY[name][0])} {_SUMMARY[name][1]}" for name, number in self._work.items()
+                f"{counted(number, _SUMMARY[name][0])} {_SUMMARY[name][1]}" for name, number in self._work.items()
             )
             fields = {**self._work, "seconds": round(seconds, 1)}
             _log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
@@ -147,7 +147,7 @@ class Reporter:
                 "unconfirmed",
                 topic,
                 f"At-most-once delivery to topic {topic}: {_tasks(ids)} may be lost, because they may be marked as "
-                f"sent without being published. They are not retried. IDs: {_some(ids)}",
+                f"sent without being published. They are not retried. IDs: {listed(ids)}",
             )
 
     def _failures(self, delivered: Delivered) -> None:
@@ -181,12 +181,4 @@ class Reporter:
 
 
 def _tasks(ids: Sequence[str]) -> str:
-    return _number_of(len(ids), "task")
-
-
-def _number_of(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _some(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
+    return counted(len(ids), "task")

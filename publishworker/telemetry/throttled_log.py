@@ -14,7 +14,6 @@ class ThrottledLog:
     """Logs each problem a few times per interval, and counts the other times."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Measure by `clock`, in seconds."""
         self._clock = clock
         # By problem: when its interval began, how often it has occurred, and how often it may be logged.
         self._seen: dict[tuple[str, str], tuple[float, int, int]] = {}
@@ -26,7 +25,6 @@ class ThrottledLog:
         sentence: str,
         *,
         max_lines: int = 1,
-        level: int = logging.WARNING,
         fields: Mapping[str, object] | None = None,
     ) -> bool:
         """Log `sentence`, unless this `action` was logged `max_lines` times `about` this subject within the interval.
@@ -44,7 +42,7 @@ class ThrottledLog:
             self._seen[action, about] = (now, 1, max_lines)
             if times > max_lines:
                 sentence += f" [and {times - max_lines} more times since the last such line]"
-        _log.log(level, "%s", sentence, extra={"action": action, "fields": fields or {}})
+        _log.warning("%s", sentence, extra={"action": action, "fields": fields or {}})
         return True
 
     def _forget(self, now: float) -> None:

@@ -18,7 +18,6 @@ class Sharing:
     """Starts emulators on request, and stops them at the end. It belongs to the controller."""
 
     def __init__(self) -> None:
-        """Listen on a loopback port."""
         key = secrets.token_hex()
         self._listener = Listener((LOOPBACK, 0), authkey=key.encode())
         host, port = self._listener.address

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from outbox.program.terminal import listed
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivered import Delivered, Unmarked
 from publishworker.host import Host, Queue, Thread
@@ -51,11 +52,10 @@ class StuckBatch(Exception):
     def __init__(self, claims: Sequence[Claim], seconds: float) -> None:
         """Name the batches; the first has been in flight for `seconds`."""
         first = claims[0]
-        some = ", ".join(first.ids[:5]) + (", ..." if len(first.ids) > 5 else "")
         others = f" (and {len(claims) - 1} more batches)" if len(claims) > 1 else ""
         super().__init__(
             f"Batch of {len(first.ids)} tasks of topic {first.topic} has been in flight for {seconds:.0f} s: "
-            f"{some}{others}"
+            f"{listed(first.ids)}{others}"
         )
         self.claims = tuple(claims)
         self.seconds = seconds

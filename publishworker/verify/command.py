@@ -21,8 +21,6 @@ from publishworker.verify.scratch import scratch
 
 def verify(options: argparse.Namespace) -> int:
     """Run all checks on a scratch database. Return 1 if one of them fails."""
-    if options.rows < 100:
-        raise SettingError(f"--rows: {options.rows} is not allowed. It must be at least 100")
     if options.report and not Path(options.report).absolute().parent.is_dir():
         raise SettingError(f"--report: the folder of {options.report!r} does not exist")
     # Not OUTBOX_DATABASE, which names the database of the application.

@@ -123,4 +123,4 @@ def test_it_asks_before_it_creates_anything(
     assert "Not a terminal. Pass --yes to confirm" in err
     assert is_gone(spanner_instance, pubsub)
     assert cli.main([*FLAGS, "--yes", "--rows", "7"]) == 2
-    assert "--rows: 7 is not allowed" in capsys.readouterr().err
+    assert "--rows: '7' is not allowed" in capsys.readouterr().err
