@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 from outbox.table.layouts import Layout
 from outbox.table.states import is_dead
 
+#: The steps of the relay whose durations are reported.
+POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
 #: Max value of an INT64 column. Another writer may have set a column to it.
 MAX_INT64 = 2**63 - 1
 

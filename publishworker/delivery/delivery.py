@@ -27,8 +27,20 @@ from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide, Store
-from publishworker.telemetry.metrics import CLAIM, COMMIT, PUBLISH
-from publishworker.types import MARKED, Deferred, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Version
+from publishworker.types import (
+    CLAIM,
+    COMMIT,
+    MARKED,
+    PUBLISH,
+    Deferred,
+    Failed,
+    LockedRow,
+    Mark,
+    NotSent,
+    Outcome,
+    Sent,
+    Version,
+)
 
 #: Max seconds to search for the rows for which Spanner refuses a commit, before the result is reported.
 SEARCH_SECONDS = 20.0

@@ -20,7 +20,7 @@ from publishworker.process.stopping import stop_on_signals
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
-from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.throttled_log import ThrottledLog
 
 _log = logging.getLogger("publishworker")
 

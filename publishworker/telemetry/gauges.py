@@ -17,7 +17,7 @@ from outbox.errors import OutboxError
 from outbox.table.states import UNSENT
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.throttled_log import ThrottledLog
 
 _log = logging.getLogger("publishworker")
 K = TypeVar("K")

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
 from outbox.table.states import UNSENT
+from publishworker.types import CLAIM, COMMIT, POLL, PUBLISH
 
 _log = logging.getLogger("publishworker")
 
@@ -15,7 +16,7 @@ Type = Literal["count", "gauge", "distribution"]
 #: States of `TOPIC_TASKS`; pending tasks of a paused topic are `paused`.
 TASK_STATES = (*UNSENT, "paused")
 #: Phases of `PHASE_DURATION`.
-POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
+PHASES = (POLL, CLAIM, PUBLISH, COMMIT)
 #: Values of `CIRCUIT_STATE`.
 CLOSED, HALF_OPEN, OPEN = 0, 1, 2
 #: The value of the tag `topic` for all topics whose name is invalid.

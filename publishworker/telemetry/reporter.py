@@ -11,9 +11,9 @@ from publishworker.delivery.delivered import Delivered, Unmarked
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.throttled_log import ThrottledLog
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import Turn
+from publishworker.types import POLL, Turn
 
 _log = logging.getLogger("publishworker")
 
@@ -116,7 +116,7 @@ class Reporter:
 
     def poll(self, seconds: float) -> None:
         """Record how long a poll took."""
-        self._metrics.sample(m.PHASE_DURATION, seconds, phase=m.POLL)
+        self._metrics.sample(m.PHASE_DURATION, seconds, phase=POLL)
 
     def turn(self, turn: Turn, *, worked: bool) -> None:
         """Log a turn: in full at DEBUG if it reports batches, and once a minute as a summary."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outbox.table.ddl import MIN_RATE
-from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.throttled_log import ThrottledLog
 from publishworker.types import TopicLimit
 
 _log = logging.getLogger("publishworker")

@@ -18,7 +18,7 @@ from outbox.program.terminal import counted
 from outbox.table.layouts import Layout
 from publishworker.spanner.errors import StoreError
 from publishworker.spanner.store import Store
-from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.throttled_log import ThrottledLog
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
 
 _log = logging.getLogger("publishworker")

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.spanner.store import Store
-from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.throttled_log import ThrottledLog
 from publishworker.turn.batching import Limits
 from publishworker.turn.read_size import ReadSize
 from publishworker.types import Candidate, Key, QueuedTask

@@ -44,7 +44,7 @@ def test_every_sent_metric_is_documented_with_its_tags(
         assert each.keys == {*metric.tags, "env", "service", "version"}, each
         assert {"env:test", "service:publishworker", "version:1.2.3"} <= each.tags
     phases = {tag for each in agent.named(m.PHASE_DURATION.name) for tag in each.tags if tag.startswith("phase:")}
-    assert phases == {f"phase:{phase}" for phase in (m.POLL, m.CLAIM, m.PUBLISH, m.COMMIT)}
+    assert phases == {f"phase:{phase}" for phase in m.PHASES}
     states = {tag for each in agent.named(m.TOPIC_TASKS.name) for tag in each.tags if tag.startswith("state:")}
     assert states <= {f"state:{state}" for state in m.TASK_STATES}
     assert len(agent.named(m.LATENCY.name)) == 40

@@ -21,7 +21,7 @@ PERCENTILES = frozenset({"p50", "p75", "p90", "p95", "p99"})
 #: Each worker reports these of the whole table or of all workers, so a sum would be wrong by the number of workers.
 BY_MAX_ONLY = {m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.WORKERS, m.CIRCUIT_STATE, m.BUILD}
 #: Values that a tag can have, where the code knows all.
-VALUES = {"state": set(m.TASK_STATES), "phase": {m.POLL, m.CLAIM, m.PUBLISH, m.COMMIT}}
+VALUES = {"state": set(m.TASK_STATES), "phase": set(m.PHASES)}
 #: The units in use, in the words of docs.datadoghq.com/metrics/units; Datadog's graphs omit others silently.
 UNITS = {
     "event", "instance", "message", "packet", "percent", "row", "second", "shard", "task", "transaction", "unit",

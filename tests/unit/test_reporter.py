@@ -14,7 +14,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import Failed, NotSent, Sent, Turn
+from publishworker.types import CLAIM, COMMIT, PUBLISH, Failed, NotSent, Sent, Turn
 from tests.support.fakes import Counted
 from tests.support.parts import claim_of
 
@@ -155,10 +155,10 @@ def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
 
 def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
     result = Delivered(claim_of("orders", "a", "b"), answers={"a": Sent("1"), "b": Sent("2")})
-    result = replace(result, phases={m.CLAIM: 0.1, m.PUBLISH: 0.2, m.COMMIT: 0.3}, latencies={"a": 1.5, "b": 2.5})
+    result = replace(result, phases={CLAIM: 0.1, PUBLISH: 0.2, COMMIT: 0.3}, latencies={"a": 1.5, "b": 2.5})
     watch.reporter.delivered(result)
     watch.reporter.poll(0.4)
-    watch.reporter.delivered(Delivered(claim_of("orders", "a", "b", kind=Kind.DEFER), phases={m.CLAIM: 1}))
+    watch.reporter.delivered(Delivered(claim_of("orders", "a", "b", kind=Kind.DEFER), phases={CLAIM: 1}))
     assert watch.samples == [
         (m.BATCH_SIZE.name, 2, ["topic:orders"], 1),
         *((m.PHASE_DURATION.name, seconds, [f"phase:{phase}"], 1) for phase, seconds in result.phases.items()),
