@@ -116,11 +116,11 @@ limits = st.builds(
     st.integers(1, 50),
     st.lists(st.floats(0, 1e6), min_size=4, max_size=4),
 )
-def _limited(learned: list[dict[str, TopicLimit]], workers: int, steps: list[float]) -> None:
+def _limited(applied: list[dict[str, TopicLimit]], workers: int, steps: list[float]) -> None:
     now = 0.0
     throttle = RateLimits(lambda: now)
-    for step, limits_now in zip(steps, learned, strict=False):
-        throttle.learn(limits_now, workers)
+    for step, limits_now in zip(steps, applied, strict=False):
+        throttle.apply(limits_now, workers)
         allowed = throttle.allowances({})
         assert set(allowed) <= set(limits_now)
         for topic, tasks in allowed.items():
