@@ -116,6 +116,10 @@ class TopicPolicy:
     dead_after: float | None = None
 
 
+#: A topic without a retry policy: the worker's applies.
+NO_POLICY = TopicPolicy()
+
+
 @dataclass(frozen=True, slots=True)
 class TopicControls:
     """The rows of AsynchronousTaskTopics: paused topics, and by topic what else they have. Any value may be invalid."""

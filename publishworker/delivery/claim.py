@@ -6,7 +6,7 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import NamedTuple
 
-from publishworker.types import Key, TopicPolicy
+from publishworker.types import NO_POLICY, Key, TopicPolicy
 
 
 class Kind(Enum):
@@ -51,7 +51,7 @@ class Claim:
     hints: TopicHints = TopicHints()
     #: The Pub/Sub topic that the messages go to, if it is not `topic`. It is fixed when the batch starts.
     publish_to: str | None = None
-    policy: TopicPolicy = TopicPolicy()
+    policy: TopicPolicy = NO_POLICY
 
     @property
     def destination(self) -> str:

@@ -10,13 +10,13 @@ from google.pubsub_v1 import PublisherClient
 
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
+from outbox.program.pubsub import create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
 from outbox.program.terminal import counted, say
 from outbox.table import schema
 from outbox.table.connection import open_database
 from publishworker.process import exits
 from publishworker.process.settings import WorkerSettings
-from publishworker.pubsub.client import create_topic_command, emulator_host, open_pubsub
 from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.spanner.errors import describe
 from publishworker.spanner.grants import verify_grants

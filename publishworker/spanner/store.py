@@ -25,6 +25,7 @@ from publishworker.spanner.errors import (
     kind_of,
 )
 from publishworker.types import (
+    NO_POLICY,
     Candidate,
     Discovery,
     Heartbeat,
@@ -292,7 +293,7 @@ def _controls(found: Sequence[Sequence[Any]]) -> TopicControls:
         paused=frozenset(topic for topic, paused, *_ in found if paused),
         limits={topic: limit for topic, limit in limits.items() if limit != TopicLimit()},
         routes={topic: to for topic, _, _, _, _, to, *_ in found if to is not None},
-        policies={topic: policy for topic, policy in policies.items() if policy != TopicPolicy()},
+        policies={topic: policy for topic, policy in policies.items() if policy != NO_POLICY},
     )
 
 

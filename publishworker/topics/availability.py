@@ -15,8 +15,8 @@ from publishworker.types import Candidate, TopicControls
 
 _log = logging.getLogger("publishworker")
 
-#: Max seconds between two reads of the topic controls while a topic is paused or waits for its rate limit or circuit: an
-#: operator may end that, and workers apply each change within 10 s.
+#: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit: an operator
+#: may end that, and workers apply each change within 10 s.
 CONTROLS_SECONDS = 8.0
 
 
@@ -74,7 +74,7 @@ class Topics:
         return claim.kind is Kind.DEFER or claim.topic not in self.paused
 
     def start(self, claim: Claim) -> Claim:
-        """Use tokens of its rate limit, and return the claim with its destination and as a probe or with its suspects."""
+        """Use tokens of its rate limit. Return the claim with its destination, and as a probe or with its suspects."""
         claim = self._overrides.given(claim)
         if claim.kind is Kind.DEFER:
             return claim

@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 from outbox.table.controls import problems
 from publishworker.delivery.claim import Claim
 from publishworker.telemetry.throttled_log import ThrottledLog
-from publishworker.types import TopicControls, TopicPolicy
+from publishworker.types import NO_POLICY, TopicControls, TopicPolicy
 
 _log = logging.getLogger("publishworker")
 
@@ -47,7 +47,7 @@ class Overrides:
 
     def given(self, claim: Claim) -> Claim:
         """Return a claim with the destination and the retry policy that its topic has now."""
-        policy = self._policies.get(claim.topic, TopicPolicy())
+        policy = self._policies.get(claim.topic, NO_POLICY)
         return replace(claim, publish_to=self._routes.get(claim.topic), policy=policy)
 
     def _warn(self, action: str, topic: str, sentence: str) -> None:

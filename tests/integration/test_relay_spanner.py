@@ -17,7 +17,6 @@ import outbox
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.pubsub.client import open_pubsub
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, Store
