@@ -15,8 +15,8 @@ from publishworker.types import Candidate, TopicControls
 
 _log = logging.getLogger("publishworker")
 
-#: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit: an operator
-#: may end that, and workers apply each change within 10 s.
+#: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit: an
+#: operator may end that, and workers apply each change within 10 s.
 CONTROLS_SECONDS = 8.0
 
 
