@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 from outbox.table.controls import problems
 from publishworker.delivery.claim import Claim
-from publishworker.telemetry.throttled_log import ThrottledLog
+from publishworker.throttled_log import ThrottledLog
 from publishworker.types import NO_POLICY, TopicControls, TopicPolicy
 
 _log = logging.getLogger("publishworker")

@@ -79,7 +79,7 @@ def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench:
     bench.insert("a")
     turns = bench.turns()
     assert bench.publisher.ids() == []
-    assert turns[-1].max_pause == CONTROLS_SECONDS
+    assert turns[-1].max_wait == CONTROLS_SECONDS
     bench.publisher.topics.add(NEW)
     bench.store.routes = {"orders": NEW}
     bench.relay.turn()  # reads the topic controls
