@@ -14,7 +14,7 @@ from proto import Message as ProtoPlusMessage
 
 from outbox import tracing
 from outbox.errors import InvalidMessage
-from outbox.table.names import PROJECT, TOPIC_ID
+from outbox.table.names import TOPIC
 from outbox.table.values import plain
 
 #: The attribute that carries the task ID to the subscriber.
@@ -32,7 +32,7 @@ MAX_ID_CHARACTERS = 64
 #: The longest full name of a topic ID: a project ID has at most 30 characters, a topic ID 255.
 LONGEST_TOPIC_NAME = f"projects/{'p' * 30}/topics/{'t' * 255}"
 
-_TOPIC = re.compile(rf"(?:projects/{PROJECT}/topics/)?{TOPIC_ID}")
+_TOPIC = re.compile(TOPIC)
 
 # The plain protobuf classes behind proto-plus, which are an order of magnitude cheaper to fill. Their members are
 # created at run time, so they are Any for the type checker.

@@ -107,11 +107,28 @@ class TopicLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class TopicPolicy:
+    """The retry policy of a topic, as far as it differs from the worker's. Its fields are those of RetryPolicy."""
+
+    max_attempts: int | None = None
+    initial: float | None = None
+    longest: float | None = None
+    dead_after: float | None = None
+
+
+#: A topic without a retry policy: the worker's applies.
+NO_POLICY = TopicPolicy()
+
+
+@dataclass(frozen=True, slots=True)
 class TopicControls:
-    """The rows of AsynchronousTaskTopics: paused topics, and limits by topic. A limit may be invalid."""
+    """The rows of AsynchronousTaskTopics: paused topics, and by topic what else they have. Any value may be invalid."""
 
     paused: frozenset[str] = frozenset()
     limits: Mapping[str, TopicLimit] = field(default_factory=dict)
+    #: The Pub/Sub topic that messages of a topic go to instead.
+    routes: Mapping[str, str] = field(default_factory=dict)
+    policies: Mapping[str, TopicPolicy] = field(default_factory=dict)
 
 
 #: A worker is live until its last heartbeat is this many seconds old. It is also the default of the column

@@ -63,14 +63,21 @@ CREATE INDEX AsynchronousTasksInOrder
   STORING (AvailableAt)
   WHERE OrderingKey IS NOT NULL;
 
--- Topic controls: one row for each topic that is paused or limited. NULL: no limit. A rate needs a burst. All live workers
--- share a limit.
+-- Topic controls: one row for each topic that has a pause, a limit, a route or a retry policy. A limit of NULL is no limit.
+-- A rate needs a burst. All live workers share a limit.
 CREATE TABLE AsynchronousTaskTopics (
-  Topic         STRING(400) NOT NULL,
-  Paused        BOOL        NOT NULL DEFAULT (FALSE),
-  RatePerSecond FLOAT64,
-  Burst         INT64,
-  MaxInFlight   INT64
+  Topic                 STRING(400) NOT NULL,
+  Paused                BOOL        NOT NULL DEFAULT (FALSE),
+  RatePerSecond         FLOAT64,
+  Burst                 INT64,
+  MaxInFlight           INT64,
+  -- The Pub/Sub topic that the messages go to instead. NULL: Topic.
+  PublishTo             STRING(400),
+  -- The retry policy. NULL: the setting of the worker.
+  MaxAttempts           INT64,
+  BackoffInitialSeconds FLOAT64,
+  BackoffMaxSeconds     FLOAT64,
+  DeadAfterSeconds      FLOAT64
 ) PRIMARY KEY (Topic);
 
 -- Heartbeats: one row for each worker, written every few seconds. The live workers divide the shards among themselves.
@@ -98,7 +105,7 @@ CREATE TABLE AsynchronousTaskShards (
 CREATE TABLE AsynchronousTaskOperations (
   -- A random UUID.
   OperationId STRING(64)  NOT NULL,
-  -- retry, purge, discard, pause, resume, limit, replay or reshard.
+  -- retry, purge, discard, pause, resume, limit, route, policy, apply, forget, replay or reshard.
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),

@@ -19,7 +19,7 @@ from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transacti
 from outbox.errors import OutboxError
 from outbox.program.terminal import counted
 from outbox.table.statements import FIRST_OF_KEYS
-from outbox.table.states import CONDITIONS, STATES
+from outbox.table.states import CONDITIONS, STATES, UNSENT
 from outbox.table.values import chunked
 
 _TABLE = "AsynchronousTasks"
@@ -131,6 +131,12 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
     numbers = [number for (number,) in table.query(statement, "outbox-count", values, seconds=seconds)]
     return Count(sum(numbers), limit in numbers)
+
+
+def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
+    """Return the number of unsent tasks of a topic, of all states."""
+    counts = [count(table, TaskSelection(state=state, topic=topic), exact=exact) for state in UNSENT]
+    return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
 def retry(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:

@@ -1,4 +1,4 @@
-"""Pauses and limits of topics, and the topics that a database has.
+"""Topic controls: pauses, limits, routes and retry policies, and the topics that a database has.
 
 A topic is a value of the column Topic. Tasks are only read from the index. Each function raises NotReached or
 OutboxError.
@@ -6,13 +6,15 @@ OutboxError.
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
 from outbox.admin.table import TaskTable, Transaction
-from outbox.table.statements import CONTROLS
+from outbox.errors import OutboxError
+from outbox.table.controls import problems
+from outbox.table.statements import CONTROL_COLUMNS, CONTROLS
 
 _TABLE = "AsynchronousTaskTopics"
 _TAG = "outbox-topics"
@@ -20,15 +22,21 @@ _TAG = "outbox-topics"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Control:
-    """The pause and the limits of one topic, by column. None means no limit."""
+    """The controls of one topic, by column. None means no limit, no route, or the retry policy of the worker."""
 
     Paused: bool = False
     RatePerSecond: float | None = None
     Burst: int | None = None
     MaxInFlight: int | None = None
+    PublishTo: str | None = None
+    MaxAttempts: int | None = None
+    BackoffInitialSeconds: float | None = None
+    BackoffMaxSeconds: float | None = None
+    DeadAfterSeconds: float | None = None
 
 
-_COLUMNS = ("Topic", *(field.name for field in dataclasses.fields(Control)))
+#: The controls of a topic before and after a change. None: the table has no row.
+Difference: TypeAlias = Mapping[str, tuple[Control | None, Control | None]]
 
 
 def controls(table: TaskTable) -> dict[str, Control]:
@@ -48,22 +56,114 @@ def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
     return [topic for topic in topics if topic not in known]
 
 
-def change(table: TaskTable, operation: str, topics: Sequence[str], values: Mapping[str, Any]) -> dict[str, Control]:
+def change(
+    table: TaskTable, operation: str, topics: Sequence[str], values: Mapping[str, Any], *, dry_run: bool = False
+) -> dict[str, Control]:
     """Write `values`, by column, to the rows of all `topics` in one transaction, and return the new rows.
 
     Missing rows are created. Columns that are not in `values` keep their values. The transaction also records the
-    `operation`: pause, resume or limit.
+    `operation`: pause, resume, limit, route or policy. With `dry_run` it checks the same and writes nothing.
     """
 
     def work(transaction: Transaction) -> dict[str, Control]:
-        rows = transaction.read(_TABLE, _COLUMNS, KeySet(keys=[[topic] for topic in topics]))
-        before = {topic: Control(*row) for topic, *row in rows}
+        before = _read(transaction)
         after = {topic: dataclasses.replace(before.get(topic, Control()), **values) for topic in topics}
-        # All columns, so that the result does not depend on the treatment of omitted ones.
-        written = [(topic, *dataclasses.astuple(control)) for topic, control in after.items()]
-        transaction.insert_or_update(_TABLE, _COLUMNS, written)
-        selection = {"topics": list(topics), "values": dict(values)}
-        operations.record(transaction, table, operation, selection, FinishedAt=COMMIT_TIMESTAMP)
+        _check(table, before, after)
+        if not dry_run:
+            _write(transaction, after)
+            selection = {"topics": list(topics), "values": dict(values)}
+            operations.record(transaction, table, operation, selection, FinishedAt=COMMIT_TIMESTAMP)
         return after
 
     return table.transact(_TAG, work)
+
+
+def apply(table: TaskTable, wanted: Mapping[str, Control], *, dry_run: bool = False) -> Difference:
+    """Replace the rows of these topics in one transaction, which records the difference. Return it.
+
+    With `dry_run` it checks the same and writes nothing.
+    """
+
+    def work(transaction: Transaction) -> Difference:
+        before = _read(transaction)
+        after = {topic: control for topic, control in wanted.items() if before.get(topic) != control}
+        _check(table, before, after)
+        difference = {topic: (before.get(topic), control) for topic, control in after.items()}
+        if after and not dry_run:
+            _write(transaction, after)
+            operations.record(transaction, table, "apply", _recorded(difference), FinishedAt=COMMIT_TIMESTAMP)
+        return difference
+
+    return table.transact(_TAG, work)
+
+
+def forget(table: TaskTable, topic: str) -> None:
+    """Delete the row of a topic, and record what it was. Raises OutboxError if there is none."""
+
+    def work(transaction: Transaction) -> None:
+        before = _read(transaction)
+        if topic not in before:
+            raise OutboxError(f"topic {topic!r} has no row in AsynchronousTaskTopics. Nothing was changed")
+        transaction.delete(_TABLE, KeySet(keys=[[topic]]))
+        operations.record(
+            transaction, table, "forget", _recorded({topic: (before[topic], None)}), FinishedAt=COMMIT_TIMESTAMP
+        )
+
+    table.transact(_TAG, work)
+
+
+def _read(transaction: Transaction) -> dict[str, Control]:
+    """Return all rows, with shared locks: a route depends on the routes of other topics."""
+    return {topic: Control(*row) for topic, *row in transaction.read(_TABLE, CONTROL_COLUMNS, KeySet(all_=True))}
+
+
+def _write(transaction: Transaction, after: Mapping[str, Control]) -> None:
+    """Write rows, with all columns, so that the result does not depend on the treatment of omitted ones."""
+    rows = [(topic, *dataclasses.astuple(control)) for topic, control in after.items()]
+    transaction.insert_or_update(_TABLE, CONTROL_COLUMNS, rows)
+
+
+def _check(table: TaskTable, before: Mapping[str, Control], after: Mapping[str, Control]) -> None:
+    """Raise OutboxError if the change makes a row invalid, or a route that leads to a topic with a route."""
+    for topic, control in after.items():
+        found = problems(dataclasses.asdict(control))
+        if found and not problems(dataclasses.asdict(before.get(topic, Control()))):
+            texts = "; ".join(f"{column} {text}" for column, text in found.items())
+            raise OutboxError(f"topic {topic}: {texts}. Nothing was changed")
+    project = table.name.split("/")[1]
+    routes = {
+        full_name(topic, project): full_name(control.PublishTo, project)
+        for topic, control in {**before, **after}.items()
+        if control.PublishTo is not None
+    }
+    changed = {
+        full_name(topic, project)
+        for topic, control in after.items()
+        if control.PublishTo not in (None, before.get(topic, Control()).PublishTo)
+    }
+    for topic, to in routes.items():
+        if to in routes and not changed.isdisjoint((topic, to)):
+            further = "itself" if to == topic else f"{to}, which is routed to {routes[to]}"
+            raise OutboxError(
+                f"{topic} would be routed to {further}. A worker follows one route only, so the topic at its end must "
+                "have none. Nothing was changed"
+            )
+
+
+def full_name(topic: str, project: str) -> str:
+    """Return the full name of a topic. An ID is a topic of `project`."""
+    return topic if topic.startswith("projects/") else f"projects/{project}/topics/{topic}"
+
+
+def _recorded(difference: Difference) -> dict[str, Any]:
+    """Return a difference as the record has it: for each column that changes, the values before and after."""
+    return {
+        "topics": {
+            topic: {
+                field.name: [getattr(control, field.name, None) for control in controls]
+                for field in dataclasses.fields(Control)
+                if getattr(controls[0], field.name, None) != getattr(controls[1], field.name, None)
+            }
+            for topic, controls in difference.items()
+        }
+    }

@@ -9,9 +9,10 @@ from outbox.cli.output import as_json, note, shortened, table
 from outbox.program.terminal import counted, say
 
 DESCRIPTION = """\
-List the last changes, newest first: retry, purge, discard, pause, resume, limit, reshard,
-and replay of the pipeline. Each line has the account, the selection and the number of
-changed tasks. A change without FINISHED is still running, or ended early.
+List the last changes, newest first: retry, purge, discard, pause, resume, limit, route,
+policy, apply and forget of topics, reshard, and replay of the pipeline. Each line has the
+account, the selection and the number of changed tasks. A change without FINISHED is still
+running, or ended early.
 
     outbox operations --project my-project --instance main --database shop
     outbox operations --limit 1000 --json ... | jq 'select(.operation == "discard")'"""

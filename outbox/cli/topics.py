@@ -1,26 +1,21 @@
-"""`outbox topics`, `pause`, `resume` and `limit`: read and write AsynchronousTaskTopics, which the workers read."""
+"""`outbox pause`, `resume`, `limit`, `route` and `policy`: write AsynchronousTaskTopics, which the workers read."""
 
 import argparse
-import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from outbox import admin
 from outbox.cli import bulk, flags
-from outbox.cli.output import as_json, by_field, named, note
-from outbox.cli.output import table as as_table
-from outbox.cli.status import HEADS, cells, fields
+from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import SettingType, did_you_mean, whole_number
-from outbox.program.terminal import say
-from outbox.program.times import shown
+from outbox.program.settings import PubSubSettings, SettingType, did_you_mean, matching, whole_number
+from outbox.program.terminal import escaped, say
+from outbox.program.times import SECONDS
+from outbox.table.controls import BOUNDS
 from outbox.table.ddl import MIN_RATE
+from outbox.table.names import TOPIC
 
-TOPICS_DESCRIPTION = """\
-Show the pauses and limits of topics with their backlog. The list has every topic that has
-a row in AsynchronousTaskTopics, an unsent task, or a task sent in the last minute.
-
-    outbox topics --project my-project --instance main --database shop"""
 PAUSE_DESCRIPTION = """\
 Publish no tasks of these topics until `outbox resume`. Their limits do not change, and
 applications can still register tasks.
@@ -39,8 +34,25 @@ least 1.
         --instance main --database shop
     outbox limit orders --max-in-flight 5 ...
     outbox limit orders --off ..."""
+ROUTE_DESCRIPTION = """\
+Publish the messages of a topic to another Pub/Sub topic from now on. Tasks keep their
+topic, so its pause, limits and retry policy still apply. Until all workers have applied
+the route, both Pub/Sub topics can receive messages.
+
+    outbox route orders --to orders-v2 --dry-run --project my-project \\
+        --instance main --database shop
+    outbox route orders --to orders-v2 ...
+    outbox route orders --off ..."""
+POLICY_DESCRIPTION = """\
+Set the retry policy of a topic. A value that you do not pass keeps its value. Without a
+value, the setting of the worker applies. The next failed attempt of a task uses it.
+
+    outbox policy orders --max-attempts 3 --backoff-max 60s --project my-project \\
+        --instance main --database shop
+    outbox policy orders --off ..."""
 
 APPLIED_SOON = "workers apply this within 10 seconds"
+ORDERED = "Subscribers of {} do not get the earlier messages of an ordering key, and order holds only within a topic"
 SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"
 
 
@@ -51,8 +63,20 @@ def _rate(text: str) -> float:
     return value
 
 
+def _duration(column: str) -> SettingType:
+    bounds = BOUNDS[column]
+
+    def parse(text: str) -> float:
+        if not bounds.contain(value := SECONDS.parse(text)):
+            raise ValueError(text)
+        return float(value)
+
+    return SettingType(parse, f"{SECONDS.allowed}, from {bounds.low:g} to {bounds.high:,.0f} seconds")
+
+
 RATE = SettingType(_rate, f"a finite number of tasks a second, {MIN_RATE:g} or more")
 COUNT = whole_number(1, 1_000_000_000)
+TOPIC_NAME = matching(TOPIC, "a topic ID or projects/PROJECT/topics/ID")
 
 #: The flags of `limit`: column, kind, help.
 LIMITS = {
@@ -61,57 +85,82 @@ LIMITS = {
     "--max-in-flight": ("MaxInFlight", COUNT, "Max tasks that are being published at the same time."),
 }
 
+#: The flags of `policy`: column, kind, help.
+POLICY = {
+    "--max-attempts": ("MaxAttempts", whole_number(1, 1_000_000), "Failed attempts after which a task is dead."),
+    "--backoff-initial": (
+        "BackoffInitialSeconds", _duration("BackoffInitialSeconds"),
+        "Time until a failed task is retried; doubles with each attempt.",
+    ),
+    "--backoff-max": ("BackoffMaxSeconds", _duration("BackoffMaxSeconds"), "Max time between two attempts."),
+    "--dead-after": (
+        "DeadAfterSeconds", _duration("DeadAfterSeconds"),
+        "A task does not become dead before this age if its topic is missing or refuses messages.",
+    ),
+}  # fmt: skip
+
 
 def add(commands: Any) -> None:
-    """Add the four commands to the subparsers `commands`."""
-    showing = flags.command(
-        commands, "topics", "list topics with pauses, limits and backlog", TOPICS_DESCRIPTION, run_topics
-    )
-    showing.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
-    showing.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
+    """Add the commands to the subparsers `commands`."""
     pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, run_pause)
     resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, run_resume)
     limiting = flags.command(commands, "limit", "limit a topic, or remove its limits", LIMIT_DESCRIPTION, run_limit)
-    for parser, count in ((pausing, "+"), (resuming, "+"), (limiting, 1)):
+    routing = flags.command(commands, "route", "publish a topic's messages elsewhere", ROUTE_DESCRIPTION, run_route)
+    governing = flags.command(commands, "policy", "set the retry policy of a topic", POLICY_DESCRIPTION, run_policy)
+    for parser, count in ((pausing, "+"), (resuming, "+"), (limiting, 1), (routing, 1), (governing, 1)):
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
-    for flag, (column, kind, text) in LIMITS.items():
-        flags.add(limiting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=column)
+    for parser, of_flags in ((limiting, LIMITS), (governing, POLICY)):
+        for flag, (column, kind, text) in of_flags.items():
+            flags.add(parser, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=column)
     limiting.add_argument("--off", action="store_true", help="Remove all limits.")
-    for parser in (pausing, limiting):
+    governing.add_argument("--off", action="store_true", help="Use the workers' settings again.")
+    where = routing.add_mutually_exclusive_group(required=True)
+    text = f"The Pub/Sub topic that gets the messages: {TOPIC_NAME.allowed}"
+    flags.add(where, "--to", TOPIC_NAME, text, metavar="TOPIC")
+    where.add_argument("--off", action="store_true", help="Publish to the topic itself again.")
+    flags.add_dry_run(routing)
+    routing.add_argument("--force", action="store_true", help="Do not ask Pub/Sub whether the topic exists.")
+    for parser in (pausing, limiting, routing, governing):
         parser.add_argument("--yes", action="store_true", help="Skip the confirmation for an unknown topic.")
-
-
-def run_topics(options: argparse.Namespace) -> int:
-    """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    table = flags.open_table(options)
-    backlog = admin.backlog.read(table, exact=options.exact)
-    controls, lines = admin.topics.controls(table), backlog.topics()
-    topics = {
-        topic: (controls.get(topic, admin.topics.Control()), lines.get(topic, admin.backlog.Line(topic, 0)))
-        for topic in sorted({*controls, *lines})
-    }
-    if options.json:
-        rows = [
-            {"topic": topic, **by_field(dataclasses.asdict(control)), **fields(backlog, line)}
-            for topic, (control, line) in topics.items()
-        ]
-        say(as_json({"as_of": backlog.as_of, "topics": rows}))
-        return 0
-    say(f"as of {shown(backlog.as_of)}")
-    cells_of = [[topic, _described(control), *cells(backlog, line)] for topic, (control, line) in topics.items()]
-    say(as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics")
-    return 0
 
 
 def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    return _change(_open_known(options, "Pause"), options, "pause", {"Paused": True})
+    return _change(open_known(options, "Pause"), options, "pause", {"Paused": True})
 
 
 def run_limit(options: argparse.Namespace) -> int:
     """Limit a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
-    values = _limits(options)
-    return _change(_open_known(options, "Limit"), options, "limit", values)
+    values = _values(options, LIMITS, "limit", "limits", "--rate with --burst, --max-in-flight, or --off")
+    for flag, other in (("--rate", "--burst"), ("--burst", "--rate")):
+        if not options.off and LIMITS[flag][0] in values and LIMITS[other][0] not in values:
+            raise SettingError(f"{flag} needs {other}. Pass both. {other} must be {LIMITS[other][1].allowed}")
+    return _change(open_known(options, "Limit"), options, "limit", values)
+
+
+def run_policy(options: argparse.Namespace) -> int:
+    """Set the retry policy of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
+    values = _values(options, POLICY, "value", "values", f"{', '.join(POLICY)}, or --off")
+    return _change(open_known(options, "Set the policy of"), options, "policy", values)
+
+
+def run_route(options: argparse.Namespace) -> int:
+    """Route a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
+    table = _open(options) if options.dry_run else open_known(options, "Route")
+    [topic] = options.topics
+    to, values = options.to or topic, {"PublishTo": options.to}
+    if options.to:
+        check_destination(table, options, to)
+    unsent = admin.changes.count_unsent(table, topic, exact=options.dry_run)
+    if options.dry_run:
+        admin.topics.change(table, "route", [topic], values, dry_run=True)
+        say(f"{unsent} of {topic} would be published to {to}")
+        return 0
+    if unsent.number > bulk.CONFIRM_ABOVE:
+        bulk.confirm(f"{unsent} of {escaped(topic)} will be published to {escaped(to)}.", yes=options.yes)
+    _change(table, options, "route", values)
+    note(f"{unsent} of {escaped(topic)} not sent yet. {ORDERED.format(escaped(to))}")
+    return 0
 
 
 def run_resume(options: argparse.Namespace) -> int:
@@ -127,7 +176,16 @@ def run_resume(options: argparse.Namespace) -> int:
     return _change(table, options, "resume", {"Paused": False})
 
 
-def _open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":
+def check_destination(table: "admin.table.TaskTable", options: argparse.Namespace, topic: str) -> None:
+    """Ask Pub/Sub whether the topic exists, unless --force is given. Raises OutboxError if it does not."""
+    if not options.force:
+        settings = PubSubSettings.read(vars(options))
+        unknown = admin.destinations.check(settings, admin.topics.full_name(topic, table.name.split("/")[1]))
+        if unknown:
+            note(unknown)
+
+
+def open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":
     """Return the table. If a topic is unknown, ask first. Raises SettingError, NotReached, OutboxError."""
     table = _open(options)
     if not options.yes and (unknown := admin.topics.unknown(table, options.topics)):
@@ -152,7 +210,7 @@ def _open(options: argparse.Namespace) -> "admin.table.TaskTable":
 def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
     """Write the values, by column, and print the new rows; returns 0."""
     for topic, control in admin.topics.change(table, operation, options.topics, values).items():
-        say(f"{topic}: {_described(control, 'resumed' if operation == 'resume' else '')}")
+        say(f"{topic}: {described(control, 'resumed' if operation == 'resume' else '')}")
     note(f"{APPLIED_SOON}; {SHARED}" if operation == "limit" else APPLIED_SOON)
     return 0
 
@@ -163,28 +221,38 @@ def _other_name(topic: str, project: str) -> str:
     return topic.removeprefix(prefix) if topic.startswith("projects/") else prefix + topic
 
 
-def _limits(options: argparse.Namespace) -> dict[str, Any]:
+def _values(
+    options: argparse.Namespace, of_flags: Mapping[str, tuple[str, SettingType, str]], one: str, all_: str, advice: str
+) -> dict[str, Any]:
     """Return the values to write, by column. Raises SettingError."""
-    values = {flag: vars(options)[column] for flag, (column, _, _) in LIMITS.items()}
+    values = {flag: vars(options)[column] for flag, (column, _, _) in of_flags.items()}
     passed = {flag: value for flag, value in values.items() if value is not None}
     if options.off and passed:
-        raise SettingError(f"--off removes all limits. Pass it without {' and '.join(passed)}")
+        raise SettingError(f"--off removes all {all_}. Pass it without {' and '.join(passed)}")
     if options.off:
-        return {column: None for column, _, _ in LIMITS.values()}
+        return {column: None for column, _, _ in of_flags.values()}
     if not passed:
-        raise SettingError("no limit given. Pass --rate with --burst, --max-in-flight, or --off")
-    for flag, other in (("--rate", "--burst"), ("--burst", "--rate")):
-        if flag in passed and other not in passed:
-            raise SettingError(f"{flag} needs {other}. Pass both. {other} must be {LIMITS[other][1].allowed}")
-    return {LIMITS[flag][0]: value for flag, value in passed.items()}
+        raise SettingError(f"no {one} given. Pass {advice}")
+    return {of_flags[flag][0]: value for flag, value in passed.items()}
 
 
-def _described(control: "admin.topics.Control", unpaused: str = "") -> str:
+def described(control: "admin.topics.Control | None", unpaused: str = "") -> str:
+    """Return the controls of a topic as a text."""
+    if control is None:
+        return "no row"
     limits = (
         (control.RatePerSecond, "tasks a second"),
         (control.Burst, "at once"),
         (control.MaxInFlight, "in flight"),
     )
     parts = ", ".join(f"{value:,.15g} {unit}" for value, unit in limits if value is not None)
+    policy = (
+        (control.MaxAttempts, "dead after {:,} attempts"),
+        (control.BackoffInitialSeconds, "first retry after {:,.15g} s"),
+        (control.BackoffMaxSeconds, "retries at most {:,.15g} s apart"),
+        (control.DeadAfterSeconds, "not dead before {:,.15g} s"),
+    )
     state = "paused" if control.Paused else unpaused
-    return "; ".join(part for part in (state, parts and f"at most {parts}") if part) or "no limits"
+    route = "" if control.PublishTo is None else f"published to {control.PublishTo}"
+    rules = (text.format(value) for value, text in policy if value is not None)
+    return "; ".join(part for part in (state, parts and f"at most {parts}", route, *rules) if part) or "no limits"

@@ -6,3 +6,5 @@ INSTANCE = r"[a-z][a-z0-9-]{1,63}"
 DATABASE = r"[a-z][a-z0-9_-]{1,29}"
 #: A topic or subscription ID: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
 TOPIC_ID = r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}"
+#: A topic: its ID, or its full name.
+TOPIC = rf"(?:projects/{PROJECT}/topics/)?{TOPIC_ID}"

@@ -55,8 +55,13 @@ WORKERS = f"""
 SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, MILLISECOND),
   GREATEST(0, LEAST(LivenessTimeoutSeconds, {FORGET_WORKER_SECONDS})), Polls
 FROM AsynchronousTaskWorkers"""
-#: The topic controls. Reads a whole small table, with one row for each topic that an operator has paused or limited.
-CONTROLS = "SELECT Topic, Paused, RatePerSecond, Burst, MaxInFlight FROM AsynchronousTaskTopics"
+#: The columns of the topic controls.
+CONTROL_COLUMNS = (
+    "Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight", "PublishTo", "MaxAttempts", "BackoffInitialSeconds",
+    "BackoffMaxSeconds", "DeadAfterSeconds",
+)  # fmt: skip
+#: The topic controls. Reads a whole small table, with one row for each topic that has any.
+CONTROLS = f"SELECT {', '.join(CONTROL_COLUMNS)} FROM AsynchronousTaskTopics"
 
 #: The ordering keys to read. The n-th row has the n-th key of @keys, its topic from @topics and its shard from @shards.
 KEYS = """(

@@ -6,7 +6,7 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import NamedTuple
 
-from publishworker.types import Key
+from publishworker.types import NO_POLICY, Key, TopicPolicy
 
 
 class Kind(Enum):
@@ -49,6 +49,14 @@ class Claim:
     #: Size of all messages.
     bytes: int = 0
     hints: TopicHints = TopicHints()
+    #: The Pub/Sub topic that the messages go to, if it is not `topic`. It is fixed when the batch starts.
+    publish_to: str | None = None
+    policy: TopicPolicy = NO_POLICY
+
+    @property
+    def destination(self) -> str:
+        """Return the Pub/Sub topic that the messages go to."""
+        return self.publish_to or self.topic
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ class Deferral(Delivery):
         blocked = [row for row in in_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
         head = next((row for row in rows if row.id == self.claim.ids[0]), None)
         if head is not None and head.available_at is not None:
-            deferrals = self._tools.retries.deferrals(head, head.available_at, now)
+            deferrals = self._retries.deferrals(head, head.available_at, now)
             waiting = [row for row in blocked if row.is_due(now) or row.deferred]
             pairs = zip(waiting, deferrals, strict=False)
             self._deferred |= {row.id: deferral for row, deferral in pairs if _is_too_late(row, deferral, now)}

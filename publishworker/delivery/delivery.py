@@ -77,6 +77,7 @@ class Delivery:
         #: Transactions that have begun. While the number grows, the batch is not stuck.
         self.transactions = 0
         self._tools = tools
+        self._retries = tools.retries.for_topic(claim.policy)
         self._marking = marking
         self._clock = tools.host.clock
         self._answers: dict[str, Outcome] = {}
@@ -154,7 +155,7 @@ class Delivery:
             return
         alone = {row.id for row in rows if row.attempts or row.id in self.claim.hints.suspects}
         began = self._clock()
-        answers = self._tools.publisher.publish(self.claim.topic, rows, self._tools.publish_seconds, alone)
+        answers = self._tools.publisher.publish(self.claim.destination, rows, self._tools.publish_seconds, alone)
         ended = self._clock()
         self._answers |= answers
         self._phases[PUBLISH] = self._phases.get(PUBLISH, 0.0) + ended - began
@@ -191,7 +192,7 @@ class Delivery:
 
     def _record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Note a failed attempt, and the trace of its message."""
-        recorded = self._recorded[row.id] = self._tools.retries.record(row, failure, now)
+        recorded = self._recorded[row.id] = self._retries.record(row, failure, now)
         if (trace := trace_id(row.data)) is not None:
             self._traces[row.id] = trace
         return recorded
@@ -200,7 +201,7 @@ class Delivery:
         """Return the deferrals of the tasks behind a failed one. There are none if the failure was not recorded."""
         if recorded is None or recorded.available_at is None:
             return iter(())
-        return self._tools.retries.deferrals(head, recorded.available_at, now)
+        return self._retries.deferrals(head, recorded.available_at, now)
 
     def _releases(
         self, claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime

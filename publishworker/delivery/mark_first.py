@@ -76,7 +76,7 @@ class MarkFirst(Delivery):
             eligible = [row for row in self._check(part, rows, now) if _key_of(row) not in self._stopped]
             self._expire(eligible, now)
             publishable = [row for row in eligible if row.id not in self._answers]
-            self._answers |= self._tools.publisher.refusals(part.topic, publishable)
+            self._answers |= self._tools.publisher.refusals(part.destination, publishable)
             marked = {row.id: row for row in to_publish(eligible, self._answers)}
             marks = self._marks(eligible, now) | dict.fromkeys(marked, MARKED)
             return marks | self._releases(part, rows, marks, now)

@@ -4,7 +4,7 @@ All times derive from the database's time, so a wrong clock of the worker has no
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from itertools import chain, repeat
 from random import Random
@@ -12,7 +12,7 @@ from random import Random
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import TopicHints
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
-from publishworker.types import MAX_INT64, Deferred, Failed, LockedRow, NotSent
+from publishworker.types import MAX_INT64, Deferred, Failed, LockedRow, NotSent, TopicPolicy
 
 #: Max seconds until a worker notices that the head of a blocked key is gone or has been changed.
 CHECK_SECONDS = 60.0
@@ -35,6 +35,10 @@ class RetryPolicy:
     max_attempts: int
     dead_after: float
     random: Random
+
+    def for_topic(self, policy: TopicPolicy) -> "RetryPolicy":
+        """Return this policy with the values that the topic has."""
+        return replace(self, **{name: value for name, value in asdict(policy).items() if value is not None})
 
     def record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Return the values to write to the row of a task that failed at `now`, the database's time."""

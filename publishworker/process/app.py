@@ -14,6 +14,7 @@ from google.api_core.exceptions import DeadlineExceeded
 
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
+from outbox.program.pubsub import create_topic_command, open_pubsub
 from outbox.program.terminal import counted
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
@@ -24,7 +25,6 @@ from publishworker.host import Host
 from publishworker.process import exits
 from publishworker.process.settings import RelaySettings
 from publishworker.process.stopping import run_on_thread
-from publishworker.pubsub.client import create_topic_command, open_pubsub
 from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.spanner.change_stream import ChangeStream

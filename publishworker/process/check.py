@@ -10,18 +10,19 @@ from google.pubsub_v1 import PublisherClient
 
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
+from outbox.program.pubsub import create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
 from outbox.program.terminal import counted, say
 from outbox.table import schema
 from outbox.table.connection import open_database
 from publishworker.process import exits
 from publishworker.process.settings import WorkerSettings
-from publishworker.pubsub.client import create_topic_command, emulator_host, open_pubsub
 from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.spanner.errors import describe
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
+from publishworker.topics.overrides import policy_problem, route_problem
 from publishworker.topics.rate_limit import problem
 
 #: Seconds for one request about a topic.
@@ -87,7 +88,16 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     for topic, limit in sorted(controls.limits.items()):
         if error := problem(limit):
             yield "wrong", f"invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {error}"
-    topics |= topics_to_send | controls.paused | controls.limits.keys()
+    for topic, to in sorted(controls.routes.items()):
+        if error := route_problem(to):
+            yield "wrong", f"topic {topic} counts as paused, because its route is invalid: {error}"
+        else:
+            yield "ok", f"messages of topic {topic} go to {to}"
+    for topic, policy in sorted(controls.policies.items()):
+        if error := policy_problem(policy):
+            yield "wrong", f"the retry policy of topic {topic} in AsynchronousTaskTopics is ignored: {error}"
+    used = topics_to_send | controls.paused | controls.limits.keys()
+    topics |= {controls.routes.get(topic, topic) for topic in used | controls.routes.keys()}
 
 
 def _topic(client: PublisherClient, topic: str, settings: WorkerSettings, allowed: Callable[[str], bool]) -> Finding:

@@ -25,6 +25,7 @@ from publishworker.spanner.errors import (
     kind_of,
 )
 from publishworker.types import (
+    NO_POLICY,
     Candidate,
     Discovery,
     Heartbeat,
@@ -36,6 +37,7 @@ from publishworker.types import (
     QueuedTask,
     TopicControls,
     TopicLimit,
+    TopicPolicy,
     Workers,
 )
 
@@ -285,10 +287,13 @@ def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Wor
 
 
 def _controls(found: Sequence[Sequence[Any]]) -> TopicControls:
-    limits = {topic: TopicLimit(rate, burst, in_flight) for topic, _, rate, burst, in_flight in found}
+    limits = {topic: TopicLimit(*limit) for topic, _, *limit, _, _, _, _, _ in found}
+    policies = {topic: TopicPolicy(*policy) for topic, _, _, _, _, _, *policy in found}
     return TopicControls(
         paused=frozenset(topic for topic, paused, *_ in found if paused),
         limits={topic: limit for topic, limit in limits.items() if limit != TopicLimit()},
+        routes={topic: to for topic, _, _, _, _, to, *_ in found if to is not None},
+        policies={topic: policy for topic, policy in policies.items() if policy != NO_POLICY},
     )
 
 

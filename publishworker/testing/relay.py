@@ -17,11 +17,11 @@ from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransp
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.program.channels import channel
+from outbox.program.pubsub import emulator_host, open_pubsub
 from outbox.table.values import plain
 from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.settings import RelaySettings
-from publishworker.pubsub.client import emulator_host, open_pubsub
 from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.unsent import UnsentTasks

@@ -9,13 +9,14 @@ from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivered import Delivered
 from publishworker.host import Host
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
+from publishworker.topics.overrides import Overrides
 from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import Candidate, TopicControls
 
 _log = logging.getLogger("publishworker")
 
-#: Max seconds between two reads of the topic controls while a topic is paused or waits for its rate limit: an operator
-#: may end that, and workers apply each change within 10 s.
+#: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit: an
+#: operator may end that, and workers apply each change within 10 s.
 CONTROLS_SECONDS = 8.0
 
 
@@ -33,14 +34,21 @@ class Topics:
         """Begin with closed circuits and without limits; `places` is how many batches may be in flight."""
         self._circuits = CircuitBreakers(host.random, host.clock, places=places)
         self._limits = RateLimits(host.clock)
+        self._overrides = Overrides(host.clock)
         self.paused: frozenset[str] = frozenset()
 
     def apply(self, controls: TopicControls, workers: int) -> None:
-        """Apply pauses and limits. Each of the live `workers` gets an equal part of a limit."""
-        for topics, what in ((controls.paused - self.paused, "paused"), (self.paused - controls.paused, "resumed")):
+        """Apply all topic controls. Each of the live `workers` gets an equal part of a limit.
+
+        A topic with an invalid route counts as paused, because its messages must not go to the wrong topic.
+        """
+        for topic in self._overrides.apply(controls):
+            self._circuits.forget(topic)
+        paused = controls.paused | self._overrides.unknown_destination
+        for topics, what in ((paused - self.paused, "paused"), (self.paused - paused, "resumed")):
             for topic in sorted(topics):
                 _log.info("Topic %s is %s", topic, what, extra={"action": what})
-        self.paused = controls.paused
+        self.paused = paused
         self._limits.apply(controls.limits, workers)
         self._circuits.forget_old()
 
@@ -66,7 +74,8 @@ class Topics:
         return claim.kind is Kind.DEFER or claim.topic not in self.paused
 
     def start(self, claim: Claim) -> Claim:
-        """Use tokens of its rate limit, and return the claim as a probe or with its suspects."""
+        """Use tokens of its rate limit. Return the claim with its destination, and as a probe or with its suspects."""
+        claim = self._overrides.given(claim)
         if claim.kind is Kind.DEFER:
             return claim
         self._limits.take(claim.topic, len(claim.tasks))
@@ -78,6 +87,8 @@ class Topics:
         if claim.kind is Kind.DEFER:
             return None
         self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back the untried
+        if self._overrides.given(claim).destination != claim.destination:
+            return None  # the batch tells nothing about the Pub/Sub topic that messages go to now
         return self._circuits.observe(delivered)
 
     def at_most_once_to_start(self, delivered: Delivered) -> Claim | None:
@@ -104,5 +115,5 @@ class Topics:
 
         An idle worker need not notice the beginning: each turn reads the controls first.
         """
-        waits = self.paused or self._limits.seconds_to_next() is not None
+        waits = self.paused or self.seconds_until_available() is not None
         return CONTROLS_SECONDS if waits else math.inf

@@ -94,9 +94,13 @@ class CircuitBreakers:
         """Forget circuits of topics that have had no task to probe them with for long."""
         now = self._clock()
         for topic in [topic for topic, circuit in self._open.items() if now > circuit.probe_at + FORGET_SECONDS]:
-            del self._open[topic]
-            self._suspects.pop(topic, None)
-            self._failing.discard(topic)
+            self.forget(topic)
+
+    def forget(self, topic: str) -> None:
+        """Close the circuit of a topic, and forget its failures: its messages go to another Pub/Sub topic now."""
+        self._open.pop(topic, None)
+        self._suspects.pop(topic, None)
+        self._failing.discard(topic)
 
     def suspended(self) -> frozenset[str]:
         """Return the topics that a poll does not read now: open, being probed, or without a place for a probe."""

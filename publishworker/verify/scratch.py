@@ -14,11 +14,11 @@ from google.pubsub_v1 import PublisherClient, PubsubMessage
 
 import outbox
 from outbox.errors import NotReached, OutboxError
+from outbox.program.pubsub import open_pubsub
 from outbox.program.terminal import complain
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from publishworker.process.settings import WorkerSettings
-from publishworker.pubsub.client import open_pubsub
 
 #: Topics of the loaded tasks, of which nothing is published.
 TOPICS = ("verify-a", "verify-b", "verify-c", "verify-d")

@@ -20,11 +20,16 @@ ALTER TABLE AsynchronousTasks ADD CONSTRAINT AsynchronousTasksOrderingKey CHECK 
 ALTER TABLE AsynchronousTasks ADD ROW DELETION POLICY (OLDER_THAN(SentAt, INTERVAL 7 DAY));
 
 CREATE TABLE AsynchronousTaskTopics (
-  Topic         STRING(400) NOT NULL,
-  Paused        BOOL        NOT NULL DEFAULT (FALSE),
-  RatePerSecond FLOAT64,
-  Burst         INT64,
-  MaxInFlight   INT64
+  Topic                 STRING(400) NOT NULL,
+  Paused                BOOL        NOT NULL DEFAULT (FALSE),
+  RatePerSecond         FLOAT64,
+  Burst                 INT64,
+  MaxInFlight           INT64,
+  PublishTo             STRING(400),
+  MaxAttempts           INT64,
+  BackoffInitialSeconds FLOAT64,
+  BackoffMaxSeconds     FLOAT64,
+  DeadAfterSeconds      FLOAT64
 ) PRIMARY KEY (Topic);
 
 CREATE TABLE AsynchronousTaskWorkers (

@@ -92,11 +92,14 @@ def test_a_misspelled_variable_is_reported(emulators: Emulators, database: Datab
 
 
 def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emulators, database: Database) -> None:
-    """Exit 1: a topic of a row or an argument that is missing, a name that is not allowed, a rate without burst."""
+    """Exit 1: a topic of a row or an argument that is missing, a name that is not allowed, an invalid row."""
     register(database, "pending-and-missing", 1)
     with database.batch() as batch:
         columns = ("Topic", "Paused", "RatePerSecond", "Burst")
         rows = [("held", True, None, None), ("ordrs", False, 5.0, 5), ("half", False, 5.0, None)]
+        batch.insert("AsynchronousTaskTopics", columns, rows)
+        columns = ("Topic", "PublishTo", "MaxAttempts")
+        rows = [("routed", "routed-and-missing", None), ("nowhere", "no topic", None), ("never", None, 0)]
         batch.insert("AsynchronousTaskTopics", columns, rows)
     done = publishworker(emulators, "check", "named-and-missing", "no", **on(database))
     assert done.code == 1
@@ -108,7 +111,10 @@ def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emula
         assert any(line.endswith(f"does not exist. Create it: {create}") for line in wrong)
     assert any("topics/ordrs does not exist" in line for line in wrong)
     assert any("half" in line and "Burst" in line for line in wrong)
-    assert len(wrong) == 7, wrong
+    assert any("topics/routed-and-missing does not exist" in line for line in wrong)
+    assert any("nowhere counts as paused" in line and "PublishTo is 'no topic'" in line for line in wrong)
+    assert any("policy of topic never" in line and "MaxAttempts is 0" in line for line in wrong)
+    assert len(wrong) == 11, wrong
 
 
 @pytest.mark.parametrize(

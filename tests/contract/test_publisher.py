@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outbox.message import TASK_ID_ATTRIBUTE
-from publishworker.pubsub.client import open_pubsub
+from outbox.program.pubsub import open_pubsub
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.types import Failed, LockedRow, Sent
 from tests.support.fakes import FakePublisher, serialized

@@ -12,7 +12,7 @@ import pytest
 
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.types import Discovery, Heartbeat, Key, TopicControls, TopicLimit, Workers
+from publishworker.types import Discovery, Heartbeat, Key, TopicControls, TopicLimit, TopicPolicy, Workers
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request
 from tests.support.store_harness import Harness, poll_ids
@@ -171,6 +171,18 @@ def test_topic_controls(harness: Harness) -> None:
     assert discovered(harness).controls == TopicControls(frozenset({"all", "invoices"}), limits)
     harness.limit("no number", TopicLimit(float("nan"), 1))
     assert str(discovered(harness).controls.limits["no number"].rate) == "nan"
+
+
+def test_routes_and_retry_policies(harness: Harness) -> None:
+    """A value that is not set is None; a topic without any is in neither."""
+    policies = {"all": TopicPolicy(3, 0.5, 60.0, 0.0), "part": TopicPolicy(longest=1 / 3)}
+    for topic, policy in policies.items():
+        harness.route(topic, f"{topic}-v2", policy)
+    harness.limit("limited", TopicLimit(None, None, 7))
+    controls = discovered(harness).controls
+    assert controls.routes == {"all": "all-v2", "part": "part-v2"}
+    assert controls.policies == policies
+    assert [*controls.limits] == ["limited"]
 
 
 def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: Harness) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from outbox.devtools import child_process, emulators
 from outbox.errors import NotReached, SettingError
+from outbox.program.pubsub import open_pubsub
 from outbox.program.settings import PubSubSettings
 from outbox.table.connection import open_database
-from publishworker.pubsub.client import open_pubsub
 from tests.support.proxy import silent_port
 from tests.support.waiting import eventually
 

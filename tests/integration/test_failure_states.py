@@ -9,9 +9,9 @@ from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
 import outbox
+from outbox.program.pubsub import open_pubsub
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.pubsub.client import open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.turn.relay import Relay
 from tests.support import real

@@ -17,9 +17,9 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
+from outbox.program.pubsub import create_topic_command, open_pubsub
 from outbox.program.settings import PubSubSettings
 from publishworker.process.settings import WorkerSettings
-from publishworker.pubsub.client import create_topic_command, open_pubsub
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow, Sent
 from tests.support.fakes import serialized

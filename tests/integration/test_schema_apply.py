@@ -140,7 +140,7 @@ DIFFERENT = [
      f"ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt) {STORING}"),
     ("STORING (AvailableAt)", "STORING (BlockedBy)", "index AsynchronousTasksInOrder, definition",
      f"{IN_ORDER} STORING (BlockedBy)", f"{IN_ORDER} STORING (AvailableAt)"),
-    ("Burst         INT64", "Burst FLOAT64", "table AsynchronousTaskTopics, column Burst", "FLOAT64", "INT64"),
+    ("Burst                 INT64", "Burst FLOAT64", "table AsynchronousTaskTopics, column Burst", "FLOAT64", "INT64"),
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from tests.simulation.clockwork import Clockwork, Process
 
 #: Max seconds for which the first unsent task of a key may be deferred: a few turns.
 FEW_TURNS = 5.0
-#: Seconds after which no worker publishes a task that is registered in a paused topic.
+#: Seconds after which no worker publishes a task that is registered in a paused topic, or to the end of a former route.
 PAUSE_SECONDS = 10.0
 
 
@@ -67,6 +67,10 @@ class Audit:
     _deleted_at: dict[Key, float] = field(default_factory=dict)
     #: When each paused topic was paused.
     _paused_at: dict[str, float] = field(default_factory=dict)
+    #: When the route of each topic was last changed, and where its messages go since. None: nowhere.
+    _routed: dict[str, tuple[float, str | None]] = field(default_factory=dict)
+    #: All topics in which the tasks of a topic may be received.
+    _destinations: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     _digest: Any = field(default_factory=hashlib.sha256)
 
     def committed(self, id: str, task: Known) -> None:
@@ -87,6 +91,12 @@ class Audit:
         self._paused_at.pop(topic, None)
         if paused:
             self._paused_at[topic] = self.clockwork.now
+
+    def set_route(self, topic: str, to: str | None) -> None:
+        """An operator has routed a topic, or ended its route. None: the route is invalid."""
+        self._routed[topic] = self.clockwork.now, to
+        if to is not None:
+            self._destinations[topic].add(to)
 
     def mended(self, id: str) -> None:
         """An operator has made a dead task good and ready."""
@@ -114,14 +124,14 @@ class Audit:
                 "sent" if row.sent_at else "expired" if row.is_expired(now) else "not due" if is_early else ""
             )
 
-    def answered(self, process: Process, topic: str, ids: Iterable[str], reason: str) -> None:
+    def answered(self, process: Process, ids: Sequence[str], reason: str) -> None:
         """The worker knows that Pub/Sub has these tasks (`reason` is "ok"), or that it failed."""
         kind = None if reason == "ok" else kind_of(reason)
         for id in ids:
             if kind is None:
                 self._acknowledged[process, id] = self.clockwork.now, Version.of(self._claimed[process, id])
             self._outages[process, id] += kind is FailureKind.OUTAGE
-        self._troubles[process, topic] += kind in (FailureKind.OUTAGE, FailureKind.TARGET)
+        self._troubles[process, self.tasks[ids[0]].topic] += kind in (FailureKind.OUTAGE, FailureKind.TARGET)
 
     def marked(self, process: Process, marks: Mapping[str, Mark], latest: datetime) -> None:
         """A commit writes these marks. `latest` is the latest time of a deferral."""
@@ -160,7 +170,7 @@ class Audit:
             if task is None:
                 self.problem(f"{id} was received and never committed")
                 continue
-            if (task.topic, task.key) != (topic, key):
+            if topic not in {task.topic, *self._destinations[task.topic]} or task.key != key:
                 self.problem(f"{id} was received in topic {topic} with key {key!r}")
             if now < task.available_at - 1e-6:
                 self.problem(f"{id} was received {task.available_at - now:.3f} s before its time")
@@ -175,8 +185,8 @@ class Audit:
             task.received += 1
             task.last_at = now
 
-    def requested(self, process: Process, ids: Iterable[str]) -> None:
-        """A worker sends a publish request, which may be executed much later."""
+    def requested(self, process: Process, topic: str, ids: Iterable[str]) -> None:
+        """A worker sends a publish request to a topic, which may be executed much later."""
         for id in ids:
             row = self._claimed[process, id]
             if state := self._unfit[process, id]:
@@ -188,6 +198,9 @@ class Audit:
             late = max(task.at, task.reset_at) - self._paused_at.get(task.topic, inf)
             if late > PAUSE_SECONDS:
                 self.problem(f"{id} was registered or reset {late:.1f} s after a pause of {task.topic}, and published")
+            changed_at, destination = self._routed.get(task.topic, (inf, None))
+            if max(task.at, task.reset_at) - changed_at > PAUSE_SECONDS and topic != destination:
+                self.problem(f"{id} was published to {topic}, long after {task.topic} was routed to {destination}")
 
     def heads(self, deferred: Mapping[Key, str]) -> None:
         """The first unsent task of these keys is deferred. No task blocks it, so this must end within a few turns."""

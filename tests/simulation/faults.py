@@ -76,7 +76,7 @@ def trouble(world: "World", _node: "Node", fault: "Fault") -> End:
 
 
 def break_topic(world: "World", _node: "Node", fault: "Fault") -> End:
-    topic = world.topics[fault.which % len(world.topics)]
+    topic = world.destination(world.topics[fault.which % len(world.topics)])
     world.pubsub.broken[topic] = ANSWERS[fault.kind]
     return lambda: world.pubsub.broken.pop(topic, None)
 

@@ -57,7 +57,7 @@ class _Channel:
         ids = [each.attributes[TASK_ID_ATTRIBUTE] for each in request.messages]
         clockwork, pubsub, answer = self._pubsub.clockwork, self._pubsub, _Answer(request.topic, ids)
         pubsub.requests += 1
-        pubsub.audit.requested(self._process, ids)
+        pubsub.audit.requested(self._process, answer.topic, ids)
         fate = self._fate("publish")
         latency = self._median * clockwork.random.uniform(0.7, 1.6) + pubsub.slow
 
@@ -76,7 +76,7 @@ class _Channel:
     def _answer(self, answer: "_Answer", code: grpc.StatusCode) -> None:
         if answer.answered is None:
             answer.answered = code
-            self._pubsub.audit.answered(self._process, answer.topic, answer.message_ids, code.name.lower())
+            self._pubsub.audit.answered(self._process, answer.message_ids, code.name.lower())
             for callback in answer.callbacks:
                 self._pubsub.clockwork.spawn(self._process, lambda each=callback: each(answer))
 

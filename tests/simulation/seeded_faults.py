@@ -15,8 +15,10 @@ from publishworker.delivery.mark_first import MarkFirst
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
+from publishworker.topics import overrides
 from publishworker.topics.circuit_breaker import CircuitBreakers
 from publishworker.topics.discovery import KnownTopics
+from publishworker.topics.overrides import Overrides
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
@@ -128,6 +130,8 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         Worker, "_log_unavailable", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
     ),
     "workers that do not poll the new layout are waited for": (Snapshot, "not_polling", always([])),
+    "messages follow the route of their topic": (Overrides, "given", lambda _: lambda _self, claim: claim),
+    "a topic with an invalid route waits": (overrides, "route_problem", always("")),
     "workers poll the recorded layouts": (
         Membership, "assign", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
     ),

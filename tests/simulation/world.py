@@ -77,6 +77,7 @@ class Plan:
     reshard: int = 0  # new number of shards, while the applications register
     wake: bool = False  # a change stream starts polls, and idle workers poll seldom
     refused: float = 0.0  # part of the tasks whose rows Spanner refuses to change, until the registrations end
+    routes: bool = False  # an operator routes topics and ends routes
     longest_backoff: float = 60.0  # seconds between two attempts
     poll_interval: float = 1.0
     idle_interval: float = 15.0
@@ -111,6 +112,7 @@ class Plan:
             longest_backoff=random.choice([60.0, 300.0, 900.0]),
             poll_interval=random.choice([1.0, 1.0, 1.0, 10.0, 30.0]),
             idle_interval=random.choice([15.0, 15.0, 60.0, 300.0]),
+            routes=random.random() < 0.3,
         )
 
 
@@ -332,6 +334,27 @@ class World:
         (self.spanner.table.paused.add if paused else self.spanner.table.paused.discard)(topic)
         self.audit.set_paused(topic, paused=paused)
 
+    def _route(self) -> None:
+        """Route topics, sometimes by SQL to a name that is no topic, and end the routes; at last end all."""
+        random = Random(f"{self.plan.seed}/route")
+        while self.clockwork.now < self.plan.seconds:
+            self.clockwork.sleep(random.expovariate(1 / 4))
+            topic = random.choice(self.topics)
+            self.set_route(topic, random.choice([f"{topic}-v2", f"{topic}-v2", f"{topic}-v3", "no topic", None]))
+        for topic in self.topics:
+            self.set_route(topic, None)
+
+    def set_route(self, topic: str, to: str | None) -> None:
+        """Route a topic, or end its route, as `outbox route`."""
+        self.spanner.table.routes.pop(topic, None)
+        if to is not None:
+            self.spanner.table.routes[topic] = to
+        self.audit.set_route(topic, None if to == "no topic" else self.destination(topic))
+
+    def destination(self, topic: str) -> str:
+        """Return the topic to which the messages of a topic go now."""
+        return self.spanner.table.routes.get(topic, topic)
+
     def _reshard(self) -> None:
         """Run the steps of `outbox schema reshard`, with pauses; sometimes return to the former number, and go on."""
         random, table = Random(f"{self.plan.seed}/reshard"), self.spanner.table
@@ -417,6 +440,8 @@ class World:
             self.clockwork.spawn(self.application, self._watch_keys)
             if self._resharding:
                 self.clockwork.spawn(self.application, self._reshard)
+            if self.plan.routes:
+                self.clockwork.spawn(self.application, self._route)
             for fault in self.plan.faults:
                 self.clockwork.after(fault.at, functools.partial(self._begin, fault))
             last = max((fault.at + fault.seconds for fault in self.plan.faults), default=0.0)

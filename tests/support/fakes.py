@@ -37,6 +37,7 @@ from publishworker.types import (
     Sent,
     TopicControls,
     TopicLimit,
+    TopicPolicy,
     Workers,
 )
 
@@ -79,6 +80,8 @@ class FakeStore:
         self.rows: dict[str, StoredTask] = {}
         self.paused: set[str] = set()
         self.limits: dict[str, TopicLimit] = {}
+        self.routes: dict[str, str] = {}
+        self.policies: dict[str, TopicPolicy] = {}
         self.now = datetime(2026, 1, 1, 12, tzinfo=UTC)
         #: Called before each commit: raise Abort to have the transaction run again, StoreError to fail it.
         self.before_commit: Callable[[], None] = lambda: None
@@ -155,7 +158,7 @@ class FakeStore:
 
     def topic_controls(self) -> TopicControls:
         limits = {topic: limit for topic, limit in self.limits.items() if limit != TopicLimit()}
-        return TopicControls(frozenset(self.paused), limits)
+        return TopicControls(frozenset(self.paused), limits, dict(self.routes), dict(self.policies))
 
     def workers(self) -> Workers:
         ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.seen_at.items()}

@@ -108,6 +108,22 @@ def blocked_key(place: Place) -> None:
         place.tasks([f"payment-{number}"], "payments", ago=(20 - number) * MINUTES, **blocked)
 
 
+def moved(place: Place) -> None:
+    place.topics("orders")
+    place.tasks(_ids("order", 25), "orders")
+
+
+def routed(place: Place) -> None:
+    place.topics("orders", "orders-v2")
+    place.tasks(_ids("order", 12), "orders")
+
+
+def in_a_file(place: Place) -> None:
+    place.tasks(["order-1"], "orders")
+    with place.database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [("invoices", False)])
+
+
 def pubsub_away(place: Place) -> None:
     place.tasks(_ids("order", 25), "orders", ago=3 * MINUTES)
     place.environment["OUTBOX_PUBSUB_ENDPOINT"] = "127.0.0.1:9"
@@ -201,12 +217,18 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "Operations": a_day,
         "Shell completion": lambda _place: None,
     },
+    "routes.md": {
+        "Move a topic": routed,
+        "Set a retry policy": routed,
+        "Keep the controls in a file": in_a_file,
+    },
     "runbook.md": {
         "The backlog grows": backlog_grows,
         "The oldest age alarms": oldest_age,
         "A topic was deleted": topic_deleted,
         "A poison message": poison,
         "A blocked ordering key": blocked_key,
+        "A topic must be moved": moved,
         "Pub/Sub is unavailable": pubsub_away,
         "Spanner is unavailable": spanner_unavailable,
         "A storm of duplicates": duplicates,

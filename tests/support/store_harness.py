@@ -1,6 +1,7 @@
 """A store for the contract tests, and access to its rows from outside: the fake store, and Spanner on the emulator."""
 
 import base64
+import dataclasses
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from outbox.table.connection import open_database
 from outbox.table.ddl import added_layout
 from outbox.table.layouts import Layout
 from publishworker.spanner.store import Store
-from publishworker.types import Key, TopicLimit
+from publishworker.types import Key, TopicLimit, TopicPolicy
 from tests.support import real
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import poll_request
@@ -42,6 +43,9 @@ class FakeHarness:
         """Limit a topic that has no row yet; a row without values is no row here."""
         if limit != TopicLimit():
             self._fake.limits[topic] = limit
+
+    def route(self, topic: str, to: str, policy: TopicPolicy) -> None:
+        self._fake.routes[topic], self._fake.policies[topic] = to, policy
 
     def delete(self, id: str) -> None:
         del self._fake.rows[id]
@@ -90,6 +94,11 @@ class SpannerHarness:
     def limit(self, topic: str, limit: TopicLimit) -> None:
         values = {"RatePerSecond": limit.rate, "Burst": limit.burst, "MaxInFlight": limit.in_flight}
         self._insert("AsynchronousTaskTopics", Topic=topic, **values)
+
+    def route(self, topic: str, to: str, policy: TopicPolicy) -> None:
+        columns = ("MaxAttempts", "BackoffInitialSeconds", "BackoffMaxSeconds", "DeadAfterSeconds")
+        values = dict(zip(columns, dataclasses.astuple(policy), strict=True))
+        self._insert("AsynchronousTaskTopics", Topic=topic, PublishTo=to, **values)
 
     def delete(self, id: str) -> None:
         with self._database.batch() as batch:

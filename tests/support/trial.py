@@ -118,6 +118,9 @@ class Trial:
         self._ordered: list[Subscription] = []
         self.subscribe()
         self.received: list[PubsubMessage] = []
+        #: The number of messages by topic.
+        self.counts: dict[str, int] = {}
+        self._by_time = False
         self._recovery = 0.0
         self.figures: Figures | None = None
         #: Further measurements of a scenario.
@@ -127,6 +130,14 @@ class Trial:
         """Subscribe to both topics; again, where they were deleted."""
         self._subscriptions.append(self.pubsub.new_subscription(self.topic))
         self._ordered.append(self.pubsub.new_subscription(self.ordered_topic, ordered=True))
+
+    def subscribe_to_new_topics(self) -> tuple[str, str]:
+        """Create two more topics, one for messages with ordering keys, and subscribe. Return their names."""
+        plain, ordered = self.pubsub.new_topic(), self.pubsub.new_topic()
+        self._subscriptions.append(self.pubsub.new_subscription(plain))
+        self._ordered.append(self.pubsub.new_subscription(ordered, ordered=True))
+        self._by_time = True
+        return plain, ordered
 
     @contextlib.contextmanager
     def worker(self, *flags: str, module: str = "publishworker", **environment: str) -> Iterator[Process]:
@@ -256,8 +267,12 @@ class Trial:
 
     def audit(self, *, duplicates: int) -> Figures:
         """Compare received messages with registered tasks; at most so many duplicates are promised."""
-        ordered = [message for each in self._ordered for message in each.drain()]
-        self.received = [*ordered, *(message for each in self._subscriptions for message in each.drain())]
+        drained = [(each, each.drain()) for each in (*self._ordered, *self._subscriptions)]
+        self.counts = {each.topic: len(messages) for each, messages in drained}
+        self.received = [message for _, messages in drained for message in messages]
+        ordered = [message for each, messages in drained if each in self._ordered for message in messages]
+        if self._by_time:  # several topics, whose messages have one order only together
+            ordered.sort(key=lambda each: (each.publish_time, int(each.message_id)))
         received = {id_of(each) for each in self.received}
         published = Counter(id_of(each) for each in {each.message_id: each for each in self.received}.values())
         self.figures = Figures(

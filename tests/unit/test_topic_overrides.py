@@ -1,0 +1,168 @@
+"""Routes and retry policies of topics: where a batch publishes, and how its failures are recorded; on the fakes."""
+
+import logging
+from datetime import timedelta
+from random import Random
+
+import pytest
+
+from publishworker.delivery.claim import Claim, ClaimedTask, Kind
+from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.host import Host
+from publishworker.topics.availability import CONTROLS_SECONDS, Topics
+from publishworker.topics.overrides import policy_problem, route_problem
+from publishworker.types import NO_POLICY, Failed, TopicControls, TopicPolicy
+from tests.support.relay_bench import Bench
+
+NEW = "projects/other/topics/orders-v2"
+NOT_FOUND = Failed("not_found", "no such topic")
+
+
+def claim(topic: str = "orders", kind: Kind = Kind.PUBLISH) -> Claim:
+    return Claim(topic, (ClaimedTask("a"),), kind)
+
+
+def topics(**controls: object) -> Topics:
+    found = Topics(Host(random=Random(1)))
+    found.apply(TopicControls(**controls), 1)  # type: ignore[arg-type]
+    return found
+
+
+def test_messages_of_a_routed_topic_go_to_its_destination(bench: Bench) -> None:
+    """Other topics are as before, and the end of the route is, too. The row keeps its topic."""
+    bench.publisher.topics.add(NEW)
+    bench.store.routes = {"orders": NEW}
+    bench.insert("routed")
+    bench.insert("ordered", ordering_key="k")
+    bench.insert("other", topic="invoices")
+    bench.turns()
+    places = {id: name for name, id, _ in bench.publisher.published}
+    assert places == {"routed": NEW, "ordered": NEW, "other": "projects/test-project/topics/invoices"}
+    assert bench.store.rows["routed"].topic == "orders"
+    bench.store.routes = {}
+    bench.relay.turn()  # reads the topic controls
+    bench.insert("later")
+    bench.turns()
+    assert bench.publisher.published[-1][:2] == ("projects/test-project/topics/orders", "later")
+
+
+def test_an_at_most_once_task_follows_the_route(bench: Bench) -> None:
+    bench.publisher.topics.add(NEW)
+    bench.store.routes = {"orders": NEW}
+    bench.insert("once", at_most_once=True)
+    bench.turns()
+    assert [(name, id) for name, id, _ in bench.publisher.published] == [(NEW, "once")]
+
+
+def test_an_invalid_route_pauses_the_topic_until_it_is_repaired(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Its messages must not go to the wrong topic, and its tasks must not become dead."""
+    bench.store.routes = {"orders": "not a topic"}
+    bench.insert("waits")
+    bench.insert("other", topic="invoices")
+    with caplog.at_level(logging.WARNING, "publishworker"):
+        bench.turns()
+        bench.relay.turn()
+    assert bench.publisher.ids() == ["other"]
+    assert (bench.store.rows["waits"].attempts, bench.store.rows["waits"].last_error) == (0, None)
+    [line] = [each for each in caplog.messages if "counts as paused" in each]
+    assert "Topic orders counts as paused: PublishTo is 'not a topic'" in line
+    bench.store.routes = {}
+    bench.relay.turn()  # reads the topic controls
+    bench.turns()
+    assert bench.publisher.ids() == ["other", "waits"]
+
+
+def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench: Bench) -> None:
+    """The former destination is missing. A worker reads the topic controls soon while a circuit is open."""
+    bench.publisher.topics.clear()
+    bench.insert("a")
+    turns = bench.turns()
+    assert bench.publisher.ids() == []
+    assert turns[-1].max_wait == CONTROLS_SECONDS
+    bench.publisher.topics.add(NEW)
+    bench.store.routes = {"orders": NEW}
+    bench.relay.turn()  # reads the topic controls
+    bench.turns()
+    assert bench.publisher.ids() == ["a"]
+
+
+def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> None:
+    found = topics()
+    before = found.start(claim())
+    found.apply(TopicControls(routes={"orders": NEW}), 1)
+    assert found.observe(Delivered(before, answers={"a": NOT_FOUND}, outcomes={"a": NOT_FOUND})) is None
+    assert found.circuit_states() == {}
+    after = found.start(claim())
+    assert (before.destination, after.destination) == ("orders", NEW)
+    change = found.observe(Delivered(after, answers={"a": NOT_FOUND}, outcomes={"a": NOT_FOUND}))
+    assert change is not None
+    assert [*found.circuit_states()] == ["orders"]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_of_batch_has_the_policy_of_its_topic(kind: Kind) -> None:
+    policy = TopicPolicy(max_attempts=3, longest=60.0)
+    found = topics(policies={"orders": policy})
+    assert found.start(claim(kind=kind)).policy == policy
+    assert found.start(claim("invoices", kind)).policy == NO_POLICY
+
+
+def test_a_topic_replaces_only_the_values_that_it_has() -> None:
+    worker = RetryPolicy(initial=1, longest=3600, max_attempts=10, dead_after=86_400, random=Random(1))
+    assert worker.for_topic(NO_POLICY) == worker
+    changed = worker.for_topic(TopicPolicy(max_attempts=3, longest=60.0))
+    assert (changed.max_attempts, changed.longest) == (3, 60.0)
+    assert (changed.initial, changed.dead_after, changed.random) == (1, 86_400, worker.random)
+
+
+def test_a_task_is_dead_after_the_attempts_of_its_topic(bench: Bench) -> None:
+    """A task of another topic is retried with the worker's policy."""
+    unknown = Failed("of no known kind", "no")
+    bench.publisher.failing = {"a": unknown, "b": unknown}
+    bench.store.policies = {"orders": TopicPolicy(max_attempts=1)}
+    bench.insert("a")
+    bench.insert("b", topic="invoices")
+    bench.turns()
+    assert bench.store.is_dead(bench.store.rows["a"])
+    assert not bench.store.is_dead(bench.store.rows["b"])
+
+
+def test_a_deferral_ends_within_the_max_backoff_of_its_topic(bench: Bench) -> None:
+    """Behind a head that is scheduled for much later."""
+    bench.store.policies = {"orders": TopicPolicy(longest=5.0)}
+    bench.line("head", available_at=bench.store.now + timedelta(hours=9))
+    bench.line("behind")
+    bench.turns()
+    assert bench.waits("behind") == pytest.approx(5, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [
+        (TopicPolicy(max_attempts=0), "MaxAttempts is 0. It must be a whole number from 1 to 1,000,000"),
+        (TopicPolicy(initial=float("nan")), "BackoffInitialSeconds is nan. It must be a number from 0.05 to 3,600"),
+        (TopicPolicy(longest=1e30), "BackoffMaxSeconds is 1e+30. It must be a number from 0.05 to 604,800"),
+        (TopicPolicy(dead_after=-1.0), "DeadAfterSeconds is -1.0. It must be a number from 0 to 31,536,000"),
+        (
+            TopicPolicy(initial=60.0, longest=5.0),
+            "BackoffInitialSeconds is 60.0. It must not exceed BackoffMaxSeconds, which is 5.0",
+        ),
+    ],
+)
+def test_an_invalid_policy_is_ignored_and_logged(
+    policy: TopicPolicy, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker's policy applies instead. One line a minute for each topic."""
+    assert policy_problem(policy) == sentence
+    found = topics(policies={"orders": policy, "invoices": TopicPolicy(max_attempts=3)})
+    found.apply(TopicControls(policies={"orders": policy}), 1)
+    assert found.start(claim()).policy == NO_POLICY
+    [line] = [each for each in caplog.messages if "is ignored" in each]
+    assert line.startswith(f"The retry policy of topic orders is ignored: {sentence}")
+
+
+@pytest.mark.parametrize("to", ["", "ab", "goog-x", "projects/p/topics/", "a b c", "orders\n"])
+def test_a_name_that_pubsub_refuses_is_no_destination(to: str) -> None:
+    assert route_problem(to).startswith("PublishTo is ")
+    assert route_problem("orders") == route_problem(NEW) == ""
