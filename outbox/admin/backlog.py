@@ -11,6 +11,7 @@ from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotF
 
 from outbox.admin import statements
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
+from outbox.admin.workers import Worker, live
 from outbox.errors import OutboxError
 from outbox.table.statements import CONTROLS
 from outbox.table.states import UNSENT
@@ -74,13 +75,13 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backlog:
-    """All lines as they were at `as_of`, by topic and then by priority, highest first.
+    """All lines and the live workers as they were at `as_of`. Lines are by topic and then by priority, highest first.
 
     `whole` is false if there are more than MAX_TOPICS topics. Only the first MAX_TOPICS are then included.
     """
 
     as_of: datetime
-    workers: int
+    workers: Sequence[Worker]
     lines: Sequence[Line]
     whole: bool = True
 
@@ -220,7 +221,7 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
             counter.add(rows, "pending")
     due = ask(statements.COUNT_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)
     counter.add(due, "pending")
-    backlog = Backlog(at, 0, counter.lines(()))
+    backlog = Backlog(at, (), counter.lines(()))
     return backlog.age(backlog.oldest)
 
 
@@ -266,9 +267,9 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     counter.add(ask(statements.COUNT_DUE, **values, topics=topics, now=at), "pending")
     counter.add(ask(statements.COUNT_LATER, **values, topics=topics, now=at), "retrying", "scheduled", "blocked")
     counter.add(ask(statements.COUNT_DEAD, **values, topics=topics), "dead")
-    workers = 0
+    workers: Sequence[Worker] = []
     if of_sent:
         counter.add(ask(statements.COUNT_SENT, **values, now=at), "sent_last_minute", by_topic=False)
-        workers = sum(age < 1000 * seconds for _, age, seconds, _ in ask(statements.WORKERS_AT, now=at))
+        workers = live(table, at)
     paused = {topic for topic, is_paused, *_ in ask(CONTROLS) if is_paused}
     return Backlog(at, workers, counter.lines(paused), whole=whole)

@@ -22,6 +22,7 @@ from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
 from publishworker.process import exits
+from publishworker.process.info import worker_info
 from publishworker.process.settings import RelaySettings
 from publishworker.process.stopping import run_on_thread
 from publishworker.pubsub.client import create_topic_command, open_pubsub
@@ -68,6 +69,7 @@ class App:
         )
         host = Host(progress=touch_file)
         self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host)
+        self.membership.info = partial(worker_info, settings, self.relay)
         self._stream = (
             ChangeStream(self.store.database.on_own_connection().renewed, self.relay.wake)
             if settings.wake == "change-stream"
