@@ -186,15 +186,16 @@ def read_unsent_stale(table: TaskTable) -> Backlog:
     return _read_stale(table, lambda at: _read_at(table, at, None, of_sent=False))
 
 
-def oldest_age(table: TaskTable) -> float:
-    """Return the age of the oldest pending task in seconds, as of ten seconds ago, or 0. Paused topics are ignored.
+def oldest_ages(table: TaskTable) -> dict[str, float]:
+    """Return the age of the oldest pending task of each topic in seconds, as of ten seconds ago.
 
-    Seeks in the index find it, so the cost does not depend on the number of tasks of a priority. The result is exact
-    unless there are more than MAX_TOPICS topics (only the first are read), or a shard and topic has more than
-    MAX_QUERIES priorities (only some tasks of the lower ones are read), or more than FIRST_DUE due tasks (only the
-    first by AvailableAt are read). Raises NotReached, OutboxError.
+    Paused topics, and topics without pending tasks, are left out. Seeks in the index find the ages, so the cost does
+    not depend on the number of tasks of a priority. They are exact unless there are more than MAX_TOPICS topics (only
+    the first are read), or a shard and topic has more than MAX_QUERIES priorities (only some tasks of the lower ones
+    are read), or more than FIRST_DUE due tasks (only the first by AvailableAt are read). Raises NotReached,
+    OutboxError.
     """
-    return _read_stale(table, lambda at: _oldest_age_at(table, at))
+    return _read_stale(table, lambda at: _oldest_ages_at(table, at))
 
 
 def _read_stale(table: TaskTable, read_at: Callable[[datetime], T]) -> T:
@@ -208,7 +209,7 @@ def _read_stale(table: TaskTable, read_at: Callable[[datetime], T]) -> T:
         return read_at(now)
 
 
-def _oldest_age_at(table: TaskTable, at: datetime) -> float:
+def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
     def ask(statement: str, **parameters: Any) -> list[list[Any]]:
         return table.query(statement, "outbox-age", parameters, at=at, seconds=SCAN_SECONDS)
 
@@ -222,7 +223,7 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
     due = ask(statements.COUNT_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)
     counter.add(due, "pending")
     backlog = Backlog(at, (), counter.lines(()))
-    return backlog.age(backlog.oldest)
+    return {topic: backlog.age(line) for topic, line in backlog.topics().items()}
 
 
 def _add_ready(

@@ -35,7 +35,7 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_age
+from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import StuckBatch
@@ -84,7 +84,7 @@ class App:
             report=WorkerGauges(metrics, self.membership, self.relay),
             random=host.random,
         )
-        samplers = (oldest_age(metrics), backlog_counts(metrics, lambda: self.relay.topics)) if metrics.wanted else ()
+        samplers = (oldest_ages(metrics), backlog_counts(metrics, lambda: self.relay.topics)) if metrics.wanted else ()
         self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
         ]

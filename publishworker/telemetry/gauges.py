@@ -145,9 +145,17 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
     return +counts
 
 
-def oldest_age(metrics: Metrics) -> Callable[[TaskTable], None]:
-    """Return a function that sends the age of the oldest pending task."""
-    return lambda table: metrics.gauge(m.OLDEST_AGE, backlog.oldest_age(table))
+def oldest_ages(metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> Callable[[TaskTable], None]:
+    """Return a function that sends the age of the oldest pending task, of all topics and of each."""
+    with_zeros = WithZeros[str](clock)
+
+    def send(table: TaskTable) -> None:
+        ages = backlog.oldest_ages(table)
+        metrics.gauge(m.OLDEST_AGE, max(ages.values(), default=0.0))
+        for topic, age in with_zeros(ages).items():
+            metrics.gauge(m.TOPIC_OLDEST_AGE, age, topic=topic)
+
+    return send
 
 
 class BacklogSampler:

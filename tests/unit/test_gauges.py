@@ -13,7 +13,7 @@ from outbox.admin.backlog import Backlog, Line
 from outbox.errors import NotReached
 from publishworker.telemetry import gauges
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, by_topic_and_state
+from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, by_topic_and_state, oldest_ages
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.types import CircuitState, Failed
@@ -188,3 +188,17 @@ def test_the_backlog_is_counted_until_the_sampler_stops(
     out.stop()
     eventually(lambda: not any(thread.name == "backlog" for thread in threading.enumerate()))
     assert [record.__dict__["action"] for record in caplog.records] == ["backlog"]
+
+
+def test_the_oldest_age_is_reported_of_all_topics_and_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topic without pending tasks is 0 for ten minutes, so that its last age does not stay in the graph."""
+    client = Counted()
+    send = oldest_ages(Metrics(client), lambda: 0.0)
+    for ages in ({"orders": 7.0, "mails": 300.0}, {"orders": 8.0}, {}):
+        monkeypatch.setattr(backlog, "oldest_ages", lambda _table, found=ages: found)
+        send(None)
+        assert client.gauges == {
+            (m.OLDEST_AGE.name,): max(ages.values(), default=0),
+            (m.TOPIC_OLDEST_AGE.name, "topic:orders"): ages.get("orders", 0),
+            (m.TOPIC_OLDEST_AGE.name, "topic:mails"): ages.get("mails", 0),
+        }
