@@ -26,7 +26,9 @@ def lines(workers: "Sequence[admin.workers.Worker]", now: datetime) -> list[str]
         state, probe = ("open", f"in {spoken(wait)}") if wait > 0 else ("half-open", "now")
         since = f"{spoken((now - each.since).total_seconds())} ago"
         rows.append([state, each.topic, each.workers, since, probe, shortened(f"{each.reason}: {each.error}")])
-    return ["", table(HEADS, rows)] if rows else []
+    left_out = int(sum(worker.number("circuits_left_out") for worker in workers))
+    more = [f"... and {left_out:,} more, which did not fit into the heartbeats"] if left_out else []
+    return ["", table(HEADS, rows), *more] if rows else more
 
 
 def print_table(workers: "Sequence[admin.workers.Worker]", now: datetime) -> None:

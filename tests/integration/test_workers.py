@@ -122,6 +122,11 @@ def test_open_circuits_are_in_status_topics_and_workers(database: Database, outb
         assert circuit["since"] < found["as_of"] < circuit["next_probe"]
 
 
+def test_circuits_that_did_not_fit_are_counted(database: Database, outbox: Commands) -> None:
+    live(database, a=INFO | {"circuits": [CIRCUIT], "circuits_left_out": 1_200}, b=INFO | {"circuits_left_out": 1})
+    assert outbox.here("status").stdout.endswith("\n... and 1,201 more, which did not fit into the heartbeats\n")
+
+
 def test_a_circuit_whose_next_probe_is_due_is_half_open(database: Database, outbox: Commands) -> None:
     live(database, a=INFO | {"circuits": [CIRCUIT | {"seconds_to_probe": 0}]})
     line = outbox.here("status").stdout.splitlines()[-1]
