@@ -145,6 +145,8 @@ class Heartbeat:
     #: The layouts that the worker polls.
     polls: Sequence[Layout]
     liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS
+    #: What the worker says about itself, for operators (`process.info`).
+    info: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,19 @@ class Failed:
 
 
 Outcome = Sent | Skipped | Failed
+
+
+class CircuitState(NamedTuple):
+    """A circuit that is not closed: why, the seconds since it opened, and the seconds until the next probe."""
+
+    failure: Failed
+    seconds: float
+    seconds_to_probe: float
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether the poll does not read the topic. Otherwise the circuit is half-open."""
+        return self.seconds_to_probe > 0
 
 
 @dataclass(frozen=True, slots=True)

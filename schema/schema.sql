@@ -88,7 +88,10 @@ CREATE TABLE AsynchronousTaskWorkers (
   -- The worker is live until SeenAt is older than this.
   LivenessTimeoutSeconds INT64      NOT NULL DEFAULT (14),
   -- The columns whose shards the worker polls, such as Shard,Shard32. NULL: Shard.
-  Polls                  STRING(64)
+  Polls                  STRING(64),
+  -- About the worker: host, version, shards, in-flight batches, open circuits, and the settings that differ from their
+  -- defaults. No secret, no message, at most 4 kB. NULL: a worker of an older version.
+  Info                   JSON
 ) PRIMARY KEY (WorkerId);
 
 -- Shard columns, since `outbox schema reshard` ran for the first time. No row: workers poll the shards of column Shard.

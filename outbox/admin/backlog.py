@@ -11,6 +11,7 @@ from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotF
 
 from outbox.admin import statements
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
+from outbox.admin.workers import Worker, live
 from outbox.errors import OutboxError
 from outbox.table.statements import CONTROLS
 from outbox.table.states import UNSENT
@@ -74,13 +75,13 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backlog:
-    """All lines as they were at `as_of`, by topic and then by priority, highest first.
+    """All lines and the live workers as they were at `as_of`. Lines are by topic and then by priority, highest first.
 
     `whole` is false if there are more than MAX_TOPICS topics. Only the first MAX_TOPICS are then included.
     """
 
     as_of: datetime
-    workers: int
+    workers: Sequence[Worker]
     lines: Sequence[Line]
     whole: bool = True
 
@@ -185,15 +186,16 @@ def read_unsent_stale(table: TaskTable) -> Backlog:
     return _read_stale(table, lambda at: _read_at(table, at, None, of_sent=False))
 
 
-def oldest_age(table: TaskTable) -> float:
-    """Return the age of the oldest pending task in seconds, as of ten seconds ago, or 0. Paused topics are ignored.
+def oldest_ages(table: TaskTable) -> dict[str, float]:
+    """Return the age of the oldest pending task of each topic in seconds, as of ten seconds ago.
 
-    Seeks in the index find it, so the cost does not depend on the number of tasks of a priority. The result is exact
-    unless there are more than MAX_TOPICS topics (only the first are read), or a shard and topic has more than
-    MAX_QUERIES priorities (only some tasks of the lower ones are read), or more than FIRST_DUE due tasks (only the
-    first by AvailableAt are read). Raises NotReached, OutboxError.
+    Paused topics, and topics without pending tasks, are left out. Seeks in the index find the ages, so the cost does
+    not depend on the number of tasks of a priority. They are exact unless there are more than MAX_TOPICS topics (only
+    the first are read), or a shard and topic has more than MAX_QUERIES priorities (only some tasks of the lower ones
+    are read), or more than FIRST_DUE due tasks (only the first by AvailableAt are read). Raises NotReached,
+    OutboxError.
     """
-    return _read_stale(table, lambda at: _oldest_age_at(table, at))
+    return _read_stale(table, lambda at: _oldest_ages_at(table, at))
 
 
 def _read_stale(table: TaskTable, read_at: Callable[[datetime], T]) -> T:
@@ -207,7 +209,7 @@ def _read_stale(table: TaskTable, read_at: Callable[[datetime], T]) -> T:
         return read_at(now)
 
 
-def _oldest_age_at(table: TaskTable, at: datetime) -> float:
+def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
     def ask(statement: str, **parameters: Any) -> list[list[Any]]:
         return table.query(statement, "outbox-age", parameters, at=at, seconds=SCAN_SECONDS)
 
@@ -220,8 +222,8 @@ def _oldest_age_at(table: TaskTable, at: datetime) -> float:
             counter.add(rows, "pending")
     due = ask(statements.COUNT_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)
     counter.add(due, "pending")
-    backlog = Backlog(at, 0, counter.lines(()))
-    return backlog.age(backlog.oldest)
+    backlog = Backlog(at, (), counter.lines(()))
+    return {topic: backlog.age(line) for topic, line in backlog.topics().items()}
 
 
 def _add_ready(
@@ -266,9 +268,9 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     counter.add(ask(statements.COUNT_DUE, **values, topics=topics, now=at), "pending")
     counter.add(ask(statements.COUNT_LATER, **values, topics=topics, now=at), "retrying", "scheduled", "blocked")
     counter.add(ask(statements.COUNT_DEAD, **values, topics=topics), "dead")
-    workers = 0
+    workers: Sequence[Worker] = []
     if of_sent:
         counter.add(ask(statements.COUNT_SENT, **values, now=at), "sent_last_minute", by_topic=False)
-        workers = sum(age < 1000 * seconds for _, age, seconds, _ in ask(statements.WORKERS_AT, now=at))
+        workers = live(table, at)
     paused = {topic for topic, is_paused, *_ in ask(CONTROLS) if is_paused}
     return Backlog(at, workers, counter.lines(paused), whole=whole)

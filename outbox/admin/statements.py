@@ -7,7 +7,7 @@ not equal a column name: Spanner ignores case, so `shard` would mean the column.
 
 from collections.abc import Collection
 
-from outbox.table.statements import BY_ID, EACH_TOPIC, OF_TOPIC, SEEK, TO_SEND, TO_SEND_ORDER, WORKERS, at_now
+from outbox.table.statements import BY_ID, EACH_TOPIC, OF_TOPIC, SEEK, TO_SEND, TO_SEND_ORDER, at_now, workers
 from outbox.table.statements import by_ids as of_ids
 from outbox.table.states import CONDITIONS, LATER_SQL, RANGES, STATE_SQL
 
@@ -18,6 +18,8 @@ HELD = f"""{RANGES["blocked"][0]} AND EXISTS (
     SELECT 1 FROM {BY_ID} AS head
     WHERE head.Id = task.BlockedBy AND head.Topic = task.Topic AND head.OrderingKey = task.OrderingKey
       AND head.SentAt IS NULL AND COALESCE(head.ExpiresAt > CURRENT_TIMESTAMP(), TRUE))"""
+#: The ranges of each state. Due tasks are a part of the pending ones.
+_RANGES = RANGES | {"due": RANGES["pending"][1:]}
 _AS_INDEXED = "AvailableAt, Priority DESC, CreatedAt"
 _PENDING_ORDER = "Priority DESC, CreatedAt"
 # Tasks that are marked in one transaction share a SentAt. _SENT_ORDER selects a page from the index. _PUBLISH_ORDER
@@ -86,8 +88,8 @@ COUNT_LATER = _count(
     at_now(STATE_SQL),
 )
 COUNT_DEAD = _count(EACH_TOPIC, f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
-#: The workers, to count the live ones.
-WORKERS_AT = at_now(WORKERS)
+#: The workers, with what they say about themselves. A worker of an older version has no Info.
+WORKERS_AT = at_now(workers("StartedAt", "SeenAt", "TO_JSON_STRING(Info)"))
 COUNT_SENT = _count(
     "UNNEST(@shards) AS in_shard",
     "Shard = in_shard AND SentAt > TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)",
@@ -118,7 +120,7 @@ def _parts(state: str, columns: str, names: Collection[str]) -> list[str]:
         return [f"SELECT {columns} FROM {TO_SEND} WHERE {where}{narrowing} ORDER BY {_SENT_ORDER}"]
     return [
         f"SELECT {columns} FROM {TO_SEND} WHERE {OF_TOPIC} AND {range_}{narrowing} ORDER BY {TO_SEND_ORDER}"
-        for range_ in RANGES[state]
+        for range_ in _RANGES[state]
     ]
 
 

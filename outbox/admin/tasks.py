@@ -64,6 +64,16 @@ def listed(table: TaskTable, selection: TaskSelection, limit: int, at: datetime 
     return tasks
 
 
+def tried(table: TaskTable, state: str, topics: Sequence[str], limit: int, at: datetime) -> list[Task]:
+    """Return the first `limit` unsent tasks of a state and of `topics` that may have failed, as they were `at` a time.
+
+    A recorded failure sets AvailableAt. So of the pending tasks, only the due ones are read, however many are ready.
+    """
+    range_ = "due" if state == "pending" else state
+    tasks = _of_state(table, range_, TaskSelection(), limit, at, topics=topics)
+    return [dataclasses.replace(task, state=state) for task in tasks]
+
+
 def _newest(table: TaskTable, selection: TaskSelection, limit: int, now: datetime) -> list[Task]:
     """Search growing time windows, because there may be millions of sent tasks and the index has the oldest first."""
     until = selection.until or now + timedelta(seconds=1)

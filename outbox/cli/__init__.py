@@ -12,7 +12,19 @@ import sys
 from collections.abc import Sequence
 
 from outbox._version import __version__
-from outbox.cli import changes, emulators, flags, operations, output, schema, status, tasks, topic_list, topics
+from outbox.cli import (
+    changes,
+    emulators,
+    flags,
+    operations,
+    output,
+    schema,
+    status,
+    tasks,
+    topic_list,
+    topics,
+    workers,
+)
 from outbox.errors import OutboxError
 from outbox.program.arguments import Parser
 from outbox.program.settings import one_of, unknown_variables
@@ -20,7 +32,7 @@ from outbox.program.terminal import Escaped, prepare_streams, say
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
-COMMANDS = (emulators, schema, status, tasks, changes, topic_list, topics, operations)
+COMMANDS = (emulators, schema, status, tasks, changes, topic_list, topics, workers, operations)
 
 COMPLETION_DESCRIPTION = """\
 Print a script that completes the commands and flags of `outbox`. It needs the extra

@@ -1,4 +1,4 @@
-"""Dead and retrying tasks, counted by topic and error."""
+"""Unsent tasks, counted by topic, state and error."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 from outbox import admin
 from outbox.cli.output import shortened, table
 from outbox.program.terminal import Escaped, joined
+from outbox.table.states import UNSENT
 
 #: Max rows of the table.
 ROWS = 10
@@ -31,9 +32,10 @@ def counted(tasks: "Sequence[admin.tasks.Task]", *, at_least: bool = False) -> l
 def of_backlog(database: "admin.table.TaskTable", backlog: "admin.backlog.Backlog") -> list[dict[str, Any]]:
     """Count the errors of at most READ tasks of each state, as of the backlog. Raises NotReached, OutboxError."""
     counts: list[dict[str, Any]] = []
-    for state in FAILING:
-        if getattr(backlog.total, state):
-            tasks = admin.tasks.listed(database, admin.changes.TaskSelection(state=state), READ, backlog.as_of)
+    topics = backlog.topics()
+    for state in UNSENT:
+        if names := [topic for topic, line in topics.items() if getattr(line, state)]:
+            tasks = admin.tasks.tried(database, state, names, READ, backlog.as_of)
             counts += counted([task for task in tasks if task.columns["LastError"]], at_least=len(tasks) == READ)
     return sorted(counts, key=lambda count: -int(count["tasks"]))
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from outbox import admin
-from outbox.cli import errors, flags
+from outbox.cli import circuits, errors, flags
 from outbox.cli.output import as_json, cell, note, table
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import whole_number
@@ -17,9 +17,10 @@ from outbox.program.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\
 Count the unsent tasks of each topic and priority, and those sent in the last minute.
-Show the age of the oldest pending task, and group dead and retrying tasks by error
-(at most 1,000 tasks of each state). While `outbox schema reshard` is under way, show its
-next step.
+Show the age of the oldest pending task, the topics to which a live worker does not
+publish because they fail (open circuits), and the errors of unsent tasks (of at most
+1,000 tasks of each state). While `outbox schema reshard` is under way, show its next
+step.
 
 The command reads the index at LOW priority and takes no locks. It stops counting at
 10,000 tasks of each shard and topic (shown as >=), or earlier if there are many topics.
@@ -122,8 +123,9 @@ def _rendered(
             change, step = progress
             reshard = {"from": change.former, "to": change.target, "since": change.since}
             reshard |= {"next_step": step.text, "waits_for": step.waits_for}
-        return as_json(_plain(backlog) | {"errors": groups, "reshard": reshard})
-    parts: list[str] = [_text(backlog)]
+        found = {"errors": groups, "circuits": circuits.fields(backlog.workers), "reshard": reshard}
+        return as_json(_plain(backlog) | found)
+    parts: list[str] = [_text(backlog), *circuits.lines(backlog.workers, backlog.as_of)]
     if groups:
         parts += ["", errors.text(groups)]
     if progress:
@@ -152,7 +154,7 @@ def fields(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> dict
 
 
 def _text(backlog: "admin.backlog.Backlog") -> Escaped:
-    head = f"as of {shown(backlog.as_of)}, {counted(backlog.workers, 'live worker')}"
+    head = f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
     if not backlog.lines:
         return joined(head, "no unsent tasks, and no task sent in the last minute")
     rows = [
@@ -172,7 +174,7 @@ def _number(name: str, value: int, at_least: set[str]) -> object:
 def _plain(backlog: "admin.backlog.Backlog") -> dict[str, Any]:
     return {
         "as_of": backlog.as_of,
-        "workers": backlog.workers,
+        "workers": len(backlog.workers),
         **fields(backlog, backlog.total),
         "topics": [
             {"topic": line.topic, "priority": line.priority, "paused": line.paused, **fields(backlog, line)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outbox import admin
-from outbox.cli import bulk, flags
+from outbox.cli import bulk, circuits, flags
 from outbox.cli.output import as_json, by_field, note
 from outbox.cli.output import table as as_table
 from outbox.cli.status import HEADS, cells, fields
@@ -22,7 +22,8 @@ from outbox.table.controls import BOUNDS, problems
 TOPICS_DESCRIPTION = """\
 Show the pauses, limits, routes and retry policies of topics with their backlog. The list
 has every topic that has a row in AsynchronousTaskTopics, an unsent task, or a task sent in
-the last minute.
+the last minute. A second list has the topics to which a live worker does not publish,
+because they fail.
 
     outbox topics --project my-project --instance main --database shop
     outbox topics export ... > topics.json"""
@@ -77,11 +78,12 @@ def run_topics(options: argparse.Namespace) -> int:
             {"topic": topic, **by_field(dataclasses.asdict(control)), **fields(backlog, line)}
             for topic, (control, line) in topics.items()
         ]
-        say(as_json({"as_of": backlog.as_of, "topics": rows}))
+        say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits.fields(backlog.workers)}))
         return 0
     say(f"as of {shown(backlog.as_of)}")
     cells_of = [[topic, described(control), *cells(backlog, line)] for topic, (control, line) in topics.items()]
     say(as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics")
+    circuits.print_table(backlog.workers, backlog.as_of)
     return 0
 
 

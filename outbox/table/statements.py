@@ -48,13 +48,24 @@ def parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 
 NOW = "SELECT CURRENT_TIMESTAMP()"
 
-#: The heartbeats: the milliseconds since the last one, for how many seconds it makes its worker live, and the columns
-#: that the worker polls. Reads a whole small table. Any program may write LivenessTimeoutSeconds, so it is bounded:
-#: without a bound, arithmetic overflows, and nobody would poll the shards of a worker that is live for ever.
-WORKERS = f"""
-SELECT WorkerId, TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, MILLISECOND),
-  GREATEST(0, LEAST(LivenessTimeoutSeconds, {FORGET_WORKER_SECONDS})), Polls
-FROM AsynchronousTaskWorkers"""
+
+def workers(*more: str) -> str:
+    """Return the statement for the heartbeats: the milliseconds since the last one, and more columns.
+
+    Also for how many seconds it makes its worker live, and the columns that the worker polls. Reads a whole small
+    table. Any program may write LivenessTimeoutSeconds, so it is bounded: without a bound, arithmetic overflows, and no
+    worker would poll the shards of one that is live for ever.
+    """
+    columns = (
+        "WorkerId",
+        "TIMESTAMP_DIFF(CURRENT_TIMESTAMP(), SeenAt, MILLISECOND)",
+        f"GREATEST(0, LEAST(LivenessTimeoutSeconds, {FORGET_WORKER_SECONDS}))",
+        "Polls",
+    )
+    return f"SELECT {', '.join((*columns, *more))}\nFROM AsynchronousTaskWorkers"
+
+
+WORKERS = workers()
 #: The columns of the topic controls.
 CONTROL_COLUMNS = (
     "Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight", "PublishTo", "MaxAttempts", "BackoffInitialSeconds",

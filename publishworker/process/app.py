@@ -23,6 +23,7 @@ from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
 from publishworker.process import exits
+from publishworker.process.info import worker_info
 from publishworker.process.settings import RelaySettings
 from publishworker.process.stopping import run_on_thread
 from publishworker.pubsub.messages import topic_filter
@@ -34,7 +35,7 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_age
+from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import StuckBatch
@@ -68,6 +69,7 @@ class App:
         )
         host = Host(progress=touch_file)
         self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host)
+        self.membership.info = partial(worker_info, settings, self.relay)
         self._stream = (
             ChangeStream(self.store.database.on_own_connection().renewed, self.relay.wake)
             if settings.wake == "change-stream"
@@ -82,7 +84,7 @@ class App:
             report=WorkerGauges(metrics, self.membership, self.relay),
             random=host.random,
         )
-        samplers = (oldest_age(metrics), backlog_counts(metrics, lambda: self.relay.topics)) if metrics.wanted else ()
+        samplers = (oldest_ages(metrics), backlog_counts(metrics, lambda: self.relay.topics)) if metrics.wanted else ()
         self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
         ]

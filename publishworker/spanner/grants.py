@@ -30,7 +30,7 @@ def verify_grants(database: LimitedDatabase) -> None:
     limited: Any = database  # its methods carry no types
     id = str(uuid.uuid4())
     mark = (id, COMMIT_TIMESTAMP, 1, None, None, None, None, 0)
-    heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, LIVENESS_TIMEOUT_SECONDS, "")
+    heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, LIVENESS_TIMEOUT_SECONDS, "", None)
     with _permission(database, "read", "AsynchronousTasks", MARK_COLUMNS), limited.snapshot() as snapshot:
         types = {"id": param_types.STRING}
         list(

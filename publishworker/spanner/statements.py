@@ -120,7 +120,7 @@ READ_MARK_COLUMNS = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @
 #: The columns of a deferral.
 DEFER_COLUMNS = ("Id", "AvailableAt", "BlockedBy")
 
-HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls")
+HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls", "Info")
 
 #: The database's time, and the paused topics.
 NOW_AND_PAUSED = "SELECT CURRENT_TIMESTAMP(), ARRAY(SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"

@@ -9,7 +9,7 @@ from google.api_core.exceptions import (
     Aborted,
     GoogleAPICallError,
 )
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet, RequestOptions
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, RequestOptions
 
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.layouts import Layout, LayoutShards, by_layout
@@ -215,7 +215,8 @@ class SpannerStore:
         """
         with self._store_errors(), self._heartbeat_batch() as batch:
             polls = ",".join(layout.column for layout in heartbeat.polls)
-            row = (heartbeat.worker, heartbeat.started_at, COMMIT_TIMESTAMP, heartbeat.liveness_timeout, polls)
+            times = (heartbeat.started_at, COMMIT_TIMESTAMP, heartbeat.liveness_timeout)
+            row = (heartbeat.worker, *times, polls, JsonObject(heartbeat.info))
             batch.insert_or_update("AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [row])
             if remove:
                 batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))

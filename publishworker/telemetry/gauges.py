@@ -18,6 +18,7 @@ from outbox.table.states import UNSENT
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.throttled_log import ThrottledLog
+from publishworker.types import CircuitState
 
 _log = logging.getLogger("publishworker")
 K = TypeVar("K")
@@ -51,8 +52,8 @@ class WorkerView(Protocol):
     def topics(self) -> Collection[str]:
         """Return the topics that have, or recently had, unsent tasks."""
 
-    def circuit_states(self) -> Mapping[str, bool]:
-        """Return the topics whose circuit is open (True) or half-open (False)."""
+    def circuit_states(self) -> Mapping[str, CircuitState]:
+        """Return the circuits that are not closed, by topic."""
 
 
 class MembershipView(Protocol):
@@ -113,7 +114,8 @@ class WorkerGauges:
         self._metrics.sample(m.IN_FLIGHT, self._worker.in_flight)
         for topic in self._worker.topics:  # so that "nothing is published" is visible
             self._metrics.zero(m.PUBLISHED, topic=topic)
-        states = {topic: m.OPEN if is_open else m.HALF_OPEN for topic, is_open in self._worker.circuit_states().items()}
+        circuits = self._worker.circuit_states()
+        states = {topic: m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits.items()}
         for topic, state in self._circuits(states).items():
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
 
@@ -143,9 +145,17 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
     return +counts
 
 
-def oldest_age(metrics: Metrics) -> Callable[[TaskTable], None]:
-    """Return a function that sends the age of the oldest pending task."""
-    return lambda table: metrics.gauge(m.OLDEST_AGE, backlog.oldest_age(table))
+def oldest_ages(metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> Callable[[TaskTable], None]:
+    """Return a function that sends the age of the oldest pending task, of all topics and of each."""
+    with_zeros = WithZeros[str](clock)
+
+    def send(table: TaskTable) -> None:
+        ages = backlog.oldest_ages(table)
+        metrics.gauge(m.OLDEST_AGE, max(ages.values(), default=0.0))
+        for topic, age in with_zeros(ages).items():
+            metrics.gauge(m.TOPIC_OLDEST_AGE, age, topic=topic)
+
+    return send
 
 
 class BacklogSampler:

@@ -75,12 +75,14 @@ TOPIC_TASKS = Metric("outbox.topic_task_count", "gauge", "task", ("topic", "stat
 OLDEST_AGE = Metric("outbox.oldest_task_age", "gauge", "second", (), -1,
     "Age of the task that has been pending longest, as of ten seconds ago, in any topic that is not paused (the "
     "first 1,000 by name). It counts from the later of CreatedAt and AvailableAt, and is 0 if no task is pending.")
+TOPIC_OLDEST_AGE = Metric("outbox.topic_oldest_task_age", "gauge", "second", ("topic",), -1,
+    "The same by topic, for each topic with pending tasks. A topic without any is sent as 0 for ten minutes.")
 LATENCY = Metric("outbox.task_latency", "distribution", "second", ("topic",), -1,
     "Time from a task's due time (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. A "
     "task that is sent again by plain DML counts from its first due time. Each batch sends about 20 samples.")
-PHASE_DURATION = Metric("outbox.phase_duration", "distribution", "second", ("phase",), -1,
+PHASE_DURATION = Metric("outbox.phase_duration", "distribution", "second", ("phase", "topic"), -1,
     "Duration of a poll and, for each batch, of the claim (until its rows were locked, including aborted attempts), "
-    "the publish and the commit: `poll`, `claim`, `publish`, `commit`.")
+    "the publish and the commit: `poll`, `claim`, `publish`, `commit`. Only the publish has a topic.")
 BATCH_SIZE = Metric("outbox.batch_size", "distribution", "task", ("topic",), 0,
     "Tasks in a batch.")
 IN_FLIGHT = Metric("outbox.in_flight_batch_count", "distribution", "unit", (), 0,
@@ -116,8 +118,8 @@ PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "r
 #: Of the workers.
 METRICS = (
     PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, FAILED, DEAD, UNCONFIRMED, DEFERRED, ABORTED, PENDING, TOPIC_TASKS,
-    OLDEST_AGE, LATENCY, PHASE_DURATION, BATCH_SIZE, IN_FLIGHT, CIRCUIT_STATE, SHARDS, WORKERS, HEARTBEAT, BUILD,
-    SHUTDOWN_TIMEOUT, STUCK,
+    OLDEST_AGE, TOPIC_OLDEST_AGE, LATENCY, PHASE_DURATION, BATCH_SIZE, IN_FLIGHT, CIRCUIT_STATE, SHARDS, WORKERS,
+    HEARTBEAT, BUILD, SHUTDOWN_TIMEOUT, STUCK,
 )
 #: Of applications and subscribers.
 APPLICATION = (REGISTERED, INBOX)

@@ -13,7 +13,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.throttled_log import ThrottledLog
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import POLL, Turn
+from publishworker.types import POLL, PUBLISH, Turn
 
 _log = logging.getLogger("publishworker")
 
@@ -54,7 +54,8 @@ class Reporter:
         if delivered.claim.kind is not Kind.DEFER:
             self._metrics.sample(m.BATCH_SIZE, len(delivered.claim.tasks), topic=topic)
             for phase, seconds in delivered.phases.items():
-                self._metrics.sample(m.PHASE_DURATION, seconds, phase=phase)
+                of_topic = {"topic": topic} if phase == PUBLISH else {}
+                self._metrics.sample(m.PHASE_DURATION, seconds, 1, phase=phase, **of_topic)
             for seconds in delivered.latencies.values():
                 self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(delivered.latencies), topic=topic)
         self._failures(delivered)

@@ -11,7 +11,7 @@ from publishworker.host import Host
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
 from publishworker.topics.overrides import Overrides
 from publishworker.topics.rate_limit import RateLimits
-from publishworker.types import Candidate, TopicControls
+from publishworker.types import Candidate, CircuitState, TopicControls
 
 _log = logging.getLogger("publishworker")
 
@@ -100,8 +100,8 @@ class Topics:
         """Return the rows to read of each range of a topic, to find a task that has not been a probe."""
         return self._circuits.depths()
 
-    def circuit_states(self) -> Mapping[str, bool]:
-        """Return the topics whose circuit is not closed: True if it is open now, False if it is half-open."""
+    def circuit_states(self) -> Mapping[str, CircuitState]:
+        """Return the circuits that are not closed, by topic."""
         return self._circuits.states()
 
     def seconds_until_available(self) -> float | None:

@@ -18,7 +18,7 @@ from random import Random
 from publishworker.delivery.claim import Claim, TopicHints
 from publishworker.delivery.delivered import Delivered
 from publishworker.pubsub.errors import FailureKind, kind_of
-from publishworker.types import Candidate, Failed
+from publishworker.types import Candidate, CircuitState, Failed
 
 #: Seconds until the first probe. Each further wait is twice as long.
 FIRST_PROBE_SECONDS = 1.0
@@ -111,10 +111,13 @@ class CircuitBreakers:
         due.sort(key=lambda topic: self._open[topic].probe_at)
         return frozenset(held).union(due[max(0, self._max_probes - probing) :])
 
-    def states(self) -> dict[str, bool]:
-        """Return the topics whose circuit is not closed: True if it is open now, False if it is half-open."""
+    def states(self) -> dict[str, CircuitState]:
+        """Return the circuits that are not closed, by topic."""
         now = self._clock()
-        return {topic: now < circuit.probe_at for topic, circuit in self._open.items()}
+        return {
+            topic: CircuitState(circuit.failure, now - circuit.since, max(0.0, circuit.probe_at - now))
+            for topic, circuit in self._open.items()
+        }
 
     def depths(self) -> dict[str, int]:
         """Return the rows to read of each range of a topic, to find a task that has not been a probe."""

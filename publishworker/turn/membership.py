@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import product
 
@@ -49,6 +49,9 @@ class Membership:
         self._worker = worker
         #: Whether the worker has no tasks and waits for the change stream. It then writes its heartbeat less often.
         self.idle = False
+        #: Returns what a heartbeat says about this worker, which polls these shards.
+        self.info: Callable[[Sequence[int]], Mapping[str, object] | None] = lambda _shards: None
+        self._is_assigned = False
         #: That of the last heartbeat that was written.
         self._liveness_timeout = LIVENESS_TIMEOUT_SECONDS
         #: The layouts that this worker polls.
@@ -119,7 +122,9 @@ class Membership:
 
     def _write(self, polls: Sequence[Layout]) -> None:
         liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS
-        self._store.heartbeat(Heartbeat(self._worker, self._started_at, polls, liveness_timeout), self._gone)
+        # Before the first assignment, the worker knows no topic to poll, so it says that it polls no shard.
+        info = self.info(self.shards if self._is_assigned else ())
+        self._store.heartbeat(Heartbeat(self._worker, self._started_at, polls, liveness_timeout, info), self._gone)
         self._liveness_timeout = liveness_timeout
 
     def assign(self, workers: Workers) -> None:
@@ -158,6 +163,7 @@ class Membership:
                 "This worker polls %s", " and ".join(each.column for each in layouts), extra={"action": "reshard"}
             )
         self._divide(living, layouts)
+        self._is_assigned = True
 
     def _divide(self, living: frozenset[str], layouts: tuple[Layout, ...]) -> None:
         """Take this worker's part of the shards if the live workers or the layouts have changed."""

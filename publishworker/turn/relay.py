@@ -17,7 +17,7 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import Polled, Poller
 from publishworker.turn.selection import Selection, Selector
-from publishworker.types import Discovery, Next, Turn
+from publishworker.types import CircuitState, Discovery, Next, Turn
 
 #: Max seconds that a turn waits for in-flight batches. It then ends without them, so that the worker sends a heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
@@ -133,8 +133,13 @@ class Relay:
         """Return the topics that have, or recently had, unsent tasks, except paused ones."""
         return self._poller.topics - self._topics.paused
 
-    def circuit_states(self) -> Mapping[str, bool]:
-        """Return the topics whose circuit is not closed, and whether it is open (True) or half-open (False)."""
+    @property
+    def utilization(self) -> float:
+        """Return the part of the places that batches take, from 0 to 1."""
+        return self._in_flight.places / self._options.limits.batches
+
+    def circuit_states(self) -> Mapping[str, CircuitState]:
+        """Return the circuits that are not closed, by topic."""
         return self._topics.circuit_states()
 
     def _observe(self, reports: Sequence[Report]) -> bool:

@@ -144,7 +144,7 @@ def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]
     keyed = {Key(each.topic, each.ordering_key): each.shard for each in found if each.ordering_key}
     store.key_heads(dict(list(keyed.items())[:20]), 100, skip_dead=False)
     store.claim(ids, lambda _rows, _now: {})
-    backlog.read(table), backlog.oldest_age(table)
+    backlog.read(table), backlog.oldest_ages(table)
     for state in ("pending", "retrying", "dead", "sent"):
         tasks.listed(table, TaskSelection(state=state), 100)
         changes.count(table, TaskSelection(state=state), exact=False)

@@ -37,7 +37,8 @@ CREATE TABLE AsynchronousTaskWorkers (
   StartedAt              TIMESTAMP  NOT NULL,
   SeenAt                 TIMESTAMP  NOT NULL OPTIONS (allow_commit_timestamp = true),
   LivenessTimeoutSeconds INT64      NOT NULL DEFAULT (14),
-  Polls                  STRING(64)
+  Polls                  STRING(64),
+  Info                   JSON
 ) PRIMARY KEY (WorkerId);
 
 CREATE TABLE AsynchronousTaskShards (

@@ -113,7 +113,7 @@ def _hearts(places: "Iterator[Place] | list[Place]") -> Iterator[None]:
     def beat() -> None:
         while not stop.wait(2):
             for place in everywhere:
-                place.workers(place.live_workers)
+                place.workers(place.live_workers, *place.infos)
 
     thread = threading.Thread(target=beat)
     thread.start()

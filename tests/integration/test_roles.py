@@ -95,7 +95,7 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     table = TaskTable(open_database(place(name, database_role=role)))
     heard = Heard(table._database)
     backlog.read(table)
-    backlog.oldest_age(table)
+    backlog.oldest_ages(table)
     tasks.task(table, "sent")
     assert operations.latest(table, 1) == []
     works: Sequence[Callable[[], object]] = [

@@ -221,7 +221,7 @@ def test_the_request_priority_is_that_of_the_flag(
     flags = {"project": "p", "instance": "inst", "database": "db"} | ({"request_priority": name} if name else {})
     store = open_store(WorkerSettings.read(flags, {}))
     assert make_relay(store).turn().published == len(ids)
-    store.heartbeat(Heartbeat("me", datetime.now(UTC), ()))
+    store.heartbeat(Heartbeat("me", datetime.now(UTC), (), info={"host": "node-1"}))
     *sent, heartbeat = [each for each in mock.requests if hasattr(each, "request_options")]
     assert {tag(each) for each in sent} == {"outbox-poll", "outbox-order", "outbox-claim", *INTERVAL_TAGS, ""}
     assert {each.request_options.priority.name for each in sent} == {f"PRIORITY_{(name or 'medium').upper()}"}

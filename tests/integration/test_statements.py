@@ -64,7 +64,7 @@ def statements(database: Database) -> list[str]:
     UnsentTasks(store).counts()
     store.key_heads({Key("orders", "k"): 3}, 10, skip_dead=True)
     store.claim(["sent"], lambda _rows, _now: {})
-    backlog.read(table), backlog.oldest_age(table), operations.latest(table, 5)
+    backlog.read(table), backlog.oldest_ages(table), operations.latest(table, 5)
     narrowed = {"topic": "orders", "since": PAST, "until": datetime.now(UTC), "error": "x"}
     for state in STATES:
         for more in ({}, narrowed):

@@ -93,6 +93,8 @@ class FakeStore:
         #: When each worker was last seen.
         self.seen_at: dict[str, datetime] = {}
         self.liveness_timeout: dict[str, int] = {}
+        #: What the last heartbeat of each worker said about it.
+        self.info: dict[str, Mapping[str, object] | None] = {}
         self.heartbeats = 0
         #: How often each task has been claimed.
         self.claimed: Counter[str] = Counter()
@@ -180,6 +182,7 @@ class FakeStore:
         worker = heartbeat.worker
         self.seen_at[worker], self.liveness_timeout[worker] = self.now, heartbeat.liveness_timeout
         self.polled_by[worker] = tuple(heartbeat.polls)
+        self.info[worker] = heartbeat.info
         for each in remove:
             self.seen_at.pop(each, None)
 

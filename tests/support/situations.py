@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from google.api_core.exceptions import AlreadyExists
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
 from outbox.message import build
@@ -31,6 +31,7 @@ class Place:
     directory: Path
     environment: dict[str, str]
     live_workers: int = 0
+    infos: tuple[dict[str, Any], ...] = ()
 
     def topics(self, *ids: str) -> None:
         for id in ids:
@@ -46,12 +47,16 @@ class Place:
             rows.append(row(name, Topic=topic, Data=data, CreatedAt=created, **columns))
         insert(self.database, rows)
 
-    def workers(self, count: int) -> None:
-        """Have live workers, which have just written their heartbeats; call it again to keep them live."""
-        self.live_workers = count
+    def workers(self, count: int, *infos: dict[str, Any]) -> None:
+        """Have live workers, which have just written their heartbeats; call it again to keep them live.
+
+        `infos` are what the first ones say about themselves.
+        """
+        self.live_workers, self.infos = count, infos
+        told = [JsonObject(info) for info in (*infos, *[None] * (count - len(infos)))]
         with self.database.batch() as batch:
-            names = [(f"publishworker-{number}", datetime.now(UTC), COMMIT_TIMESTAMP) for number in range(count)]
-            batch.insert_or_update("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), names)
+            rows = [(f"publishworker-{n}", datetime.now(UTC), COMMIT_TIMESTAMP, told[n]) for n in range(count)]
+            batch.insert_or_update("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt", "Info"), rows)
 
 
 def _ids(prefix: str, count: int) -> list[str]:
@@ -82,6 +87,25 @@ def oldest_age(place: Place) -> None:
 def topic_deleted(place: Place) -> None:
     place.tasks(_ids("order", 9), "orders", ago=2 * DAYS, Attempts=4, AvailableAt=_now() + HOURS, LastError=NOT_FOUND)
     place.tasks(["order-10"], "orders", ago=2 * DAYS, Attempts=10, AvailableAt=NEVER, LastError=NOT_FOUND)
+
+
+def info(number: int, first: int, last: int, **settings: Any) -> dict[str, Any]:
+    """Return what a worker says about itself."""
+    load = {"in_flight": 2, "utilization": 0.25}
+    return {"host": f"node-{number}", "version": "1.2.3", "shards": [[first, last]], "settings": settings, **load}
+
+
+def disagree(place: Place) -> None:
+    place.workers(2, info(1, 0, 4, concurrency=16), info(2, 5, 9))
+
+
+def circuit_open(place: Place) -> None:
+    circuit = {"topic": "orders", "reason": "not_found", "error": "404 Topic not found"}
+    circuits = [circuit | {"open_seconds": 25, "seconds_to_probe": 60}]
+    place.workers(1, info(1, 0, 9) | {"circuits": circuits})
+    failed = {"Attempts": 4, "AvailableAt": _now() - MINUTES, "LastError": NOT_FOUND}
+    place.tasks(_ids("order", 20), "orders", ago=2 * MINUTES)
+    place.tasks(_ids("probe", 10), "orders", ago=2 * MINUTES, **failed)
 
 
 def acked_by_mistake(place: Place) -> None:
@@ -212,6 +236,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
     "retry.md": {"A few tasks": sent_and_dead, "Many tasks": sent_and_dead, "By SQL": sent_and_dead},
     "commands.md": {
         "Status": a_day,
+        "Workers": disagree,
         "List, show, tail": a_day,
         "Purge and discard": a_day,
         "Operations": a_day,
@@ -225,6 +250,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
     "runbook.md": {
         "The backlog grows": backlog_grows,
         "The oldest age alarms": oldest_age,
+        "A circuit is open": circuit_open,
         "A topic was deleted": topic_deleted,
         "A poison message": poison,
         "A blocked ordering key": blocked_key,
@@ -234,6 +260,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "A storm of duplicates": duplicates,
         "The table is too large": too_large,
         "A worker hangs": worker_hangs,
+        "A worker differs from the others": disagree,
         "No worker sends metrics": unheard,
         "A stop takes too long": slow_stop,
         "An at-most-once task is in doubt": in_doubt,

@@ -48,7 +48,7 @@ def test_pending_tasks_of_a_paused_topic_are_in_no_total():
         Line("a", 1, pending=1, oldest=NOW - 2 * second, at_least={"dead"}),
         Line("b", 0, paused=True, pending=7, dead=3, oldest=NOW - 9 * second, at_least={"pending"}),
     ]
-    found = Backlog(NOW, 0, lines)
+    found = Backlog(NOW, (), lines)
     total = found.total
     assert (total.pending, total.dead, total.oldest, total.at_least) == (3, 4, NOW - 2 * second, {"dead"})
     assert (found.oldest, found.age(found.oldest)) == (lines[1], 2.0)
@@ -59,7 +59,7 @@ def test_pending_tasks_of_a_paused_topic_are_in_no_total():
 
 
 def test_an_empty_backlog_has_no_age():
-    empty = Backlog(NOW, 0, [])
+    empty = Backlog(NOW, (), [])
     assert (empty.total, empty.oldest, empty.topics(), empty.age(None)) == (Line("", 0), None, {}, 0.0)
     assert empty.age(Line("a", 0)) == 0.0
     assert empty.age(Line("a", 0, oldest=NOW + timedelta(seconds=1))) == 0.0

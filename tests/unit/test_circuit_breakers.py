@@ -12,7 +12,7 @@ from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import Delivered
 from publishworker.topics import circuit_breaker
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS, CircuitBreakers, CircuitChange
-from publishworker.types import Candidate, Failed, NotSent, Outcome, Sent, Skipped
+from publishworker.types import Candidate, CircuitState, Failed, NotSent, Outcome, Sent, Skipped
 from tests.support.parts import claim_of
 
 AWAY = Failed("unavailable", "away")
@@ -117,9 +117,12 @@ def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch)
 
 def test_a_circuit_is_open_until_its_probe_then_half_open(watch: Watch) -> None:
     watch.fail(MISSING, "a")
-    assert watch.states() == {"orders": True}
+    opened = watch.states()["orders"]
+    assert (opened.failure, opened.seconds, opened.is_open) == (MISSING, 0, True)
+    assert 0.85 <= opened.seconds_to_probe <= 1
     watch.seconds += 1
-    assert watch.states() == {"orders": False}
+    assert watch.states() == {"orders": CircuitState(MISSING, 1, 0)}
+    assert not watch.states()["orders"].is_open
     watch.probe(Sent("1"))
     assert watch.states() == {}
 

@@ -13,9 +13,10 @@ from outbox.admin.backlog import Backlog, Line
 from outbox.errors import NotReached
 from publishworker.telemetry import gauges
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, by_topic_and_state
+from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, by_topic_and_state, oldest_ages
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
+from publishworker.types import CircuitState, Failed
 from tests.support.fakes import Counted, FakeStore
 from tests.support.waiting import eventually
 
@@ -25,13 +26,13 @@ class Relay:
     topics = ("invoices", "orders")
 
     def __init__(self) -> None:
-        self.circuits: dict[str, bool] = {}
+        self.circuits: dict[str, CircuitState] = {}
         self.asked = 0
         self.seconds = 1000.0
         self.client = Counted()
         self.report = WorkerGauges(Metrics(self.client), membership(), self, lambda: self.seconds)
 
-    def circuit_states(self) -> Mapping[str, bool]:
+    def circuit_states(self) -> Mapping[str, CircuitState]:
         self.asked += 1
         return self.circuits
 
@@ -60,11 +61,15 @@ def test_a_report_is_sent_every_15_seconds() -> None:
     assert relay.asked == 4
 
 
+def circuit(seconds_to_probe: float) -> CircuitState:
+    return CircuitState(Failed("not_found", "404"), 10, seconds_to_probe)
+
+
 def test_circuits_are_reported_while_open_and_for_ten_minutes_after() -> None:
     """Otherwise the last value would stay in the graph. Topics that work cost nothing."""
     relay = Relay()
     for wait, circuits, state in (
-        (0, {}, None), (0, {"orders": True}, m.OPEN), (0, {"orders": False}, m.HALF_OPEN), (0, {}, m.CLOSED),
+        (0, {}, None), (0, {"orders": circuit(2)}, m.OPEN), (0, {"orders": circuit(0)}, m.HALF_OPEN), (0, {}, m.CLOSED),
         (550, {}, m.CLOSED), (600, {}, None),
     ):  # fmt: skip
         relay.client.gauges.clear()
@@ -75,7 +80,7 @@ def test_circuits_are_reported_while_open_and_for_ten_minutes_after() -> None:
 
 
 def found(*lines: Line) -> Backlog:
-    return Backlog(datetime.now(UTC), 1, lines)
+    return Backlog(datetime.now(UTC), (), lines)
 
 
 def test_tasks_are_reported_by_topic_and_state() -> None:
@@ -183,3 +188,17 @@ def test_the_backlog_is_counted_until_the_sampler_stops(
     out.stop()
     eventually(lambda: not any(thread.name == "backlog" for thread in threading.enumerate()))
     assert [record.__dict__["action"] for record in caplog.records] == ["backlog"]
+
+
+def test_the_oldest_age_is_reported_of_all_topics_and_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A topic without pending tasks is 0 for ten minutes, so that its last age does not stay in the graph."""
+    client = Counted()
+    send = oldest_ages(Metrics(client), lambda: 0.0)
+    for ages in ({"orders": 7.0, "mails": 300.0}, {"orders": 8.0}, {}):
+        monkeypatch.setattr(backlog, "oldest_ages", lambda _table, found=ages: found)
+        send(None)
+        assert client.gauges == {
+            (m.OLDEST_AGE.name,): max(ages.values(), default=0),
+            (m.TOPIC_OLDEST_AGE.name, "topic:orders"): ages.get("orders", 0),
+            (m.TOPIC_OLDEST_AGE.name, "topic:mails"): ages.get("mails", 0),
+        }

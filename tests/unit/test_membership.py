@@ -218,3 +218,15 @@ def test_a_worker_whose_index_was_dropped_finds_the_new_one(bench: Bench) -> Non
         bench.relay.turn()
     bench.turns()
     assert bench.publisher.ids() == ["a", "b"]
+
+
+def test_a_heartbeat_says_which_shards_are_polled_once_they_are_assigned() -> None:
+    """Until then the worker knows no topic, so shards that no other worker polls are not hidden."""
+    watch = Watch()
+    watch.info = lambda shards: {"shards": list(shards)}
+    watch.heartbeat()
+    assert watch.store.info == {"me": {"shards": []}}
+    part = watch.see("me", "other")
+    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
+    watch.heartbeat()
+    assert watch.store.info == {"me": {"shards": list(part)}}

@@ -1,0 +1,152 @@
+"""The live workers, and what they say about themselves in the column Info: each read is one of a small table.
+
+Any program may write the column, so a part that is not as a worker writes it is left out.
+"""
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from outbox.admin import statements
+from outbox.admin.reshard import POLLED
+from outbox.admin.table import TaskTable
+from outbox.table.layouts import MAX_SHARDS, Layout
+
+_TAG = "outbox-workers"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Circuit:
+    """A circuit that is not closed in a worker. It is half-open if the time of the next probe has passed."""
+
+    topic: str
+    reason: str
+    error: str
+    since: datetime
+    next_probe: datetime
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Worker:
+    """A live worker. `info` is empty if it is of an older version. `age` is that of its heartbeat in seconds."""
+
+    id: str
+    age: float
+    started_at: datetime
+    seen_at: datetime
+    info: Mapping[str, Any]
+
+    def text(self, name: str) -> str:
+        """Return a text of the Info, or an empty one."""
+        return str(self.info.get(name, ""))
+
+    def number(self, name: str) -> float:
+        """Return a number of the Info, or 0."""
+        return _number(self.info.get(name))
+
+    @property
+    def shards(self) -> list[int]:
+        """Return the IDs of the shards that the worker polls."""
+        runs = [run for run in _list(self.info.get("shards")) if _is_run(run)]
+        return [id for first, last in runs for id in range(first, last + 1)]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Return the settings that differ from their defaults."""
+        found = self.info.get("settings")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def circuits(self) -> list[Circuit]:
+        """Return the circuits that are not closed."""
+        return [self._circuit(each) for each in _list(self.info.get("circuits")) if isinstance(each, dict)]
+
+    def _circuit(self, found: Mapping[str, Any]) -> Circuit:
+        topic, reason, error = (str(found.get(name, "")) for name in ("topic", "reason", "error"))
+        since = self.seen_at - timedelta(seconds=_number(found.get("open_seconds")))
+        return Circuit(
+            topic, reason, error, since, self.seen_at + timedelta(seconds=_number(found.get("seconds_to_probe")))
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TopicCircuit:
+    """The circuits of one topic in all live workers that have one: the first, and its reason."""
+
+    topic: str
+    workers: int
+    since: datetime
+    next_probe: datetime
+    reason: str
+    error: str
+
+
+def live(table: TaskTable, at: datetime) -> list[Worker]:
+    """Return the live workers at a time, by ID. Raises NotReached, OutboxError."""
+    rows = table.query(statements.WORKERS_AT, _TAG, {"now": at}, at=at)
+    return sorted(
+        (
+            Worker(id, age / 1000, started_at, seen_at, _parsed(info))
+            for id, age, timeout, _, started_at, seen_at, info in rows
+            if age < 1000 * timeout
+        ),
+        key=lambda worker: worker.id,
+    )
+
+
+def open_circuits(workers: Sequence[Worker]) -> list[TopicCircuit]:
+    """Return the circuits that are not closed, by topic."""
+    found: dict[str, list[Circuit]] = defaultdict(list)
+    for circuit in (circuit for worker in workers for circuit in worker.circuits):
+        found[circuit.topic].append(circuit)
+    return [_merged(topic, circuits) for topic, circuits in sorted(found.items())]
+
+
+def _merged(topic: str, circuits: Sequence[Circuit]) -> TopicCircuit:
+    first = min(circuits, key=lambda circuit: circuit.since)
+    next_probe = min(circuit.next_probe for circuit in circuits)
+    return TopicCircuit(topic, len(circuits), first.since, next_probe, first.reason, first.error)
+
+
+def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:
+    """Return the settings, and `version`, that differ between workers with Info, each with its values."""
+    told = [{**worker.settings, "version": worker.text("version")} for worker in workers if worker.info]
+    names = sorted({name for values in told for name in values})
+    values = {name: sorted({str(each.get(name, "default")) for each in told}) for name in names}
+    return {name: found for name, found in values.items() if len(found) > 1}
+
+
+def shards_without_worker(table: TaskTable, workers: Sequence[Worker]) -> list[int] | None:
+    """Return the IDs of the shards that no live worker polls. None: a worker does not say which it polls, or not all.
+
+    Raises NotReached, OutboxError.
+    """
+    if any(not worker.info or worker.number("shards_left_out") for worker in workers):
+        return None
+    rows = table.query(statements.RECORDED_SHARDS, _TAG)
+    recorded = [Layout.recorded(column, shards) for column, shards, state in rows if state == POLLED]
+    polled = {id for worker in workers for id in worker.shards}
+    return [id for layout in filter(None, recorded or [table.layout]) for id in layout.ids if id not in polled]
+
+
+def _parsed(text: str | None) -> Mapping[str, Any]:
+    found = json.loads(text or "null")
+    return found if isinstance(found, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: Any) -> float:
+    """Return a number that a time or a table can have, or 0."""
+    return value if isinstance(value, int | float) and 0 <= value < 1e9 else 0.0
+
+
+def _is_run(run: Any) -> bool:
+    """Tell whether a value is the first and the last of some shard IDs."""
+    is_pair = isinstance(run, list) and len(run) == 2 and all(type(id) is int for id in run)
+    return is_pair and 0 <= run[0] <= run[1] < run[0] + MAX_SHARDS

@@ -1,0 +1,93 @@
+"""What a worker says about itself in the column Info of its heartbeat, for `outbox workers`: no secret, no message."""
+
+import itertools
+import json
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from outbox import __version__
+from outbox.program.settings import fields_of
+from publishworker.process.settings import RelaySettings
+from publishworker.types import CircuitState
+
+#: Max bytes of the JSON. The row is written every few seconds, and read by each status.
+MAX_BYTES = 4_000
+#: Max bytes of the list of shards. Only a worker with hundreds of scattered shards has more.
+MAX_SHARD_BYTES = 2_000
+#: Max characters of an error, and of the value of a setting.
+MAX_CHARACTERS = 200
+
+
+class WorkerView(Protocol):
+    """What a heartbeat shows of a relay."""
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of batches in flight."""
+
+    @property
+    def utilization(self) -> float:
+        """Return the part of the places that batches take, from 0 to 1."""
+
+    def circuit_states(self) -> Mapping[str, CircuitState]:
+        """Return the circuits that are not closed, by topic."""
+
+
+def worker_info(settings: RelaySettings, worker: WorkerView, shards: Sequence[int]) -> dict[str, object]:
+    """Return the JSON. Circuits and shards that do not fit are counted in `circuits_left_out`, `shards_left_out`.
+
+    Seconds count from the commit of the heartbeat, so that the clock of the worker does not matter.
+    """
+    runs = list(_fitting(_runs(shards), MAX_SHARD_BYTES))
+    info: dict[str, object] = {
+        "host": socket.gethostname()[:MAX_CHARACTERS],
+        "version": __version__,
+        "shards": runs,
+        "shards_left_out": len(shards) - sum(1 + last - first for first, last in runs),
+        "in_flight": worker.in_flight,
+        "utilization": round(worker.utilization, 2),
+        "settings": dict(_changed(settings)),
+    }
+    circuits = [_circuit(topic, state) for topic, state in sorted(worker.circuit_states().items())]
+    info |= {"circuits": [], "circuits_left_out": len(circuits)}
+    fitting = list(_fitting(circuits, MAX_BYTES - _size(info)))
+    return info | {"circuits": fitting, "circuits_left_out": len(circuits) - len(fitting)}
+
+
+def _circuit(topic: str, state: CircuitState) -> dict[str, object]:
+    return {
+        "topic": topic,
+        "reason": state.failure.reason,
+        "error": state.failure.error[:MAX_CHARACTERS],
+        "open_seconds": round(state.seconds, 1),
+        "seconds_to_probe": round(state.seconds_to_probe, 1),
+    }
+
+
+def _changed(settings: RelaySettings) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that differ from their defaults. An endpoint is a host and a port, without credentials."""
+    for field in fields_of(RelaySettings):
+        value = getattr(settings, field.name)
+        if field.default is not None and value != field.kind.value(field.default, field.flag):
+            yield field.name, value[:MAX_CHARACTERS] if isinstance(value, str) else value
+
+
+def _runs(shards: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of each run of shard IDs that follow each other."""
+    for _, run in itertools.groupby(enumerate(sorted(shards)), lambda pair: pair[1] - pair[0]):
+        ids = [id for _, id in run]
+        yield ids[0], ids[-1]
+
+
+def _fitting(values: Iterable[Any], left: int) -> Iterator[Any]:
+    """Yield the first values whose JSON has at most `left` bytes."""
+    for value in values:
+        left -= _size(value) + 1  # a comma
+        if left < 0:
+            return
+        yield value
+
+
+def _size(value: object) -> int:
+    return len(json.dumps(value, separators=(",", ":")))

@@ -1,0 +1,163 @@
+"""`outbox workers` on rows of workers, and the circuits in `status` and `topics`: what they print, and exit codes."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
+from google.cloud.spanner_v1.database import Database
+
+from outbox.devtools.emulators import Emulators
+from outbox.table.layouts import Layout
+from publishworker.spanner.store import SpannerStore
+from publishworker.types import Heartbeat
+from tests.support.commands import Commands, row
+from tests.support.operations import insert
+from tests.support.spanner import ADMIN_SECONDS
+
+INFO: dict[str, Any] = {
+    "host": "node-1", "version": "0.1.0", "shards": [[0, 9]], "in_flight": 2, "utilization": 0.25, "settings": {},
+}  # fmt: skip
+CIRCUIT = {"topic": "orders", "reason": "not_found", "error": "404 no", "open_seconds": 25, "seconds_to_probe": 300}
+
+
+@pytest.fixture
+def outbox(emulators: Emulators, database: Database) -> Commands:
+    return Commands(emulators, database)
+
+
+def live(database: Database, **infos: dict[str, Any] | None) -> None:
+    columns = ("WorkerId", "StartedAt", "SeenAt", "Info")
+    rows = [(id, datetime.now(UTC), COMMIT_TIMESTAMP, JsonObject(info)) for id, info in infos.items()]
+    if rows:
+        with database.batch() as batch:
+            batch.insert_or_update("AsynchronousTaskWorkers", columns, rows)
+
+
+def test_a_heartbeat_carries_the_info(database: Database, outbox: Commands) -> None:
+    """As JSON, in the same commit; a worker that is gone is not listed."""
+    store = SpannerStore(database, Layout(10))
+    store.heartbeat(Heartbeat("me", datetime.now(UTC), (), info=INFO | {"circuits": [CIRCUIT]}))
+    gone = datetime.now(UTC) - timedelta(minutes=1)
+    with database.batch() as batch:
+        batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [("gone", gone, gone)])
+    [found] = outbox.objects("workers", "--json")
+    [worker] = found["workers"]
+    assert (worker["id"], worker["host"], worker["version"]) == ("me", "node-1", "0.1.0")
+    assert (worker["shards"], worker["in_flight"], worker["utilization"]) == (list(range(10)), 2, 0.25)
+    assert 0 <= worker["age"] < 10
+    assert [circuit["reason"] for circuit in worker["circuits"]] == ["not_found"]
+    assert (found["differing"], found["shards_without_worker"]) == ({}, [])
+
+
+def test_workers_that_agree_pass_the_check(database: Database, outbox: Commands) -> None:
+    live(database, a=INFO | {"shards": [[0, 4]]}, b=INFO | {"shards": [[5, 9]], "settings": {"batch_size": 200}})
+    live(database, a=INFO | {"shards": [[0, 4]], "settings": {"batch_size": 200}})
+    done = outbox.here("workers", "--check")
+    assert (done.code, done.stderr) == (0, "")
+    first, head, *lines = done.stdout.splitlines()
+    assert first.endswith(", 2 live workers")
+    assert head.split() == [
+        "WORKER",
+        "HOST",
+        "VERSION",
+        "HEARTBEAT",
+        "SHARDS",
+        "IN",
+        "FLIGHT",
+        "UTILIZATION",
+        "SETTINGS",
+    ]
+    assert [line.split()[0:3] + line.split()[5:] for line in lines] == [
+        ["a", "node-1", "0.1.0", "0-4", "2", "25%", "batch_size=200"],
+        ["b", "node-1", "0.1.0", "5-9", "2", "25%", "batch_size=200"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("infos", "marks", "sentence"),
+    [
+        ({}, [], "no live worker polls shards 0-9"),
+        ({"a": INFO | {"shards": [[0, 2], [4, 8]]}}, [], "no live worker polls shards 3 9"),
+        ({"a": INFO, "b": INFO | {"settings": {"batch_size": 7}}}, ["batch_size=7*", "batch_size=default*"],
+         "--batch-size differs between live workers: 7, default"),
+        ({"a": INFO, "b": None}, ["older"], "b: an older version, so its shards and settings are unknown"),
+    ],
+)  # fmt: skip
+def test_the_check_fails_with_a_sentence(
+    database: Database, outbox: Commands, infos: dict[str, Any], marks: list[str], sentence: str
+) -> None:
+    """Without --check, the sentence is printed and the code is 0."""
+    live(database, **infos)
+    for words, code in ((("workers",), 0), (("workers", "--check"), 1)):
+        done = outbox.here(*words)
+        assert (done.code, done.stderr) == (code, f"outbox: {sentence}\n")
+        assert [mark for mark in marks if mark not in done.stdout] == []
+
+
+def test_a_version_that_differs_is_marked(database: Database, outbox: Commands) -> None:
+    """It is usual during an update, so the check passes."""
+    live(database, a=INFO, b=INFO | {"version": "9.0"})
+    done = outbox.here("workers", "--check")
+    assert (done.code, done.stderr) == (0, "")
+    assert " 0.1.0* " in done.stdout
+    assert " 9.0* " in done.stdout
+
+
+def test_open_circuits_are_in_status_topics_and_workers(database: Database, outbox: Commands) -> None:
+    """With the reason and the next probe, read from the rows that these commands read anyway."""
+    insert(database, [row(f"a-{number}") for number in range(3)])
+    live(database, a=INFO | {"circuits": [CIRCUIT]}, b=INFO | {"circuits": [CIRCUIT | {"open_seconds": 60}]})
+    for command in ("status", "topics", "workers"):
+        *_, empty, head, line = outbox.here(command).stdout.splitlines()
+        assert (empty, head.split()) == ("", ["CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT", "PROBE", "ERROR"])
+        assert line.split()[:3] == ["open", "orders", "2"]
+        assert line.endswith("not_found: 404 no")
+        assert "1m" in line
+        assert " in 4m 5" in line or " in 5m" in line
+    for command in ("status", "topics"):
+        [found] = outbox.objects(command, "--json")
+        [circuit] = found["circuits"]
+        assert (circuit["topic"], circuit["workers"], circuit["reason"]) == ("orders", 2, "not_found")
+        assert circuit["since"] < found["as_of"] < circuit["next_probe"]
+
+
+def test_circuits_that_did_not_fit_are_counted(database: Database, outbox: Commands) -> None:
+    live(database, a=INFO | {"circuits": [CIRCUIT], "circuits_left_out": 1_200}, b=INFO | {"circuits_left_out": 1})
+    assert outbox.here("status").stdout.endswith("\n... and 1,201 more, which did not fit into the heartbeats\n")
+
+
+def test_a_circuit_whose_next_probe_is_due_is_half_open(database: Database, outbox: Commands) -> None:
+    live(database, a=INFO | {"circuits": [CIRCUIT | {"seconds_to_probe": 0}]})
+    line = outbox.here("status").stdout.splitlines()[-1]
+    assert line.startswith("half-open  orders")
+    assert "  now  " in line
+
+
+def test_status_groups_the_errors_of_all_unsent_tasks(database: Database, outbox: Commands) -> None:
+    """A task that failed and is due again is pending. Ready tasks have not failed, and are not read for it."""
+    failed = {"LastError": "not_found: 404", "Attempts": 1}
+    later = datetime.now(UTC) + timedelta(hours=1)
+    insert(
+        database,
+        [
+            row("due", AvailableAt=datetime.now(UTC) - timedelta(seconds=1), **failed),
+            row("behind", AvailableAt=later, OrderingKey="k", BlockedBy="due", **failed),
+            row("retrying", AvailableAt=later, **failed),
+            row("ready"),
+        ],
+    )
+    [status] = outbox.objects("status", "--json")
+    assert {(each["state"], each["error"], each["tasks"]) for each in status["errors"]} == {
+        (state, "not_found: 404", 1) for state in ("pending", "retrying", "blocked")
+    }
+
+
+@pytest.mark.parametrize("command", ["workers", "status", "topics"])
+def test_a_table_of_the_previous_schema_is_named_in_one_sentence(
+    emulators: Emulators, own_database: Database, command: str
+) -> None:
+    own_database.update_ddl(["ALTER TABLE AsynchronousTaskWorkers DROP COLUMN Info"]).result(ADMIN_SECONDS)
+    done = Commands(emulators, own_database).here(command)
+    assert (done.code, done.stderr.count("\n")) == (3, 1)
+    assert "table AsynchronousTaskWorkers, column Info is missing: expected JSON" in done.stderr

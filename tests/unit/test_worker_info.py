@@ -1,0 +1,115 @@
+"""What a worker says about itself with its heartbeat, and what operators conclude from it."""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from outbox import __version__
+from outbox.admin.workers import Circuit, TopicCircuit, Worker, differing, open_circuits
+from publishworker.process.info import MAX_BYTES, worker_info
+from publishworker.process.settings import WorkerSettings
+from publishworker.types import CircuitState, Failed
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+MISSING = CircuitState(Failed("not_found", "404 Topic not found"), 25.04, 3.21)
+
+
+class View:
+    in_flight, utilization = 3, 0.375
+
+    def __init__(self, **circuits: CircuitState) -> None:
+        self.circuits: Mapping[str, CircuitState] = circuits
+
+    def circuit_states(self) -> Mapping[str, CircuitState]:
+        return self.circuits
+
+
+def settings(**flags: str) -> WorkerSettings:
+    return WorkerSettings.read({"project": "my-project", "instance": "main", "database": "shop", **flags}, {})
+
+
+def worker(info: Any, id: str = "a", age: float = 2) -> Worker:
+    """Return a worker whose Info went through the database."""
+    return Worker(id, age, NOW, NOW - timedelta(seconds=age), json.loads(json.dumps(info)))
+
+
+def test_a_worker_says_what_it_does() -> None:
+    changed = settings(batch_size="100", wake="change-stream", poll_interval="1.0", heartbeat_file="/tmp/mine")
+    info = worker_info(changed, View(orders=MISSING), (0, 1, 2, 5, 32000))
+    host = info.pop("host")
+    assert isinstance(host, str)
+    assert info == {
+        "version": __version__,
+        "shards": [(0, 2), (5, 5), (32000, 32000)],
+        "shards_left_out": 0,
+        "in_flight": 3,
+        "utilization": 0.38,
+        "settings": {"batch_size": 100, "wake": "change-stream"},
+        "circuits": [
+            {"topic": "orders", "reason": "not_found", "error": "404 Topic not found", "open_seconds": 25.0,
+             "seconds_to_probe": 3.2},
+        ],
+        "circuits_left_out": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ["e" * 1_000, "\N{GRINNING FACE}" * 1_000], ids=["ascii", "emoji"])
+def test_lists_that_do_not_fit_are_cut_and_counted(error: str) -> None:
+    """With every second shard of 1,000, a long setting and a hundred circuits: never more than 4 kB."""
+    circuits = {f"topic-{n}": CircuitState(Failed("not_found", error), 1, 1) for n in range(100)}
+    info = worker_info(settings(allowed_topics=",".join(["orders-*"] * 500)), View(**circuits), range(0, 1000, 2))
+    assert len(json.dumps(info, separators=(",", ":"))) <= MAX_BYTES
+    shown = worker(info)
+    assert len(shown.shards) + shown.number("shards_left_out") == 500
+    assert len(shown.circuits) + shown.number("circuits_left_out") == 100
+    assert error.isascii() == (len(shown.circuits) > 0)
+    assert 100 < len(shown.shards) < 500
+
+
+def test_operators_see_what_the_worker_said() -> None:
+    """Its seconds count from the heartbeat, by the clock of the database."""
+    [circuit] = worker(worker_info(settings(), View(orders=MISSING), ())).circuits
+    since, probe = NOW - timedelta(seconds=2 + 25), NOW + timedelta(seconds=1.2)
+    assert circuit == Circuit("orders", "not_found", "404 Topic not found", since, probe)
+    others = worker(worker_info(settings(), View(orders=MISSING, mails=MISSING), ()), age=1)
+    assert open_circuits([worker({}), others, worker(worker_info(settings(), View(orders=MISSING), ()))]) == [
+        TopicCircuit("mails", 1, since + timedelta(seconds=1), probe + timedelta(seconds=1), *circuit_texts()),
+        TopicCircuit("orders", 2, since, probe, *circuit_texts()),
+    ]
+
+
+def circuit_texts() -> tuple[str, str]:
+    return MISSING.failure.reason, MISSING.failure.error
+
+
+def test_settings_and_versions_that_differ_are_found() -> None:
+    """A worker that does not name a setting has its default; one without Info is not compared."""
+    first, second = worker_info(settings(), View(), ()), worker_info(settings(batch_size="100"), View(), ())
+    assert differing([worker(first), worker(first), worker({})]) == {}
+    assert differing([worker(first), worker(second)]) == {"batch_size": ["100", "default"]}
+    newer = worker(first | {"version": "9.0"})
+    assert differing([worker(first), newer]) == {"version": sorted([__version__, "9.0"])}
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"shards": 5, "circuits": 5, "settings": 5, "in_flight": "x", "host": None},
+        {"shards": [5, [1], [1, "2"], [0, 10**9], [5, 1], [True, 2]], "circuits": [5, None], "in_flight": -1},
+        {"circuits": [{"topic": 5, "open_seconds": 1e300, "seconds_to_probe": None}]},
+    ],
+)
+def test_an_info_that_no_worker_writes_breaks_no_command(info: Any) -> None:
+    """Any program may write the column."""
+    found = worker(info)
+    assert (found.shards, found.settings, found.number("in_flight")) == ([], {}, 0)
+    assert [(each.topic, each.since) for each in found.circuits] in ([], [("5", found.seen_at)])
+
+
+def test_a_worker_tells_no_secret() -> None:
+    """Endpoints are hosts and ports: a setting refuses anything else. The file of one worker is not compared."""
+    told = worker_info(settings(pubsub_endpoint="10.0.0.1:443", heartbeat_file="/tmp/x"), View(), ())["settings"]
+    assert told == {"pubsub_endpoint": "10.0.0.1:443"}
