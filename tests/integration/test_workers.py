@@ -144,7 +144,7 @@ def test_status_groups_the_errors_of_all_unsent_tasks(database: Database, outbox
             row("due", AvailableAt=datetime.now(UTC) - timedelta(seconds=1), **failed),
             row("behind", AvailableAt=later, OrderingKey="k", BlockedBy="due", **failed),
             row("retrying", AvailableAt=later, **failed),
-            row("ready"),
+            row("ready", LastError="not_found: 404"),  # an operator has retried it since
         ],
     )
     [status] = outbox.objects("status", "--json")
