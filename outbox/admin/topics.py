@@ -11,6 +11,7 @@ from typing import Any
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
+from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import TaskTable, Transaction
 from outbox.table.statements import CONTROLS
 
@@ -48,7 +49,9 @@ def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
     return [topic for topic in topics if topic not in known]
 
 
-def change(table: TaskTable, operation: str, topics: Sequence[str], values: Mapping[str, Any]) -> dict[str, Control]:
+def change(
+    table: TaskTable, operation: str, topics: Sequence[str], values: Mapping[str, Any], author: Author = UNNAMED
+) -> dict[str, Control]:
     """Write `values`, by column, to the rows of all `topics` in one transaction, and return the new rows.
 
     Missing rows are created. Columns that are not in `values` keep their values. The transaction also records the
@@ -63,7 +66,7 @@ def change(table: TaskTable, operation: str, topics: Sequence[str], values: Mapp
         written = [(topic, *dataclasses.astuple(control)) for topic, control in after.items()]
         transaction.insert_or_update(_TABLE, _COLUMNS, written)
         selection = {"topics": list(topics), "values": dict(values)}
-        operations.record(transaction, table, operation, selection, FinishedAt=COMMIT_TIMESTAMP)
+        operations.record(transaction, table, operation, selection, author, FinishedAt=COMMIT_TIMESTAMP)
         return after
 
     return table.transact(_TAG, work)

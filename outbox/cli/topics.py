@@ -77,6 +77,8 @@ def add(commands: Any) -> None:
     for flag, (column, kind, text) in LIMITS.items():
         flags.add(limiting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=column)
     limiting.add_argument("--off", action="store_true", help="Remove all limits.")
+    for parser in (pausing, resuming, limiting):
+        flags.add_reason(parser)
     for parser in (pausing, limiting):
         parser.add_argument("--yes", action="store_true", help="Skip the confirmation for an unknown topic.")
 
@@ -151,7 +153,8 @@ def _open(options: argparse.Namespace) -> "admin.table.TaskTable":
 
 def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
     """Write the values, by column, and print the new rows; returns 0."""
-    for topic, control in admin.topics.change(table, operation, options.topics, values).items():
+    changed = admin.topics.change(table, operation, options.topics, values, flags.author(options))
+    for topic, control in changed.items():
         say(f"{topic}: {_described(control, 'resumed' if operation == 'resume' else '')}")
     note(f"{APPLIED_SOON}; {SHARED}" if operation == "limit" else APPLIED_SOON)
     return 0

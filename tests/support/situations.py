@@ -197,7 +197,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
     "commands.md": {
         "Status": a_day,
         "List, show, tail": a_day,
-        "Purge and discard": a_day,
+        "Purge and cancel": a_day,
         "Operations": a_day,
         "Shell completion": lambda _place: None,
     },
