@@ -80,8 +80,9 @@ LAYOUTS = "SELECT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = '
 _EXCLUSIVE = "@{LOCK_SCANNED_RANGES=exclusive}"
 #: Whether the task @id is unsent, and its ordering key, with an exclusive lock of its row. It always returns one row.
 LOCK_UNSENT = f"{_EXCLUSIVE}\nSELECT COUNT(*) > 0, MAX(OrderingKey) FROM {BY_ID} WHERE Id = @id AND SentAt IS NULL"
-#: The deferred tasks that become the heads of their keys when the tasks @ids are deleted, with exclusive locks. A dead
-#: task is passed over: it may have expired, or workers may skip it. If it blocks its key, they defer the tasks again.
+#: The deferred tasks that become the heads of their keys when the tasks @ids are deleted, with exclusive locks. A
+#: retrying task that has expired blocks none. A dead task is passed over, because it may have expired, or workers may
+#: skip it. If it blocks its key, they defer the tasks again.
 NEXT_OF_KEYS = f"""{_EXCLUSIVE}
 SELECT task.Id FROM (
   SELECT first.Id AS next_id FROM (
@@ -91,6 +92,8 @@ SELECT task.Id FROM (
       SELECT AS STRUCT Id FROM {IN_ORDER}
       WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND OrderingKey IS NOT NULL
         AND SentAt IS NULL AND NOT COALESCE(AvailableAt >= {NEVER_SQL}, FALSE) AND Id NOT IN UNNEST(@ids)
+        AND NOT COALESCE(AvailableAt > CURRENT_TIMESTAMP() AND BlockedBy IS NULL
+          AND ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
       ORDER BY {IN_ORDER_ORDER} LIMIT 1)) AS first)
 {SEEK} {BY_ID} AS task ON task.Id = next_id
 WHERE task.BlockedBy IS NOT NULL"""
