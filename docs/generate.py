@@ -159,13 +159,13 @@ This page lists the public names that an application imports, with their signatu
 use them: [register](../guide/register.md), [drivers](../guide/drivers.md), [subscribe](../guide/subscribe.md),
 [test](../guide/testing.md). [Versions](versions.md) says what is public."""
 
-DBAPI = ("register", "register_once", "register_many", "process_once")
+DBAPI = ("register", "register_once", "register_many", "cancel", "process_once")
 #: The public names of each module, in the order of the page.
 PYTHON = {
     "outbox": (
-        "register", "register_once", "register_many", "Task", "Priority", "Message", "TASK_ID_ATTRIBUTE",
-        "SupportsInsert", "SupportsReadInsert", "set_metrics", "Recorder", "OutboxError", "InvalidMessage",
-        "InvalidTransaction", "InvalidConsumer", "MissingTaskId",
+        "register", "register_once", "register_many", "cancel", "Task", "Priority", "Message", "TASK_ID_ATTRIBUTE",
+        "SupportsInsert", "SupportsReadInsert", "SupportsCancel", "set_metrics", "Recorder", "OutboxError",
+        "InvalidMessage", "InvalidTransaction", "InvalidConsumer", "MissingTaskId",
     ),
     "outbox.inbox": (
         "process_once", "Handler", "Receiver", "pushed_message", "ReceivedMessage", "PulledMessage", "Key", "Missing",

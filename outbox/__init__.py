@@ -14,11 +14,12 @@ from outbox.program.lazy import importer
 
 if TYPE_CHECKING:
     from outbox._version import __version__
+    from outbox.cancellation import cancel
     from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, OutboxError
     from outbox.message import TASK_ID_ATTRIBUTE, Message
     from outbox.metrics import Recorder, set_metrics
     from outbox.registration import Priority, Task, register, register_many, register_once
-    from outbox.table.transactions import SupportsInsert, SupportsReadInsert
+    from outbox.table.transactions import SupportsCancel, SupportsInsert, SupportsReadInsert
 else:
     # The names are imported when they are first used, because the clients take half a second to import, and `outbox
     # --help` does not need them. Type checkers do not see this function: it would give every name the type Any.
@@ -26,11 +27,12 @@ else:
         __name__,
         {
             "_version": "__version__",
+            "cancellation": "cancel",
             "errors": "InvalidConsumer InvalidMessage InvalidTransaction MissingTaskId OutboxError",
             "message": "Message TASK_ID_ATTRIBUTE",
             "registration": "Priority Task register register_many register_once",
             "metrics": "Recorder set_metrics",
-            "table.transactions": "SupportsInsert SupportsReadInsert",
+            "table.transactions": "SupportsCancel SupportsInsert SupportsReadInsert",
         },
     )
 
@@ -48,10 +50,12 @@ __all__ = [
     "OutboxError",
     "Priority",
     "Recorder",
+    "SupportsCancel",
     "SupportsInsert",
     "SupportsReadInsert",
     "Task",
     "__version__",
+    "cancel",
     "register",
     "register_many",
     "register_once",

@@ -1,7 +1,7 @@
-"""Registration with the experimental `AsyncClient` of google-cloud-spanner.
+"""Registration and cancellation with the experimental `AsyncClient` of google-cloud-spanner.
 
 `outbox.register` and `outbox.register_many` work with its transactions and batches as they are, because its inserts are
-synchronous. Only `register_once` reads. This module is experimental as long as the client is.
+synchronous. Only `register_once` and `cancel` read. This module is experimental as long as the client is.
 """
 
 import inspect
@@ -10,10 +10,13 @@ from typing import Any, Protocol, Unpack
 
 from google.cloud.spanner_v1 import KeySet
 
+from outbox import cancellation
 from outbox.message import Message, check_task_id
 from outbox.metrics import count_registered
 from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
-from outbox.table.transactions import SupportsInsert, insert, is_inserted, remember
+from outbox.table.layouts import Layout
+from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
+from outbox.table.transactions import SupportsDelete, SupportsInsert, deleted, insert, is_inserted, remember
 
 
 class SupportsAsyncReadInsert(SupportsInsert, Protocol):
@@ -23,6 +26,15 @@ class SupportsAsyncReadInsert(SupportsInsert, Protocol):
         self, table: str, columns: Sequence[str], keyset: KeySet, /, *, request_options: Any
     ) -> AsyncIterable[Sequence[Any]]:
         """Return the rows of `keyset`."""
+
+
+class SupportsAsyncCancel(SupportsDelete, Protocol):
+    """Runs queries and accepts updates and deletes: the transaction of an `AsyncClient`."""
+
+    async def execute_sql(
+        self, sql: str, /, *, params: Any, param_types: Any, request_options: Any
+    ) -> AsyncIterable[Sequence[Any]]:
+        """Return the rows of a query."""
 
 
 async def register_once(
@@ -43,11 +55,7 @@ async def register_once(
         InvalidMessage: like `outbox.register`, before anything is read.
         TypeError: `transaction` is not that of an `AsyncClient`, or `message` has a wrong type.
     """
-    if not inspect.iscoroutinefunction(getattr(transaction, "read", None)):
-        raise TypeError(
-            f"transaction is {type(transaction).__name__}. It must be the transaction of a Spanner AsyncClient. With "
-            "that of a Client use outbox.register_once"
-        )
+    _check(transaction, "register_once")
     check_task_id(task_id)
     row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
     key = row[:1]
@@ -55,9 +63,46 @@ async def register_once(
         return False
     request = {"request_tag": "outbox-register-once"}
     rows = await transaction.read(TABLE, ("Id",), KeySet(keys=[list(key)]), request_options=request)
-    if [row async for row in rows]:  # to the end, as in outbox.register_once
+    # To the end, as in outbox.register_once.
+    if [row async for row in rows] and task_id not in deleted(transaction):
         return False
     insert(transaction, TABLE, COLUMNS, [row])
     remember(transaction, key)
     count_registered(row[1])
     return True
+
+
+async def cancel(transaction: SupportsAsyncCancel, task_id: str) -> bool:
+    """Delete an unsent task in `transaction`, and return whether it did. False: it is sent, or does not exist.
+
+    Experimental. See `outbox.cancel`: it waits for a batch that holds the task, and a task that is in doubt may have
+    been published. `transaction` is the one of `register_once`.
+
+    Raises:
+        InvalidMessage: `task_id` is not 1 to 64 characters.
+        TypeError: `transaction` is not that of an `AsyncClient`.
+    """
+    _check(transaction, "cancel")
+
+    async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
+        rows = await transaction.execute_sql(sql, **parameters(values), **cancellation.REQUEST)
+        return [row async for row in rows]
+
+    earlier = deleted(transaction)
+    [[is_unsent, ordering_key]] = await query(LOCK_UNSENT, id=check_task_id(task_id))
+    if not is_unsent or task_id in earlier:
+        return False
+    heads: list[Sequence[Any]] = []
+    if ordering_key is not None:
+        layout = Layout.usable(await query(LAYOUTS))
+        heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*earlier, task_id])
+    cancellation.delete(transaction, task_id, [id for (id,) in heads])
+    return True
+
+
+def _check(transaction: object, function: str) -> None:
+    if not inspect.iscoroutinefunction(getattr(transaction, "read", None)):
+        raise TypeError(
+            f"transaction is {type(transaction).__name__}. It must be the transaction of a Spanner AsyncClient. With "
+            f"that of a Client use outbox.{function}"
+        )

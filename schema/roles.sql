@@ -29,6 +29,12 @@ GRANT SELECT(Id) ON TABLE AsynchronousTasks TO ROLE outbox_application;
 GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce)
   ON TABLE AsynchronousTasks TO ROLE outbox_application;
 
+-- Applications that also cancel tasks (outbox.cancel). Grant it together with outbox_application. They read the whole table,
+-- because a list of columns would lack the shard column that a reshard adds.
+CREATE ROLE outbox_canceller;
+GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskShards TO ROLE outbox_canceller;
+GRANT UPDATE(Id, AvailableAt, BlockedBy), DELETE ON TABLE AsynchronousTasks TO ROLE outbox_canceller;
+
 -- Subscribers with the inbox. Grant it in their own database, beside the privileges for their own tables.
 CREATE ROLE outbox_subscriber;
 GRANT SELECT(Consumer, TaskId), INSERT(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_subscriber;

@@ -108,7 +108,7 @@ CREATE TABLE AsynchronousTaskShards (
 CREATE TABLE AsynchronousTaskOperations (
   -- A random UUID.
   OperationId STRING(64)  NOT NULL,
-  -- retry, purge, discard, pause, resume, limit, route, policy, apply, forget, replay or reshard.
+  -- retry, purge, cancel, pause, resume, limit, route, policy, apply, forget, replay or reshard.
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
@@ -119,7 +119,9 @@ CREATE TABLE AsynchronousTaskOperations (
   -- The selection as JSON.
   Selection   STRING(MAX) NOT NULL,
   -- The tasks that were changed, so far or in all. NULL: it is about no task, or not finished.
-  Tasks       INT64
+  Tasks       INT64,
+  -- Why, in the words of the person. NULL: no reason was given.
+  Reason      STRING(MAX)
 ) PRIMARY KEY (OperationId);
 
 -- The inbox of subscribers: the tasks that a consumer has processed. It belongs into the database of the subscriber, and

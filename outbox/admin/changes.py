@@ -1,11 +1,10 @@
-"""Changes by operators: retry, purge, discard. They are made in chunks, and each chunk is one transaction.
+"""Changes by operators: retry, purge, cancel. They are made in chunks, and each chunk is one transaction.
 
 Each transaction reads its tasks again under the lock, so a task that has left the selection meanwhile is not changed.
 A change can be stopped between two chunks. Changed tasks leave the selection, so the same selection continues the work.
 """
 
 import dataclasses
-import functools
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,10 +14,10 @@ from google.cloud.spanner_v1 import KeySet
 
 from outbox.admin import operations, statements
 from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
+from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transaction
-from outbox.errors import OutboxError
 from outbox.program.terminal import counted
-from outbox.table.statements import FIRST_OF_KEYS
+from outbox.table.statements import NEXT_OF_KEYS, RELEASED
 from outbox.table.states import CONDITIONS, STATES, UNSENT
 from outbox.table.values import chunked
 
@@ -27,8 +26,8 @@ _TABLE = "AsynchronousTasks"
 CHUNK = 500
 #: Task IDs that one query reads.
 PAGE = 20 * CHUNK
-#: Ordering keys whose heads one query reads.
-RELEASED_AT_ONCE = 20
+#: The state of a selection by `ids` that contains every unsent task.
+ANY_UNSENT = "unsent"
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 #: The columns that a retry writes. `retry_values` returns the values.
 RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt")
@@ -67,7 +66,7 @@ class TaskSelection:
     def condition(self) -> str:
         """Return the selection as an SQL condition, without the IDs."""
         unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({statements.HELD})"
-        state = CONDITIONS[self.state] if self.state else unheld
+        state = (CONDITIONS | {ANY_UNSENT: "SentAt IS NULL"})[self.state] if self.state else unheld
         return state + statements.narrowed(self.state, self.names)
 
 
@@ -139,7 +138,7 @@ def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
     return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
-def retry(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
+def retry(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
     """Make the selected tasks due now, with 0 failed attempts, chunk by chunk.
 
     A selection of sent tasks needs `until`. Otherwise it would also select the tasks that it sends again.
@@ -150,7 +149,7 @@ def retry(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
     def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
         transaction.update(_TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at) for row in rows])
 
-    return _change(table, selection, "retry", write)
+    return _change(table, selection, "retry", write, author)
 
 
 def retry_values(id: str, now: datetime, expires_at: datetime | None = None) -> tuple[object, ...]:
@@ -158,67 +157,46 @@ def retry_values(id: str, now: datetime, expires_at: datetime | None = None) -> 
     return (id, None, None, expires_at, 0, now)
 
 
-def purge(table: TaskTable, selection: TaskSelection) -> Iterator[Outcome]:
+def purge(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
     """Delete the selected tasks, chunk by chunk. Only sent tasks may be selected."""
     if selection.state != "sent":
         raise ValueError(f"purge is for sent tasks, not for {selection.state}")
-    return _change(table, selection, "purge", _delete)
+    return _change(table, selection, "purge", _delete, author)
 
 
-def discard(
-    table: TaskTable, ids: Sequence[str], reason: str, log: Callable[[Sequence[str]], None] = lambda _ids: None
+def cancel(
+    table: TaskTable,
+    selection: TaskSelection,
+    author: Author = UNNAMED,
+    log: Callable[[Sequence[str]], None] = lambda _ids: None,
 ) -> Iterator[Outcome]:
-    """Delete the dead tasks among `ids`, and release the tasks that they blocked. The record contains the `reason`.
+    """Delete the selected tasks, chunk by chunk, and release the next tasks of their keys. Only unsent tasks.
 
-    `log` gets the IDs that a transaction has deleted. It is called before the release, because a signal or a crash
-    during the release must not lose them.
+    Each transaction waits for the batches that hold its tasks, at most LOCK_SECONDS. `log` gets the IDs that it has
+    deleted.
     """
-    deleted: list[_Row] = []
+    if selection.state not in (*UNSENT, ANY_UNSENT):
+        raise ValueError(f"cancel is for unsent tasks, not for {selection.state}")
 
     def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
-        deleted[:] = rows  # Spanner may call this function again
+        if any(row.ordering_key for row in rows):
+            heads = transaction.query(NEXT_OF_KEYS, {"ids": [row.id for row in rows]})
+            transaction.update(_TABLE, ("Id", *RELEASED), [(id, None, None) for (id,) in heads])
         _delete(transaction, rows)
 
-    for outcome in _change(table, TaskSelection(state="dead", ids=tuple(ids)), "discard", write, reason=reason):
-        keys = {(row.topic, row.ordering_key, row.shard) for row in deleted if row.ordering_key}
-        deleted.clear()
+    for outcome in _change(table, selection, "cancel", write, author):
         log(outcome.changed)
-        yield dataclasses.replace(outcome, warning=_release_heads(table, sorted(keys)) or outcome.warning)
+        yield outcome
 
 
 def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
     transaction.delete(_TABLE, KeySet(keys=[[row.id] for row in rows]))
 
 
-def _release_heads(table: TaskTable, keys: Sequence[tuple[str, str, int]]) -> str | None:
-    """Make the head of each key due if it is blocked. The relay releases the tasks behind it.
-
-    Return None, or a warning if that failed. The tasks are then sent when their deferral ends.
-    """
-    try:
-        for chunk in chunked(keys, RELEASED_AT_ONCE):
-            topics, names, shards = map(list, zip(*chunk, strict=True))
-            values = {"topics": topics, "keys": names, "shards": shards, "per_key": 1, "skip_dead": False}
-            heads = [id for (id,) in table.query(FIRST_OF_KEYS, "outbox-release", values, seconds=SCAN_SECONDS)]
-            if heads:
-                table.transact("outbox-release", functools.partial(_release, sorted(heads)))
-    except OutboxError as error:
-        return f"tasks behind the deleted ones were not released. They are sent when their deferral ends: {error}"
-    return None
-
-
-def _release(ids: Sequence[str], transaction: Transaction) -> None:
-    rows = [_Row(*row) for row in transaction.query(statements.by_ids(CONDITIONS["blocked"], lock=True), {"ids": ids})]
-    columns = ("Id", "AvailableAt", "BlockedBy")
-    transaction.update(_TABLE, columns, [(row.id, row.now, None) for row in rows if row.matches])
-
-
-def _change(
-    table: TaskTable, selection: TaskSelection, name: str, write: _Write, reason: str | None = None
-) -> Iterator[Outcome]:
+def _change(table: TaskTable, selection: TaskSelection, name: str, write: _Write, author: Author) -> Iterator[Outcome]:
     """Change the selection with `write`, and record it as the operation `name` in the same transactions."""
     tag, operation_id, done = f"outbox-{name}", str(uuid.uuid4()), 0
-    recorded = dataclasses.asdict(selection) | {"reason": reason}
+    recorded = dataclasses.asdict(selection)
     chunks = _selected_ids(table, selection, tag) if selection.ids is None else chunked(selection.ids, CHUNK)
     statement = statements.by_ids(selection.condition, lock=True)
     for ids in chunks:
@@ -233,7 +211,8 @@ def _change(
                 if done:
                     operations.update(transaction, operation_id, Tasks=tasks)
                 else:
-                    operations.record(transaction, table, name, recorded, OperationId=operation_id, Tasks=tasks)
+                    columns = {"OperationId": operation_id, "Tasks": tasks}
+                    operations.record(transaction, table, name, recorded, author, **columns)
             return rows
 
         rows = table.transact(tag, work)

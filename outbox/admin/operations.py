@@ -1,5 +1,6 @@
 """The record of changes: one row of AsynchronousTaskOperations for each change that an operator or a job makes."""
 
+import dataclasses
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,18 @@ RECORDED_IDS = 1_000
 _TAG = "outbox-operations"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Author:
+    """Who makes a change, and why. Without a `principal`, it is that of the table's credentials."""
+
+    principal: str | None = None
+    reason: str | None = None
+
+
+#: A change by the credentials, without a reason.
+UNNAMED = Author()
+
+
 class Operation(NamedTuple):
     """A row. `finished_at` is None while the change runs, or if it ended early. `selection` is JSON."""
 
@@ -29,6 +42,7 @@ class Operation(NamedTuple):
     principal: str | None
     selection: str
     tasks: int | None
+    reason: str | None
 
 
 def latest(table: TaskTable, limit: int) -> list[Operation]:
@@ -36,13 +50,16 @@ def latest(table: TaskTable, limit: int) -> list[Operation]:
     return [Operation(*row) for row in table.query(statements.LATEST_OPERATIONS, _TAG, {"limit": limit})]
 
 
-def record(writer: Any, table: TaskTable, name: str, selection: Mapping[str, Any], **columns: Any) -> None:
+def record(
+    writer: Any, table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED, **columns: Any
+) -> None:
     """Buffer the row of a change that starts with this commit. `columns` are the values of further columns.
 
     `writer` is a Transaction, or a Batch of the client.
     """
-    row = {"OperationId": str(uuid.uuid4()), "Operation": name, "StartedAt": COMMIT_TIMESTAMP}
-    row |= {"Principal": table.principal, "Selection": as_json(selection), **columns}
+    row: dict[str, Any] = {"OperationId": str(uuid.uuid4()), "Operation": name, "StartedAt": COMMIT_TIMESTAMP}
+    row |= {"Principal": author.principal or table.principal, "Reason": author.reason}
+    row |= {"Selection": as_json(selection), **columns}
     writer.insert(OPERATIONS, tuple(row), [tuple(row.values())])
 
 

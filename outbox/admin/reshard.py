@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
+from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.program.terminal import counted, listed
@@ -126,8 +127,8 @@ def _names(workers: list[str]) -> str:
 class Resharding:
     """Reads snapshots, and runs steps. Every method raises NotReached or OutboxError."""
 
-    def __init__(self, table: TaskTable) -> None:
-        self._table = table
+    def __init__(self, table: TaskTable, author: Author = UNNAMED) -> None:
+        self._table, self._author = table, author
         self._database: Any = table.database  # its methods carry no types
 
     def snapshot(self) -> Snapshot:
@@ -241,7 +242,7 @@ class Resharding:
         change = {"from": former.shards, "to": target.shards}
 
         def work(transaction: Transaction) -> None:
-            operations.record(transaction, self._table, "reshard", change, FinishedAt=COMMIT_TIMESTAMP)
+            operations.record(transaction, self._table, "reshard", change, self._author, FinishedAt=COMMIT_TIMESTAMP)
 
         self._table.transact(_TAG, work)
 

@@ -47,7 +47,7 @@ TOPICS_WITH_UNSENT = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
 LATEST_OPERATIONS = """
-SELECT OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks
+SELECT OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason
 FROM AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}
 ORDER BY StartedAt DESC, OperationId LIMIT @limit"""
 
@@ -171,10 +171,10 @@ def next_ids(state: str, names: Collection[str]) -> str:
         return f"""
 SELECT Id, SentAt FROM {TO_SEND} WHERE Shard = @shard AND SentAt >= @after{narrowing}
 ORDER BY {TO_SEND_ORDER}, Id LIMIT @limit"""
-    [range_] = RANGES[state]
+    range_ = " OR ".join(RANGES[state])
     return f"""
 SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
-{SEEK} {TO_SEND} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND {range_}
+{SEEK} {TO_SEND} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND ({range_})
 WHERE Id > @after_id{narrowing}
 ORDER BY Id LIMIT @limit"""
 

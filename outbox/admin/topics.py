@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
+from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.table.controls import problems
@@ -57,7 +58,13 @@ def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
 
 
 def change(
-    table: TaskTable, operation: str, topics: Sequence[str], values: Mapping[str, Any], *, dry_run: bool = False
+    table: TaskTable,
+    operation: str,
+    topics: Sequence[str],
+    values: Mapping[str, Any],
+    author: Author = UNNAMED,
+    *,
+    dry_run: bool = False,
 ) -> dict[str, Control]:
     """Write `values`, by column, to the rows of all `topics` in one transaction, and return the new rows.
 
@@ -72,13 +79,15 @@ def change(
         if not dry_run:
             _write(transaction, after)
             selection = {"topics": list(topics), "values": dict(values)}
-            operations.record(transaction, table, operation, selection, FinishedAt=COMMIT_TIMESTAMP)
+            operations.record(transaction, table, operation, selection, author, FinishedAt=COMMIT_TIMESTAMP)
         return after
 
     return table.transact(_TAG, work)
 
 
-def apply(table: TaskTable, wanted: Mapping[str, Control], *, dry_run: bool = False) -> Difference:
+def apply(
+    table: TaskTable, wanted: Mapping[str, Control], author: Author = UNNAMED, *, dry_run: bool = False
+) -> Difference:
     """Replace the rows of these topics in one transaction, which records the difference. Return it.
 
     With `dry_run` it checks the same and writes nothing.
@@ -91,13 +100,13 @@ def apply(table: TaskTable, wanted: Mapping[str, Control], *, dry_run: bool = Fa
         difference = {topic: (before.get(topic), control) for topic, control in after.items()}
         if after and not dry_run:
             _write(transaction, after)
-            operations.record(transaction, table, "apply", _recorded(difference), FinishedAt=COMMIT_TIMESTAMP)
+            operations.record(transaction, table, "apply", _recorded(difference), author, FinishedAt=COMMIT_TIMESTAMP)
         return difference
 
     return table.transact(_TAG, work)
 
 
-def forget(table: TaskTable, topic: str) -> None:
+def forget(table: TaskTable, topic: str, author: Author = UNNAMED) -> None:
     """Delete the row of a topic, and record what it was. Raises OutboxError if there is none."""
 
     def work(transaction: Transaction) -> None:
@@ -105,9 +114,8 @@ def forget(table: TaskTable, topic: str) -> None:
         if topic not in before:
             raise OutboxError(f"topic {topic!r} has no row in AsynchronousTaskTopics. Nothing was changed")
         transaction.delete(_TABLE, KeySet(keys=[[topic]]))
-        operations.record(
-            transaction, table, "forget", _recorded({topic: (before[topic], None)}), FinishedAt=COMMIT_TIMESTAMP
-        )
+        selection = _recorded({topic: (before[topic], None)})
+        operations.record(transaction, table, "forget", selection, author, FinishedAt=COMMIT_TIMESTAMP)
 
     table.transact(_TAG, work)
 

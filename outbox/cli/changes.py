@@ -1,4 +1,4 @@
-"""`outbox retry` sends tasks again, `purge` deletes sent tasks, and `discard` deletes dead tasks."""
+"""`outbox retry` sends tasks again, `purge` deletes sent tasks, and `cancel` deletes unsent tasks."""
 
 import argparse
 import dataclasses
@@ -16,14 +16,14 @@ from outbox.program import logs
 from outbox.program.settings import one_of
 from outbox.program.terminal import counted, escaped, say
 from outbox.program.times import MOMENT, resolved, shown
-from outbox.table.states import MARKS_FINAL_AFTER
+from outbox.table.states import MARKS_FINAL_AFTER, UNSENT
 
 RETRY_DESCRIPTION = """\
 Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
-sent again with the same task ID and a new message ID. A scheduled task is sent now if
-you pass its ID. Pending tasks and tasks blocked by the head of their ordering key are
-not changed. Expired tasks are sent only with --include-expired. While new tasks wait,
-retried tasks get at most half of the capacity.
+sent again with the same task ID and a new message ID. Scheduled tasks are sent now.
+Pending tasks and tasks blocked by the head of their ordering key are not changed.
+Expired tasks are sent only with --include-expired. While new tasks wait, retried tasks
+get at most half of the capacity.
 
     outbox retry 0e3c... 7f21... --project my-project --instance main --database shop
     outbox retry --state dead --topic orders --dry-run ...
@@ -35,17 +35,18 @@ tasks too, typically within three days after they reach the retention age (`outb
 
     outbox purge --sent-before 30d --project my-project --instance main --database shop
     outbox purge --sent-before 7d --topic orders --dry-run ..."""
-DISCARD_DESCRIPTION = """\
-Delete dead tasks permanently. They are never sent. The command logs each task ID with
-the reason on stderr. Tasks that were blocked by a deleted task of the same ordering key
-are released.
+CANCEL_DESCRIPTION = """\
+Delete unsent tasks of any state permanently. They are not published any more. If a
+worker is publishing a task, the command waits, and then the task is sent. A task that
+is in doubt may have been published before. The command logs each task ID with the
+reason on stderr. The next tasks of the same ordering keys are released.
 
-    outbox discard 0e3c... --reason 'order was cancelled, ticket 4711' \\
-        --project my-project --instance main --database shop"""
+    outbox cancel 0e3c... --reason 'order was cancelled, ticket 4711' \\
+        --project my-project --instance main --database shop
+    outbox cancel --state scheduled --topic reminders --dry-run --reason 'sent twice' ..."""
 
-#: Scheduled tasks have a time that the application chose, so they are retried only by ID. Pending ones need no retry.
-RETRY_STATES = ("dead", "sent", "retrying")
-BY_ID_ONLY = ". Retry scheduled tasks by ID"
+#: Pending tasks need no retry.
+RETRY_STATES = ("dead", "sent", "retrying", "scheduled")
 #: Why tasks are not changed.
 NOT_CHANGED = {
     "pending": "because pending tasks need no retry",
@@ -61,7 +62,7 @@ def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
     retrying = flags.command(commands, "retry", "send tasks again, or retry dead tasks", RETRY_DESCRIPTION, run_retry)
     flags.add_ids(retrying)
-    flags.add_selection(retrying, *RETRY_STATES, others=BY_ID_ONLY)
+    flags.add_selection(retrying, *RETRY_STATES)
     flags.add_dry_run(retrying)
     retrying.add_argument(
         "--yes", action="store_true",
@@ -77,10 +78,14 @@ def add(commands: Any) -> None:
     purging.add_argument(
         "--yes", action="store_true", help=f"Skip the confirmation above {bulk.CONFIRM_ABOVE:,} tasks."
     )
-    discarding = flags.command(commands, "discard", "delete dead tasks permanently", DISCARD_DESCRIPTION, run_discard)
-    flags.add_ids(discarding)
-    flags.add(discarding, "--reason", flags.TEXT, "The reason, for the log", metavar="TEXT", required=True)
-    discarding.add_argument("--yes", action="store_true", help="Skip the confirmation.")
+    cancelling = flags.command(commands, "cancel", "delete unsent tasks permanently", CANCEL_DESCRIPTION, run_cancel)
+    flags.add_ids(cancelling)
+    flags.add_selection(cancelling, *UNSENT)
+    flags.add_dry_run(cancelling)
+    cancelling.add_argument("--yes", action="store_true", help="Skip the confirmation.")
+    for parser in (retrying, purging):
+        flags.add_reason(parser)
+    flags.add_reason(cancelling, ", and for the log. Required with --state")
 
 
 def run_retry(options: argparse.Namespace) -> int:
@@ -113,14 +118,14 @@ def run_retry(options: argparse.Namespace) -> int:
         bulk.confirm(f"{count} will become due now.", yes=options.yes)
     since = {} if selection.since is None else {"since": shown(selection.since)}
     continue_command = flags.continue_command(options, **since, until=shown(until))
-    report = bulk.carry_out(admin.changes.retry(table, selection), continue_command)
+    report = bulk.carry_out(admin.changes.retry(table, selection, flags.author(options)), continue_command)
     say(f"due now: {bulk.tasks(report.changed)}")
     if ids:
         # With --include-expired, an expired task that was not changed does not match the selection.
         ignored = {"expired"} if options.include_expired else set()
         code = report.explain({state: NOT_CHANGED[state] for state in NOT_CHANGED.keys() - ignored}, OUTSIDE)
         if heads := sorted(report.heads - set(ids)):
-            note(f"retry the head of the ordering key, or discard it if it is dead: {named(heads)}")
+            note(f"retry the head of the ordering key, or cancel it: {named(heads)}")
         return code
     if not report.changed:
         flags.explain_none(table, selection, options)
@@ -145,33 +150,50 @@ def run_purge(options: argparse.Namespace) -> int:
     if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
         bulk.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
     continue_command = flags.continue_command(options, sent_before=shown(before))
-    report = bulk.carry_out(admin.changes.purge(table, selection), continue_command)
+    report = bulk.carry_out(admin.changes.purge(table, selection, flags.author(options)), continue_command)
     say(f"deleted: {bulk.tasks(report.changed)}")
     return 0
 
 
-def run_discard(options: argparse.Namespace) -> int:
-    """Delete dead tasks; return 0, or 1 if one is missing or not dead. Raises SettingError, NotReached, OutboxError."""
+def run_cancel(options: argparse.Namespace) -> int:
+    """Delete unsent tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
     ids = flags.ids(options)
-    if ids is None:
-        raise SettingError("no tasks given. Pass IDs of dead tasks, or --ids-file")
+    if ids is None and options.state is None:
+        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*UNSENT).allowed}")
+    if ids is None and options.reason is None:
+        raise SettingError("--reason is missing. It is required with --state")
     table = flags.open_table(options)
-    ids = flags.full_ids(table, options, ids, unasked=options.yes)
-    count = admin.changes.count(table, admin.changes.TaskSelection(state="dead", ids=ids), exact=True)
-    if not count.number:
-        raise OutboxError(f"no dead task among the {counted(len(ids), 'given ID')}. Nothing was deleted")
-    bulk.confirm(f"{count} (dead) will be deleted permanently and never sent.", yes=options.yes)
+    ids = ids and flags.full_ids(table, options, ids, unasked=options.yes)
+    now = table.now()
+    selection = flags.selection(options, now, ids)
+    # Only tasks from before `now`, so that neither this run nor its continuation deletes a task registered meanwhile.
+    until = now if ids is None and selection.until is None else selection.until
+    state = selection.state or admin.changes.ANY_UNSENT
+    selection = dataclasses.replace(selection, state=state, until=until)
+    count = admin.changes.count(table, selection, exact=options.dry_run or ids is not None)
+    if not count.number and ids:
+        raise OutboxError(f"no unsent task among the {counted(len(ids), 'given ID')}. Nothing was deleted")
+    if not count.number or options.dry_run:
+        say(f"{count} would be deleted")
+        if not count.number:
+            flags.explain_none(table, selection, options)
+        return 0
+    if ids is None and options.topic is None and not options.yes:
+        note("tasks by topic and reason:")
+        say(errors.text(errors.of_selection(table, selection)), stream=sys.stderr)
+    bulk.confirm(f"{count} ({selection.state}) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
-    continue_command = flags.continue_command(options)
-    log = functools.partial(_log_discarded, options.reason)
-    outcomes = admin.changes.discard(table, ids, options.reason, log)
-    report = bulk.carry_out(outcomes, continue_command)
+    times = {name: shown(time) for name, time in (("since", selection.since), ("until", until)) if time is not None}
+    outcomes = admin.changes.cancel(
+        table, selection, flags.author(options), functools.partial(_log_cancelled, options.reason or "no reason given")
+    )
+    report = bulk.carry_out(outcomes, flags.continue_command(options, **times))
     say(f"deleted: {bulk.tasks(report.changed)}")
-    return report.explain({}, "because they are not dead but {state}")
+    return report.explain({}, "because they are {state}")
 
 
-def _log_discarded(reason: str, ids: Sequence[str]) -> None:
+def _log_cancelled(reason: str, ids: Sequence[str]) -> None:
     """Log the deleted tasks of a transaction."""
     for id in ids:
-        extra = {"action": "discarded", "fields": {"task_id": id, "reason": reason}}
-        _log.warning("discarded the dead task %s: %s", escaped(id), escaped(reason), extra=extra)
+        extra = {"action": "cancelled", "fields": {"task_id": id, "reason": reason}}
+        _log.warning("cancelled the task %s: %s", escaped(id), escaped(reason), extra=extra)

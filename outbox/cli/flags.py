@@ -1,7 +1,6 @@
 """Flags that several commands share: the database, and which tasks."""
 
 import argparse
-import dataclasses
 import json
 import shlex
 import sys
@@ -107,18 +106,24 @@ def add_limit(parser: argparse.ArgumentParser, what: str, default: int) -> None:
     add(parser, "--limit", LIMIT, text, metavar="N", default=default)
 
 
+def add_reason(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Add `--reason`."""
+    add(parser, "--reason", TEXT, f"Why, for the record of operations{more}", metavar="TEXT")
+
+
+def author(options: argparse.Namespace) -> "admin.operations.Author":
+    """Return who runs the command, and the reason."""
+    return admin.operations.Author(reason=options.reason)
+
+
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
     """Add `--dry-run`."""
     parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks.")
 
 
-def add_selection(parser: argparse.ArgumentParser, *states: str, others: str = "") -> None:
-    """Add `--state` with `states`, and the flags that narrow the selection.
-
-    `others` is appended to the allowed states in help and errors, and says what to do with tasks of other states.
-    """
+def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
+    """Add `--state` with `states`, and the flags that narrow the selection."""
     kind = one_of(*states)
-    kind = dataclasses.replace(kind, allowed=kind.allowed + others)
     add(parser, "--state", kind, f"Only tasks in this state: {kind.allowed}", metavar="STATE", choices=states)
     add_topic(parser)
     for flag in ("--since", "--until"):

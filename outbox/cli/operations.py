@@ -9,15 +9,15 @@ from outbox.cli.output import as_json, note, shortened, table
 from outbox.program.terminal import counted, say
 
 DESCRIPTION = """\
-List the last changes, newest first: retry, purge, discard, pause, resume, limit, route,
+List the last changes, newest first: retry, purge, cancel, pause, resume, limit, route,
 policy, apply and forget of topics, reshard, and replay of the pipeline. Each line has the
-account, the selection and the number of changed tasks. A change without FINISHED is still
-running, or ended early.
+account, the reason, the selection and the number of changed tasks. A change without
+FINISHED is still running, or ended early.
 
     outbox operations --project my-project --instance main --database shop
-    outbox operations --limit 1000 --json ... | jq 'select(.operation == "discard")'"""
+    outbox operations --limit 1000 --json ... | jq 'select(.operation == "cancel")'"""
 
-HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION")
+HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "REASON", "SELECTION")
 
 
 def add(commands: Any) -> None:
@@ -36,7 +36,15 @@ def run(options: argparse.Namespace) -> int:
             say(as_json(each._asdict() | {"selection": admin.operations.parsed(each.selection)}))
     elif operations:
         rows = [
-            [each.started_at, each.finished_at, each.operation, each.tasks, each.principal, shortened(each.selection)]
+            [
+                each.started_at,
+                each.finished_at,
+                each.operation,
+                each.tasks,
+                each.principal,
+                shortened(each.reason),
+                shortened(each.selection),
+            ]
             for each in operations
         ]
         say(table(HEADS, rows))

@@ -55,6 +55,7 @@ def add(commands: Any) -> None:
     text = "Print the layouts and the next step, and change nothing."
     choice.add_argument("--status", action="store_true", help=text)
     choice.add_argument("--abort", action="store_true", help="Return to the former number of shards.")
+    flags.add_reason(resharding)
 
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
@@ -98,7 +99,7 @@ def run_reshard(options: argparse.Namespace) -> int:
 
     Raises SettingError, NotReached, OutboxError.
     """
-    resharding = admin.reshard.Resharding(flags.open_table(options))
+    resharding = admin.reshard.Resharding(flags.open_table(options), flags.author(options))
     if options.status:
         say(*resharding.report())
         return 0

@@ -117,7 +117,7 @@ def run_show(options: argparse.Namespace) -> int:
     if task is None:
         raise OutboxError(
             f"task {id!r} does not exist. Either its transaction was not committed, or the task was deleted: "
-            "after it was sent (retention, `outbox purge`), or when it was dead (`outbox discard`)"
+            "after it was sent (retention, `outbox purge`), or before that (`outbox cancel`)"
         )
     message = task.message
     data = task.columns["Data"] if message is None else message.data

@@ -61,6 +61,7 @@ def add(commands: Any) -> None:
     forgetting = flags.command(actions, "forget", "delete the row of a topic", FORGET_DESCRIPTION, run_forget)
     flags.add(forgetting, "topic", flags.TOPIC, "Value of the Topic column", metavar="TOPIC")
     for parser in (applying, forgetting):
+        flags.add_reason(parser)
         parser.add_argument("--yes", action="store_true", help="Skip the confirmation.")
 
 
@@ -106,7 +107,7 @@ def run_apply(options: argparse.Namespace) -> int:
     table = flags.open_table(options) if options.dry_run else open_known(options, "Apply")
     for topic in sorted({control.PublishTo for control in wanted.values() if control.PublishTo}):
         check_destination(table, options, topic)
-    difference = admin.topics.apply(table, wanted, dry_run=options.dry_run)
+    difference = admin.topics.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
     for topic, (before, after) in sorted(difference.items()):
         say(f"{topic}: {described(before)} -> {described(after)}")
     would = "would be " if options.dry_run else ""
@@ -122,7 +123,7 @@ def run_forget(options: argparse.Namespace) -> int:
     control = admin.topics.controls(table).get(options.topic)
     if control not in (None, admin.topics.Control()):
         bulk.confirm(f"{escaped(options.topic)} has: {described(control)}. Forget it?", yes=options.yes)
-    admin.topics.forget(table, options.topic)
+    admin.topics.forget(table, options.topic, flags.author(options))
     say(f"{options.topic}: forgotten")
     note(APPLIED_SOON)
     return 0

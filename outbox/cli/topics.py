@@ -120,6 +120,8 @@ def add(commands: Any) -> None:
     where.add_argument("--off", action="store_true", help="Publish to the topic itself again.")
     flags.add_dry_run(routing)
     routing.add_argument("--force", action="store_true", help="Do not ask Pub/Sub whether the topic exists.")
+    for parser in (pausing, resuming, limiting, routing, governing):
+        flags.add_reason(parser)
     for parser in (pausing, limiting, routing, governing):
         parser.add_argument("--yes", action="store_true", help="Skip the confirmation for an unknown topic.")
 
@@ -209,7 +211,8 @@ def _open(options: argparse.Namespace) -> "admin.table.TaskTable":
 
 def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
     """Write the values, by column, and print the new rows; returns 0."""
-    for topic, control in admin.topics.change(table, operation, options.topics, values).items():
+    changed = admin.topics.change(table, operation, options.topics, values, flags.author(options))
+    for topic, control in changed.items():
         say(f"{topic}: {described(control, 'resumed' if operation == 'resume' else '')}")
     note(f"{APPLIED_SOON}; {SHARED}" if operation == "limit" else APPLIED_SOON)
     return 0

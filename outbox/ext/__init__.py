@@ -1,1 +1,1 @@
-"""Register and process tasks in the transactions of SQLAlchemy, Django and DB-API. Each module needs its driver."""
+"""Register, cancel and process tasks in the transactions of SQLAlchemy, Django and DB-API; each module needs one."""

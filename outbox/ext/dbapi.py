@@ -1,9 +1,10 @@
-"""Register and process tasks on a DB-API connection (`google.cloud.spanner_dbapi`).
+"""Register, cancel and process tasks on a DB-API connection (`google.cloud.spanner_dbapi`).
 
 After ABORTED the connection replays its statements, but not mutations. So tasks are an INSERT with parameters that are
 fixed before its first execution, and a replay inserts the same rows.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
@@ -14,11 +15,13 @@ from google.cloud.spanner_dbapi.exceptions import OperationalError, ProgrammingE
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import registration
+from outbox.cancellation import next_heads
 from outbox.errors import InvalidMessage, InvalidTransaction
 from outbox.inbox import TABLE as INBOX
 from outbox.inbox import Key, ReceivedMessage, record_with
 from outbox.message import Message
 from outbox.registration import Options, Task
+from outbox.table.statements import LOCK_UNSENT, RELEASED
 from outbox.table.values import chunked
 
 #: Values in the order of some columns.
@@ -117,6 +120,49 @@ def process_once(connection: Connection, message: ReceivedMessage, *, consumer: 
         TypeError: `connection` or `message` has another type.
     """
     return record_with(_Inserts(connection).insert_once, message, consumer, key)
+
+
+def cancel(connection: Connection, task_id: str) -> bool:
+    """Delete an unsent task in the transaction of `connection`, and return whether it did.
+
+    False: the task is sent, or does not exist. See `outbox.cancel`: the call waits for a batch that holds the task, and
+    a task that is in doubt may have been published. Call it before any registration in the transaction. If a replay
+    finds another answer than the first execution, see `register_once`.
+
+    Raises:
+        InvalidMessage: `task_id` is not 1 to 64 characters.
+        InvalidTransaction: see `register`, or the transaction has registered a task before.
+        OperationalError: the driver's; the answer was lost. Roll back.
+        TypeError: see `register`.
+    """
+    _check(connection)
+    execute = functools.partial(_execute_cancel, connection, task_id)
+    heads = next_heads(execute, task_id)
+    for id in heads or ():
+        _execute_cancel(
+            connection, id, f"UPDATE {registration.TABLE} SET {' = NULL, '.join(RELEASED)} = NULL WHERE Id = @id"
+        )
+    if heads is not None:
+        execute(f"DELETE FROM {registration.TABLE} WHERE Id = @id")
+    return heads is not None
+
+
+def _execute_cancel(connection: Connection, id: str, sql: str, _values: Any = None) -> list[Sequence[Any]]:
+    """Execute a statement about one task, and return the rows. The driver has no type for a list of IDs."""
+    cursor = connection.cursor()
+    try:
+        cursor.execute(sql.replace("@ids", "[@id]"), {"id": id} if "@id" in sql else None)
+        rows: list[Sequence[Any]] = cursor.fetchall() if "SELECT" in sql else []
+    except ProgrammingError as error:
+        if "pending CommitTimestamp" not in str(error.__cause__):
+            raise
+        raise InvalidTransaction(
+            "the transaction has registered a task before, so it cannot read the table. Roll back, and call cancel "
+            "before the first registration"
+        ) from error
+    if sql == LOCK_UNSENT and not rows:  # `fetchall` returns no rows if it fails
+        raise OperationalError(f"no answer about task {id!r}. Roll back and run the transaction again")
+    return rows
 
 
 def _check(connection: object) -> None:

@@ -1,4 +1,4 @@
-"""Register and process tasks in the transactions of Django (`django-google-spanner`).
+"""Register, cancel and process tasks in the transactions of Django (`django-google-spanner`).
 
 `using` is the alias of a Spanner database in Django's settings. Errors of the driver become those of `django.db`.
 """
@@ -79,6 +79,21 @@ def process_once(
     """
     with _atomic(using) as connection:
         return dbapi.process_once(connection, message, consumer=consumer, key=key)
+
+
+def cancel(task_id: str, *, using: str = DEFAULT_DB_ALIAS) -> bool:
+    """Delete an unsent task in the atomic block, and return whether it did.
+
+    False: the task is sent, or does not exist. See `outbox.cancel`: the call waits for a batch that holds the task, and
+    a task that is in doubt may have been published. Call it before any registration in the block.
+
+    Raises:
+        InvalidMessage: `task_id` is not 1 to 64 characters.
+        InvalidTransaction: see `register`, or the block has registered a task before.
+        TypeError: `using` names another kind of database.
+    """
+    with _atomic(using) as connection:
+        return dbapi.cancel(connection, task_id)
 
 
 @contextmanager

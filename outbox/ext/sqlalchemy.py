@@ -1,6 +1,6 @@
-"""Register and process tasks in the transactions of SQLAlchemy (`sqlalchemy-spanner`).
+"""Register, cancel and process tasks in the transactions of SQLAlchemy (`sqlalchemy-spanner`).
 
-The functions execute their INSERT on the driver's connection, so its errors are not those of SQLAlchemy:
+The functions execute their statements on the driver's connection, so its errors are not those of SQLAlchemy:
 IntegrityError, OperationalError and RetryAborted of `google.cloud.spanner_dbapi`.
 """
 
@@ -76,6 +76,20 @@ def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str
     raised if the transaction has a record already, and OperationalError as by `register_once`.
     """
     return dbapi.process_once(_connection(session), message, consumer=consumer, key=key)
+
+
+def cancel(session: AnySession, task_id: str) -> bool:
+    """Delete an unsent task in the open transaction, and return whether it did.
+
+    False: the task is sent, or does not exist. See `outbox.cancel`: the call waits for a batch that holds the task, and
+    a task that is in doubt may have been published. Call it before any registration in the transaction.
+
+    Raises:
+        InvalidMessage: `task_id` is not 1 to 64 characters.
+        InvalidTransaction: see `register`, or the transaction has registered a task before.
+        TypeError: `session` has another type.
+    """
+    return dbapi.cancel(_connection(session), task_id)
 
 
 def _connection(session: object) -> Any:

@@ -9,9 +9,10 @@ A shard ID names a shard and its layout: 0 to 999 are shards of the first layout
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 COLUMN = "Shard"
 MAX_SHARDS = 1000
@@ -40,6 +41,11 @@ class Layout:
         suffix = column.removeprefix(COLUMN)
         is_layout = 1 <= shards <= MAX_SHARDS and column == COLUMN + suffix and suffix in ("", str(shards))
         return cls(shards, suffix) if is_layout else None
+
+    @classmethod
+    def usable(cls, rows: Iterable[Sequence[Any]]) -> "Layout":
+        """Return a layout that holds all tasks, by the rows of `statements.LAYOUTS`, to translate statements."""
+        return next(filter(None, (cls.recorded(column, shards) for column, shards in rows)), cls(1))
 
     def __lt__(self, other: "Layout") -> bool:
         return self.column < other.column

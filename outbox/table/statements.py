@@ -90,6 +90,32 @@ FIRST_OF_KEYS = f"""
     WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND {UNSENT_OF_KEY}
     ORDER BY {IN_ORDER_ORDER} LIMIT @per_key)) AS first"""
 
+#: The layouts of the table that hold all tasks: column and number of shards. Before the first reshard there is no row.
+LAYOUTS = "SELECT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
+
+_EXCLUSIVE = "@{LOCK_SCANNED_RANGES=exclusive}"
+#: Whether the task @id is unsent, and its ordering key, with an exclusive lock of its row. It always returns one row.
+LOCK_UNSENT = f"{_EXCLUSIVE}\nSELECT COUNT(*) > 0, MAX(OrderingKey) FROM {BY_ID} WHERE Id = @id AND SentAt IS NULL"
+#: The deferred tasks that become the heads of their keys when the tasks @ids are deleted, with exclusive locks. A
+#: retrying task that has expired blocks none. A dead task is passed over, because it may have expired, or workers may
+#: skip it. If it blocks its key, they defer the tasks again.
+NEXT_OF_KEYS = f"""{_EXCLUSIVE}
+SELECT task.Id FROM (
+  SELECT first.Id AS next_id FROM (
+    SELECT DISTINCT Topic AS of_topic, OrderingKey AS of_key, Shard AS in_shard
+    FROM UNNEST(@ids) AS wanted {SEEK} {BY_ID} AS removed ON removed.Id = wanted
+    WHERE OrderingKey IS NOT NULL), UNNEST(ARRAY(
+      SELECT AS STRUCT Id FROM {IN_ORDER}
+      WHERE Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic AND OrderingKey IS NOT NULL
+        AND SentAt IS NULL AND NOT COALESCE(AvailableAt >= {NEVER_SQL}, FALSE) AND Id NOT IN UNNEST(@ids)
+        AND NOT COALESCE(AvailableAt > CURRENT_TIMESTAMP() AND BlockedBy IS NULL
+          AND ExpiresAt <= CURRENT_TIMESTAMP(), FALSE)
+      ORDER BY {IN_ORDER_ORDER} LIMIT 1)) AS first)
+{SEEK} {BY_ID} AS task ON task.Id = next_id
+WHERE task.BlockedBy IS NOT NULL"""
+#: The columns that a release writes, after the ID. It sets them to NULL.
+RELEASED = ("AvailableAt", "BlockedBy")
+
 
 def by_ids(columns: str, *, lock: bool = False) -> str:
     """Return the statement for `columns` of the tasks @ids. The plan has one seek for each, so it locks no other rows.
@@ -97,7 +123,7 @@ def by_ids(columns: str, *, lock: bool = False) -> str:
     With `lock` the locks are exclusive. Two transactions that read with shared locks and then write would abort each
     other.
     """
-    hint = "@{LOCK_SCANNED_RANGES=exclusive}" if lock else ""
+    hint = _EXCLUSIVE if lock else ""
     return f"{hint}\nSELECT {columns}\nFROM UNNEST(@ids) AS wanted\n{SEEK} {BY_ID} AS task ON task.Id = wanted"
 
 

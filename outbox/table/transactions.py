@@ -1,9 +1,9 @@
-"""Inserts into the transaction of an application, which owns it and commits it."""
+"""Changes in the transaction of an application, which owns it and commits it."""
 
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -14,8 +14,8 @@ from outbox.errors import InvalidTransaction
 from outbox.table.transact import retry_and_timeout
 from outbox.table.values import check_finished
 
-#: Max seconds for the read of `insert_once`, including the wait for another transaction's lock. Without a limit of our
-#: own, the client repeats the read without a pause while Spanner is unavailable.
+#: Max seconds for a read of `insert_once` or `cancel`, including the wait for another transaction's lock. Without a
+#: limit of our own, the client repeats the read without a pause while Spanner is unavailable.
 READ_SECONDS = 30.0
 
 #: A primary key.
@@ -24,6 +24,8 @@ Key = tuple[str, ...]
 #: The keys that each transaction has inserted. A read does not see the buffered mutations of its own transaction. After
 #: ABORTED the client calls the function again with a new Transaction, so each attempt begins with none.
 _inserted: WeakKeyDictionary[object, set[Key]] = WeakKeyDictionary()
+#: The tasks that each transaction has deleted.
+_deleted: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
 class SupportsInsert(Protocol):
@@ -42,6 +44,32 @@ class SupportsReadInsert(SupportsInsert, Protocol):
         """Return the rows of `keyset`."""
 
 
+class SupportsDelete(Protocol):
+    """Accepts updates and deletes."""
+
+    def update(self, table: str, columns: Sequence[str], values: Sequence[tuple[Any, ...]], /) -> object:
+        """Add one update."""
+
+    def delete(self, table: str, keyset: KeySet, /) -> object:
+        """Add one delete."""
+
+
+class SupportsCancel(SupportsDelete, Protocol):
+    """Accepts queries, updates and deletes: a Spanner Transaction, or a test's fake of one."""
+
+    def execute_sql(
+        self, sql: str, /, *, params: Any, param_types: Any, request_options: Any, retry: Any, timeout: Any
+    ) -> Iterable[Sequence[Any]]:
+        """Return the rows of a query."""
+
+
+#: What to do instead, by function.
+_OTHERS = {
+    "register_once": ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once",
+    "cancel": ". For the transaction of an AsyncClient, await outbox.aio.cancel",
+}
+
+
 def check_transaction(transaction: object, function: str, *, reads: bool = False) -> None:
     """Raise TypeError if `transaction` cannot insert, or if `reads` is true and it cannot read.
 
@@ -51,11 +79,9 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
     read, insert = getattr(transaction, "read", None), getattr(transaction, "insert", None)
     # The client's AsyncTransaction inserts like the others, but its read must be awaited.
     if reads and (not callable(read) or not callable(insert) or inspect.iscoroutinefunction(read)):
-        others = ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once"
         raise TypeError(
             f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because {function} reads "
-            "before it inserts: call it in a function given to database.run_in_transaction"
-            + (others if function == "register_once" else "")
+            f"before it writes: call it in a function given to database.run_in_transaction{_OTHERS.get(function, '')}"
         )
     if not callable(insert):
         raise TypeError(
@@ -72,7 +98,7 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
     ):
         raise InvalidTransaction(
             "transaction belongs to a DB-API connection, such as that of SQLAlchemy or Django. After an abort the "
-            "connection replays its statements but not this insert, so it would be lost. Use "
+            "connection replays its statements but not this change, so it would be lost. Use "
             f"{function} of outbox.ext.sqlalchemy, .django or .dbapi"
         )
 
@@ -94,7 +120,8 @@ def insert_once(
         return False
     options = {"request_options": {"request_tag": tag}, **retry_and_timeout(READ_SECONDS)}
     # Read to the end, because until then the client blocks the next statement of the transaction.
-    if list(transaction.read(table, columns[: len(key)], KeySet(keys=[list(key)]), **options)):
+    rows = list(transaction.read(table, columns[: len(key)], KeySet(keys=[list(key)]), **options))
+    if rows and key[-1] not in deleted(transaction):
         return False
     insert(transaction, table, columns, [row])
     remember(transaction, key)
@@ -112,3 +139,16 @@ def is_inserted(transaction: object, key: Key) -> bool:
     with contextlib.suppress(TypeError):
         return key in _inserted.get(transaction, ())
     return False
+
+
+def remember_deleted(transaction: object, task_id: str) -> None:
+    """Remember a task that `transaction` has deleted."""
+    with contextlib.suppress(TypeError):
+        _deleted.setdefault(transaction, set()).add(task_id)
+
+
+def deleted(transaction: object) -> Collection[str]:
+    """Return the tasks that `transaction` has deleted."""
+    with contextlib.suppress(TypeError):
+        return _deleted.get(transaction, ())
+    return ()

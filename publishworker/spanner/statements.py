@@ -12,6 +12,7 @@ from outbox.table.statements import (
     CONTROLS,
     EACH_TOPIC,
     FIRST_OF_KEYS,
+    LAYOUTS,
     OF_TOPIC,
     SEEK,
     TO_SEND,
@@ -57,10 +58,9 @@ _TOPICS = f"""
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
     LIMIT 1)) AS found"""
 # The number of shards of each layout to poll.
-_LAYOUTS = "SELECT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
 #: Unknown topics, workers, layouts and topic controls in one request. The last three are whole small tables, with one
 #: row for each worker, up to two rows for layouts, and one for each topic that an operator has paused or limited.
-_REST = ", ".join(map(as_structs, (WORKERS, _LAYOUTS, CONTROLS)))
+_REST = ", ".join(map(as_structs, (WORKERS, LAYOUTS, CONTROLS)))
 DISCOVER = f"SELECT ARRAY({_TOPICS}), {_REST}"
 #: The same without topics, for a worker that polls a layout whose index has been dropped.
 DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], {_REST}"

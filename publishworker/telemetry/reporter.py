@@ -167,7 +167,7 @@ class Reporter:
                 continue
             next_step = ""
             if mark.dead:
-                next_step = ". The task is dead. Fix the cause, then run `outbox retry` or `outbox discard`"
+                next_step = ". The task is dead. Fix the cause, then run `outbox retry` or `outbox cancel`"
             elif mark.available_at is not None:
                 next_step = f". It will be due at {mark.available_at:%Y-%m-%dT%H:%M:%SZ}"
                 if kind_of(failure.reason) is FailureKind.TARGET:

@@ -120,7 +120,7 @@ class Ordering:
         sentence = (
             f"An ordering key of topic {topic} begins with at least {len(ids)} expired tasks, which is more than a "
             f"worker reads. Its later tasks are not sent. The first expired task is {ids[0]}. List dead tasks with "
-            f"`outbox list --state dead --topic {topic}`, and delete them with `outbox discard`."
+            f"`outbox list --state dead --topic {topic}`, and delete them with `outbox cancel`."
         )
         self._throttled_log.log("crowded_key", topic, sentence)
 

@@ -54,7 +54,8 @@ CREATE TABLE AsynchronousTaskOperations (
   FinishedAt  TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
   Principal   STRING(MAX),
   Selection   STRING(MAX) NOT NULL,
-  Tasks       INT64
+  Tasks       INT64,
+  Reason      STRING(MAX)
 ) PRIMARY KEY (OperationId);
 
 CREATE TABLE ProcessedTasks (

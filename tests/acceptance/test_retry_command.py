@@ -75,8 +75,7 @@ def test_a_retry_of_a_blocked_task_names_the_head_to_retry(outbox: Commands, dat
     waits = "because blocked tasks wait for the head of their ordering key"
     assert (done.code, done.stdout) == (0, "due now: 0 tasks\n")
     assert done.stderr == (
-        f"outbox: 1 task not changed, {waits}: next\n"
-        "outbox: retry the head of the ordering key, or discard it if it is dead: head\n"
+        f"outbox: 1 task not changed, {waits}: next\noutbox: retry the head of the ordering key, or cancel it: head\n"
     )
     done = outbox.here("retry", "head", "next")
     assert (done.code, done.stdout) == (0, "due now: 1 task\n")

@@ -99,7 +99,7 @@ def test_a_worker_opens_no_port_and_logs_no_secret(emulators: Emulators, databas
         ("show", SECRET),
         ("retry", SECRET),
         ("retry", "--state", "dead", "--topic", SECRET, "--yes"),
-        ("discard", SECRET, "--reason", SECRET),
+        ("cancel", SECRET, "--reason", SECRET),
         ("purge", "--topic", SECRET, "--sent-before", "1d", "--yes"),
         ("status",),
         ("topics",),

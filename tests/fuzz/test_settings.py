@@ -59,7 +59,7 @@ def test_a_setting_has_the_given_value_or_is_refused_by_name(fuzz: Fuzz) -> None
 words = st.sampled_from(
     [
         "run", "drain", "check", "schema", "print", "apply", "status", "list", "show", "tail", "retry", "purge",
-        "discard", "topics", "pause", "resume", "limit", "emulators", "register", "archive", "audit", "replay",
+        "cancel", "topics", "pause", "resume", "limit", "emulators", "register", "archive", "audit", "replay",
         "--project", "my-project", "--instance", "main", "--database", "shop", "--state", "dead", "--topic", "orders",
         "--since", "1h", "--until", "2026-01-01T00:00:00Z", "--limit", "5", "--json", "--ids-file", "--reason", "--yes",
         "--rate", "--in-flight", "--deadline", "--batch-size", "--version", "-h", "--help", "--", "-",

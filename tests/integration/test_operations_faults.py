@@ -44,7 +44,7 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
     "retry": lambda table: list(changes.retry(table, selected("dead"))),
     "retry ids": lambda table: list(changes.retry(table, TaskSelection(ids=("1",)))),
     "purge": lambda table: list(changes.purge(table, selected("sent"))),
-    "discard": lambda table: list(changes.discard(table, ["1"], "test")),
+    "cancel": lambda table: list(changes.cancel(table, TaskSelection(state="unsent", ids=("1",)))),
     "waiting topics": lambda table: topics.waiting(table, ["orders"]),
     "pause": lambda table: topics.change(table, "pause", ["orders"], {"Paused": True}),
 }
@@ -60,7 +60,7 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
         ("retry", QUERY, 5, Proxy.hang),
         ("retry ids", COMMIT, 1, Proxy.refuse),
         ("purge", COMMIT, 1, Proxy.hang),
-        ("discard", COMMIT, 1, Proxy.mute),
+        ("cancel", COMMIT, 1, Proxy.mute),
         ("waiting topics", QUERY, 1, Proxy.refuse),
         ("pause", READ, 1, Proxy.refuse),
         ("pause", READ, 1, Proxy.hang),
@@ -130,7 +130,7 @@ def test_a_missing_index_is_named(own_database: Database):
     own_database.update_ddl(["DROP TABLE AsynchronousTaskOperations"]).result()
     update(own_database, "1", AvailableAt=NEVER)
     before = rows_of(own_database)
-    for work in ("pause", "discard"):  # nothing is changed without its record
+    for work in ("pause", "cancel"):  # nothing is changed without its record
         with pytest.raises(NotReached, match=r"AsynchronousTaskOperations is missing.*See `outbox schema apply`"):
             WORK[work](table)
     assert (rows_of(own_database), topics.controls(table)) == (before, {})
@@ -156,4 +156,4 @@ def test_every_request_has_low_priority_and_a_tag(database: Database, watch: Wat
         work(watch.table)
     assert watch.tags() >= {"outbox-status", "outbox-topics", "outbox-list", "outbox-show", "outbox-tail"}
     tags = {request.request_options.transaction_tag for name, request in watch.requests if name == "commit"}
-    assert tags == {"outbox-retry", "outbox-purge", "outbox-discard", "outbox-topics", "outbox-operations"}
+    assert tags == {"outbox-retry", "outbox-purge", "outbox-cancel", "outbox-topics", "outbox-operations"}

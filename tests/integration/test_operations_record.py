@@ -9,7 +9,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes, operations, topics
 from outbox.admin.changes import TaskSelection
-from outbox.admin.operations import RECORDED_IDS, Operation
+from outbox.admin.operations import RECORDED_IDS, Author, Operation
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
 from outbox.program.times import shown
@@ -34,14 +34,15 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
     before = table.now()
     assert [len(each.changed) for each in changes.retry(table, TaskSelection(ids=("a", "pending")))] == [1]
     assert [each.changed for each in changes.retry(table, TaskSelection(ids=("pending", "missing")))] == [()]
-    list(changes.discard(table, ["b"], "it's wrong"))
+    wrong, person = Author(reason="it's wrong"), Author("jane@example.com", "no invoices today")
+    list(changes.cancel(table, TaskSelection(state="dead", ids=("b",)), wrong))
     list(changes.purge(table, TaskSelection(state="sent", topic="orders", until=FUTURE)))
-    topics.change(table, "pause", ["orders", "bills"], {"Paused": True})
+    topics.change(table, "pause", ["orders", "bills"], {"Paused": True}, person)
     topics.change(table, "limit", ["orders"], {"RatePerSecond": 0.5, "Burst": 3, "MaxInFlight": None})
     found = recorded(table)
     assert [seen(each) for each in found] == [
         ("retry", {"ids": ["a", "pending"], "include_expired": True}, 1),
-        ("discard", {"state": "dead", "ids": ["b"], "include_expired": True, "reason": "it's wrong"}, 1),
+        ("cancel", {"state": "dead", "ids": ["b"], "include_expired": True}, 1),
         ("purge", {"state": "sent", "topic": "orders", "until": shown(FUTURE), "include_expired": True}, 1),
         ("pause", {"topics": ["orders", "bills"], "values": {"Paused": True}}, None),
         (
@@ -50,7 +51,8 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
             None,
         ),
     ]
-    assert {each.principal for each in found} == {table.principal}
+    assert [each.reason for each in found] == [None, wrong.reason, None, person.reason, None]
+    assert [each.principal for each in found] == [*[table.principal] * 3, person.principal, table.principal]
     assert len({each.id for each in found}) == 5
     times = [time for each in found for time in (each.started_at, each.finished_at)]
     assert times == sorted(times, key=lambda time: time or FUTURE)
@@ -103,7 +105,7 @@ def test_the_record_and_the_first_chunk_are_one_transaction(
     monkeypatch.setattr("outbox.admin.operations.as_json", lambda _selection: None)  # the column is NOT NULL
     insert(database, [row("b", **DEAD)])
     with pytest.raises(Exception, match="Selection"):
-        list(changes.discard(table, ["b"], "none"))
+        list(changes.cancel(table, TaskSelection(state="dead", ids=("b",))))
     assert rows_of(database).keys() == before.keys() | {"b"}
 
 

@@ -1,22 +1,29 @@
-"""`purge` and `discard` on Spanner delete the selected tasks and no others, whatever happens meanwhile."""
+"""`purge` and `cancel` on Spanner delete the selected tasks and no others, whatever happens meanwhile."""
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes
-from outbox.admin.changes import TaskSelection
+from outbox.admin.changes import Outcome, TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.errors import NotReached
-from outbox.table.statements import FIRST_OF_KEYS
 from outbox.table.states import NEVER
-from tests.support.operations import FUTURE, PAST, SECOND, Watch, changed, insert, row, rows_of, update
+from tests.support.operations import (
+    FUTURE,
+    OF_STATES,
+    PAST,
+    SECOND,
+    Watch,
+    changed,
+    insert,
+    row,
+    rows_of,
+    update,
+)
 
 UNTIL = PAST + 10 * SECOND
-REASON = "cancelled"
 DEFERRED = {"AvailableAt": FUTURE, "BlockedBy": "head"}
 DEAD = {"AvailableAt": NEVER, "Attempts": 9}
 UNSENT: list[dict[str, Any]] = [
@@ -53,16 +60,54 @@ def test_purge_continues_where_it_stopped(database: Database, table: TaskTable, 
     assert set(rows_of(database)) == {"new", *map(str, range(len(UNSENT)))}
 
 
-def test_a_task_that_left_the_selection_meanwhile_is_not_deleted(
+def test_cancel_deletes_the_selected_unsent_tasks_only(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
-    """A sent task that was retried since it was found, and a dead one."""
-    sent = [row(name, SentAt=PAST) for name in ("sent", "sent and retried")]
-    insert(database, [*sent, row("dead", **DEAD), row("dead and retried", **DEAD)])
-    before_each_transaction(monkeypatch, lambda: update(database, "sent and retried", SentAt=None))
-    assert changed(changes.purge(table, TaskSelection(state="sent", until=UNTIL))) == ["sent"]
-    before_each_transaction(monkeypatch, lambda: update(database, "dead and retried", AvailableAt=PAST))
-    assert changed(changes.discard(table, ["dead and retried", "dead"], REASON)) == ["dead"]
+    """Others are left and named with their states, as are missing ones; also one that was sent meanwhile is left."""
+    with pytest.raises(ValueError, match="cancel is for unsent tasks, not for sent"):
+        list(changes.cancel(table, TaskSelection(state="sent", ids=("a",))))
+    with pytest.raises(ValueError, match="cancel is for unsent tasks, not for None"):
+        list(changes.cancel(table, TaskSelection(ids=("a",))))
+    insert(database, [row(str(n), **each) for n, each in enumerate(UNSENT)])
+    insert(database, [row("sent", SentAt=PAST), row("meanwhile"), row("other"), row("dead", **DEAD)])
+    before = rows_of(database)
+    before_each_transaction(monkeypatch, lambda: update(database, "meanwhile", SentAt=PAST))
+    [dead] = changes.cancel(table, TaskSelection(state="dead", ids=("0", "5")))
+    assert dead == Outcome(("5",), {"0": "pending"}, ())
+    [outcome, *rest] = changes.cancel(table, of_ids(*map(str, range(5)), "sent", "missing", "meanwhile"))
+    assert rest == []
+    assert sorted(outcome.changed) == [*map(str, range(5))]
+    assert (outcome.unchanged, outcome.missing) == (dict.fromkeys(["sent", "meanwhile"], "sent"), ("missing",))
+    before["meanwhile"]["SentAt"] = PAST
+    assert rows_of(database) == {id: before[id] for id in ("sent", "meanwhile", "other", "dead")}
+
+
+@pytest.mark.parametrize("state", ["pending", "retrying", "scheduled", "blocked", "dead"])
+def test_cancel_selects_by_state_and_continues_where_it_stopped(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, state: str
+):
+    """Chunk by chunk; tasks of other states, of other topics, and from after `until` stay."""
+    monkeypatch.setattr(changes, "CHUNK", 2)
+    monkeypatch.setattr(changes, "PAGE", 4)
+    columns = [{"CreatedAt": PAST - SECOND} | each for each in OF_STATES[state]]
+    gone = [row(f"{n} {m}", **each) for n in range(3) for m, each in enumerate(columns)]
+    kept = [row(f"{name} {n}", **each) for name in OF_STATES.keys() - {state} for n, each in enumerate(OF_STATES[name])]
+    kept += [row(f"late {n}", **each | {"CreatedAt": PAST}) for n, each in enumerate(columns)]
+    insert(database, [*gone, *kept, *(row(f"other {n}", **each, Topic="bills") for n, each in enumerate(columns))])
+    selection = TaskSelection(state=state, topic="orders", until=PAST)
+    assert changes.count(table, selection, exact=True).number >= len(gone)
+    outcomes = changes.cancel(table, selection)
+    first = next(outcomes).changed
+    outcomes.close()
+    left = {each["Id"] for each in gone} - {*first}
+    assert left <= {*changed(changes.cancel(table, selection))}
+    after = rows_of(database).keys()
+    assert {f"{name} {n}" for name in ("late", "other") for n in range(len(columns))} <= after
+    assert after.isdisjoint(each["Id"] for each in gone)
+
+
+def of_ids(*ids: str) -> TaskSelection:
+    return TaskSelection(state=changes.ANY_UNSENT, ids=ids)
 
 
 def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:
@@ -73,10 +118,10 @@ def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_discard_releases_only_the_first_deferred_task_of_a_key(
+def test_cancel_releases_only_the_first_deferred_task_of_a_key(
     database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, closed: bool
 ):
-    """The relay releases the others. A deferred head is blocked by no task any more."""
+    """The relay releases the others. A deferred head is blocked by no task any more, and a dead task hides none."""
     monkeypatch.setattr(changes, "CHUNK", 2 if closed else 500)
     insert(
         database,
@@ -84,7 +129,7 @@ def test_discard_releases_only_the_first_deferred_task_of_a_key(
             *line("a", {"SentAt": PAST}, DEAD, {**DEFERRED, "Attempts": 2, "ExpiresAt": FUTURE}, DEFERRED),
             *line("b'", DEAD, DEFERRED, DEFERRED),
             *line("waits", DEAD, {"AvailableAt": FUTURE}, DEFERRED),
-            *line("dies", DEAD, DEAD, DEFERRED),
+            *line("two", DEAD, DEAD, DEFERRED, DEFERRED),
             *line("alone", DEAD),
             *line("behind", DEFERRED, DEAD, DEFERRED),
             *line("behind a scheduled one", {"AvailableAt": FUTURE}, DEAD, DEFERRED),
@@ -94,10 +139,10 @@ def test_discard_releases_only_the_first_deferred_task_of_a_key(
             row("no key deferred", **DEFERRED),
         ],
     )
-    before, begun = rows_of(database), watch.table.now()
-    ids = ["a 1", "b' 0", "waits 0", "dies 0", "alone 0", "behind 1", "behind a scheduled one 1"]
+    before = rows_of(database)
+    ids = ["a 1", "b' 0", "waits 0", "two 0", "two 1", "alone 0", "behind 1", "behind a scheduled one 1"]
     ids = [*(f"orders {id}" for id in ids), "no key"]
-    outcomes = changes.discard(watch.table, ids, REASON)
+    outcomes = changes.cancel(watch.table, of_ids(*ids))
     gone = ids[:2] if closed else ids
     assert sorted(next(outcomes).changed) == sorted(gone)
     if closed:
@@ -105,51 +150,9 @@ def test_discard_releases_only_the_first_deferred_task_of_a_key(
     else:
         assert list(outcomes) == []
     after = rows_of(database)
-    released = {"orders a 2", "orders b' 1"} | (set() if closed else {"orders behind 0"})
+    released = {"orders a 2", "orders b' 1"} | (set() if closed else {"orders behind 0", "orders two 2"})
     assert {id for id in after if after[id] != before[id]} == released
     assert set(before) - set(after) == set(gone)
     for id in released:
-        assert after[id] == before[id] | {"AvailableAt": after[id]["AvailableAt"], "BlockedBy": None}
-        assert begun <= after[id]["AvailableAt"] <= watch.table.now()
-    assert {"outbox-discard", "outbox-release"} == watch.tags() - {"outbox-now"}
-
-
-def test_deleted_tasks_are_logged_before_others_are_released(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """A second Ctrl-C during the release loses no log line."""
-    insert(database, line("a", DEAD, DEFERRED))
-    monkeypatch.setattr(changes, "_release_heads", mock.Mock(side_effect=KeyboardInterrupt))
-    logged: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        list(changes.discard(table, ["orders a 0", "orders a 1"], REASON, logged.extend))
-    assert logged == ["orders a 0"]
-    assert list(rows_of(database)) == ["orders a 1"]
-
-
-def test_a_release_that_fails_is_a_warning(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """The dead task is deleted all the same; a head that was sent meanwhile is not made due."""
-    insert(database, [*line("a", DEAD, DEFERRED), *line("b", DEAD, DEFERRED, DEFERRED)])
-    query = TaskTable.query
-
-    def key_heads(self: TaskTable, statement: str, *arguments: Any, **keywords: Any) -> list[list[Any]]:
-        found = query(self, statement, *arguments, **keywords)
-        if found == [["orders a 1"]]:
-            raise NotReached("no answer")
-        if statement == FIRST_OF_KEYS:
-            update(database, "orders b 1", SentAt=PAST)
-        return found
-
-    monkeypatch.setattr(TaskTable, "query", key_heads)
-    logged: list[str] = []
-    [outcome] = changes.discard(table, ["orders a 0"], REASON, logged.extend)
-    assert outcome.changed == ("orders a 0",)
-    assert logged == ["orders a 0"]
-    assert (
-        outcome.warning
-        == "tasks behind the deleted ones were not released. They are sent when their deferral ends: no answer"
-    )
-    assert changed(changes.discard(table, ["orders b 0"], REASON)) == ["orders b 0"]
-    after = rows_of(database)
-    assert after["orders b 1"]["SentAt"] == PAST
-    assert {after[id]["AvailableAt"] for id in ("orders a 1", "orders b 1", "orders b 2")} == {FUTURE}
+        assert after[id] == before[id] | {"AvailableAt": None, "BlockedBy": None}
+    assert watch.tags() == {"outbox-cancel"}

@@ -26,7 +26,7 @@ from tests.support.roles import ALL, Heard, grants, refused, statements
 from tests.support.spanner import place
 
 TASK = {outbox.TASK_ID_ATTRIBUTE: "task-1"}
-TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers")
+TABLES = ("AsynchronousTasks", "AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskShards")
 
 
 def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
@@ -41,7 +41,10 @@ def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
         for (_, table), columns in grants(created[-1]).items():
             assert f"CREATE TABLE {table} " in tables
             assert all(re.search(rf"\b{column}\b", tables) for column in columns - ALL)
-    assert created == ["publishworker", "outbox_operator", "outbox_application", "outbox_subscriber", "outbox_pipeline"]
+    assert created == [
+        "publishworker", "outbox_operator", "outbox_application", "outbox_canceller", "outbox_subscriber",
+        "outbox_pipeline",
+    ]  # fmt: skip
 
 
 @pytest.mark.emulator_only("its database has no roles, and only the emulator accepts any name")
@@ -100,7 +103,7 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     assert operations.latest(table, 1) == []
     works: Sequence[Callable[[], object]] = [
         lambda: list(changes.retry(table, TaskSelection(ids=("dead",)))),
-        lambda: list(changes.discard(table, ["dead too"], "test")),
+        lambda: list(changes.cancel(table, TaskSelection(state="dead", ids=("dead too",)))),
         lambda: list(changes.purge(table, TaskSelection(state="sent", until=datetime.now(UTC)))),
         lambda: topics.change(table, "pause", ["orders"], {"Paused": True}),
     ]
@@ -125,6 +128,19 @@ def test_applications_stay_within_their_role(database: Database, spanner_instanc
     assert (heard.tables, allowed["SELECT", "AsynchronousTasks"]) == ({"AsynchronousTasks"}, {"Id"})
     written = {column for commit in heard.commits for each in commit.mutations for column in each.insert.columns}
     assert written == allowed["INSERT", "AsynchronousTasks"], "a grant that nothing needs"
+
+
+def test_cancellers_stay_within_their_role(database: Database, spanner_instance: Instance) -> None:
+    """The task has a key, so that the next task is released."""
+    insert(database, [row("a", OrderingKey="k"), row("b", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="a")])
+    ours = spanner_instance.database(database.database_id)
+    heard = Heard(ours)
+    assert ours.run_in_transaction(outbox.cancel, "a")
+    allowed = grants("outbox_canceller")
+    assert list(refused(allowed, heard.commits)) == []
+    assert {("SELECT", table) for table in heard.tables} == {each for each in allowed if each[0] == "SELECT"}
+    written = {column for commit in heard.commits for each in commit.mutations for column in each.update.columns}
+    assert written == allowed["UPDATE", "AsynchronousTasks"], "a grant that nothing needs"
 
 
 def test_subscribers_stay_within_their_role(own_database: Database) -> None:

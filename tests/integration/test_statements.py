@@ -18,7 +18,7 @@ from outbox.admin.tasks import Position
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.statements import IN_ORDER_ORDER, TO_SEND_ORDER
-from outbox.table.states import STATES
+from outbox.table.states import STATES, UNSENT
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.types import Key
@@ -70,10 +70,12 @@ def statements(database: Database) -> list[str]:
         for more in ({}, narrowed):
             tasks.listed(table, TaskSelection(state=state, **more), 5)
             changes.count(table, TaskSelection(state=state, **more), exact=True)
-    for selection in (TaskSelection(ids=("dead",)), TaskSelection(state="dead"), TaskSelection(state="retrying")):
-        list(changes.retry(table, selection))
+    for state in ("dead", "retrying", "scheduled"):
+        list(changes.retry(table, TaskSelection(state=state)))
+    list(changes.retry(table, TaskSelection(ids=("dead",))))
     list(changes.purge(table, TaskSelection(state="sent", until=PAST)))
-    list(changes.discard(table, ["dead"], "test"))
+    for selection in (TaskSelection(state="unsent", ids=("dead",)), *(TaskSelection(state=state) for state in UNSENT)):
+        list(changes.cancel(table, selection))
     (
         tasks.task(table, "sent"),
         tasks.beginning_with(table, ["se"], 3),

@@ -38,6 +38,7 @@ class Known:
     extra: int = 0  # duplicates
     resets: int = 0
     reset_at: float = -inf
+    cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -49,6 +50,8 @@ class Audit:
     problems: list[str] = field(default_factory=list)
     tasks: dict[str, Known] = field(default_factory=dict)
     duplicates: int = 0
+    #: Cancelled tasks that were received: they were in doubt.
+    cancelled_in_doubt: set[str] = field(default_factory=set)
     #: Events after which tasks may be published twice, each for what one worker has in flight.
     disturbances: Counter[str] = field(default_factory=Counter)
     _of_key: dict[tuple[str, str], list[Known]] = field(default_factory=lambda: defaultdict(list))
@@ -112,6 +115,13 @@ class Audit:
         self._deleted_at[Key(self.tasks[id].topic, self.tasks[id].key)] = self.clockwork.now
         self.tasks[id].excused = True
         self.tasks[id].received += 1  # nothing is owed any more
+
+    def cancelled(self, id: str) -> None:
+        """An unsent task was cancelled. It is received only if it was in doubt: its commit failed after the publish."""
+        task = self.tasks[id]
+        task.cancelled = task.excused = True
+        if task.received > task.resets + task.extra:
+            self.cancelled_in_doubt.add(id)
 
     def _is_excused(self, task: Known) -> bool:
         return task.excused or task.expires_at <= self.clockwork.now or (task.bad and self.skip_dead)
@@ -180,7 +190,9 @@ class Audit:
                 self.duplicates += 1
                 if task.once:
                     self.problem(f"{id} was received {task.received + 1} times, and is to be sent at most once")
-            if key and not task.received:
+            if task.cancelled:
+                self.cancelled_in_doubt.add(id)
+            elif key and not task.received:
                 self._in_order(id, task)
             task.received += 1
             task.last_at = now
@@ -229,7 +241,7 @@ class Audit:
         After a fault of the worker that marked it, an at-most-once task may be lost.
         """
         for id, task in self.tasks.items():
-            if task.once and faults:
+            if task.cancelled or (task.once and faults):
                 continue
             if task.received < 1:
                 self.problem(f"{id} was lost: committed at {task.at:.3f} and never received")
@@ -238,6 +250,10 @@ class Audit:
         for row in unsent:
             self.problem(f"{row.id} is not sent at the end: {row.available_at}, {row.last_error}")
         allowed = bound * sum(self.disturbances.values())
+        if len(self.cancelled_in_doubt) > allowed:
+            self.problem(
+                f"{len(self.cancelled_in_doubt)} tasks were cancelled and received; at most {allowed} in doubt"
+            )
         if self.duplicates > allowed:
             self.problem(f"{self.duplicates} duplicates; {dict(self.disturbances)} explain at most {allowed}")
 

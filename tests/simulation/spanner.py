@@ -286,6 +286,15 @@ class Table(FakeStore):
                 found[key] = head.id
         return found
 
+    def next_of_key(self, row: StoredTask) -> list[str]:
+        """Return the task that becomes ready when `row` is cancelled, as NEXT_OF_KEYS does."""
+        now = self.time()
+        queue = self._unsent_of_key[Key(row.topic, row.ordering_key)] if row.ordering_key is not None else ()
+        rows = (self.rows[id] for _, _, id in queue if id != row.id and not self.is_dead(self.rows[id]))
+        others = (each for each in rows if each.blocked_by or not self.waiting(each).expired_before_due)
+        head = next(others, None) if now else None
+        return [head.id] if head is not None and head.blocked_by else []
+
     def unsent_rows(self) -> list[StoredTask]:
         return [row for row in self.rows.values() if row.sent_at is None]
 

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from tests.simulation.seeded_faults import DEFECTS
+from tests.simulation.spanner import Table
 from tests.simulation.world import Plan, World, shortest
 from tests.support.processes import ROOT
 
@@ -77,6 +78,15 @@ def test_a_history_breaks_no_promise(first: int, seconds: float) -> None:
         assert not problems(plan), report(plan)
         played += 1
     print(f"{played} histories, {played / seconds:.1f} for each CPU second")
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_cancelled_key_head_releases_the_next_task(released: bool) -> None:
+    """Few tasks, all with keys and many of them cancelled. Without the release, histories notice it."""
+    next_of_key = Table.next_of_key if released else lambda *_: []
+    with mock.patch.object(Table, "next_of_key", next_of_key):
+        found = [problems(Plan(seed, rate=1.0, keys=1.0, cancels=5.0)) for seed in range(12)]
+    assert any(found) is not released
 
 
 def test_a_seed_gives_the_same_history_in_every_process() -> None:

@@ -35,6 +35,7 @@ from tests.simulation.spanner import (
     Cpu,
     Latencies,
     Spanner,
+    Transaction,
 )
 from tests.support.fakes import serialized
 
@@ -81,6 +82,7 @@ class Plan:
     longest_backoff: float = 60.0  # seconds between two attempts
     poll_interval: float = 1.0
     idle_interval: float = 15.0
+    cancels: float = 0.0  # attempts to cancel a task, per second
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
@@ -113,6 +115,7 @@ class Plan:
             poll_interval=random.choice([1.0, 1.0, 1.0, 10.0, 30.0]),
             idle_interval=random.choice([15.0, 15.0, 60.0, 300.0]),
             routes=random.random() < 0.3,
+            cancels=random.choice([0.0, 0.0, 0.5, 5.0]),
         )
 
 
@@ -323,6 +326,36 @@ class World:
             for row in [row for row in table.unsent_rows() if table.is_dead(row)]:
                 self._repair(row.id, delete=False)
 
+    def _cancellers(self) -> None:
+        """Let applications and operators cancel tasks: those just registered, or any of the latest."""
+        random, table = Random(f"{self.plan.seed}/cancel"), self.spanner.table
+        while self.plan.cancels and self.clockwork.now < self.plan.seconds:
+            self.clockwork.sleep(random.expovariate(self.plan.cancels))
+            latest = [*itertools.islice(reversed(table.rows), random.choice([3, 100]))]
+            if latest:
+                self.clockwork.spawn(self.application, functools.partial(self._cancel, random.choice(latest)))
+
+    def _cancel(self, id: str) -> None:
+        """As `outbox.cancel` and `outbox cancel` in one transaction, which waits for the row. An abort is given up."""
+        spanner, table = self.spanner, self.spanner.table
+        transaction = Transaction(spanner.age(), asked_at=self.clockwork.now)
+        try:
+            if not spanner.lock(transaction, [id]) or table.rows[id].sent_at is not None or id in table.refused:
+                return
+            heads = table.next_of_key(table.rows[id])
+            spanner.lock(transaction, heads)
+            self.clockwork.sleep(spanner.drawn(spanner.latencies.commit))
+            if transaction.wounded:
+                return
+            for head in heads:
+                table.change(head, available_at=None, blocked_by=None)
+            self.audit.cancelled(id)
+            table.delete(id)
+        except Aborted:
+            return
+        finally:
+            spanner.locks.release(transaction)
+
     def _watch_keys(self) -> None:
         while True:
             self.clockwork.sleep(1.0)
@@ -437,6 +470,7 @@ class World:
         with quiet():
             self.clockwork.spawn(self.application, self.applications)
             self.clockwork.spawn(self.application, self._operator)
+            self.clockwork.spawn(self.application, self._cancellers)
             self.clockwork.spawn(self.application, self._watch_keys)
             if self._resharding:
                 self.clockwork.spawn(self.application, self._reshard)

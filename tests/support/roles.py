@@ -78,5 +78,5 @@ class Heard:
     @property
     def tables(self) -> set[str]:
         sql = " ".join(each.sql for each in self._of("execute_streaming_sql"))
-        queried = re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Operations)\b", sql)
+        queried = re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Shards|Operations)\b", sql)
         return {*queried, *(each.table for each in self._of("streaming_read"))}

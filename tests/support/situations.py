@@ -238,7 +238,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "Status": a_day,
         "Workers": disagree,
         "List, show, tail": a_day,
-        "Purge and discard": a_day,
+        "Purge and cancel": a_day,
         "Operations": a_day,
         "Shell completion": lambda _place: None,
     },

@@ -134,9 +134,9 @@ def test_a_selection_uses_the_databases_time():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("retry --state pending", "--state: 'pending' is not allowed. It must be dead, sent or retrying"),
-        ("retry --state scheduled", "It must be dead, sent or retrying. Retry scheduled tasks by ID\n"),
-        ("retry --state ded", "or retrying. Retry scheduled tasks by ID. Did you mean 'dead'?"),
+        ("retry --state pending", "--state: 'pending' is not allowed. It must be dead, sent, retrying or scheduled"),
+        ("retry --state ded", "or scheduled. Did you mean 'dead'?"),
+        ("cancel --state sent", "It must be pending, retrying, scheduled, blocked or dead\n"),
         ("list --state ded", "dead or sent. Did you mean 'dead'?"),
         ("statsu", "unknown command 'statsu'. Did you mean 'status'? `outbox --help` lists the commands"),
         ("status --color blue", "--color: 'blue' is not allowed. It must be auto, always or never"),
@@ -164,8 +164,8 @@ def test_a_selection_uses_the_databases_time():
         ("schema apply --retention 0", "--retention: '0' is not allowed. It must be none, or days"),
         ("show ''", "1 to 64 characters"),
         ("retry", "no tasks given. Pass IDs"),
-        ("discard --reason x", "no tasks given. Pass IDs"),
-        ("discard x --yes", "--reason"),
+        ("cancel --reason x", "no tasks given. Pass IDs"),
+        ("cancel --state dead --yes", "--reason is missing. It is required with --state"),
         ("purge --sent-before 30", "90s, 15m, 2h or 7d"),
         ("status --max-age -1h", "--max-age"),
         ("status --max-pending many", "a whole number"),
@@ -285,17 +285,17 @@ def test_the_printed_command_to_continue_has_full_ids(monkeypatch: pytest.Monkey
     monkeypatch.setattr(admin.tasks, "beginning_with", lambda _table, prefixes, _limit: {p: full[p] for p in prefixes})
     table = cast("Any", None)
     for words in (
-        ("--database", "0e3c", "discard", "--reason", "7f21", "0e3c", "7f21", "exact-id"),
-        ("--database=0e3c", "discard", "--reason=7f21", "--", "0e3c", "7f21", "exact-id"),
+        ("--database", "0e3c", "cancel", "--reason", "7f21", "0e3c", "7f21", "exact-id"),
+        ("--database=0e3c", "cancel", "--reason=7f21", "--", "0e3c", "7f21", "exact-id"),
     ):
         options = parsed(*words)
         assert full_ids(table, options, [*options.ids, "in file"]) == ("0e3c-1", "7f21-2", "exact-id", "in file")
         read = parsed(*shlex.split(continue_command(options))[1:])
         assert (read.database, read.reason, read.yes) == ("0e3c", "7f21", True)
         assert read.ids == ["0e3c-1", "7f21-2", "exact-id"]
-        assert full_ids(table, parsed("discard", "--reason=x", "exact-id"), ["exact-id"], unasked=True) == ("exact-id",)
+        assert full_ids(table, parsed("cancel", "--reason=x", "exact-id"), ["exact-id"], unasked=True) == ("exact-id",)
     with pytest.raises(SettingError, match=r"'0e3c' is only a prefix of task 0e3c-1. With --yes, pass full IDs"):
-        full_ids(table, parsed("discard", "--reason=x", "0e3c"), ["0e3c"], unasked=True)
+        full_ids(table, parsed("cancel", "--reason=x", "0e3c"), ["0e3c"], unasked=True)
 
 
 def test_the_printed_command_to_continue_has_absolute_times():

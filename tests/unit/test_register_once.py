@@ -74,7 +74,7 @@ def test_an_object_that_cannot_read_and_insert_is_a_type_error(transaction: obje
         once(transaction)
     assert str(caught.value) == (
         f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because register_once reads "
-        "before it inserts: call it in a function given to database.run_in_transaction, or use register. For the "
+        "before it writes: call it in a function given to database.run_in_transaction, or use register. For the "
         "transaction of an AsyncClient, await outbox.aio.register_once"
     )
 

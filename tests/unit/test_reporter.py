@@ -106,7 +106,7 @@ def test_each_failure_is_logged(watch: Watch) -> None:
         (
             (
                 "Task a of topic orders failed in attempt 3: not_found: no such topic. The task is dead. Fix the "
-                "cause, then run `outbox retry` or `outbox discard`"
+                "cause, then run `outbox retry` or `outbox cancel`"
             ),
             {**about, "task_id": "a", "attempt": 3, "trace_id": "1" * 32},
         ),

@@ -1,4 +1,4 @@
-"""`outbox purge` and `outbox discard` as processes: the tasks that they delete, the questions and the log."""
+"""`outbox purge` and `outbox cancel` as processes: the tasks that they delete, the questions and the log."""
 
 import json
 import re
@@ -71,38 +71,58 @@ def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_databa
     assert sorted(table(own_database)) == ["unsent", "young"]
 
 
-def test_discard_asks_and_deletes_dead_tasks_only(outbox: Commands, database: Database):
+def test_cancel_asks_and_deletes_unsent_tasks_only(outbox: Commands, database: Database):
     """Without a terminal it refuses; at one, Enter deletes nothing and y deletes. Each is logged with the reason."""
-    insert(
-        database, [*[row(state, state) for state in (*UNSENT, "sent")], row("dead-2", "dead"), row("dead-3", "dead")]
-    )
+    insert(database, [*[row(state, state) for state in (*UNSENT, "sent")], row("dead-2", "dead")])
     before = table(database)
-    refused = outbox.here("discard", "pending", "retrying", "scheduled", "sent", "--yes", "--reason", "none")
+    refused = outbox.here("cancel", "sent", "missing", "--yes")
     assert (refused.code, refused.stdout) == (1, "")
-    assert refused.stderr == "outbox: no dead task among the 4 given IDs. Nothing was deleted\n"
-    unasked = outbox.run("discard", "dead", "--reason", "x")
+    assert refused.stderr == "outbox: no unsent task among the 2 given IDs. Nothing was deleted\n"
+    unasked = outbox.run("cancel", "dead", "--reason", "x")
     assert (unasked.code, unasked.stdout) == (2, "")
-    assert "1 task (dead) will be deleted permanently" in unasked.stderr
+    assert "1 task (unsent) will be deleted permanently" in unasked.stderr
     assert "--yes" in unasked.stderr
     for answer, code in (("", 1), ("y", 0)):
         assert table(database) == before
-        with outbox.terminal("discard", "dead", "--reason", "cancelled") as terminal:
+        with outbox.terminal("cancel", "dead", "--reason", "no order") as terminal:
             terminal.wait_for_text("[y/N] ")
             terminal.type(answer + "\n")
             assert terminal.wait() == code, terminal.seen
-            assert ("discarded the dead task dead: cancelled" in terminal.seen) == (answer == "y")
+            assert ("cancelled the task dead: no order" in terminal.seen) == (answer == "y")
     del before["dead"]
     assert table(database) == before
-    prefix = outbox.here("discard", "pend", "dead-2", "--yes", "--reason", "x")
+    prefix = outbox.here("cancel", "pend", "dead-2", "--yes", "--reason", "x")
     assert (prefix.code, prefix.stdout) == (2, "")
     assert "'pend' is only a prefix of task pending. With --yes, pass full IDs" in prefix.stderr
     assert table(database) == before
-    done = outbox.run("discard", *before, "missing", "--yes", "--reason", "cancelled, ticket 4711")
-    assert (done.code, done.stdout) == (1, "deleted: 2 tasks\n")
+    done = outbox.run("cancel", *before, "missing", "--yes", "--reason", "cancelled, ticket 4711")
+    assert (done.code, done.stdout) == (1, "deleted: 5 tasks\n")
     logged = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
-    assert sorted(line["task_id"] for line in logged) == ["dead-2", "dead-3"]
-    assert {(line["reason"], line["action"]) for line in logged} == {("cancelled, ticket 4711", "discarded")}
-    for state in ("pending", "retrying", "scheduled", "sent"):
-        assert f"{state}: {state}\n" in done.stderr
+    assert sorted(line["task_id"] for line in logged) == ["blocked", "dead-2", "pending", "retrying", "scheduled"]
+    assert {(line["reason"], line["action"]) for line in logged} == {("cancelled, ticket 4711", "cancelled")}
+    assert "because they are sent: sent\n" in done.stderr
     assert "not in the table: missing\n" in done.stderr
-    assert table(database) == {id: values for id, values in before.items() if not id.startswith("dead")}
+    assert table(database) == {"sent": before["sent"]}
+
+
+def test_cancel_by_state_shows_its_counts_and_records_the_reason(outbox: Commands, database: Database):
+    """A dry run deletes nothing, a selection needs a reason, and without a topic the counts per topic come first."""
+    insert(database, [*[row(state, state) for state in (*UNSENT, "sent")], row("bill", "scheduled", topic="bills")])
+    before = table(database)
+    words = ("cancel", "--state", "scheduled", "--reason", "sent by mail")
+    dry = outbox.here(*words, "--dry-run")
+    assert (dry.code, dry.stdout) == (0, "2 tasks would be deleted\n")
+    asked = outbox.run(*words)
+    assert asked.code == 2
+    assert re.search(r"1 +scheduled +bills", asked.stderr)
+    assert "2 tasks (scheduled) will be deleted permanently" in asked.stderr
+    assert table(database) == before
+    done = outbox.run(*words, "--topic", "bills", "--yes")
+    assert (done.code, done.stdout) == (0, "deleted: 1 task\n")
+    assert before.keys() - table(database).keys() == {"bill"}
+    none = outbox.here(*words, "--topic", "bills", "--yes")
+    assert (none.code, none.stdout) == (0, "0 tasks would be deleted\n")
+    [operation] = map(json.loads, outbox.here("operations", "--json").stdout.splitlines())
+    assert (operation["operation"], operation["tasks"], operation["reason"]) == ("cancel", 1, "sent by mail")
+    assert operation["selection"]["topic"] == "bills"
+    assert "sent by mail" in outbox.here("operations").stdout

@@ -1,0 +1,85 @@
+"""Cancel a task inside the caller's own Spanner transaction."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from google.cloud.spanner_v1 import KeySet
+
+from outbox.message import check_task_id
+from outbox.registration import TABLE
+from outbox.table.layouts import Layout
+from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
+from outbox.table.transact import retry_and_timeout
+from outbox.table.transactions import (
+    READ_SECONDS,
+    SupportsCancel,
+    SupportsDelete,
+    check_transaction,
+    deleted,
+    remember_deleted,
+)
+
+#: The options of the requests, except for retries and timeouts.
+REQUEST = {"request_options": {"request_tag": "outbox-cancel"}}
+
+#: Runs a statement with its parameters, and returns the rows.
+Query = Callable[[str, Mapping[str, Any]], Sequence[Sequence[Any]]]
+
+
+def cancel(transaction: SupportsCancel, task_id: str) -> bool:
+    """Delete an unsent task in `transaction`, and return whether it did. False: it is sent, or does not exist.
+
+    The task is scheduled, ready, retrying, blocked or dead. If the transaction commits, workers do not publish it any
+    more. If it is the head of an ordering key, the same transaction releases the next task of the key.
+
+    Locks the row for the transaction. If a batch of a worker holds it, the call waits until the batch has committed,
+    usually for less than a second, and then returns False because the task is sent. A task that is in doubt (it was
+    published, but the worker could not commit that) may have been published before it is cancelled.
+
+    A task that the same transaction registers is not in the table before the commit, so it cannot be cancelled. To
+    replace a task, cancel it first, and then register the other one, also with the same ID.
+
+    `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. Call it before
+    any DML that writes PENDING_COMMIT_TIMESTAMP() to the table. The role of the database needs the privileges of
+    `outbox_canceller`.
+
+    Raises:
+        InvalidMessage: `task_id` is not 1 to 64 characters.
+        InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the change after an abort.
+        TypeError: `transaction` cannot read (a Batch, a MutationGroup) or cannot write.
+        RetryError, DeadlineExceeded: of google.api_core. Spanner was unavailable, or another transaction held the
+            row, for 30 s.
+    """
+    check_transaction(transaction, "cancel", reads=True)
+
+    def query(sql: str, values: Mapping[str, Any]) -> list[Sequence[Any]]:
+        # Read to the end, because until then the client blocks the next statement of the transaction.
+        options = {**REQUEST, **retry_and_timeout(READ_SECONDS)}
+        return list(transaction.execute_sql(sql, **parameters(values), **options))
+
+    heads = next_heads(query, task_id, deleted(transaction))
+    if heads is not None:
+        delete(transaction, task_id, heads)
+    return heads is not None
+
+
+def next_heads(query: Query, task_id: str, earlier: Collection[str] = ()) -> list[str] | None:
+    """Lock a task. Return the IDs of the tasks to release when it is deleted, or None if it is not unsent.
+
+    `earlier` are tasks that the same transaction has deleted, if its reads still return them.
+    """
+    [[is_unsent, ordering_key]] = query(LOCK_UNSENT, {"id": check_task_id(task_id)})
+    if not is_unsent or task_id in earlier:
+        return None
+    if ordering_key is None:
+        return []
+    layout = Layout.usable(query(LAYOUTS, {}))
+    return [id for (id,) in query(layout.sql(NEXT_OF_KEYS), {"ids": [*earlier, task_id]})]
+
+
+def delete(transaction: SupportsDelete, task_id: str, heads: Iterable[str]) -> None:
+    """Buffer the release of `heads`, and the deletion of a task."""
+    if rows := [(id, None, None) for id in heads]:
+        transaction.update(TABLE, ("Id", *RELEASED), rows)
+    transaction.delete(TABLE, KeySet(keys=[[task_id]]))
+    remember_deleted(transaction, task_id)

@@ -1,0 +1,246 @@
+"""`cancel` for applications deletes an unsent task in their transaction, and releases the next task of its key."""
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from random import Random
+from typing import Any
+from unittest import mock
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud.spanner_dbapi import Cursor, OperationalError
+from google.cloud.spanner_v1 import AsyncClient
+from google.cloud.spanner_v1.database import Database
+
+import outbox
+from outbox import aio
+from outbox.admin import changes
+from outbox.admin.changes import TaskSelection
+from outbox.admin.reshard import Resharding
+from outbox.admin.table import TaskTable
+from outbox.devtools.emulators import Emulators
+from outbox.table.layouts import Layout
+from outbox.table.states import NEVER
+from publishworker.telemetry import metrics as m
+from publishworker.turn.relay import Relay
+from tests.support import real
+from tests.support.drivers import STACKS
+from tests.support.fakes import Counted, FakePublisher
+from tests.support.operations import FUTURE, OF_STATES, PAST, SECOND, changed, insert, opened, row, rows_of
+from tests.support.parts import relay_of
+from tests.support.relays import unsent
+from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.waiting import eventually
+
+DEAD, DEFERRED = {"AvailableAt": NEVER}, {"AvailableAt": FUTURE, "BlockedBy": "head", "Attempts": 2}
+#: Cancels each task in a transaction of its own, and returns the answers.
+Cancel = Callable[..., list[bool]]
+
+
+@pytest.fixture(params=["spanner", "aio", *STACKS])
+def cancel(
+    request: pytest.FixtureRequest, database: Database, emulators: Emulators, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cancel]:
+    """The function of one client or driver."""
+    if request.param == "spanner":
+        yield lambda *ids: [database.run_in_transaction(outbox.cancel, id) for id in ids]
+    elif request.param == "aio":
+        monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
+
+        async def work(*ids: str) -> list[bool]:
+            client = AsyncClient(project=PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
+            ours = await client.instance(INSTANCE).database(database.database_id)
+            return [await ours.run_in_transaction(aio.cancel, id) for id in ids]
+
+        yield lambda *ids: asyncio.run(work(*ids))
+    else:
+        with closing(STACKS[request.param](database)) as stack:
+
+            def one(id: str) -> bool:
+                with stack.transaction() as handle:
+                    answer: bool = stack.call("cancel", handle, id)
+                    return answer
+
+            yield lambda *ids: [one(id) for id in ids]
+
+
+def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:
+    return [
+        row(f"{key} {n}", OrderingKey=key, Topic=topic, CreatedAt=PAST + n * SECOND, **each)
+        for n, each in enumerate(columns)
+    ]
+
+
+def test_unsent_tasks_of_every_state_are_deleted_and_no_others(cancel: Cancel, database: Database) -> None:
+    tasks = [row(f"{state} {n}", **each) for state, many in OF_STATES.items() for n, each in enumerate(many)]
+    insert(database, [*tasks, row("other"), row("other dead", **DEAD)])
+    before = rows_of(database)
+    ids = [each["Id"] for each in tasks]
+    assert dict(zip(ids, cancel(*ids), strict=True)) == {id: not id.startswith("sent") for id in ids}
+    assert rows_of(database) == {id: each for id, each in before.items() if id.startswith("sent") or id not in ids}
+    assert cancel("pending 0", "missing") == [False, False]
+
+
+def test_the_next_task_of_the_key_is_released(cancel: Cancel, database: Database) -> None:
+    """A dead task does not hide it. A task that is not deferred, or behind another head, is left as it is."""
+    insert(
+        database,
+        [
+            *line("a", {"SentAt": PAST}, {"AvailableAt": FUTURE}, DEFERRED, DEFERRED),
+            *line("b'", DEAD, DEAD, DEFERRED, DEFERRED),
+            *line("waits", {}, {"AvailableAt": FUTURE}, DEFERRED),
+            *line("behind", {"AvailableAt": FUTURE}, DEFERRED, DEFERRED),
+            *line("alone", {}),
+            *line("other", {"AvailableAt": FUTURE}, DEFERRED, topic="invoices"),
+        ],
+    )
+    before = rows_of(database)
+    assert cancel("a 1", "b' 0", "waits 0", "behind 1", "alone 0") == [True] * 5
+    after = rows_of(database)
+    assert {id for id in after if after[id] != before[id]} == {"a 2", "b' 2"}
+    for id in ("a 2", "b' 2"):
+        assert after[id] == before[id] | {"AvailableAt": None, "BlockedBy": None}
+
+
+def test_a_transaction_knows_what_it_has_cancelled(database: Database) -> None:
+    """Reads do not see its deletions: the second answer, the next task of the key, and a new task with the ID."""
+    insert(database, line("a", {"AvailableAt": FUTURE}, DEFERRED, DEFERRED))
+
+    def work(transaction: Any) -> list[bool]:
+        answers = [outbox.cancel(transaction, id) for id in ("a 0", "a 0", "a 1")]
+        return [*answers, outbox.register_once(transaction, "orders", b"", task_id="a 0")]
+
+    assert database.run_in_transaction(work) == [True, False, True, True]
+    after = rows_of(database)
+    assert {id: (each["OrderingKey"], each["BlockedBy"]) for id, each in after.items()} == {
+        "a 0": (None, None), "a 2": ("a", None),
+    }  # fmt: skip
+
+
+def test_a_replaced_task_has_the_same_id(database: Database) -> None:
+    insert(database, [row("id", AvailableAt=FUTURE)])
+
+    def replace(transaction: Any) -> None:
+        assert outbox.cancel(transaction, "id")
+        outbox.register(transaction, "bills", b"", task_id="id")
+
+    database.run_in_transaction(replace)
+    [task] = rows_of(database).values()
+    assert (task["Id"], task["Topic"], task["AvailableAt"]) == ("id", "bills", None)
+
+
+def test_a_rolled_back_cancel_deletes_nothing(database: Database) -> None:
+    insert(database, line("a", {"AvailableAt": FUTURE}, DEFERRED))
+    before = rows_of(database)
+
+    def fail(transaction: Any) -> None:
+        assert outbox.cancel(transaction, "a 0")
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        database.run_in_transaction(fail)
+    assert rows_of(database) == before
+
+
+def test_after_a_reshard_the_new_index_is_read(own_database: Database) -> None:
+    """The first one is gone."""
+    insert(own_database, line("a", {"AvailableAt": FUTURE}, DEFERRED))
+    table = TaskTable(opened(own_database))
+    list(Resharding(table).run(Layout.added(3)))
+    assert own_database.run_in_transaction(outbox.cancel, "a 0")
+    [after] = rows_of(own_database).values()
+    assert (after["Id"], after["AvailableAt"], after["BlockedBy"]) == ("a 1", None, None)
+
+
+@pytest.mark.parametrize("driver", STACKS)
+def test_a_driver_refuses_to_cancel_after_a_registration(database: Database, driver: str) -> None:
+    """Spanner does not read a table to which the transaction has written a pending commit timestamp."""
+    insert(database, [row("id")])
+
+    def work(stack: Any) -> None:
+        with stack.transaction() as handle:
+            stack.register(handle, "orders", b"")
+            stack.call("cancel", handle, "id")
+
+    with closing(STACKS[driver](database)) as stack:
+        with pytest.raises(outbox.InvalidTransaction, match="call cancel before the first registration"):
+            work(stack)
+        assert [*rows_of(database)] == ["id"]
+
+        with stack.transaction() as handle:
+            assert stack.call("cancel", handle, "id")
+            stack.register(handle, "orders", b"", task_id="id")
+    assert [*rows_of(database)] == ["id"]
+
+
+def test_a_lost_answer_of_a_driver_is_an_error(database: Database) -> None:
+    """The driver's `fetchall` returns no rows if it fails, which would look like a task that is sent."""
+    with (
+        closing(STACKS["dbapi"](database)) as stack,
+        mock.patch.object(Cursor, "fetchall", return_value=[]),
+        pytest.raises(OperationalError, match="Roll back and run the transaction again"),
+    ):
+        stack.call("cancel", stack._connection, "id")
+
+
+def test_wrong_transactions_are_refused(database: Database) -> None:
+    with database.batch() as batch, pytest.raises(TypeError, match="cancel reads before it writes"):
+        outbox.cancel(batch, "id")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"use outbox\.cancel"):
+        asyncio.run(aio.cancel(mock.Mock(read=list), "id"))
+    with pytest.raises(outbox.InvalidMessage, match="task_id"):
+        database.run_in_transaction(outbox.cancel, "")
+
+
+def in_chunks(ids: Sequence[str], size: int) -> list[Sequence[str]]:
+    return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+
+@pytest.mark.parametrize("tasks", [60, pytest.param(1_000, marks=[pytest.mark.extended, pytest.mark.timeout(300)])])
+def test_a_task_is_either_cancelled_or_received(database: Database, tasks: int) -> None:
+    """Two workers, two applications and an operator at once. Half of the tasks have a key.
+
+    A task that is both was in doubt: its commit had failed after the publish. The worker counts these.
+    """
+    keys = [f"k{n % 20}" if n % 2 else None for n in range(tasks)]
+    ids = [str(uuid.UUID(int=Random(n).getrandbits(128))) for n in range(tasks)]
+    insert(database, [row(id, OrderingKey=key) for id, key in zip(ids, keys, strict=True)])
+    publisher, counted = FakePublisher("orders"), Counted()
+    relays = [relay_of(real.Store(database, Layout(10)), publisher, counted, size=5) for _ in range(2)]
+    cancelled: list[str] = []
+    done = threading.Event()
+
+    def relay(one: Relay) -> None:
+        while not done.is_set():
+            one.turn()
+        one.finish()
+
+    def application(seed: int) -> None:
+        some = Random(seed).sample(ids, tasks // 2)
+        cancelled.extend(id for id in some if database.run_in_transaction(outbox.cancel, id, timeout_secs=200))
+
+    def operator() -> None:
+        table = TaskTable(opened(database))
+        for some in in_chunks(Random(9).sample(ids, tasks // 4), 10):
+            cancelled.extend(changed(changes.cancel(table, TaskSelection(state="unsent", ids=tuple(some)))))
+
+    with ThreadPoolExecutor(5) as threads:
+        relaying = [threads.submit(relay, each) for each in relays]
+        work = [threads.submit(application, 1), threads.submit(application, 2), threads.submit(operator)]
+        try:
+            for each in work:
+                each.result(timeout=250)
+            eventually(lambda: not unsent(database), seconds=60, message="all other tasks sent")
+        finally:
+            done.set()
+        for each in relaying:
+            each.result(timeout=60)
+    received = set(publisher.ids())
+    assert len(cancelled) == len(set(cancelled)), "a task is cancelled twice"
+    assert received | set(cancelled) == set(ids)
+    assert 0 < len(cancelled) < tasks
+    assert len(received & set(cancelled)) <= counted.counts[m.UNCOMMITTED.name]
