@@ -1,0 +1,289 @@
+"""The relay protocol as a state machine. It imports nothing of the product (docs/architecture/specification.md).
+
+A `State` is a value. `Protocol.steps` yields every step that the protocol allows in a state, with the next state. Each
+step has a guard, which is the condition around its `yield`, and an effect. A step that breaks a promise sets `broken`.
+Time is no number: a task becomes due at any moment, and a lock is lost at any moment.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tests.specification.state import (  # isort: skip
+    ABSENT, DEAD, DEFERRED, EVENTS, FAULTS, GONE, IS_DEFERRED, IS_SENDABLE, NO_ANSWER, NOT_DUE, NOT_UNSENT, ORPHAN,
+    PUBLISHED, READY, RETRYING, SCHEDULED, SENT, Batch, Row, Seen, State, Worker, put,
+)  # fmt: skip
+
+# The promises. docs/guarantees.md has the first five, in other words.
+LOST = "A committed task is published at least once."
+MARK = "The worker sets SentAt only after Pub/Sub has returned a message ID."
+AGAIN = "A worker does not publish a task again that it knows to be published."
+ORDER = "Tasks of an ordering key are published in commit order."
+EARLY = "A task is not published before it is due."
+CAUSE = "Each duplicate has a cause: a fault explains at most one more message of a task."
+CANCELED = "A canceled task is not published."
+RELEASED = "The first unsent task of a key is not deferred."
+#: The steps of a healthy system. From every state, they lead to a state in which everything is sent.
+HEALTHY = frozenset({"poll", "lock", "publish", "commit", "roll back", "mark again", "due"})
+
+Step = tuple[tuple[object, ...], State]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A fleet, and optionally a rule that is taken out of the protocol."""
+
+    keys: Sequence[str | None]  # of each task, in the order of their commits
+    workers: int = 2
+    batch_size: int = 2
+    registered: int = 99  # tasks at the beginning
+    scheduled: tuple[int, ...] = ()
+    skip_dead: bool = False
+    events: dict[str, int] = field(default_factory=dict)
+    without: str = ""
+    lost: str = LOST
+    healthy: frozenset[str] = HEALTHY
+
+    def canonical(self, s: State) -> State:
+        """Return the state that stands for all with another order of workers, or with knowledge that no step needs."""
+        workers = (
+            worker._replace(knows=tuple((i, n) for i, n in worker.knows if s.rows[i].times_sent == n))
+            for worker in s.workers
+        )
+        return s._replace(workers=tuple(sorted(workers)), late=tuple(sorted(s.late)))
+
+    def begin(self) -> State:
+        rows = (ABSENT if i >= self.registered else self._new(i) for i in range(len(self.keys)))
+        return State(tuple(map(Row, rows)), (Worker(),) * self.workers, tuple(self.events.get(e, 0) for e in EVENTS))
+
+    def keeps(self, rule: str) -> bool:
+        return rule != self.without
+
+    def steps(self, s: State) -> Iterator[Step]:
+        """Yield each step: what happens, to which worker or task, and the next state."""
+        yield from self._outside(s)
+        for w, worker in enumerate(s.workers):
+            if worker.lives:
+                yield from self._poll(s, w)
+                for batch in worker.batches:
+                    yield from getattr(self, "_" + batch.step)(s, w, batch)
+                    for after in self._spend(s, "lost lock") if batch.holds else ():
+                        yield ("lost lock", w), after.batch(w, batch, batch._replace(holds=False))
+                for after in self._spend(s, "crash"):
+                    yield ("crash", w), after.worker(w, lives=False, batches=(), knows=())
+
+    # Applications, time, the operator, and requests that Pub/Sub executes late.
+
+    def _outside(self, s: State) -> Iterator[Step]:
+        locked = self._locked_rows(s) if self.keeps("an operator waits for the lock") else set[int]()
+        for i, row in enumerate(s.rows):
+            if row.state == ABSENT and (i == 0 or s.rows[i - 1].state != ABSENT):
+                yield ("register", i), s.row(i, state=self._new(i))
+            if row.state in (SCHEDULED, RETRYING) or (row.state in IS_DEFERRED and self.keeps("a deferral ends")):
+                yield ("due", i), self._due(s, i)
+            for after in self._spend(s, "retry") if row.state in (SENT, DEAD) and i not in locked else ():
+                is_reset = row.state == SENT  # a mark of a dead task was never written, so it may be in doubt
+                reset = after.row(i, state=READY, resets=row.resets + is_reset, fresh=row.fresh and not is_reset)
+                yield ("retry", i), reset
+            for after in self._spend(s, "cancel") if row.state not in NOT_UNSENT and i not in locked else ():
+                gone = self._outdate(after.row(i, state=GONE), i)
+                queue = self._queue(gone, i) if self.keeps("a cancel releases the next task") else ()
+                if locked.isdisjoint(queue[:1]):
+                    yield ("cancel", i), self._release(gone, i, queue)
+        for n, request in enumerate(s.late):
+            yield ("execute late", request), self._receive(s._replace(late=s.late[:n] + s.late[n + 1 :]), request)
+
+    # The poll: a snapshot of the tasks that are ready, and of the keys that have a ready task.
+
+    def _poll(self, s: State, w: int) -> Iterator[Step]:
+        if any(batch.step != "doubt" for batch in s.workers[w].batches):
+            return
+        in_flight = {i for batch in s.workers[w].batches for i in batch.ids}
+        busy = in_flight if self.keeps("tasks in doubt are no candidates") else set[int]()
+        found = [i for i, row in enumerate(s.rows) if row.state == READY]
+        heads = self.keeps("a prefix begins at the key head")
+        batches = [Batch((i,)) for i in found if i not in busy and not (self.keys[i] and heads)]
+        keys = {self.keys[i]: i for i in found if heads and self.keys[i] not in {None, *(self.keys[j] for j in busy)}}
+        for queue in (self._queue(s, i) for i in keys.values()):
+            sendable = next((n for n, i in enumerate(queue) if s.rows[i].state not in IS_SENDABLE), len(queue))
+            n = min(sendable, self.batch_size)
+            behind = tuple(i for i in queue[n:sendable][:1] if s.rows[i].state in IS_DEFERRED)
+            waiting = tuple(i for i in queue[1:] if s.rows[i].state == READY)
+            batches.append(Batch(queue[:n], release=behind) if n else Batch((queue[0], *waiting), defers=True))
+        for batch in batches:
+            yield ("poll", w, *batch[:3]), s.start(w, batch)
+
+    # The claim: the rows are locked and read again. What they are now decides.
+
+    def _polled(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+        if self.keeps("a claim waits for the locks of others") and self._locked_rows(s) & {*batch.ids, *batch.release}:
+            return
+        blocked, takes, answered = False, list[Seen](), list[Seen]()
+        before = {seen.id: seen for seen in batch.answered if self.keeps("answers outlive a transaction attempt")}
+        for i in batch.ids:
+            now, seen = Seen(i, *s.rows[i][:2]), before.get(i)
+            if seen and (seen.answer == PUBLISHED or seen[:3] == now[:3]):
+                answered.append(seen)
+            if now.state == GONE or (now.state == SENT and self.keeps("a sent row is skipped")):
+                continue
+            if seen and seen.answer == PUBLISHED:
+                takes += [now] if self._is_version(seen, now) else []
+            elif now.state in NOT_DUE and self.keeps("a row that is not due is skipped"):
+                blocked |= self._blocks(s.rows[i])
+            elif not (blocked and self.keeps("a row that is not due blocks those behind it")):
+                takes.append(now)
+        if batch.defers:
+            blocked = s.rows[batch.ids[0]].state in NOT_DUE and self._blocks(s.rows[batch.ids[0]])
+            blocked |= not self.keeps("a deferral reads the head again")
+            takes = [Seen(i, *s.rows[i][:2]) for i in batch.ids[1:] if blocked and s.rows[i].state in IS_SENDABLE]
+        after = batch._replace(step="locked", holds=True, takes=tuple(takes), answered=tuple(answered))
+        yield ("lock", w, batch.ids), s.batch(w, batch, after)
+
+    # Publish: the tasks before the first failure are published. A request without an answer may be executed later.
+
+    def _locked(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+        asked = {seen.id: seen.answer for seen in batch.answered}
+        stop = next((i for i in batch.ids if asked.get(i, PUBLISHED) != PUBLISHED), len(self.keys))
+        todo = () if batch.defers else tuple(seen for seen in batch.takes if seen.id not in asked and seen.id < stop)
+        for n in range(len(todo) + 1):
+            failing, stops = todo[n : n + 1], self.keeps("a failure stops the key")
+            ok = todo[:n] if stops else todo[:n] + todo[n + 1 :]
+            sent = self._receive(s, [seen.id for seen in ok], w, batch, ok)
+            answered = (*batch.answered, *(seen._replace(answer=PUBLISHED) for seen in ok))
+            if not failing:
+                yield ("publish", w, n), sent.batch(w, batch, batch._replace(step="answered", answered=answered))
+            for answer in (RETRYING, DEAD, NO_ANSWER) if failing else ():
+                for after in self._spend(sent, answer):
+                    rest = (tuple(seen.id for seen in todo[n:]),) if answer == NO_ANSWER else ()
+                    news = batch._replace(step="answered", answered=(*answered, failing[0]._replace(answer=answer)))
+                    yield (answer, w, n), after._replace(late=(*after.late, *rest)).batch(w, batch, news)
+
+    def _receive(
+        self, s: State, ids: Sequence[int], w: int = 0, batch: Batch | None = None, seen: Sequence[Seen] = ()
+    ) -> State:
+        """Pub/Sub receives tasks, and a worker gets the answer for those that it has seen."""
+        used = sum(self.events.get(event, 0) - s.left[n] for n, event in enumerate(FAULTS))
+        for i in ids:
+            row, before = s.rows[i], [s.rows[j] for j in range(i) if self.keys[i] and self.keys[j] == self.keys[i]]
+            is_first = all(each.messages or each.excused or each.state == GONE for each in before)
+            s = s.breaks(ORDER, row.messages == 0 and not is_first).breaks(CAUSE, row.messages > row.resets + used)
+            s = s.row(i, messages=row.messages + 1, fresh=row.fresh or batch is not None)
+        for each in seen:
+            s = s.breaks(AGAIN, each[:3:2] in s.workers[w].knows).breaks(EARLY, each.state in NOT_DUE)
+            s = s.breaks(CANCELED, s.rows[each.id].state == GONE and batch is not None and batch.holds)
+        return s.worker(w, knows=tuple(sorted({*s.workers[w].knows, *(each[:3:2] for each in seen)})))
+
+    # The commit: it writes all marks or none. Its answer may be lost, and then the published tasks are in doubt.
+
+    def _answered(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+        again = batch._replace(step="polled", holds=False)
+        if not batch.holds:
+            yield ("roll back", w), s.batch(w, batch, again)
+            return
+        ended = s.batch(w, batch)
+        marked = self._commit(ended, batch)
+        is_published = any(seen.answer == PUBLISHED for seen in batch.answered)
+        doubt = [again._replace(step="doubt", takes=())] * (is_published and self.keeps("doubt is remembered"))
+        yield ("commit", w, batch.ids), marked
+        for after in self._spend(s, "abort"):
+            yield ("abort", w), after.batch(w, batch, again)
+        for written in (ended, marked):
+            for after in self._spend(written, "unknown commit"):
+                yield ("unknown commit", w, written is marked), after.start(w, *doubt)
+
+    def _commit(self, s: State, batch: Batch) -> State:
+        answers, head, marked = {seen.id: seen.answer for seen in batch.answered}, "", set[int]()
+        for i, *_ in batch.takes:
+            answer = answers.get(i, "")
+            if answer == PUBLISHED or not (batch.defers or self.keeps("only published tasks are marked")):
+                s = self._send(s, i)
+            elif head in (RETRYING, DEAD) or (batch.defers and s.rows[batch.ids[0]].state != READY):
+                s = self._outdate(s.row(i, state=DEFERRED), i)  # a deferral ends when its head is due
+            elif answer in (RETRYING, DEAD):
+                s = s.row(i, state=answer, excused=s.rows[i].excused or (answer == DEAD and self.skip_dead))
+            else:
+                continue
+            marked.add(i)
+            head = head or ("skipped" if answer == DEAD and self.skip_dead else answer.replace(PUBLISHED, ""))
+        return self._release(s, batch.ids[0], [*batch.ids, *batch.release], marked, stale=batch.stale)
+
+    # In doubt: a transaction that publishes nothing marks again. It is tried until it works.
+
+    def _doubt(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+        published = {seen.id: seen for seen in batch.answered if seen.answer == PUBLISHED}
+        behind = [i for i in batch.ids if i > max(published)][:1]
+        after, rows = s.batch(w, batch), [*published, *behind, *batch.release]
+        for i, seen in published.items():
+            now, is_same = Seen(i, *s.rows[i][:2]), self.keeps("a deferral does not end the doubt")
+            if now.state not in NOT_UNSENT and self._is_version(seen, now) and (is_same or now.state == seen.state):
+                after = self._send(after, i)
+        if self._locked_rows(s).isdisjoint(rows):
+            after = self._release(after, batch.ids[0], rows, stale=batch.stale)
+            yield ("mark again", w, tuple(published)), after
+        for after in self._spend(s, "give up"):
+            forgets = {seen[:3:2] for seen in published.values()}
+            knows = tuple(each for each in s.workers[w].knows if each not in forgets)
+            yield ("give up", w), after.worker(w, knows=knows).batch(w, batch)
+
+    def is_done(self, s: State) -> bool:
+        """Whether every task is sent, dead, behind a dead one of its key, or deleted."""
+        unsent = {i for i, row in enumerate(s.rows) if row.state not in NOT_UNSENT and row.state != DEAD}
+        return all(self.keys[i] and s.rows[self._queue(s, i)[0]].state == DEAD for i in unsent)
+
+    # What several steps use.
+
+    def _new(self, i: int) -> str:
+        return SCHEDULED if i in self.scheduled else READY
+
+    def _spend(self, s: State, event: str) -> Iterator[State]:
+        """Yield the state after an event, if it may still happen."""
+        n = EVENTS.index(event)
+        if s.left[n]:
+            yield s._replace(left=put(s.left, n, s.left[n] - 1))
+
+    def _locked_rows(self, s: State) -> set[int]:
+        batches = (batch for worker in s.workers for batch in worker.batches if batch.holds)
+        return {i for batch in batches for i in (*batch.ids, *batch.release)}
+
+    def _blocks(self, row: Row) -> bool:
+        return row.state not in NOT_UNSENT and not (self.skip_dead and row.state == DEAD)
+
+    def _queue(self, s: State, task: int) -> tuple[int, ...]:
+        """Return the unsent tasks of the key of a task that may block it, in order."""
+        key = self.keys[task]
+        return tuple(i for i, row in enumerate(s.rows) if key and self.keys[i] == key and self._blocks(row))
+
+    def _due(self, s: State, i: int) -> State:
+        """Make a task ready. No task is deferred for longer than its head."""
+        behind = (
+            [] if s.rows[i].state in IS_DEFERRED else [j for j in self._queue(s, i) if s.rows[j].state in IS_DEFERRED]
+        )
+        for j in (i, *behind):
+            s = s.row(j, state=READY)
+        return s
+
+    def _is_version(self, seen: Seen, now: Seen) -> bool:
+        """Whether the row still asks for the message that was published."""
+        return seen.times_sent == now.times_sent or not self.keeps("a mark is for one version")
+
+    def _send(self, s: State, i: int) -> State:
+        return s.breaks(MARK, not s.rows[i].fresh).row(i, state=SENT, times_sent=s.rows[i].times_sent + 1)
+
+    def _outdate(self, s: State, i: int) -> State:
+        """Note that the snapshots of all batches of this key are old."""
+        for w, worker in enumerate(s.workers):
+            for batch in worker.batches if self.keys[i] else ():
+                if self.keys[batch.ids[0]] == self.keys[i] and not batch.stale:
+                    s = s.batch(w, batch, batch._replace(stale=True))
+        return s
+
+    def _release(
+        self, s: State, task: int, rows: Iterable[int], marked: Iterable[int] = (), *, stale: bool = False
+    ) -> State:
+        """Make the first unsent one of the locked rows ready, if it is deferred. It is the new head of its key."""
+        first = next((i for i in rows if self._blocks(s.rows[i])), None)
+        if first is not None and first not in marked and self.keeps("a commit releases the next task"):
+            s = s.row(first, state=READY) if s.rows[first].state in IS_DEFERRED else s
+        for head in self._queue(s, task)[:1]:
+            if s.rows[head].state == DEFERRED:
+                s = s.row(head, state=ORPHAN) if stale else s.breaks(RELEASED, True)
+        return s

@@ -1,0 +1,86 @@
+"""What the protocol is about: rows, batches and workers, as plain values. `protocol.py` says what happens to them."""
+
+from typing import NamedTuple
+
+# The states of a row. An orphan is a deferred task of which no commit knows, so that only its deferral ends it.
+ABSENT, SCHEDULED, READY, RETRYING, DEFERRED, ORPHAN, DEAD, SENT, GONE = (
+    "absent", "scheduled", "ready", "retrying", "deferred", "orphan", "dead", "sent", "gone"
+)  # fmt: skip
+IS_DEFERRED, NOT_DUE = frozenset({DEFERRED, ORPHAN}), frozenset({SCHEDULED, RETRYING, DEAD})
+IS_SENDABLE, NOT_UNSENT = IS_DEFERRED | {READY}, frozenset({ABSENT, SENT, GONE})
+#: The answers to a publish request besides a failed attempt, which makes the task retrying or dead.
+PUBLISHED, NO_ANSWER = "published", "no answer"
+#: After each of these a task may be published twice.
+FAULTS = ("crash", "lost lock", "abort", "unknown commit", NO_ANSWER, "give up")
+#: What happens only as often as the fleet allows.
+EVENTS = (*FAULTS, RETRYING, DEAD, "retry", "cancel")
+
+
+class Row(NamedTuple):
+    """A task. All fields but the first two are known only to the specification."""
+
+    state: str
+    times_sent: int = 0
+    messages: int = 0  # that Pub/Sub has received
+    resets: int = 0
+    fresh: bool = False  # received since the last reset
+    excused: bool = False  # later tasks of its key may be received first
+
+
+class Seen(NamedTuple):
+    """A row as it was under the lock, and what Pub/Sub has answered since."""
+
+    id: int
+    state: str
+    times_sent: int
+    answer: str = ""
+
+
+class Batch(NamedTuple):
+    """A claim of an unordered task, or of tasks of one ordering key in their order."""
+
+    ids: tuple[int, ...]
+    defers: bool = False  # the first task is a key head that is not due, and the others are deferred behind it
+    release: tuple[int, ...] = ()  # the deferred task behind the prefix
+    step: str = "polled"  # or locked, answered, doubt
+    holds: bool = False  # the locks of its rows
+    takes: tuple[Seen, ...] = ()  # the rows to publish or to mark
+    answered: tuple[Seen, ...] = ()  # over all transaction attempts
+    stale: bool = False  # a task of the key was deferred or deleted since the snapshot
+
+
+class Worker(NamedTuple):
+    """A process. Its batches are only in memory, as is what it knows to be published."""
+
+    batches: tuple[Batch, ...] = ()
+    knows: tuple[tuple[int, int], ...] = ()  # task and TimesSent
+    lives: bool = True
+
+
+class State(NamedTuple):
+    """Everything."""
+
+    rows: tuple[Row, ...]
+    workers: tuple[Worker, ...]
+    left: tuple[int, ...]  # of each of EVENTS
+    late: tuple[tuple[int, ...], ...] = ()  # requests without an answer, which Pub/Sub may execute later
+    broken: str = ""
+
+    def row(self, i: int, **columns: object) -> "State":
+        return self._replace(rows=put(self.rows, i, self.rows[i]._replace(**columns)))  # type: ignore[arg-type]
+
+    def worker(self, w: int, **values: object) -> "State":
+        return self._replace(workers=put(self.workers, w, self.workers[w]._replace(**values)))  # type: ignore[arg-type]
+
+    def batch(self, w: int, old: Batch, *new: Batch) -> "State":
+        return self.worker(w, batches=tuple(each for each in self.workers[w].batches if each != old)).start(w, *new)
+
+    def start(self, w: int, *batches: Batch) -> "State":
+        return self.worker(w, batches=tuple(sorted((*self.workers[w].batches, *batches))))
+
+    def breaks(self, promise: str, is_broken: bool) -> "State":
+        return self._replace(broken=self.broken or promise) if is_broken else self
+
+
+def put(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]
+    return (*values[:i], value, *values[i + 1 :])
