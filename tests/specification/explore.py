@@ -10,8 +10,13 @@ from typing import Any, Protocol
 class Machine(Protocol):
     """A state machine. The first element of a step's name says what happens."""
 
-    lost: str  # the promise that is broken if the healthy steps do not lead to the end
-    healthy: Collection[str]
+    @property
+    def lost(self) -> str:
+        """The promise that is broken if the healthy steps do not lead to the end."""
+
+    @property
+    def healthy(self) -> Collection[str]:
+        """The steps that always happen in the end."""
 
     def begin(self) -> Any: ...
     def steps(self, s: Any) -> Iterator[tuple[tuple[object, ...], Any]]: ...
