@@ -38,7 +38,7 @@ def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Aud
                 inbox.add(id)
                 note("effect", id)
 
-    def answered(_process: object, _topic: object, ids: Any, reason: str) -> None:
+    def answered(_process: object, ids: Any, reason: str) -> None:
         for id in ids if reason == "ok" else ():
             note("publish", id)
 
@@ -49,6 +49,7 @@ def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Aud
             "committed": lambda task, _known: note("commit", task),
             "reset": lambda task: note("retry", task),
             "deleted": lambda task: note("delete", task),
+            "cancelled": lambda task: note("delete", task),
         }
         for name, before in hooks.items():
             stack.enter_context(_before(Audit, name, before))

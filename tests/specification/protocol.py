@@ -20,7 +20,7 @@ AGAIN = "A worker does not publish a task again that it knows to be published."
 ORDER = "Tasks of an ordering key are published in commit order."
 EARLY = "A task is not published before it is due."
 CAUSE = "Each duplicate has a cause: a fault explains at most one more message of a task."
-CANCELED = "A canceled task is not published."
+CANCELLED = "A cancelled task is not published."
 RELEASED = "The first unsent task of a key is not deferred."
 #: The steps of a healthy system. From every state, they lead to a state in which everything is sent.
 HEALTHY = frozenset({"poll", "lock", "publish", "commit", "roll back", "mark again", "due"})
@@ -169,7 +169,7 @@ class Protocol:
             s = s.row(i, messages=row.messages + 1, fresh=row.fresh or batch is not None)
         for each in seen:
             s = s.breaks(AGAIN, each[:3:2] in s.workers[w].knows).breaks(EARLY, each.state in NOT_DUE)
-            s = s.breaks(CANCELED, s.rows[each.id].state == GONE and batch is not None and batch.holds)
+            s = s.breaks(CANCELLED, s.rows[each.id].state == GONE and batch is not None and batch.holds)
         return s.worker(w, knows=tuple(sorted({*s.workers[w].knows, *(each[:3:2] for each in seen)})))
 
     # The commit: it writes all marks or none. Its answer may be lost, and then the published tasks are in doubt.

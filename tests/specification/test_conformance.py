@@ -26,7 +26,7 @@ def played(seeds: Iterator[int]) -> Iterator[tuple[int, Comparison]]:
 
 @pytest.mark.parametrize(
     ("first", "seconds"),
-    [(0, 4.0), pytest.param(1_000, 300.0, marks=[pytest.mark.long("many histories"), pytest.mark.timeout(3600)])],
+    [(0, 4.0), pytest.param(1_000, 120.0, marks=[pytest.mark.long("many histories"), pytest.mark.timeout(3600)])],
 )
 def test_every_transaction_is_allowed_by_the_specification(first: int, seconds: float) -> None:
     """The first difference is printed with both states."""
@@ -41,17 +41,15 @@ def test_every_transaction_is_allowed_by_the_specification(first: int, seconds: 
 
 
 @pytest.mark.parametrize(
-    ("defect", "seed"),
+    "defect",
     [
-        ("SentAt is read again under the lock", 5),
-        ("a transaction attempt remembers outcomes", 8),
-        ("only published tasks are marked", 1),
-        ("deferred tasks are released", 3),
-        ("deferred tasks cost no attempt", 5),
+        "SentAt is read again under the lock",
+        "a transaction attempt remembers outcomes",
+        "only published tasks are marked",
+        "deferred tasks are released",
     ],
 )
-def test_a_defect_of_the_relay_is_not_allowed(defect: str, seed: int) -> None:
+def test_a_defect_of_the_relay_is_not_allowed(defect: str) -> None:
     owner, name, make = DEFECTS[defect]
     with mock.patch.object(owner, name, make(getattr(owner, name))):
-        [(_, found)] = played(iter([seed]))
-    assert found.differences
+        assert any(found.differences for _, found in played(iter(range(20))))

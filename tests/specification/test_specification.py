@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.specification.explore import Explored, Explorer
-from tests.specification.protocol import AGAIN, CANCELED, CAUSE, EARLY, LOST, MARK, ORDER, RELEASED, Protocol
+from tests.specification.protocol import AGAIN, CANCELLED, CAUSE, EARLY, LOST, MARK, ORDER, RELEASED, Protocol
 from tests.specification.shards import COMMON, TAKE_OVER, Shards
 from tests.specification.state import DEAD, NO_ANSWER, RETRYING, State
 
@@ -62,7 +62,7 @@ RULES: dict[str, tuple[Fleet, str]] = {
     "a deferral reads the head again": (fleet("a", "a", batch_size=1, events=(RETRYING,)), RELEASED),
     "a commit releases the next task": (fleet("a", "a", batch_size=1, events=(DEAD, "retry")), RELEASED),
     "a deferral ends": (fleet("a", "a", registered=1, events=(UNKNOWN, RETRYING)), LOST),
-    "an operator waits for the lock": (fleet("a", events=("cancel",)), CANCELED),
+    "an operator waits for the lock": (fleet("a", events=("cancel",)), CANCELLED),
     "a cancel releases the next task": (fleet("a", "a", events=(RETRYING, "cancel")), RELEASED),
     "heartbeats of dead workers time out": (ALONE, TAKE_OVER),
     "a layout is polled before the heartbeat names it": (RESHARD, COMMON),
