@@ -2,7 +2,7 @@
 
 A `State` is a value. `Protocol.steps` yields every step that the protocol allows in a state, with the next state. Each
 step has a guard, which is the condition around its `yield`, and an effect. A step that breaks a promise sets `broken`.
-Time is no number: a task becomes due at any moment, and a lock is lost at any moment.
+There is no clock: a task becomes due at any moment, and a lock is lost at any moment.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -118,7 +118,7 @@ def test_the_specification_imports_nothing_of_the_product() -> None:
 
 
 def test_a_deferred_head_waits_for_its_time_if_the_commit_could_not_know_of_it() -> None:
-    """The shortest such history without an operator. The page tells it."""
+    """The shortest such history without an operator. The page describes it."""
 
     class WithoutExcuse(Protocol):
         def _outdate(self, s: State, _task: int) -> State:
