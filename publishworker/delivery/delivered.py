@@ -47,8 +47,12 @@ class Delivered:
         return [id for id, outcome in self.answers.items() if isinstance(outcome, Sent)]
 
     def uncommitted(self) -> list[str]:
-        """Return the IDs of the published tasks that are not marked: they are in doubt."""
-        return [id for id in self.published() if id in self.unmarked]
+        """Return the IDs of the published tasks that are not marked.
+
+        They are in doubt, or their rows were deleted after an aborted attempt that published them.
+        """
+        gone = Skipped("gone")
+        return [id for id in self.published() if id in self.unmarked or self.outcomes.get(id) == gone]
 
     def already_sent(self) -> list[str]:
         """Return the IDs that another worker had sent."""

@@ -204,7 +204,7 @@ def in_chunks(ids: Sequence[str], size: int) -> list[Sequence[str]]:
 def test_a_task_is_either_cancelled_or_received(database: Database, tasks: int) -> None:
     """Two workers, two applications and an operator at once. Half of the tasks have a key.
 
-    A task that is both was in doubt: its commit had failed after the publish. The worker counts these.
+    A task that is both was in doubt: its commit had failed or was aborted after the publish. The worker counts these.
     """
     keys = [f"k{n % 20}" if n % 2 else None for n in range(tasks)]
     ids = [str(uuid.UUID(int=Random(n).getrandbits(128))) for n in range(tasks)]

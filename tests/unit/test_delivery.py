@@ -115,6 +115,20 @@ def test_a_task_published_in_an_aborted_attempt_is_reported_without_its_row(benc
     assert result.uncommitted() == ["a", "b"]
 
 
+def test_a_task_that_is_deleted_after_an_aborted_publish_is_uncommitted(bench: Bench) -> None:
+    """For example by `outbox.cancel`: it was received, and its row does not show it."""
+    bench.insert("a", "b")
+
+    def commit() -> None:
+        bench.store.before_commit = lambda: None
+        del bench.store.rows["a"]
+        raise Abort
+
+    bench.store.before_commit = commit
+    result = bench.deliver("a", "b")
+    assert (result.error, result.published(), result.uncommitted()) == (None, ["a", "b"], ["a"])
+
+
 def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
     expired = {"expires_at": bench.store.now - HOUR}
     for number, (id, columns) in enumerate({"expired": expired, "failing": {}, "good": {}}.items(), 1):
