@@ -36,7 +36,9 @@ SMALL: dict[str, Fleet] = {
     "a worker of the previous version": Shards(previous=1),
 }
 LARGE: dict[str, Fleet] = {
-    "3 workers, 3 tasks, 2 crashes": fleet("a", "a", None, workers=3, events=(UNKNOWN, RETRYING, "retry"), crashes=2),
+    "3 workers, 3 tasks, 2 crashes": fleet(
+        "a", "a", None, workers=3, events=(UNKNOWN, RETRYING, "retry", "cancel"), crashes=2
+    ),
     "3 tasks of a key": fleet("a", "a", "a", registered=2, events=(UNKNOWN, RETRYING, LOST_LOCK, "cancel"), crashes=1),
     "many faults, a dead head is skipped": fleet(
         "a", "a", batch_size=1, skip_dead=True, events=(UNKNOWN, NO_ANSWER, ABORT, LOST_LOCK, DEAD, "retry")
