@@ -343,7 +343,8 @@ class World:
             if not spanner.lock(transaction, [id]) or table.rows[id].sent_at is not None or id in table.refused:
                 return
             heads = table.next_of_key(table.rows[id])
-            spanner.lock(transaction, heads)
+            if len(spanner.lock(transaction, heads)) < len(heads):
+                return  # another transaction has deleted the head
             self.clockwork.sleep(spanner.drawn(spanner.latencies.commit))
             if transaction.wounded:
                 return
