@@ -52,6 +52,16 @@ def one_shard_less(real: Any) -> Any:
     return ours
 
 
+def never_closes(_real: Any) -> Any:
+    """Return `suspended` with every topic whose circuit has ever opened."""
+
+    def ours(self: Any) -> frozenset[str]:
+        self.ever = getattr(self, "ever", frozenset()) | self._open.keys()
+        return self.ever
+
+    return ours
+
+
 def late_mark(real: Any) -> Any:
     """Return `deliver` that marks tasks whose publish failed."""
 
@@ -75,7 +85,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "tasks in doubt are not claimed": (InFlight, "ids", always(frozenset())),
     "tasks in doubt are remembered for 15 minutes": (marking, "MAX_MARKING_SECONDS", lambda _: 1.0),
     "a reset row is told from a lost mark": (
-        Version, "of", lambda real: classmethod(lambda _class, row: replace(real(row), times_sent=0))
+        Version, "of", lambda real: classmethod(lambda _class, row: real(row)._replace(times_sent=0))
     ),
     "a key is sent from its head on": (
         Ordering, "resolve", lambda _: lambda _self, candidates, *_: ResolvedKeys(candidates)
@@ -96,7 +106,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
             replace(each, available_at=a[2].replace(year=a[2].year + 5)) for each in real(self, *a)
         )
     ),
-    "a circuit closes again": (CircuitBreakers, "suspended", lambda _: lambda self: frozenset(self._open)),
+    "a circuit closes again": (CircuitBreakers, "suspended", never_closes),
     "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
     "an at-most-once task whose publish is refused is not lost": (MarkFirst, "_undo_marks", always({})),
     "only a probe fails for its topic": (
