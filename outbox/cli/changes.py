@@ -160,7 +160,7 @@ def run_cancel(options: argparse.Namespace) -> int:
     ids = flags.ids(options)
     if ids is None and options.state is None:
         raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*UNSENT).allowed}")
-    if ids is None and options.reason is None:
+    if ids is None and options.reason is None and not options.dry_run:
         raise SettingError("--reason is missing. It is required with --state")
     table = flags.open_table(options)
     ids = ids and flags.full_ids(table, options, ids, unasked=options.yes)
