@@ -123,7 +123,7 @@ class Settling:
                 if halves and refused:
                     todo.extendleft(reversed(halves))
                 elif refused and not part.tasks:
-                    continue  # a release: without it, the deferral of the task ends by itself
+                    pass  # a release: without it, the deferral of the task ends by itself
                 elif halves and (others_commit or len(todo) + len(left) + len(halves) <= MAX_PARTS):
                     left += halves
                 else:

@@ -139,6 +139,15 @@ def test_while_every_mark_is_refused_few_batches_give_their_places_back() -> Non
     assert all(batch.aside for batch in alone[:MAX_REFUSED])
 
 
+def test_a_refused_release_keeps_no_batch_in_flight() -> None:
+    """The deferral of the task ends by itself."""
+    batch = Batch("a")
+    batch.settling = Settling(batch, [claim_of("orders", "a", keys=("k",), releases=("next",))], batch.marking)
+    batch.fails = fail("next", error=Refused)
+    assert batch.settle() == []
+    assert [ids for _, ids in batch.tried] == [("a",), ("a",), ()]
+
+
 @pytest.mark.parametrize("works_at", [0.0, 2.0, 1000.0])
 def test_at_exit_marks_are_tried_at_least_once_until_the_time_is_over(works_at: float) -> None:
     batch = Batch("a")
