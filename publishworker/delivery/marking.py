@@ -110,7 +110,8 @@ class Settling:
     def search(self, seconds: float = float("inf")) -> None:
         """Try each part once, and halve those that fail, for at most `seconds`.
 
-        While nothing commits, the attempt of one part is enough, unless Spanner refuses it: it commits nothing now.
+        While nothing commits, stop at the first failure, because the next part would fail, too. A refusal does not stop
+        the search before MAX_REFUSED.
         """
         todo, left = deque(self._parts), list[Claim]()
         end, goes_on = self._marking.clock() + seconds, True
