@@ -189,7 +189,7 @@ def test_a_lost_answer_of_a_driver_is_an_error(database: Database) -> None:
 
 def test_wrong_transactions_are_refused(database: Database) -> None:
     with database.batch() as batch, pytest.raises(TypeError, match="cancel reads before it writes"):
-        outbox.cancel(batch, "id")  # type: ignore[arg-type]
+        outbox.cancel(batch, "id")  # type: ignore[arg-type]  # the wrong type
     with pytest.raises(TypeError, match=r"use outbox\.cancel"):
         asyncio.run(aio.cancel(mock.Mock(read=list), "id"))
     with pytest.raises(outbox.InvalidMessage, match="task_id"):

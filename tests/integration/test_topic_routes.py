@@ -28,7 +28,7 @@ def controls(database: Database) -> dict[str, Control]:
         def __eq__(self, other: object) -> bool:
             return topics.controls(TaskTable(database)) == other
 
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None  # type: ignore[assignment]  # it is compared only
 
     return Rows()
 

@@ -181,7 +181,7 @@ def test_files_of_every_format_become_tasks(
 def test_an_id_derives_from_the_text_of_a_value() -> None:
     """A member of an enumeration has the format of its name."""
     values = enum.Enum("Values", {"TOPIC": "orders", "KEY": "é"}, type=str)
-    assert task_id(*values) == task_id("orders", "é")  # type: ignore[arg-type]
+    assert task_id(*values) == task_id("orders", "é")  # type: ignore[arg-type]  # members
 
 
 def test_empty_input_and_a_single_row(

@@ -18,7 +18,7 @@ WITHOUT = {"skip_dead": False, "lifetimes": (None,)}
 
 
 def plan_of(seed: int) -> Plan:
-    return dataclasses.replace(Plan.of(seed), **WITHOUT)  # type: ignore[arg-type]
+    return dataclasses.replace(Plan.of(seed), **WITHOUT)  # type: ignore[arg-type]  # fields by name
 
 
 def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Audit]:

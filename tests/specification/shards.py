@@ -98,7 +98,7 @@ class Shards:
         return {*TOLD[worker.read], *(TOLD[worker.named] if worker.named < worker.read else ())}
 
     def _with(self, s: State, w: int, **values: object) -> State:
-        worker = s.workers[w]._replace(**values)  # type: ignore[arg-type]
+        worker = s.workers[w]._replace(**values)  # type: ignore[arg-type]  # fields by name
         return self._checked(s._replace(workers=(*s.workers[:w], worker, *s.workers[w + 1 :])))
 
     def _checked(self, s: State) -> State:
