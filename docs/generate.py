@@ -9,6 +9,7 @@ from pathlib import Path
 
 import griffe
 
+from outbox.cli.console import ConsoleSettings
 from outbox.cli.emulators import EmulatorSettings
 from outbox.cli.output import OutputSettings
 from outbox.program.settings import DatabaseSettings, Field, fields_of
@@ -213,6 +214,9 @@ operators](../operations/commands.md).",
         "## Emulators",
         "For `outbox emulators`.",
         _table(COLUMNS, map(_row, fields_of(EmulatorSettings))),
+        "## Console",
+        "For `outbox console`.",
+        _table(COLUMNS, map(_row, fields_of(ConsoleSettings))),
         "## Output",
         "For all commands of `outbox`.",
         _table(COLUMNS, map(_row, fields_of(OutputSettings))),

@@ -5,6 +5,7 @@ import enum
 
 import pytest
 
+from outbox.cli.console import ConsoleSettings
 from outbox.cli.emulators import EmulatorSettings
 from outbox.cli.output import OutputSettings
 from outbox.errors import SettingError
@@ -108,8 +109,8 @@ def test_a_variable_that_no_setting_knows_is_reported_with_the_nearest_name() ->
 
 def test_the_known_variables_are_those_of_all_settings() -> None:
     classes = (
-        WorkerSettings, EmulatorSettings, OutputSettings, pipeline.RegisterSettings, pipeline.ArchiveSettings,
-        pipeline.AuditSettings, pipeline.DrainSettings, pipeline.ReplaySettings,
+        WorkerSettings, EmulatorSettings, ConsoleSettings, OutputSettings, pipeline.RegisterSettings,
+        pipeline.ArchiveSettings, pipeline.AuditSettings, pipeline.DrainSettings, pipeline.ReplaySettings,
     )  # fmt: skip
     # MAX_AGE is a flag of `publishworker healthcheck`, which has no settings class because it must be cheap.
     assert {field.name.upper() for each in classes for field in fields_of(each)} | {"MAX_AGE"} == NAMES

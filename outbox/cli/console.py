@@ -1,0 +1,195 @@
+"""`outbox console`: the outbox in a browser."""
+
+import argparse
+import dataclasses
+import importlib.util
+import ipaddress
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from outbox import console
+from outbox.cli import flags
+from outbox.cli.output import note
+from outbox.errors import OutboxError, SettingError
+from outbox.program import logs
+from outbox.program.settings import (
+    SWITCH,
+    DatabaseSettings,
+    Settings,
+    SettingType,
+    host_and_port,
+    matching,
+    one_of,
+    setting,
+)
+from outbox.program.signals import exit_on
+from outbox.program.terminal import say
+
+DESCRIPTION = """\
+Serve the outbox to a browser until Ctrl-C or SIGTERM: backlog, tasks, workers, blocked keys
+and operations. It needs the extra spanner-outbox[console]. On this machine it needs no
+login, and it changes nothing unless you pass --allow-actions.
+
+    outbox console --project my-project --instance main --database shop
+    outbox console --allow-actions --production shop-prod ...
+    outbox console --bind 0.0.0.0:8080 --identity iap --iap-audience /projects/1/... \\
+        --roles roles.json --allowed-hosts outbox.example.com ..."""
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(text)
+    return host_and_port(host)[0], int(port)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(host_and_port(each.strip())[0].lower() for each in text.split(","))
+
+
+def _networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+    return tuple(ipaddress.ip_network(each.strip()) for each in text.split(",") if each.strip())
+
+
+def _pattern(text: str) -> str:
+    try:
+        return re.compile(text).pattern
+    except re.error as error:
+        raise ValueError(text) from error
+
+
+ADDRESS = SettingType(_address, "HOST:PORT or [IPV6]:PORT; port 0 selects a free port")
+HOSTS = SettingType(_names, "host names, separated by commas")
+NETWORKS = SettingType(_networks, "addresses or networks such as 10.0.0.0/8, separated by commas")
+PATTERN = SettingType(_pattern, "a regular expression, or nothing")
+HEADER = matching("[A-Za-z0-9-]*", "a name of a header, or nothing")
+TEXT = matching(r"[^\s]*", "text without spaces")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleSettings(Settings):
+    """Where the console listens, and who may do what."""
+
+    bind: tuple[str, int] = setting("127.0.0.1:8080", ADDRESS, "Where the console listens.")
+    allow_actions: bool = setting("false", SWITCH, "Let people with the role change the outbox.")
+    show_data: bool = setting("false", SWITCH, "Let people with the role read message data. Each view is recorded.")
+    identity: str = setting(
+        "local",
+        one_of("local", "iap", "header"),
+        "Who sends a request: whoever can open the loopback address, or the person whom Identity-Aware Proxy or "
+        "another proxy names.",
+    )
+    iap_audience: str = setting("", TEXT, "The audience of IAP's assertions. Required with --identity iap.")
+    identity_header: str = setting("", HEADER, "The header with the person's name. Required with --identity header.")
+    trusted_proxy: tuple[Any, ...] = setting("", NETWORKS, "The only addresses whose --identity-header is believed.")
+    roles: str = setting(
+        "", matching(".*", "a path, or nothing"), "JSON file with the names of each role. Without it, everyone views."
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        "localhost,127.0.0.1,[::1]", HOSTS, "The host names under which people open the console."
+    )
+    path_prefix: str = setting("", matching("(/[A-Za-z0-9._~-]+)*", "a path such as /outbox"), "Path of all pages.")
+    production: str = setting(
+        "", PATTERN, "The header is red if this matches the database's full name (projects/.../databases/...)."
+    )
+
+    def __post_init__(self) -> None:
+        """Check values that depend on each other. Raises SettingError."""
+        if self.identity == "local" and not _is_loopback(self.bind[0]):
+            raise SettingError(
+                f"--bind {self.bind[0]} can be reached from other machines, so everyone there would be trusted. Pass "
+                "--identity iap or --identity header, or bind to 127.0.0.1"
+            )
+        if self.identity == "iap" and not self.iap_audience:
+            raise SettingError("--identity iap needs --iap-audience")
+        if self.identity == "header" and not (self.identity_header and self.trusted_proxy):
+            raise SettingError("--identity header needs --identity-header and --trusted-proxy")
+        if self.identity != "local" and (self.allow_actions or self.show_data) and not self.roles:
+            raise SettingError(f"--allow-actions and --show-data need --roles with --identity {self.identity}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def add(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
+    parser = flags.command(commands, "console", "serve the outbox to a browser", DESCRIPTION, run)
+    ConsoleSettings.add_flags(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal, then return 0. Raises SettingError, NotReached, OutboxError."""
+    settings, database = ConsoleSettings.read(vars(options)), DatabaseSettings.read(vars(options))
+    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
+        raise OutboxError("the console needs starlette, uvicorn and jinja2: pip install 'spanner-outbox[console]'")
+    application = _application(settings, database)
+    with _listening(settings.bind) as listener, exit_on(signal.SIGTERM, signal.SIGINT, code=0):
+        _announce(settings, listener)
+        _serve(application, listener)
+    return 0
+
+
+def _identify(settings: ConsoleSettings) -> "console.identity.Identify | None":
+    """Return who sends a request, or None for `local`."""
+    if settings.identity == "iap":
+        return console.Iap(settings.iap_audience)
+    if settings.identity == "header":
+        return console.Header(settings.identity_header, settings.trusted_proxy)
+    return None
+
+
+def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
+    from outbox.console.roles import parsed  # noqa: PLC0415 - the same
+    from outbox.table.connection import open_database  # noqa: PLC0415 - the client: half a second
+
+    return console.app(
+        open_database(database),
+        identify=_identify(settings),
+        roles=parsed(_read(settings.roles)) if settings.roles else None,
+        allow_actions=settings.allow_actions,
+        show_data=settings.show_data,
+        allowed_hosts=settings.allowed_hosts,
+        path_prefix=settings.path_prefix,
+        production=settings.production,
+    )
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--roles: {file!r} cannot be read: {error}") from None
+
+
+def _listening(address: tuple[str, int]) -> socket.socket:
+    host, port = address
+    try:
+        return socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OutboxError(f"cannot listen at {host}, port {port}: {error.strerror}. Pass another --bind") from None
+
+
+def _announce(settings: ConsoleSettings, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    say(f"http://{f'[{host}]' if ':' in host else host}:{port}{settings.path_prefix}/")
+    actions = "actions are allowed" if settings.allow_actions else "read-only"
+    note(f"the console is running, {actions}. Press Ctrl-C to stop it")
+
+
+def _serve(application: Any, listener: socket.socket) -> None:
+    import uvicorn  # noqa: PLC0415 - optional
+
+    logs.configure()
+    # proxy_headers would let any client choose the address that --trusted-proxy is compared with.
+    config = uvicorn.Config(
+        application, log_config=None, access_log=False, lifespan="off", proxy_headers=False, server_header=False,
+        ws="none", timeout_graceful_shutdown=5,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[listener])

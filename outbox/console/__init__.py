@@ -1,0 +1,16 @@
+"""The outbox in a browser: `outbox.admin` does the work, the console shows it.
+
+`app` returns an ASGI application. `outbox console` serves it, and any ASGI application can mount it. Importing this
+package needs no extra; `app` needs `spanner-outbox[console]`.
+"""
+
+from typing import TYPE_CHECKING
+
+from outbox.program.lazy import importer
+
+if TYPE_CHECKING:
+    from outbox.console.application import app
+    from outbox.console.identity import Header, Iap, Local
+
+__all__ = ["Header", "Iap", "Local", "app"]
+__getattr__ = importer(__name__, {"application": "app", "identity": "Header Iap Local"})

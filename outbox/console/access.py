@@ -1,0 +1,172 @@
+"""The only way into the console: every request passes these checks, in this order, before a handler runs.
+
+1. `Host` is one of the allowed hosts, so no other site can point its own name at the console (DNS rebinding).
+2. A request that is neither GET nor HEAD comes from a page of the console: `Sec-Fetch-Site` is `same-origin` or, if an
+   old browser sends none, the host of `Origin` is `Host`. There is no token and no cookie.
+3. The route exists. Only a route without a role, such as /healthz, needs no identity.
+4. The request has an identity.
+5. The person holds the role of the route.
+
+docs/security.md says against whom. Every answer has the same headers.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outbox.console.identity import Identify
+from outbox.console.refusals import Refused
+from outbox.console.rendering import render_refusal
+from outbox.console.roles import Role, Roles
+from outbox.console.visits import Console, Route, Visit
+from outbox.errors import NotReached, OutboxError
+from outbox.program.settings import host_and_port
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+#: Max bytes of a form: a thousand selected tasks with the longest IDs need less.
+MAX_FORM = 256 * 1024
+_FORM = "application/x-www-form-urlencoded"
+_SAFE = ("GET", "HEAD")
+_RELOAD = "Go back, reload the page and try again."
+_log = logging.getLogger("outbox")
+
+
+class Access:
+    """The ASGI application of the console."""
+
+    def __init__(
+        self,
+        console: Console,
+        routes: Sequence[Route],
+        *,
+        identify: Identify,
+        roles: Roles,
+        allowed_hosts: Sequence[str],
+        path_prefix: str = "",
+    ) -> None:
+        self._console, self._identify, self._roles = console, identify, roles
+        self._hosts, self._prefix = frozenset(allowed_hosts), path_prefix
+        self._routes: dict[str, dict[str, Route]] = {}
+        for route in routes:
+            self._routes.setdefault(route.path, {})[route.method] = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"the console answers HTTP only, not {scope['type']}")
+        prefix = scope.get("root_path", "") + self._prefix
+        request = Request(scope, receive)
+        try:
+            response = await self._answer(request, prefix)
+        except Refused as refused:
+            _log.info("refused: %s", refused.title, exc_info=refused.__cause__)
+            response = render_refusal(refused, prefix)
+        response.headers.update(HEADERS)
+        await response(scope, receive, send)
+
+    async def _answer(self, request: Request, prefix: str) -> Response:
+        self._check_host(request)
+        _check_origin(request)
+        path = _path(request, prefix)
+        route = self._route(request.method, path)
+        person = await run_in_threadpool(self._identify, request) if route.role else ""
+        roles = self._roles.of(person) if route.role else frozenset[Role]()
+        self._check_role(route, person, roles)
+        visit = Visit(
+            console=self._console, person=person, roles=roles, path=path, prefix=prefix,
+            query=request.query_params, form=await _form(request),
+        )  # fmt: skip
+        return await run_in_threadpool(_handled, route, visit)
+
+    def _check_host(self, request: Request) -> None:
+        if _name(request.headers.get("host", "")) not in self._hosts:
+            advice = "Open it under a name of --allowed-hosts, or add this one there."
+            raise Refused(403, "The console does not answer to this host name", advice)
+
+    def _route(self, method: str, path: str) -> Route:
+        methods: Mapping[str, Route] = self._routes.get(path, {})
+        if not methods:
+            raise Refused(404, "There is no such page", "Open the overview, or search for a task ID.")
+        route = methods.get("GET" if method == "HEAD" else method)
+        if route is None:
+            raise Refused(405, f"This page does not answer to {method}", f"It answers to {' and '.join(methods)}.")
+        return route
+
+    def _check_role(self, route: Route, person: str, roles: frozenset[Role]) -> None:
+        if route.role and route.role not in roles:
+            allowed = self._console.show_data if route.role is Role.DATA else self._console.allow_actions
+            raise Refused(403, f"This needs the role {route.role}", _how_to_get(route.role, person, allowed=allowed))
+
+
+def _how_to_get(role: Role, person: str, *, allowed: bool) -> str:
+    if role is not Role.VIEWER and not allowed:
+        flag = "--show-data" if role is Role.DATA else "--allow-actions"
+        return f"The console was started without {flag}. Use the command, or a console that was started with it."
+    return f"Ask for {person} to be added to the role {role} in the file of --roles."
+
+
+def _name(host: str) -> str:
+    """Return the name of HOST or HOST:PORT in lower case, or an empty one."""
+    try:
+        return host_and_port(host)[0].lower()
+    except ValueError:
+        return ""
+
+
+def _check_origin(request: Request) -> None:
+    """Raise Refused if another site's page may have sent the request."""
+    if request.method in _SAFE:
+        return
+    host, site = request.headers["host"], request.headers.get("sec-fetch-site")
+    if site is None:
+        is_own = request.headers.get("origin", "") in {f"http://{host}", f"https://{host}"}
+    else:
+        is_own = site == "same-origin"
+    if not is_own:
+        raise Refused(403, "The request does not come from a page of the console", _RELOAD)
+
+
+def _path(request: Request, prefix: str) -> str:
+    """Return the path below the prefix. A proxy may also have removed the prefix."""
+    path: str = request.scope["path"]
+    return (path.removeprefix(prefix) or "/") if path == prefix or path.startswith(f"{prefix}/") else path
+
+
+async def _form(request: Request) -> QueryParams:
+    """Return the fields of a urlencoded form. Raises Refused."""
+    if request.method in _SAFE:
+        return QueryParams()
+    if request.headers.get("content-type", "").partition(";")[0].strip() != _FORM:
+        raise Refused(415, "This is not a form of the console", _RELOAD)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_FORM:
+            raise Refused(413, "The form is too large", "Select fewer tasks, or all that match a filter.")
+    return QueryParams(bytes(body).decode(errors="replace"))
+
+
+def _handled(route: Route, visit: Visit) -> Response:
+    """Return the answer of a handler, on its thread. Raises Refused."""
+    try:
+        return route.handler(visit)
+    except NotReached as error:
+        raise Refused(503, "Spanner did not answer", f"{error}. Reload the page.") from error
+    except OutboxError as error:
+        raise Refused(400, "This was refused", str(error)) from error
+    except Refused:
+        raise
+    except Exception as error:
+        _log.exception("the page %s failed", visit.path)
+        raise Refused(500, "The page failed", "The log of the console has the reason. Reload the page.") from error

@@ -1,0 +1,88 @@
+"""The console as an ASGI application."""
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+from google.cloud.spanner_v1.database import Database
+from starlette.responses import PlainTextResponse, Response
+
+from outbox.admin.table import TaskTable
+from outbox.console import overview
+from outbox.console.access import Access
+from outbox.console.identity import Identify, Local
+from outbox.console.readings import History, Shared, read_status
+from outbox.console.roles import EVERYTHING, VIEWERS, Roles
+from outbox.console.visits import Console, Handler, Route, Visit, page
+
+#: The host names to which a console on this machine answers.
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+TAG = "outbox-console"
+_TYPES = {"css": "text/css", "js": "text/javascript"}
+
+
+class ConsoleTable(TaskTable):
+    """The table, with one tag for all reads of the console, so that Spanner's statistics show what it costs."""
+
+    def query(self, statement: str, tag: str, *values: object, **options: object) -> list[list[object]]:
+        """Return the rows of one statement."""
+        return super().query(statement, TAG, *values, **options)  # type: ignore[arg-type]
+
+
+def app(
+    database: Database,
+    *,
+    identify: Identify | None = None,
+    roles: Roles | None = None,
+    allow_actions: bool = False,
+    show_data: bool = False,
+    allowed_hosts: Sequence[str] = LOOPBACK_HOSTS,
+    path_prefix: str = "",
+    production: str = "",
+) -> Access:
+    """Return the console of a database as an ASGI application, to serve or to mount.
+
+    `identify` returns the name of the person who sends a request: `Iap`, `Header`, `Local`, or a function of your own
+    that asks the session of your application. Without it, everyone who reaches the console is `local`. `roles` say who
+    may do what; without them, `local` may do everything and others may view. `allow_actions` and `show_data` are needed
+    besides. A header is red if the database's full name matches `production`. Raises NotReached, SchemaDiffers.
+    """
+    table, history = ConsoleTable(database), History()
+    roles = roles or (VIEWERS if identify else EVERYTHING)
+    console = Console(
+        table=table,
+        status=Shared(lambda: history.add(read_status(table))),
+        history=history,
+        allow_actions=allow_actions,
+        show_data=show_data,
+        production=re.compile(production) if production else None,
+    )
+    return Access(
+        console,
+        routes(),
+        identify=identify or Local(),
+        roles=roles.without(actions=allow_actions, data=show_data),
+        allowed_hosts=allowed_hosts,
+        path_prefix=path_prefix,
+    )
+
+
+def routes() -> list[Route]:
+    """Return all routes of the console."""
+    static = [page(f"/static/{name}", handler) for name, handler in _static_files().items()]
+    return [page("/healthz", _healthz, role=None), *static, *overview.ROUTES]
+
+
+def _healthz(_visit: Visit) -> Response:
+    """Tell that the process answers. It does not ask Spanner, whose outage no restart of the console ends."""
+    return PlainTextResponse("ok\n")
+
+
+def _static_files() -> Mapping[str, Handler]:
+    folder = resources.files("outbox.console") / "static"
+    files = {each.name: each.read_bytes() for each in folder.iterdir()}
+    return {name: _static(content, _TYPES[name.rpartition(".")[2]]) for name, content in files.items()}
+
+
+def _static(content: bytes, media_type: str) -> Handler:
+    return lambda _visit: Response(content, media_type=media_type)

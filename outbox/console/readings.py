@@ -1,0 +1,136 @@
+"""What all tabs share: one read of the outbox, at most every few seconds, and none if no tab asks.
+
+So a hundred open tabs cost Spanner what one costs. While Spanner cannot be reached, the last figures stay, with their
+age and the error.
+"""
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Generic, TypeVar
+
+from outbox import admin
+from outbox.admin.backlog import Backlog
+from outbox.admin.operations import Operation
+from outbox.admin.table import TaskTable
+from outbox.admin.topics import Control
+from outbox.admin.workers import TopicCircuit
+from outbox.cli import errors
+from outbox.errors import OutboxError
+
+T = TypeVar("T")
+
+#: Seconds for which one read serves all tabs. A visible tab asks as often.
+FRESH_SECONDS = 5.0
+#: An hour of samples of pending tasks, one for each half minute in which a tab asked.
+SAMPLE_SECONDS = 30
+SAMPLES = 3_600 // SAMPLE_SECONDS
+#: Operations on the overview.
+OPERATIONS = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading(Generic[T]):
+    """The last value that was read, how many seconds ago, and the error of a later attempt, if there was one."""
+
+    value: T | None
+    age: float
+    error: str | None = None
+
+
+class Shared(Generic[T]):
+    """A value that is read again when it is asked for and old. Used by all threads."""
+
+    def __init__(self, read: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
+        self._read, self._clock = read, clock
+        self._reading = threading.Lock()
+        self._value: T | None = None
+        self._error: str | None = None
+        self._read_at = self._tried_at = float("-inf")
+
+    def get(self) -> Reading[T]:
+        """Return the value. While another thread reads it, return the last one, or wait if there is none."""
+        if self._is_old() and self._reading.acquire(blocking=self._tried_at < 0):
+            try:
+                if self._is_old():
+                    self._read_again()
+            finally:
+                self._reading.release()
+        return Reading(self._value, self._clock() - self._read_at, self._error)
+
+    def forget(self) -> None:
+        """Let the next `get` read again, because an action has changed what it shows."""
+        self._tried_at = min(self._tried_at, self._clock() - FRESH_SECONDS)
+
+    def _is_old(self) -> bool:
+        return self._clock() - self._tried_at >= FRESH_SECONDS
+
+    def _read_again(self) -> None:
+        try:
+            self._value, self._error = self._read(), None
+            self._read_at = self._clock()
+        except OutboxError as error:
+            self._error = str(error)
+        self._tried_at = self._clock()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Status:
+    """What `outbox status`, `workers` and `operations` print, read together."""
+
+    backlog: Backlog
+    controls: Mapping[str, Control]
+    circuits: Sequence[TopicCircuit]
+    differing: Mapping[str, Sequence[str]]
+    orphans: Sequence[int] | None
+    errors: Sequence[Mapping[str, Any]]
+    operations: Sequence[Operation]
+    reshard: str | None
+
+
+def read_status(table: TaskTable) -> Status:
+    """Read everything that the overview shows. Raises NotReached, OutboxError."""
+    backlog = admin.backlog.read(table)
+    progress = admin.reshard.Resharding(table).progress()
+    return Status(
+        backlog=backlog,
+        controls=admin.topics.controls(table),
+        circuits=admin.workers.open_circuits(backlog.workers),
+        differing=admin.workers.differing(backlog.workers),
+        orphans=admin.workers.shards_without_worker(table, backlog.workers),
+        errors=errors.of_backlog(table, backlog),
+        operations=admin.operations.latest(table, OPERATIONS),
+        reshard=progress[0].describe(progress[1]) if progress else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """The number of pending tasks of each topic at a time."""
+
+    at: datetime
+    pending: Mapping[str, int]
+
+
+class History:
+    """The samples of the last hour. There are none for times without a visible tab."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES)
+
+    def add(self, status: Status) -> Status:
+        """Add a sample if the last one is old enough. Return the status."""
+        backlog = status.backlog
+        last = self._samples[-1].at if self._samples else None
+        if last is None or backlog.as_of - last >= timedelta(seconds=SAMPLE_SECONDS):
+            pending = {topic: line.pending for topic, line in backlog.topics().items()}
+            self._samples.append(Sample(backlog.as_of, pending))
+        return status
+
+    def of(self, topic: str, now: datetime) -> list[tuple[float, int]]:
+        """Return the samples of a topic, each with its age in seconds."""
+        samples = [(sample, (now - sample.at).total_seconds()) for sample in tuple(self._samples)]
+        return [(age, sample.pending.get(topic, 0)) for sample, age in samples if age <= SAMPLES * SAMPLE_SECONDS]

@@ -1,0 +1,73 @@
+"""Who may do what. Pure, standard library only."""
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from outbox.errors import SettingError
+
+
+class Role(enum.StrEnum):
+    """What a person may do. Each route needs one role."""
+
+    VIEWER = "viewer"  # all pages, without message data
+    DATA = "data"  # message data; each view is recorded
+    OPERATOR = "operator"  # pause, resume, limit, route, policy, retry
+    DESTROYER = "destroyer"  # cancel, purge
+
+
+#: The roles that a role includes. Every role includes the viewer.
+_INCLUDED = {Role.DESTROYER: {Role.OPERATOR, Role.VIEWER}}
+_ACTIONS = frozenset({Role.OPERATOR, Role.DESTROYER})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Roles:
+    """The names of each role. `*@example.com` is everyone of a domain, and `*` is everyone with an identity."""
+
+    names: Mapping[Role, tuple[str, ...]]
+
+    def of(self, person: str) -> frozenset[Role]:
+        """Return the roles of a person, with those that they include."""
+        held = {role for role, patterns in self.names.items() if any(_matches(person, each) for each in patterns)}
+        return frozenset(each for role in held for each in {role, Role.VIEWER, *_INCLUDED.get(role, ())})
+
+    def without(self, *, actions: bool, data: bool) -> "Roles":
+        """Return the roles that are left if the console shows no `data` or allows no `actions`."""
+        removed = (frozenset() if actions else _ACTIONS) | (frozenset() if data else {Role.DATA})
+        viewers = tuple(name for role in removed for name in self.names.get(role, ()))
+        kept = {role: names for role, names in self.names.items() if role not in removed}
+        return Roles(kept | {Role.VIEWER: (*kept.get(Role.VIEWER, ()), *viewers)})
+
+
+#: Everyone with an identity may see all pages. `--roles` says more.
+VIEWERS = Roles({Role.VIEWER: ("*",)})
+#: The person at the loopback address has the credentials of the console anyway.
+EVERYTHING = Roles(dict.fromkeys(Role, ("*",)))
+
+
+def parsed(text: str) -> Roles:
+    """Return the roles of a file, such as {"viewer": ["*@example.com"], "operator": ["ann@example.com"]}.
+
+    Raises SettingError.
+    """
+    try:
+        found = json.loads(text)
+        return Roles({Role(role): _names(names) for role, names in found.items()})
+    except (ValueError, AttributeError, RecursionError) as error:
+        allowed = ", ".join(Role)
+        raise SettingError(
+            f'--roles: the file must be JSON such as {{"viewer": ["*@example.com"]}}, with the roles {allowed}: {error}'
+        ) from None
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not (isinstance(value, list) and all(isinstance(name, str) and name for name in value)):
+        raise ValueError(f"{value!r:.100} is not a list of names")
+    return tuple(value)
+
+
+def _matches(person: str, pattern: str) -> bool:
+    return person.endswith(pattern[1:]) if pattern.startswith("*") else person == pattern

@@ -1,0 +1,128 @@
+"""Access to the console: every route and method with every role, and requests of other sites, hosts and proxies."""
+
+import itertools
+
+import pytest
+
+from outbox.console.access import HEADERS, MAX_FORM
+from outbox.console.application import routes
+from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
+from outbox.console.visits import Route, Visit, action, page
+from tests.support.console import SAME, client, recording
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+#: Each role alone, and a person without any.
+HELD = [frozenset[Role](), *(frozenset({role}) for role in Role)]
+
+
+def only(held: frozenset[Role]) -> Roles:
+    return Roles(dict.fromkeys(held, ("ann",)))
+
+
+@pytest.mark.parametrize("held", HELD, ids=lambda held: "+".join(held) or "none")
+def test_every_route_and_method_needs_its_role(held: frozenset[Role]) -> None:
+    recorded, visits = recording(routes())
+    caller, may = client(recorded, roles=only(held)), only(held).of("ann")
+    for route, method in itertools.product(recorded, METHODS):
+        visits.clear()
+        answer = caller.request(method, route.path, headers=SAME)
+        found = [each for each in recorded if each.path == route.path and each.method == method.replace("HEAD", "GET")]
+        allowed = bool(found) and (found[0].role is None or found[0].role in may)
+        assert bool(visits) == allowed, (method, route.path, answer.status_code)
+        assert answer.status_code == (200 if allowed else 403 if found else 405), (method, route.path)
+        assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS
+        assert not {"set-cookie", "access-control-allow-origin"} & set(answer.headers)
+
+
+def test_every_unsafe_route_has_a_role_of_its_own() -> None:
+    found = routes()
+    assert all(route.role not in (None, Role.VIEWER) for route in found if route.method != "GET")
+    assert [route.path for route in found if route.role is None] == ["/healthz"]
+    with pytest.raises(ValueError, match="a viewer changes nothing"):
+        action("/x", lambda _visit: pytest.fail("called"), Role.VIEWER)
+
+
+CHANGE = Route("POST", "/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR)
+SHOW = page("/show", lambda _visit: pytest.fail("replaced"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "none"}, 403),
+        ({"Sec-Fetch-Site": ""}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Origin": "http://localhost"}, 403),
+        ({"Origin": "http://localhost"}, 200),
+        ({"Origin": "https://localhost"}, 200),
+        ({"Origin": "http://localhost.evil.example"}, 403),
+        ({"Origin": "http://localhost:81"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "//["}, 403),
+        ({"Origin": ""}, 403),
+        ({}, 403),
+    ],
+)
+def test_only_a_page_of_the_console_sends_an_action(headers: dict[str, str], status: int) -> None:
+    recorded, visits = recording([CHANGE])
+    answer = client(recorded).post("/change", headers={"Content-Type": SAME["Content-Type"]} | headers)
+    assert (answer.status_code, len(visits)) == (status, status == 200)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8080", "127.0.0.1:9", "[::1]:8080"])
+def test_the_console_answers_to_its_hosts(host: str) -> None:
+    recorded, _ = recording([SHOW])
+    assert client(recorded).get("/show", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil", "[::1", "", "a@localhost"]
+)
+def test_the_console_answers_to_no_other_host(host: str) -> None:
+    recorded, visits = recording([SHOW, page("/healthz", SHOW.handler, role=None)])
+    for path in ("/show", "/healthz", "/none"):
+        assert client(recorded).get(path, headers={"Host": host}).status_code == 403
+    assert not visits
+
+
+def test_actions_and_data_need_their_flags_whatever_the_roles_file_says() -> None:
+    everyone = Roles({Role.DESTROYER: ("ann",), Role.DATA: ("bob",)})
+    assert everyone.of("ann") == {Role.DESTROYER, Role.OPERATOR, Role.VIEWER}
+    assert everyone.of("bob") == {Role.DATA, Role.VIEWER}
+    assert everyone.of("eve") == set()
+    neither = everyone.without(actions=False, data=False)
+    assert [neither.of(person) for person in ("ann", "bob", "eve")] == [{Role.VIEWER}, {Role.VIEWER}, set()]
+    assert EVERYTHING.without(actions=True, data=False).of("x") == {Role.VIEWER, Role.OPERATOR, Role.DESTROYER}
+    assert VIEWERS.without(actions=True, data=True).of("x") == {Role.VIEWER}
+
+
+def test_a_refusal_says_which_flag_or_role_is_missing() -> None:
+    recorded, _ = recording([CHANGE])
+    closed = client(recorded, roles=EVERYTHING.without(actions=False, data=False), allow_actions=False)
+    assert "without --allow-actions" in closed.post("/change", headers=SAME).text
+    viewer = client(recorded, roles=VIEWERS, allow_actions=True)
+    assert "Ask for ann to be added to the role operator" in viewer.post("/change", headers=SAME).text
+
+
+def test_only_small_urlencoded_forms_are_read() -> None:
+    recorded, visits = recording([CHANGE])
+    caller = client(recorded)
+    assert caller.post("/change", headers=SAME | {"Content-Type": "text/plain"}, content="a=1").status_code == 415
+    assert caller.post("/change", headers=SAME, content="a=" + "x" * MAX_FORM).status_code == 413
+    assert not visits
+    assert caller.post("/change?name=%2F..", headers=SAME, content=b"id=1&id=2&bad=\xff%ff").status_code == 200
+    [visit] = visits
+    assert visit.form.getlist("id") == ["1", "2"]
+    assert (visit.query["name"], visit.person) == ("/..", "ann")
+
+
+def test_a_prefix_is_part_of_each_address() -> None:
+    recorded, visits = recording([SHOW])
+    caller = client(recorded, prefix="/outbox")
+    # Some proxies remove the prefix.
+    assert [caller.get(path).status_code for path in ("/outbox/show", "/show", "/outboxshow")] == [200, 200, 404]
+    visit: Visit = visits[0]
+    assert visit.link("/task", id="a/b", topic=None) == "/outbox/task?id=a%2Fb"
+    assert visit.redirect("/", name="").headers["location"] == "/outbox/?name="
