@@ -61,7 +61,7 @@ def _problems(
     if silent := [worker.id for worker in workers if not worker.info]:
         found.append(f"{named(silent)}: an older version, so its shards and settings are unknown")
     if orphans:
-        found.append(f"no live worker polls shards {_runs(orphans)}")
+        found.append(f"no live worker polls shards {runs(orphans)}")
     return found
 
 
@@ -77,7 +77,7 @@ def _cells(worker: "admin.workers.Worker", differing: Mapping[str, list[str]]) -
     names = sorted({*worker.settings, *differing} - {"version"})
     settings = [f"{name}={worker.settings.get(name, 'default')}{'*' if name in differing else ''}" for name in names]
     load = [int(worker.number("in_flight")), f"{worker.number('utilization'):.0%}"]
-    return [worker.id, worker.text("host"), version, age, _runs(worker.shards), *load, " ".join(settings)]
+    return [worker.id, worker.text("host"), version, age, runs(worker.shards), *load, " ".join(settings)]
 
 
 def _fields(worker: "admin.workers.Worker") -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _fields(worker: "admin.workers.Worker") -> dict[str, Any]:
     return known | (told if worker.info else dict.fromkeys(told))
 
 
-def _runs(shards: Sequence[int]) -> str:
+def runs(shards: Sequence[int]) -> str:
     """Return shard IDs as `0-4 9`."""
     runs: list[list[int]] = []
     for id in sorted(shards):

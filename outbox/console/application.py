@@ -8,7 +8,7 @@ from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, Response
 
 from outbox.admin.table import TaskTable
-from outbox.console import overview
+from outbox.console import overview, topic, workers
 from outbox.console.access import Access
 from outbox.console.identity import Identify, Local
 from outbox.console.readings import History, Shared, read_status
@@ -70,7 +70,8 @@ def app(
 def routes() -> list[Route]:
     """Return all routes of the console."""
     static = [page(f"/static/{name}", handler) for name, handler in _static_files().items()]
-    return [page("/healthz", _healthz, role=None), *static, *overview.ROUTES]
+    pages = (overview, topic, workers)
+    return [page("/healthz", _healthz, role=None), *static, *(route for each in pages for route in each.ROUTES)]
 
 
 def _healthz(_visit: Visit) -> Response:

@@ -19,4 +19,4 @@ def sparkline(samples: Sequence[tuple[float, int]]) -> list[str]:
             lines.append([])
         lines[-1].append(f"{WIDTH * (1 - age / HOUR):.1f},{(HEIGHT - 1) * (1 - value / top) + 0.5:.1f}")
         before = age
-    return [" ".join(points) for points in lines]
+    return [" ".join(points if len(points) > 1 else points * 2) for points in lines]  # a dot is a line to itself

@@ -12,7 +12,7 @@ from outbox.console.refusals import Refused
 from outbox.console.roles import Role
 from outbox.console.visits import Visit
 from outbox.program.terminal import escaped
-from outbox.program.times import shown, spoken
+from outbox.program.times import spoken
 
 
 def _visible(value: Any) -> Any:
@@ -33,7 +33,11 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"spoken": spoken, "time": shown, "clock": lambda time: f"{time:%H:%M:%S}"}
+    environment.filters |= {
+        "spoken": spoken,
+        "time": lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
+        "clock": lambda time: f"{time:%H:%M:%S}",
+    }
     environment.globals |= {"Role": Role}
     return environment
 
