@@ -8,10 +8,9 @@ from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, Response
 
 from outbox.admin.table import TaskTable
-from outbox.console import overview, topic, workers
+from outbox.console import blocked, overview, search, topic, workers
 from outbox.console.access import Access
 from outbox.console.identity import Identify, Local
-from outbox.console.readings import History, Shared, read_status
 from outbox.console.roles import EVERYTHING, VIEWERS, Roles
 from outbox.console.visits import Console, Handler, Route, Visit, page
 
@@ -47,12 +46,9 @@ def app(
     may do what; without them, `local` may do everything and others may view. `allow_actions` and `show_data` are needed
     besides. A header is red if the database's full name matches `production`. Raises NotReached, SchemaDiffers.
     """
-    table, history = ConsoleTable(database), History()
     roles = roles or (VIEWERS if identify else EVERYTHING)
     console = Console(
-        table=table,
-        status=Shared(lambda: history.add(read_status(table))),
-        history=history,
+        table=ConsoleTable(database),
         allow_actions=allow_actions,
         show_data=show_data,
         production=re.compile(production) if production else None,
@@ -70,7 +66,7 @@ def app(
 def routes() -> list[Route]:
     """Return all routes of the console."""
     static = [page(f"/static/{name}", handler) for name, handler in _static_files().items()]
-    pages = (overview, topic, workers)
+    pages = (overview, topic, blocked, workers, search)
     return [page("/healthz", _healthz, role=None), *static, *(route for each in pages for route in each.ROUTES)]
 
 

@@ -9,7 +9,7 @@ from outbox.console.visits import Visit, page
 
 def show(visit: Visit) -> Response:
     """Show the shared status."""
-    status = visit.console.status.get().value
+    status = visit.status().value
     topics = sorted({*status.backlog.topics(), *status.controls}) if status else []
     sparklines = {topic: sparkline(visit.console.history.of(topic, status.backlog.as_of)) for topic in topics if status}
     return render(visit, "overview.html", topics=topics, sparklines=sparklines, command=visit.command("status"))

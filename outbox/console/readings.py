@@ -7,8 +7,8 @@ age and the error.
 import dataclasses
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +28,8 @@ FRESH_SECONDS = 5.0
 #: An hour of samples of pending tasks, one for each half minute in which a tab asked.
 SAMPLE_SECONDS = 30
 SAMPLES = 3_600 // SAMPLE_SECONDS
+#: Pages with their state whose reads are kept.
+KEPT = 100
 #: Operations on the overview.
 OPERATIONS = 5
 
@@ -75,6 +77,30 @@ class Shared(Generic[T]):
         except OutboxError as error:
             self._error = str(error)
         self._tried_at = self._clock()
+
+
+class SharedReads:
+    """One Shared value for each page and its state, of which the last KEPT are kept."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._shared: OrderedDict[Hashable, Shared[Any]] = OrderedDict()
+
+    def get(self, key: Hashable, read: Callable[[], T]) -> Reading[T]:
+        """Return what `read` returns for the key."""
+        with self._lock:
+            shared = self._shared.setdefault(key, Shared(read, self._clock))
+            self._shared.move_to_end(key)
+            if len(self._shared) > KEPT:
+                self._shared.popitem(last=False)
+        reading: Reading[T] = shared.get()
+        return reading
+
+    def forget(self) -> None:
+        """Let all values be read again, because an action has changed what they show."""
+        with self._lock:
+            for shared in self._shared.values():
+                shared.forget()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ _ENVIRONMENT = _environment()
 
 def render(visit: Visit, template: str, **values: Any) -> Response:
     """Return a page. `values` are the names that its template uses."""
-    reading = visit.console.status.get()
+    reading = visit.status()
     common = {"visit": visit, "link": visit.link, "reading": reading, "status": reading.value}
     return _answer(template, 200, common | {"health": health(reading)} | values)
 

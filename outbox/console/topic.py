@@ -35,7 +35,7 @@ Values = Callable[[Mapping[str, str]], dict[str, Any]]
 
 def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
-    topic, status = _topic(visit), visit.console.status.get().value
+    topic, status = _topic(visit), visit.status().value
     found: dict[str, Any] = {}
     if status:
         backlog, control = status.backlog, status.controls.get(topic)
@@ -83,7 +83,7 @@ def _change(operation: str, values: Values) -> Callable[[Visit], Response]:
     def change(visit: Visit) -> Response:
         topic = _topic(visit)
         admin.topics.change(visit.table, operation, [topic], values(visit.form), visit.author())
-        visit.console.status.forget()
+        visit.changed()
         return visit.redirect("/topic", name=topic, written=shown(visit.table.now()))
 
     return change

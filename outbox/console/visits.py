@@ -19,6 +19,8 @@
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`. A link is
   written `link("/task", id=task.id)`, in Python and in templates.
 - A handler runs on a thread. It calls `outbox.admin` with `visit.table`, and has no SQL of its own.
+- What a page fetches again is read with `visit.shared(read, ...)`, so that all tabs share one read. An action ends with
+  `visit.changed()`.
 - It raises Refused, or lets an OutboxError pass. Both become a page.
 - A page is a GET with the role VIEWER. Anything that changes or records something is a POST with another role.
   `Access` checks the role before the handler runs. `visit.may(role)` only decides what a page shows.
@@ -30,7 +32,8 @@
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 from urllib.parse import urlencode
 
 from starlette.datastructures import QueryParams
@@ -38,9 +41,11 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.console.readings import History, Shared, Status
+from outbox.console.readings import History, Reading, SharedReads, Status, read_status
 from outbox.console.refusals import Refused
 from outbox.console.roles import Role
+
+T = TypeVar("T")
 
 #: Max characters of a reason, as in `--reason`.
 MAX_REASON = 1_000
@@ -59,8 +64,8 @@ class Console:
     """What all visits share."""
 
     table: TaskTable
-    status: Shared[Status]
-    history: History
+    reads: SharedReads = dataclasses.field(default_factory=SharedReads)
+    history: History = dataclasses.field(default_factory=History)
     #: Whether the command was started with `--allow-actions`, for pages that explain why an action is missing.
     allow_actions: bool = False
     show_data: bool = False
@@ -84,6 +89,18 @@ class Visit:
     def table(self) -> TaskTable:
         """Return the table of the console."""
         return self.console.table
+
+    def shared(self, read: Callable[[TaskTable], T], *key: Hashable) -> Reading[T]:
+        """Return what `read` returns for the table. All tabs with the same `read` and `key` share it."""
+        return self.console.reads.get((read, *key), lambda: read(self.table))
+
+    def status(self) -> Reading[Status]:
+        """Return the figures of the overview, from which all pages take the health sentence."""
+        return self.console.reads.get("status", lambda: self.console.history.add(read_status(self.table)))
+
+    def changed(self) -> None:
+        """Say that an action has changed something, so that the next page shows it."""
+        self.console.reads.forget()
 
     @property
     def navigation(self) -> tuple[tuple[str, str], ...]:
