@@ -10,7 +10,7 @@ from outbox.program.lazy import importer
 
 if TYPE_CHECKING:
     from outbox.console.application import app
-    from outbox.console.identity import Header, Iap, Local
+    from outbox.console.identity import Header, Iap
 
-__all__ = ["Header", "Iap", "Local", "app"]
-__getattr__ = importer(__name__, {"application": "app", "identity": "Header Iap Local"})
+__all__ = ["Header", "Iap", "app"]
+__getattr__ = importer(__name__, {"application": "app", "identity": "Header Iap"})

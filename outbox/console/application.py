@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 from outbox.admin.table import TaskTable
 from outbox.console import blocked, overview, search, topic, workers
 from outbox.console.access import Access
-from outbox.console.identity import Identify, Local
+from outbox.console.identity import Identify
 from outbox.console.roles import EVERYTHING, VIEWERS, Roles
 from outbox.console.visits import Console, Handler, Route, Visit, page
 
@@ -41,14 +41,15 @@ def app(
 ) -> Access:
     """Return the console of a database as an ASGI application, to serve or to mount.
 
-    `identify` returns the name of the person who sends a request: `Iap`, `Header`, `Local`, or a function of your own
-    that asks the session of your application. Without it, everyone who reaches the console is `local`. `roles` say who
-    may do what; without them, `local` may do everything and others may view. `allow_actions` and `show_data` are needed
-    besides. A header is red if the database's full name matches `production`. Raises NotReached, SchemaDiffers.
+    `identify` returns the name of the person who sends a request: `Iap`, `Header`, or a function of your own that asks
+    the session of your application. Without it, everyone who reaches the console acts as the account of its
+    credentials, and `roles` default to all. With it, they default to the viewer. `allow_actions` and `show_data` are
+    needed besides. The header is red if the database's full name matches `production`. Raises NotReached, SchemaDiffers.
     """
+    table = ConsoleTable(database)
     roles = roles or (VIEWERS if identify else EVERYTHING)
     console = Console(
-        table=ConsoleTable(database),
+        table=table,
         allow_actions=allow_actions,
         show_data=show_data,
         production=re.compile(production) if production else None,
@@ -56,7 +57,7 @@ def app(
     return Access(
         console,
         routes(),
-        identify=identify or Local(),
+        identify=identify or (lambda _request: table.principal),
         roles=roles.without(actions=allow_actions, data=show_data),
         allowed_hosts=allowed_hosts,
         path_prefix=path_prefix,

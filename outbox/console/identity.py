@@ -28,17 +28,6 @@ Identify = Callable[[Request], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Local:
-    """The person who can open the loopback address of this machine."""
-
-    name: str = "local"
-
-    def __call__(self, request: Request) -> str:
-        """Return the name."""
-        return self.name
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Header:
     """A header that a proxy sets, which is believed only if the request comes from one of `proxies`."""
 

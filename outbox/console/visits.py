@@ -136,8 +136,7 @@ class Visit:
         reason = self.form.get("reason", "").strip()[:MAX_REASON]
         if required and not reason:
             raise Refused(400, "A reason is required", "Go back and write why. The record of operations keeps it.")
-        principal = None if self.person == LOCAL else self.person
-        return Author(principal, reason or None)
+        return Author(self.person, reason or None)
 
     def check_typed(self, count: int) -> None:
         """Raise Refused unless the form's field `typed` has this count, with or without separators."""
@@ -163,9 +162,6 @@ class Visit:
         _, project, _, instance, _, database = self.table.name.split("/")
         return {"project": project, "instance": instance, "database": database}
 
-
-#: The person of the identity `local`. The record then has the account of the console's credentials.
-LOCAL = "local"
 
 Handler = Callable[[Visit], Response]
 

@@ -1,0 +1,158 @@
+"""Who sends a request: assertions of IAP, the header of a trusted proxy, and the file of roles."""
+
+import base64
+import ipaddress
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from google.auth import crypt, jwt
+from google.auth.crypt import es
+from starlette.requests import Request
+
+from outbox.console.identity import IAP_HEADER, IAP_ISSUER, KEY_SECONDS, UNKNOWN_KEY_SECONDS, Header, Iap, Keys
+from outbox.console.refusals import Refused
+from outbox.console.roles import Role, parsed
+from outbox.errors import SettingError
+
+AUDIENCE = "/projects/1/global/backendServices/2"
+
+
+def request(headers: Mapping[str, str] | list[tuple[str, str]], client: str = "10.0.0.1") -> Request:
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in pairs]
+    return Request({"type": "http", "headers": raw, "client": (client, 1234), "method": "GET", "path": "/"})
+
+
+def key_pair(private: Any) -> tuple[bytes, str]:
+    pem = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    public = private.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return pem, public.decode()
+
+
+PRIVATE, PUBLIC = key_pair(ec.generate_private_key(ec.SECP256R1()))
+OTHER, _ = key_pair(ec.generate_private_key(ec.SECP256R1()))
+RSA, RSA_PUBLIC = key_pair(rsa.generate_private_key(65_537, 2_048))
+
+
+def assertion(key: bytes = PRIVATE, id: str = "k1", **claims: Any) -> str:
+    now = int(time.time())
+    usual = {"iss": IAP_ISSUER, "aud": AUDIENCE, "email": "ann@example.com", "iat": now, "exp": now + 600}
+    signer = es.EsSigner.from_string(key, id)
+    return jwt.encode(signer, {name: value for name, value in (usual | claims).items() if value is not None}).decode()
+
+
+def iap(keys: Mapping[str, str] | None = None) -> Iap:
+    return Iap(AUDIENCE, Keys(lambda: keys or {"k1": PUBLIC, "k2": RSA_PUBLIC}))
+
+
+def test_an_assertion_of_iap_names_the_person() -> None:
+    assert iap()(request({IAP_HEADER: assertion()})) == "ann@example.com"
+
+
+def part(value: Any) -> str:
+    return base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
+
+
+NOW = int(time.time())
+VALID = assertion().split(".")
+UNSIGNED = f"{part({'alg': 'none', 'kid': 'k1'})}.{VALID[1]}."
+#: The public key as the secret of a symmetric signature, which a careless verifier accepts.
+SYMMETRIC = f"{part({'alg': 'HS256', 'kid': 'k1'})}.{VALID[1]}.{VALID[2]}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("", id="none"),
+        pytest.param("x", id="no parts"),
+        pytest.param("a.b.c", id="no base64"),
+        pytest.param("\xff.\xff.\xff", id="no ASCII"),
+        pytest.param(f"{part([])}.{part([])}.", id="lists"),
+        pytest.param(f"{part({'alg': 'ES256', 'kid': {}})}.{VALID[1]}.{VALID[2]}", id="strange key ID"),
+        pytest.param(UNSIGNED, id="unsigned"),
+        pytest.param(SYMMETRIC, id="symmetric"),
+        pytest.param(assertion(OTHER), id="another key"),
+        pytest.param(assertion(id="k9"), id="unknown key"),
+        pytest.param(assertion(id="k2"), id="the ID of another key"),
+        pytest.param(jwt.encode(crypt.RSASigner.from_string(RSA, "k2"), {"aud": AUDIENCE}).decode(), id="RSA"),
+        pytest.param(".".join([VALID[0], part({"email": "eve@example.com"}), VALID[2]]), id="other claims"),
+        pytest.param(assertion(aud="/projects/1/global/backendServices/3"), id="another audience"),
+        pytest.param(assertion(aud=None), id="no audience"),
+        pytest.param(assertion(iss="https://accounts.google.com"), id="another issuer"),
+        pytest.param(assertion(email=None), id="nobody"),
+        pytest.param(assertion(email=""), id="an empty name"),
+        pytest.param(assertion(iat=NOW - 700, exp=NOW - 100), id="expired"),
+        pytest.param(assertion(iat=NOW + 300, exp=NOW + 900), id="from the future"),
+        pytest.param(assertion(exp=None), id="never expires"),
+    ],
+)
+def test_no_other_assertion_names_anyone(text: str) -> None:
+    with pytest.raises(Refused, match="IAP did not vouch"):
+        iap()(request({IAP_HEADER: text} if text else {}))
+
+
+def test_keys_are_read_again_when_they_are_unknown_or_old_but_not_for_each_request() -> None:
+    now, reads = [0.0], list[float]()
+
+    def fetch() -> dict[str, str]:
+        reads.append(now[0])
+        return {"k1": PUBLIC}
+
+    keys = Keys(fetch, lambda: now[0])
+    for second, id in ((0, "k1"), (1, "k1"), (2, "new"), (UNKNOWN_KEY_SECONDS + 3, "new"), (KEY_SECONDS * 2, "k1")):
+        now[0] = float(second)
+        keys.with_key(id)
+    assert reads == [0, UNKNOWN_KEY_SECONDS + 3, KEY_SECONDS * 2]
+
+
+def test_a_failed_read_of_the_keys_refuses_the_request() -> None:
+    def fetch() -> dict[str, str]:
+        raise OSError("no route")
+
+    with pytest.raises(Refused, match="IAP did not vouch"):
+        Iap(AUDIENCE, Keys(fetch))(request({IAP_HEADER: assertion()}))
+
+
+PROXY = Header("X-Forwarded-Email", [ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")])
+
+
+def test_the_header_of_a_trusted_proxy_names_the_person() -> None:
+    for client in ("10.1.2.3", "fd00::1"):
+        assert PROXY(request({"x-forwarded-email": "bob@example.com"}, client)) == "bob@example.com"
+
+
+@pytest.mark.parametrize("client", ["11.0.0.1", "127.0.0.1", "::ffff:11.0.0.1", "testclient", ""])
+def test_the_header_of_another_address_names_nobody(client: str) -> None:
+    spoofed = {"X-Forwarded-Email": "bob@example.com", "X-Forwarded-For": "10.0.0.1", "Forwarded": "for=10.0.0.1"}
+    with pytest.raises(Refused, match="not a trusted proxy"):
+        PROXY(request(spoofed, client))
+
+
+@pytest.mark.parametrize("values", [[], [""], ["bob@example.com", "eve@example.com"]])
+def test_the_header_names_one_person(values: list[str]) -> None:
+    with pytest.raises(Refused, match="The proxy sent no X-Forwarded-Email"):
+        PROXY(request([("X-Forwarded-Email", value) for value in values]))
+
+
+def test_the_file_of_roles() -> None:
+    roles = parsed('{"viewer": ["*@example.com"], "destroyer": ["ann@example.com"], "data": ["eve@other.org"]}')
+    assert roles.of("ann@example.com") == {Role.VIEWER, Role.OPERATOR, Role.DESTROYER}
+    assert roles.of("bob@example.com") == {Role.VIEWER}
+    assert roles.of("eve@other.org") == {Role.VIEWER, Role.DATA}
+    for nobody in ("", "example.com", "ann@example.com.evil.org", "*@example.com.evil", "ANN@example.com "):
+        assert roles.of(nobody) == set()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"admin": []}', '{"viewer": "*"}', '{"viewer": [1]}', '{"viewer": [""]}'])
+def test_a_wrong_file_of_roles_is_refused(text: str) -> None:
+    with pytest.raises(SettingError, match="--roles: the file must be JSON such as"):
+        parsed(text)
