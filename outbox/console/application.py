@@ -44,7 +44,9 @@ def app(
     `identify` returns the name of the person who sends a request: `Iap`, `Header`, or a function of your own that asks
     the session of your application. Without it, everyone who reaches the console acts as the account of its
     credentials, and `roles` default to all. With it, they default to the viewer. `allow_actions` and `show_data` are
-    needed besides. The header is red if the database's full name matches `production`. Raises NotReached, SchemaDiffers.
+    needed besides. The header is red if the full name of the database matches `production`.
+
+    Raises NotReached, SchemaDiffers.
     """
     table = ConsoleTable(database)
     roles = roles or (VIEWERS if identify else EVERYTHING)

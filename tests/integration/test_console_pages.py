@@ -1,0 +1,184 @@
+"""The pages of the console on the emulator: hostile rows, topic controls, requests of many tabs, and an outage."""
+
+import concurrent.futures
+import html
+import re
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1 import RequestOptions
+from google.cloud.spanner_v1.database import Database
+from starlette.testclient import TestClient
+
+from outbox import admin, console
+from outbox.admin.table import TaskTable
+from outbox.console import readings
+from outbox.console.roles import EVERYTHING
+from outbox.devtools.emulators import Emulators
+from outbox.program.terminal import escaped
+from outbox.table.states import NEVER
+from tests.support.console import ORIGIN, SAME
+from tests.support.operations import CALLS, FUTURE, insert, opened, pause, row
+from tests.support.proxy import Proxy
+from tests.support.spanner import record_requests
+
+PAGES = ("/", "/topic?name=orders", "/blocked", "/workers", "/search?q=orders")
+#: Texts that a page must show as text: markup, quotes, control characters, and characters that reorder text.
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\"'><img src=x onerror=alert(1)>",
+    "\x00\x1b[31m\n",
+    "\u202egnp",
+    "..",
+    "a/../b",
+    "{{ 7*7 }}",
+)
+
+
+def browser(database: Database, **options: Any) -> TestClient:
+    given = {"identify": lambda _request: "ann@example.com", "roles": EVERYTHING, "allow_actions": True} | options
+    return TestClient(console.app(opened(database), **given), base_url=ORIGIN, follow_redirects=False)
+
+
+def text(page: str) -> str:
+    return html.unescape(re.sub(r"<[^>]*>", "", page))
+
+
+def test_hostile_rows_are_shown_as_text(database: Database) -> None:
+    insert(
+        database,
+        [
+            row(f"{number} {hostile}", Topic=hostile, OrderingKey=hostile, **columns)
+            for number, hostile in enumerate(HOSTILE)
+            for columns in ({"AvailableAt": NEVER, "LastError": f"{hostile}\nsecond line"},)
+        ]
+        + [
+            row(
+                f"behind {number}",
+                Topic=hostile,
+                OrderingKey=hostile,
+                AvailableAt=FUTURE,
+                BlockedBy=f"{number} {hostile}",
+            )
+            for number, hostile in enumerate(HOSTILE)
+        ],
+    )
+    pause(database, *HOSTILE)
+    caller = browser(database)
+    for hostile in HOSTILE:
+        for path, query in (("/topic", {"name": hostile}), ("/search", {"q": hostile}), ("/", {}), ("/blocked", {})):
+            answer = caller.get(path, params=query)
+            assert answer.status_code == 200, (path, hostile)
+            assert "<script>alert" not in answer.text
+            assert "<img" not in answer.text
+            assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", answer.text)
+        assert escaped(hostile) in text(caller.get("/topic", params={"name": hostile}).text)
+        # The link of the overview leads to the topic itself.
+        links = [html.unescape(each) for each in re.findall(r'href="(/topic\?[^"]*)"', caller.get("/").text)]
+        assert sum("Resume" in caller.get(link).text for link in links) == len(links)
+
+
+def test_a_topic_is_paused_limited_and_routed_by_a_named_person(database: Database) -> None:
+    insert(database, [row("a")])
+    caller, table = browser(database), TaskTable(opened(database))
+    paths = {
+        "pause": "reason=too+many+errors", "limit": "rate=10&burst=20&max-in-flight=", "route": "to=orders-v2",
+        "policy": "max-attempts=3&backoff-max=60s", "resume": "",
+    }  # fmt: skip
+    for name, form in paths.items():
+        answer = caller.post(f"/topic/{name}?name=orders", headers=SAME, content=form)
+        assert answer.status_code == 303, answer.text
+        shown = caller.get(answer.headers["location"]).text
+        assert "Workers apply it within 10 seconds. 0 of 0 have reported since then." in shown
+    control = admin.topics.controls(table)["orders"]
+    assert control == admin.topics.Control(False, 10, 20, None, "orders-v2", MaxAttempts=3, BackoffMaxSeconds=60)
+    recorded = admin.operations.latest(table, 10)
+    assert [each.operation for each in reversed(recorded)] == list(paths)
+    assert {each.principal for each in recorded} == {"ann@example.com"}
+    assert recorded[-1].reason == "too many errors"
+    assert "at most 10 tasks a second, 20 at once; published to orders-v2" in text(
+        caller.get("/topic?name=orders").text
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "form", "status", "sentence"),
+    [
+        ("/topic/limit?name=orders", "rate=fast", 400, "--rate: 'fast' is not allowed"),
+        ("/topic/limit?name=orders", "rate=10", 400, "and Burst go together"),
+        ("/topic/limit?name=orders", "", 400, "The form is empty"),
+        ("/topic/route?name=orders", "to=orders", 400, "would be routed to itself"),
+        ("/topic/route?name=orders", "to=a%00b", 400, "--to: 'a\\x00b' is not allowed"),
+        ("/topic/pause", "", 404, "The address names no topic"),
+    ],
+)
+def test_a_wrong_form_changes_nothing(database: Database, path: str, form: str, status: int, sentence: str) -> None:
+    answer = browser(database).post(path, headers=SAME, content=form)
+    assert answer.status_code == status
+    assert sentence in text(answer.text)
+    assert admin.operations.latest(TaskTable(opened(database)), 1) == []
+
+
+@pytest.mark.parametrize("written", ["", "x", "2h", "0001-01-01T00:00:00+00:00", "9999-12-31T23:59:59Z", "99999999d"])
+def test_an_edited_address_is_no_error(database: Database, written: str) -> None:
+    assert browser(database).get("/topic", params={"name": "orders", "written": written}).status_code == 200
+
+
+def test_search_finds_a_task_by_its_id_and_a_key(database: Database) -> None:
+    insert(database, [row("order-31-a", OrderingKey="order-31"), row("order-31-b"), row("x", OrderingKey="key")])
+    caller = browser(database)
+    assert caller.get("/search?q=order-31-a").headers["location"] == "/task?id=order-31-a"
+    assert caller.get("/search?q=x").headers["location"] == "/task?id=x"
+    assert re.findall(r'href="/task\?id=([^"]*)"', caller.get("/search?q=order-31").text) == [
+        "order-31-a", "order-31-b", "order-31-a",
+    ]  # fmt: skip
+    assert caller.get("/search?q=orde").text.count("/task?id=") == 2
+    assert "None" in text(caller.get("/search?q=ord").text)
+    assert "no index contains" in caller.get(f"/search?q={'a' * 32}").text
+
+
+@pytest.fixture
+def recorded(database: Database) -> tuple[TestClient, list[tuple[str, Any]]]:
+    """A console, and its requests to Spanner."""
+    watched = opened(database)
+    requests = record_requests(watched, *CALLS)
+    return TestClient(console.app(watched), base_url=ORIGIN), requests
+
+
+def test_a_hundred_tabs_cost_what_one_costs(
+    recorded: tuple[TestClient, list[tuple[str, Any]]], database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    insert(database, [row(str(n), AvailableAt=NEVER, LastError="x") for n in range(20)])
+    monkeypatch.setattr(readings, "FRESH_SECONDS", 3_600.0)
+    caller, requests = recorded
+    live = PAGES[:-1]
+    for path in live:
+        caller.get(path)
+    of_one = len(requests)
+    with concurrent.futures.ThreadPoolExecutor(20) as threads:
+        answers = list(threads.map(caller.get, live * 25))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(requests) == of_one
+    for _, request in requests:
+        options = request.request_options
+        assert options.priority == RequestOptions.Priority.PRIORITY_LOW
+        assert options.request_tag in (console.application.TAG, "outbox-schema")
+
+
+def test_an_outage_keeps_the_last_figures_and_ends(
+    emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readings, "FRESH_SECONDS", 0.0)
+    insert(database, [row(str(n)) for n in range(1_234)])
+    with Proxy(emulators.spanner_host) as proxy:
+        monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
+        caller = browser(database)
+        assert "1,234" in caller.get("/").text
+        proxy.refuse()
+        stale = text(caller.get("/").text)
+        assert "Spanner did not answer. The figures are" in stale
+        assert "1,234" in stale
+        assert caller.get("/healthz").text == "ok\n"
+        assert caller.get("/search?q=abcd").status_code == 503
+        proxy.forward()
+        assert "Spanner did not answer" not in caller.get("/").text

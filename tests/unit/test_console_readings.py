@@ -1,0 +1,193 @@
+"""What tabs share: the number of reads in an hour, memory, waiting threads, samples, and the sentence at the top."""
+
+import threading
+import tracemalloc
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from outbox.admin.backlog import Backlog, Line
+from outbox.admin.workers import TopicCircuit, Worker
+from outbox.console.charts import sparkline
+from outbox.console.health import health
+from outbox.console.readings import FRESH_SECONDS, KEPT, SAMPLES, History, Reading, Shared, SharedReads, Status
+from outbox.errors import NotReached
+from tests.support.waiting import eventually
+
+NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
+HOUR = 3_600
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def reads_in_an_hour(tabs: int) -> int:
+    """Let tabs ask for the same value every five seconds, each at its own time."""
+    clock, reads = Clock(), list[float]()
+    shared = Shared(lambda: reads.append(clock.now), clock)
+    asking = sorted(n * FRESH_SECONDS + tab * FRESH_SECONDS / tabs for tab in range(tabs) for n in range(HOUR // 5))
+    for clock.now in asking:
+        shared.get()
+    return len(reads)
+
+
+def test_a_hundred_tabs_read_as_often_as_one() -> None:
+    assert reads_in_an_hour(1) == HOUR / FRESH_SECONDS
+    assert reads_in_an_hour(100) <= reads_in_an_hour(1)
+
+
+def test_nothing_is_read_if_no_tab_asks() -> None:
+    clock, reads = Clock(), list[int]()
+    shared = Shared(lambda: reads.append(1), clock)
+    shared.get()
+    clock.now = HOUR
+    assert shared.get().age == 0
+    assert len(reads) == 2
+
+
+def test_an_error_keeps_the_last_value_with_its_age_and_is_not_tried_at_once_again() -> None:
+    clock, answers = Clock(), list[Any](["first", NotReached("no route"), "second"])
+
+    def read() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    shared, found = Shared(read, clock), list[Reading[str]]()
+    for clock.now in (0, 6, 7, 12):
+        found.append(shared.get())
+    assert found == [
+        Reading("first", 0), Reading("first", 6, "no route"), Reading("first", 7, "no route"), Reading("second", 0),
+    ]  # fmt: skip
+
+
+def test_while_one_thread_reads_the_others_get_the_last_value() -> None:
+    clock, may_end = Clock(), threading.Event()
+    shared = Shared(lambda: clock.now if clock.now == 0 else may_end.wait(10), clock)
+    shared.get()
+    clock.now = 10
+    reading = threading.Thread(target=shared.get)
+    reading.start()
+    eventually(shared._reading.locked, seconds=5)
+    assert shared.get() == Reading(0.0, 10)
+    may_end.set()
+    reading.join()
+    assert shared.get().age == 0
+
+
+def test_the_first_value_is_awaited_and_read_once() -> None:
+    clock, may_end, reads, found = Clock(), threading.Event(), list[int](), list[Any]()
+
+    def read() -> str:
+        reads.append(1)
+        may_end.wait(10)
+        return "value"
+
+    shared = Shared(read, clock)
+    threads = [threading.Thread(target=lambda: found.append(shared.get().value)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert (found, len(reads)) == (["value"] * 20, 1)
+
+
+def test_an_action_lets_all_pages_be_read_again() -> None:
+    reads, values = SharedReads(Clock()), iter(range(9))
+    assert [reads.get("a", lambda: next(values)).value for _ in range(2)] == [0, 0]
+    reads.forget()
+    assert reads.get("a", lambda: next(values)).value == 1
+
+
+def test_the_pages_and_samples_that_are_kept_are_bounded() -> None:
+    """Poll for an hour, with other filters each time: memory is flat, because only KEPT pages and SAMPLES are kept."""
+    clock = Clock()
+    reads, history = SharedReads(clock), History()
+
+    def poll(begin: int, seconds: int) -> None:
+        for second in range(begin, begin + seconds, 5):
+            clock.now = second
+            at = NOW + timedelta(seconds=second)
+            lines = [Line(f"topic {n}", 50, pending=second) for n in range(20)]
+            reads.get(second, lambda: "x" * 10_000)
+            history.add(status(backlog=Backlog(at, (), lines)))
+
+    poll(0, HOUR)  # until all is full
+    tracemalloc.start()
+    try:
+        poll(HOUR, HOUR // 4)
+        before = tracemalloc.get_traced_memory()[0]
+        poll(2 * HOUR, HOUR)
+        assert tracemalloc.get_traced_memory()[0] - before < 1_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(reads._shared) == KEPT
+    assert len(history.of("topic 1", NOW + timedelta(seconds=3 * HOUR))) == SAMPLES
+
+
+def status(**values: Any) -> Status:
+    usual: dict[str, Any] = {
+        "backlog": Backlog(NOW, (), ()), "controls": {}, "circuits": (), "differing": {}, "orphans": [], "errors": (),
+        "operations": (), "reshard": None,
+    }  # fmt: skip
+    return Status(**usual | values)
+
+
+def test_samples_are_half_a_minute_apart_and_an_hour_old_at_most() -> None:
+    history = History()
+    for second in range(0, 2 * HOUR, 5):
+        line = Line("orders", 50, pending=second)
+        history.add(status(backlog=Backlog(NOW + timedelta(seconds=second), (), [line])))
+    samples = history.of("orders", NOW + timedelta(seconds=2 * HOUR))
+    assert len(samples) == SAMPLES
+    assert samples[:2] == [(HOUR, HOUR), (HOUR - 30, HOUR + 30)]
+    assert {value for _, value in history.of("other", NOW + timedelta(seconds=2 * HOUR))} == {0}
+
+
+def test_a_sparkline_has_a_gap_where_no_tab_was_visible() -> None:
+    assert sparkline([]) == []
+    assert sparkline([(3_600, 0), (3_570, 10), (30, 5), (0, 0)]) == ["0.0,19.5 1.0,0.5", "119.0,10.0 120.0,19.5"]
+    assert sparkline([(0, 0)]) == ["120.0,19.5 120.0,19.5"]
+
+
+WORKER = Worker("w", 1.0, NOW, NOW, {})
+OLD = Line("orders", 50, pending=3, oldest=NOW - timedelta(minutes=14))
+NEW = Line("orders", 50, pending=3, oldest=NOW - timedelta(seconds=0.4))
+DEAD = Line("orders", 50, dead=2)
+CIRCUIT = TopicCircuit("orders", 1, NOW, NOW, "permission_denied", "403")
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "sentence"),
+    [
+        ({"lines": [NEW]}, "ok", "Healthy: oldest pending task 0.4s, 1 live worker, no dead tasks"),
+        ({}, "ok", "Healthy: oldest pending task 0.0s, 1 live worker, no dead tasks"),
+        ({"lines": [NEW, DEAD]}, "warn", "2 dead tasks. Oldest pending task 0.4s, 1 live worker"),
+        ({"lines": [DEAD], "circuits": [CIRCUIT]}, "warn", "orders: circuit open since 12:00: permission_denied"),
+        ({"circuits": [CIRCUIT], "orphans": [1, 2]}, "bad", "2 shards without a live worker"),
+        (
+            {"lines": [OLD, DEAD], "circuits": [CIRCUIT], "orphans": [1]}, "bad",
+            "orders is late: oldest 14m, circuit open since 12:00: permission_denied",
+        ),
+        ({"lines": [OLD], "workers": ()}, "bad", "No live worker, so no task is published. Pending: 3 tasks"),
+    ],
+)  # fmt: skip
+def test_the_sentence_is_the_most_urgent_one(given: dict[str, Any], level: str, sentence: str) -> None:
+    backlog = Backlog(NOW, given.pop("workers", (WORKER,)), given.pop("lines", ()))
+    found = health(Reading(status(backlog=backlog, **given), 1.0))
+    assert (found.level, found.sentence) == (level, sentence)
+
+
+def test_the_sentence_says_how_old_the_figures_are() -> None:
+    never: Reading[Status] = Reading(None, float("inf"), "no route.")
+    assert health(never).sentence == "Spanner did not answer. no route."
+    stale = Reading(status(), 65.0, "no route.")
+    assert health(stale).sentence == "Spanner did not answer. The figures are 1m 5s old. no route."
