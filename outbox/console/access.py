@@ -70,7 +70,7 @@ class Access:
         try:
             response = await self._answer(request, prefix)
         except Refused as refused:
-            _log.info("refused: %s", refused.title, exc_info=refused.__cause__)
+            _log.info("refused: %s", f"{refused.title}: {refused.__cause__}" if refused.__cause__ else refused.title)
             response = render_refusal(refused, prefix)
         response.headers.update(HEADERS)
         await response(scope, receive, send)

@@ -1,0 +1,164 @@
+"""The console in a real browser: widths, colors, keys, live update, and what a viewer cannot do."""
+
+from collections.abc import Iterator
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from playwright.sync_api import Browser, expect
+
+from outbox import admin
+from outbox.admin.table import TaskTable
+from outbox.devtools.emulators import Emulators
+from outbox.table.states import NEVER
+from tests.support.browser import NARROW, WIDE, chromium, overflow, running_console, tab, violations
+from tests.support.operations import FUTURE, insert, opened, row
+from tests.support.relays import divided, worker
+from tests.support.waiting import eventually
+
+PAGES = ("/", "/topic?name=orders", "/blocked", "/workers", "/search?q=orders", "/search", "/none")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as launched:
+        yield launched
+
+
+def fill(database: Database) -> None:
+    """Insert tasks of several states, and one with a name that is hard to lay out."""
+    long = "x" * 300
+    rows = [row(f"dead {n}", AvailableAt=NEVER, LastError=f"not_found: {long}") for n in range(3)]
+    rows += [row("head", OrderingKey="order-31", AvailableAt=NEVER, LastError="permission_denied: 403")]
+    rows += [row(f"b{n}", OrderingKey="order-31", AvailableAt=FUTURE, BlockedBy="head") for n in range(4)]
+    insert(database, [*rows, row("long", Topic=long), row("markup", Topic="<script>alert(1)</script>")])
+
+
+def test_an_operator_pauses_a_topic_and_a_viewer_cannot(
+    emulators: Emulators, database: Database, browser: Browser
+) -> None:
+    fill(database)
+    with running_console(emulators, database, "--allow-actions") as address, tab(browser, address) as page:
+        page.goto("/")
+        expect(page.locator("#health")).to_contain_text("No live worker")
+        page.get_by_role("link", name="orders", exact=True).click()
+        page.get_by_label("Reason").first.fill("the subscriber is down")
+        page.get_by_role("button", name="Pause").click()
+        expect(page.get_by_role("button", name="Resume")).to_be_visible()
+        expect(page.locator("#live")).to_contain_text("Workers apply it within 10 seconds")
+    [operation] = admin.operations.latest(TaskTable(opened(database)), 5)
+    assert (operation.operation, operation.reason) == ("pause", "the subscriber is down")
+    with running_console(emulators, database) as address, tab(browser, address) as page:
+        page.goto("/topic?name=orders")
+        expect(page.locator("main")).to_contain_text("Resume needs the role operator")
+        expect(page.get_by_role("button", name="Resume")).to_have_count(0)
+        forged = page.request.post("/topic/resume?name=orders", form={"reason": "x"}, headers={"Origin": address})
+        assert forged.status == 403
+        assert "without --allow-actions" in forged.text()
+    assert len(admin.operations.latest(TaskTable(opened(database)), 5)) == 1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_every_page_is_accessible_and_fits(
+    emulators: Emulators, database: Database, browser: Browser, width: int, scheme: str
+) -> None:
+    fill(database)
+    flags = ("--allow-actions", "--production", "test")
+    with (
+        running_console(emulators, database, *flags) as address,
+        tab(browser, address, width=width, color_scheme=scheme) as page,
+    ):
+        for path in PAGES:
+            page.goto(path)
+            for details in page.locator("summary").all():
+                details.click()
+            assert overflow(page) <= 0, path
+            assert violations(page) == [], path
+
+
+@pytest.mark.extended
+def test_every_page_works_without_javascript(emulators: Emulators, database: Database, browser: Browser) -> None:
+    fill(database)
+    with (
+        running_console(emulators, database, "--allow-actions") as address,
+        tab(browser, address, java_script_enabled=False, failures=True) as page,
+    ):
+        for path in PAGES:
+            page.goto(path)
+            expect(page.get_by_role("heading", level=1)).to_be_visible()
+        page.goto("/")
+        page.get_by_role("searchbox").fill("head")
+        page.get_by_role("button", name="Search").click()
+        page.goto("/topic?name=orders")
+        page.get_by_text("Limit", exact=True).click()
+        page.get_by_label("Tasks a second").fill("10")
+        page.get_by_label("Tasks that may be sent at once").fill("20")
+        page.get_by_role("button", name="Write the limits").click()
+        expect(page.locator("main")).to_contain_text("at most 10 tasks a second, 20 at once")
+        page.get_by_text("Retry policy").click()
+        page.get_by_label("Max time between two attempts").fill("soon")
+        page.get_by_role("button", name="Write the policy").click()
+        expect(page.locator("main")).to_contain_text("--backoff-max: 'soon' is not allowed")
+
+
+@pytest.mark.extended
+def test_keys_open_pages_and_the_search(emulators: Emulators, database: Database, browser: Browser) -> None:
+    fill(database)
+    with running_console(emulators, database) as address, tab(browser, address) as page:
+        page.goto("/blocked")
+        page.keyboard.press("g")
+        page.keyboard.press("w")
+        expect(page).to_have_url(f"{address}/workers")
+        page.keyboard.press("g")
+        page.keyboard.press("o")
+        expect(page).to_have_url(f"{address}/")
+        page.keyboard.press("/")
+        page.keyboard.type("long")  # no key of these is a shortcut in the box
+        page.keyboard.press("Enter")
+        expect(page).to_have_url(f"{address}/task?id=long")
+
+
+@pytest.mark.extended
+def test_a_visible_tab_is_up_to_date_and_a_hidden_one_asks_nothing(
+    emulators: Emulators, database: Database, browser: Browser
+) -> None:
+    with running_console(emulators, database) as address, tab(browser, address) as page:
+        page.goto("/topic?name=orders")
+        insert(database, [row(f"t{n}") for n in range(7)])
+        expect(page.locator("#live")).to_contain_text("7")
+        page.evaluate("Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})")
+        page.wait_for_timeout(1_000)
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.wait_for_timeout(11_000)
+        assert asked == []
+
+
+@pytest.mark.extended
+def test_a_tab_says_that_the_console_has_ended(emulators: Emulators, database: Database, browser: Browser) -> None:
+    with tab(browser, "", failures=True) as page:
+        with running_console(emulators, database) as address:
+            page.goto(address)
+            expect(page.locator("#stale")).to_be_hidden()
+        expect(page.locator("#stale")).to_be_visible()
+
+
+@pytest.mark.extended
+def test_workers_and_their_differences_are_marked(emulators: Emulators, database: Database, browser: Browser) -> None:
+    with (
+        worker(emulators, database) as first,
+        worker(emulators, database, "--batch-size", "50") as second,
+        running_console(emulators, database) as address,
+        tab(browser, address) as page,
+    ):
+        eventually(lambda: divided([first, second]), seconds=30, message="both divide the shards")
+        page.goto("/workers")
+        expect(page.locator("tbody span.differs")).to_have_count(2)
+        marked = page.locator("tbody span.differs").all_inner_texts()
+        assert sorted(marked) == ["batch_size=50", "batch_size=default"]
+        page.goto("/")
+        expect(page.locator("#health")).to_contain_text("2 live workers")
+        assert violations(page) == []
+        first.end()
+        second.end()

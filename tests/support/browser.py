@@ -1,0 +1,82 @@
+"""Debian's Chromium for the tests of the console, and a console as a process of its own.
+
+Without the browser, the tests are skipped, or fail where CI is set.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize, expect, sync_playwright
+
+from outbox.devtools.emulators import Emulators
+from tests.support import real
+from tests.support.processes import started
+from tests.support.spanner import variables
+
+CHROMIUM = Path("/usr/bin/chromium")
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync",
+)  # fmt: skip
+#: Milliseconds for what a test waits for; other tests share the machine.
+TIMEOUT_MS = 30_000
+expect.set_options(timeout=TIMEOUT_MS)
+WIDE, NARROW = 1_280, 320
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    if not CHROMIUM.exists():
+        missing = pytest.fail if os.environ.get("CI") else pytest.skip
+        missing(f"needs {CHROMIUM}: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def running_console(emulators: Emulators, database: Database, *flags: str) -> Iterator[str]:
+    """Run `outbox console`, and give its address without the slash at its end."""
+    given = emulators.environment() | variables(database.database_id)
+    environment = given | real.settings(given)
+    with started("outbox", "console", "--bind", "127.0.0.1:0", *flags, environment=environment) as process:
+        process.wait_for_text("http://")
+        yield process.stdout.strip().removesuffix("/")
+        process.end()
+
+
+@contextlib.contextmanager
+def tab(browser: Browser, address: str, *, width: int = WIDE, failures: bool = False, **options: Any) -> Iterator[Page]:
+    """Open a tab whose page may neither log an error nor fail, except for `failures` of requests."""
+    problems: list[str] = []
+
+    def is_error(message: ConsoleMessage) -> bool:
+        return message.type == "error" and not (failures or "status of 404" in message.text)
+
+    size: ViewportSize = {"width": width, "height": 800}
+    with contextlib.closing(browser.new_context(base_url=address, viewport=size, **options)) as context:
+        context.set_default_timeout(TIMEOUT_MS)
+        page = context.new_page()
+        page.on("console", lambda message: problems.append(message.text) if is_error(message) else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        yield page
+    assert problems == []
+
+
+def violations(page: Page) -> list[str]:
+    """Return what axe-core finds in the page."""
+    page.evaluate((resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+    return [f"{each['id']}: {node['html']}" for each in found for node in each["nodes"]]
+
+
+def overflow(page: Page) -> int:
+    """Return by how many pixels the page is wider than its window."""
+    return int(page.evaluate("document.documentElement.scrollWidth - innerWidth"))
