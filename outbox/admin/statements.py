@@ -284,11 +284,6 @@ SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
   WHERE Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF') ORDER BY Id LIMIT @limit)) AS task"""
 
 
-def tasks(columns: str) -> str:
-    """Return the statement for the `columns` and the state of the tasks @ids."""
-    return f"SELECT {columns}, {STATE_SQL} FROM {BY_ID} WHERE Id IN UNNEST(@ids)"
-
-
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
     return f"SELECT CURRENT_TIMESTAMP(), {STATE_SQL}, {columns} FROM {BY_ID} WHERE Id = @id"

@@ -301,17 +301,6 @@ def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
     return Task(state, columns, as_of)
 
 
-def without_data(table: TaskTable, ids: Sequence[str]) -> dict[str, Task]:
-    """Return tasks with all columns but Data, by ID, so a person who may not read messages may see them."""
-    columns = [column for column in _ALL_COLUMNS if column != "Data"]
-    found: dict[str, Task] = {}
-    for chunk in chunked(ids, CHUNK):
-        for *values, state in table.query(statements.tasks(", ".join(columns)), "outbox-show", {"ids": list(chunk)}):
-            task = Task(state, dict(zip(columns, values, strict=True)))
-            found[task.columns["Id"]] = task
-    return found
-
-
 def sent_after(table: TaskTable, position: Position, topic: str | None, limit: int) -> list[dict[str, Any]]:
     """Return the next tasks sent after `position`, by SentAt, CreatedAt and Id, as a dictionary of columns each.
 

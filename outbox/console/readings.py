@@ -16,9 +16,9 @@ from outbox import admin
 from outbox.admin.backlog import Backlog
 from outbox.admin.operations import Operation
 from outbox.admin.table import TaskTable
+from outbox.admin.tasks import BlockedHead, ErrorCount
 from outbox.admin.topics import Control
 from outbox.admin.workers import TopicCircuit
-from outbox.cli import errors
 from outbox.errors import OutboxError
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ SAMPLE_SECONDS = 30
 SAMPLES = 3_600 // SAMPLE_SECONDS
 #: Pages with their state whose reads are kept.
 KEPT = 100
+#: Max heads of blocked keys.
+HEADS = 100
 #: Operations on the overview.
 OPERATIONS = 5
 
@@ -112,7 +114,8 @@ class Status:
     circuits: Sequence[TopicCircuit]
     differing: Mapping[str, Sequence[str]]
     orphans: Sequence[int] | None
-    errors: Sequence[Mapping[str, Any]]
+    errors: Sequence[ErrorCount]
+    blocked: Sequence[BlockedHead]
     operations: Sequence[Operation]
     reshard: str | None
 
@@ -127,7 +130,8 @@ def read_status(table: TaskTable) -> Status:
         circuits=admin.workers.open_circuits(backlog.workers),
         differing=admin.workers.differing(backlog.workers),
         orphans=admin.workers.shards_without_worker(table, backlog.workers),
-        errors=errors.of_backlog(table, backlog),
+        errors=admin.tasks.errors(table, backlog),
+        blocked=admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.total.blocked else (),
         operations=admin.operations.latest(table, OPERATIONS),
         reshard=progress[0].describe(progress[1]) if progress else None,
     )

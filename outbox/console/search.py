@@ -29,7 +29,7 @@ def show(visit: Visit) -> Response:
 def _ids(visit: Visit, text: str) -> list[str]:
     """Return the first IDs that begin with a text, the ID itself first."""
     if not MIN_PREFIX <= len(text) <= MAX_ID_CHARACTERS:
-        return list(admin.tasks.without_data(visit.table, [text])) if 0 < len(text) < MIN_PREFIX else []
+        return [text] if 0 < len(text) < MIN_PREFIX and admin.tasks.task(visit.table, text, data=False) else []
     return admin.tasks.beginning_with(visit.table, [text], RESULTS).get(text, [])
 
 

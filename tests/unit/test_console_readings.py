@@ -136,7 +136,7 @@ def test_the_pages_and_samples_that_are_kept_are_bounded() -> None:
 def status(**values: Any) -> Status:
     usual: dict[str, Any] = {
         "backlog": Backlog(NOW, (), ()), "controls": {}, "circuits": (), "differing": {}, "orphans": [], "errors": (),
-        "operations": (), "reshard": None,
+        "operations": (), "blocked": (), "reshard": None,
     }  # fmt: skip
     return Status(**usual | values)
 
