@@ -236,19 +236,21 @@ def cancel(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED)
     return _change(table, "cancel", selection, author)
 
 
-def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> None:
+def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
     """Record a retry, purge or cancel that `resume` executes. `selected` is the number of tasks of the preview.
 
-    Do nothing if the operation exists, because a form may be sent twice.
+    Return False, and record nothing, if the operation exists, because a form may be sent twice.
     """
     check(name, selection)
 
-    def work(transaction: Transaction) -> None:
-        if not operations.exists(transaction, id):
-            columns = {"OperationId": id, "Tasks": 0, "Selected": selected, "SeenAt": COMMIT_TIMESTAMP}
-            operations.record(transaction, table, name, dataclasses.asdict(selection), author, **columns)
+    def work(transaction: Transaction) -> bool:
+        if operations.exists(transaction, id):
+            return False
+        columns = {"OperationId": id, "Tasks": 0, "Selected": selected, "SeenAt": COMMIT_TIMESTAMP}
+        operations.record(transaction, table, name, dataclasses.asdict(selection), author, **columns)
+        return True
 
-    table.transact(f"outbox-{name}", work)
+    return table.transact(f"outbox-{name}", work)
 
 
 def resume(table: TaskTable, id: str) -> Iterator[Outcome]:

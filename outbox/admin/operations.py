@@ -118,6 +118,12 @@ def proceed(table: TaskTable, id: str, author: Author) -> None:
     _mark(table, id, "continue", author, StoppedAt=None, SeenAt=COMMIT_TIMESTAMP)
 
 
+def viewed(table: TaskTable, task_id: str, author: Author) -> None:
+    """Record that a person looks at the message of a task. Raises NotReached, OutboxError."""
+    columns = {"ids": [task_id]}
+    table.transact(_TAG, lambda writer: record(writer, table, "view", columns, author, FinishedAt=COMMIT_TIMESTAMP))
+
+
 def _mark(table: TaskTable, id: str, name: str, author: Author, **columns: Any) -> None:
     def work(transaction: Transaction) -> None:
         if transaction.read(OPERATIONS, ("FinishedAt",), _key(id)) != [[None]]:

@@ -7,7 +7,18 @@ not equal a column name: Spanner ignores case, so `shard` would mean the column.
 
 from collections.abc import Collection
 
-from outbox.table.statements import BY_ID, EACH_TOPIC, OF_TOPIC, SEEK, TO_SEND, TO_SEND_ORDER, at_now, workers
+from outbox.table.statements import (
+    BY_ID,
+    EACH_TOPIC,
+    IN_ORDER,
+    IN_ORDER_ORDER,
+    OF_TOPIC,
+    SEEK,
+    TO_SEND,
+    TO_SEND_ORDER,
+    at_now,
+    workers,
+)
 from outbox.table.statements import by_ids as of_ids
 from outbox.table.states import CONDITIONS, LATER_SQL, RANGES, STATE_SQL
 
@@ -275,6 +286,12 @@ BEGINNING_WITH = f"""
 SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
   SELECT AS STRUCT Id FROM {BY_ID}
   WHERE Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF') ORDER BY Id LIMIT @limit)) AS task"""
+
+#: The first unsent tasks of an ordering key, in order.
+FIRST_UNSENT_OF_KEY = f"""
+SELECT Id FROM {IN_ORDER}
+WHERE Shard = @shard AND OrderingKey = @ordering_key AND Topic = @topic AND OrderingKey IS NOT NULL AND SentAt IS NULL
+ORDER BY {IN_ORDER_ORDER} LIMIT @limit"""
 
 
 def tasks(columns: str) -> str:

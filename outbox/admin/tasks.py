@@ -233,6 +233,13 @@ def task(table: TaskTable, id: str) -> Task | None:
     return Task(state, columns | {"Data": b64decode(columns["Data"])})  # the client returns BYTES in base64
 
 
+def unsent_of_key(table: TaskTable, task: Task, limit: int) -> list[str]:
+    """Return the IDs of the first `limit` unsent tasks with the topic and the ordering key of a task, in order."""
+    names = {"topic": "Topic", "ordering_key": "OrderingKey", "shard": "Shard"}
+    values = {parameter: task.columns[column] for parameter, column in names.items()} | {"limit": limit}
+    return [id for (id,) in table.query(statements.FIRST_UNSENT_OF_KEY, "outbox-show", values)]
+
+
 def without_data(table: TaskTable, ids: Sequence[str]) -> dict[str, Task]:
     """Return tasks with all columns but Data, by ID, so a person who may not read messages may see them."""
     columns = [column for column in _ALL_COLUMNS if column != "Data"]

@@ -41,7 +41,7 @@ def fill(database: Database, columns: dict[str, Any]) -> None:
 
 
 def begin(table: TaskTable, selection: TaskSelection, name: str = "retry", id: str = ID) -> None:
-    changes.begin(table, name, selection, JANE, id=id, selected=len(NAMES))
+    assert changes.begin(table, name, selection, JANE, id=id, selected=len(NAMES))
 
 
 def found(table: TaskTable, id: str = ID) -> Operation:
@@ -164,7 +164,7 @@ def test_a_person_stops_and_continues_an_operation(database: Database, table: Ta
 
 def test_a_form_that_is_sent_twice_begins_one_operation(table: TaskTable):
     begin(table, TaskSelection(state="dead"))
-    changes.begin(table, "cancel", TaskSelection(state="dead"), JOHN, id=ID, selected=3)
+    assert not changes.begin(table, "cancel", TaskSelection(state="dead"), JOHN, id=ID, selected=3)
     [operation] = operations.latest(table, 10)
     assert (operation.operation, operation.principal, operation.tasks) == ("retry", JANE.principal, 0)
     with pytest.raises(ValueError, match="purge is for sent tasks"):

@@ -66,7 +66,9 @@ def statements(database: Database) -> list[str]:
     store.claim(["sent"], lambda _rows, _now: {})
     backlog.read(table), backlog.oldest_ages(table), operations.latest(table, 5)
     narrowed = {"topic": "orders", "since": PAST, "until": datetime.now(UTC), "error": "x"}
+    operations.operation(table, "x"), changes.preview(table, TaskSelection(ids=("dead",)))
     for state in STATES:
+        changes.preview(table, TaskSelection(state=state, include_expired=False))
         for more in ({}, narrowed):
             tasks.find(table, [state], TaskSelection(**more), newest=not more)
             tasks.find(table, [state], TaskSelection(**more), newest=bool(more))
@@ -79,6 +81,7 @@ def statements(database: Database) -> list[str]:
         list(changes.cancel(table, selection))
     (
         tasks.task(table, "sent"),
+        tasks.unsent_of_key(table, tasks.Task("dead", {"Topic": "orders", "OrderingKey": "k", "Shard": 1}), 3),
         tasks.beginning_with(table, ["se"], 3),
         tasks.sent_after(table, Position(PAST), "orders", 5),
     )
