@@ -108,7 +108,7 @@ CREATE TABLE AsynchronousTaskShards (
 CREATE TABLE AsynchronousTaskOperations (
   -- A random UUID.
   OperationId STRING(64)  NOT NULL,
-  -- retry, purge, cancel, pause, resume, limit, route, policy, apply, forget, replay or reshard.
+  -- retry, purge, cancel, stop, continue, view, pause, resume, limit, route, policy, apply, forget, replay or reshard.
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
@@ -121,7 +121,15 @@ CREATE TABLE AsynchronousTaskOperations (
   -- The tasks that were changed, so far or in all. NULL: it is about no task, or not finished.
   Tasks       INT64,
   -- Why, in the words of the person. NULL: no reason was given.
-  Reason      STRING(MAX)
+  Reason      STRING(MAX),
+  -- The tasks that a dry run counted before the operation began. NULL: there was none.
+  Selected    INT64,
+  -- The commit timestamp of the last chunk of a retry, purge or cancel. If it is old, no process works on the operation.
+  SeenAt      TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
+  -- NULL: no person has stopped the operation.
+  StoppedAt   TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
+  -- Where the next chunk begins, as JSON. Each chunk moves it in its own transaction, so no chunk is executed twice.
+  Position    STRING(MAX)
 ) PRIMARY KEY (OperationId);
 
 -- The inbox of subscribers: the tasks that a consumer has processed. It belongs into the database of the subscriber, and

@@ -1,22 +1,29 @@
 """Changes by operators: retry, purge, cancel. They are made in chunks, and each chunk is one transaction.
 
 Each transaction reads its tasks again under the lock, so a task that has left the selection meanwhile is not changed.
-A change can be stopped between two chunks. Changed tasks leave the selection, so the same selection continues the work.
+It also writes into the row of the operation where the next chunk begins. So a change that was stopped, or lost its
+process, continues there (`resume`). No chunk is executed twice, even if two processes continue the same operation.
 """
 
 import dataclasses
+import functools
+import json
+import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
 from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
-from outbox.admin.operations import UNNAMED, Author
-from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, Transaction
-from outbox.program.terminal import counted
+from outbox.admin.operations import UNNAMED, Author, Run
+from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
+from outbox.errors import OutboxError
+from outbox.program.terminal import counted, escaped
+from outbox.program.times import shown
 from outbox.table.statements import NEXT_OF_KEYS, RELEASED
 from outbox.table.states import CONDITIONS, STATES, UNSENT
 from outbox.table.values import chunked
@@ -26,8 +33,11 @@ _TABLE = "AsynchronousTasks"
 CHUNK = 500
 #: Task IDs that one query reads.
 PAGE = 20 * CHUNK
+#: Max groups of tasks in a preview, the largest first.
+GROUPS = 50
 #: The state of a selection by `ids` that contains every unsent task.
 ANY_UNSENT = "unsent"
+_log = logging.getLogger("outbox")
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 #: The columns that a retry writes. `retry_values` returns the values.
 RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt")
@@ -38,9 +48,9 @@ class TaskSelection:
     """The tasks of a state or with one of the `ids`, narrowed by all other fields.
 
     `since` is inclusive, `until` exclusive. Both are compared with SentAt of sent tasks and CreatedAt of others.
-    `error` is a part of LastError, ignoring case. With `ids` and no state, pending and blocked tasks are excluded: a
-    pending task needs no retry, and a blocked one is released by the head of its key, unless this head is gone.
-    Without `include_expired`, unsent tasks whose ExpiresAt has passed are excluded.
+    `error` is a part of LastError, ignoring case. `id_prefix` is the beginning of the ID. With `ids` and no state,
+    pending and blocked tasks are excluded: a pending task needs no retry, and a blocked one is released by the head of
+    its key, unless this head is gone. Without `include_expired`, unsent tasks whose ExpiresAt has passed are excluded.
     """
 
     state: str | None = None
@@ -52,6 +62,18 @@ class TaskSelection:
     ordering_key: str | None = None
     id_prefix: str | None = None
     include_expired: bool = True
+
+    @classmethod
+    def recorded(cls, text: str) -> "TaskSelection":
+        """Return the selection from the column Selection. Raises OutboxError: it is not whole, or not a selection."""
+        try:
+            values = json.loads(text)
+            times = {name: datetime.fromisoformat(values[name]) for name in ("since", "until") if name in values}
+            ids = {"ids": tuple(values["ids"])} if "ids" in values else {}
+            return cls(**values | times | ids)
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            # `more_ids` is no field: the record does not have all IDs.
+            raise OutboxError("its record does not contain the whole selection. Start a new operation") from None
 
     @property
     def names(self) -> frozenset[str]:
@@ -113,25 +135,72 @@ class _Row(NamedTuple):
     now: datetime
     expires_at: datetime | None
     blocked_by: str | None
+    error: str | None
+
+
+class Group(NamedTuple):
+    """Tasks of one topic with the same first line of LastError."""
+
+    topic: str
+    error: str | None
+    tasks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preview:
+    """What a change would do: the exact number of tasks, their largest groups, and the tasks that it cannot change.
+
+    `refused` has the number of these tasks by state: `expired`, `missing`, or a state that the change is not for.
+    """
+
+    tasks: int
+    groups: Sequence[Group]
+    refused: Mapping[str, int]
 
 
 #: Buffers the writes of one transaction for its matching rows. Called only if there are some.
 _Write = Callable[[Transaction, Sequence[_Row]], None]
 
 
-def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
+def count(table: TaskTable, selection: TaskSelection, *, exact: bool, at: datetime | None = None) -> Count:
     """Return the number of selected tasks. Unless `exact`, count at most COUNT_LIMIT in each shard and topic."""
     if selection.ids is not None:
-        statement = statements.by_ids(selection.condition)
-        chunks = chunked(selection.ids, CHUNK)
-        answers = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
-        return Count(sum(_Row(*row).matches for rows in answers for row in rows))
+        return Count(sum(row.matches for row in _rows_of_ids(table, selection)))
     limit = NO_LIMIT if exact else COUNT_LIMIT
     statement = statements.count_of_states([_state(selection)], selection.names)
     values = selection.values | _ranges(table, selection) | {"limit": limit}
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
-    numbers = [number for (number,) in table.query(statement, "outbox-count", values, seconds=seconds)]
+    numbers = [number for (number,) in table.query(statement, "outbox-count", values, at=at, seconds=seconds)]
     return Count(sum(numbers), limit in numbers)
+
+
+def preview(table: TaskTable, selection: TaskSelection) -> Preview:
+    """Return what a change of the selection would do, as of now."""
+    if selection.ids is not None:
+        return _preview_of_ids(table, selection)
+    now = table.now()
+    statement = statements.grouped(_state(selection), selection.names)
+    values = selection.values | _ranges(table, selection) | {"limit": GROUPS}
+    groups = table.query(statement, "outbox-count", values, at=now, seconds=COUNT_SECONDS)
+    tasks = count(table, selection, exact=True, at=now).number
+    everything = dataclasses.replace(selection, include_expired=True)
+    expired = 0 if selection == everything else count(table, everything, exact=True, at=now).number - tasks
+    return Preview(tasks, [Group(*row) for row in groups], {"expired": expired} if expired else {})
+
+
+def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
+    rows = list(_rows_of_ids(table, selection))
+    matching = Counter((row.topic, row.error) for row in rows if row.matches)
+    refused = Counter(row.state for row in rows if not row.matches)
+    refused["missing"] = len(selection.ids or ()) - len(rows)
+    groups = [Group(*group, tasks) for group, tasks in matching.most_common(GROUPS)]
+    return Preview(matching.total(), groups, +refused)
+
+
+def _rows_of_ids(table: TaskTable, selection: TaskSelection) -> Iterator[_Row]:
+    statement = statements.by_ids(selection.condition)
+    for ids in chunked(selection.ids or (), CHUNK):
+        yield from (_Row(*row) for row in table.query(statement, "outbox-count", selection.values | {"ids": ids}))
 
 
 def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
@@ -145,13 +214,7 @@ def retry(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) 
 
     A selection of sent tasks needs `until`. Otherwise it would also select the tasks that it sends again.
     """
-    if selection.state == "pending" or (selection.state == "sent" and selection.until is None):
-        raise ValueError("pending tasks need no retry, and a selection of sent tasks needs `until`")
-
-    def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
-        transaction.update(_TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at) for row in rows])
-
-    return _change(table, selection, "retry", write, author)
+    return _change(table, "retry", selection, author)
 
 
 def retry_values(id: str, now: datetime, expires_at: datetime | None = None) -> tuple[object, ...]:
@@ -161,88 +224,190 @@ def retry_values(id: str, now: datetime, expires_at: datetime | None = None) -> 
 
 def purge(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
     """Delete the selected tasks, chunk by chunk. Only sent tasks may be selected."""
-    if selection.state != "sent":
-        raise ValueError(f"purge is for sent tasks, not for {selection.state}")
-    return _change(table, selection, "purge", _delete, author)
+    return _change(table, "purge", selection, author)
 
 
-def cancel(
-    table: TaskTable,
-    selection: TaskSelection,
-    author: Author = UNNAMED,
-    log: Callable[[Sequence[str]], None] = lambda _ids: None,
-) -> Iterator[Outcome]:
+def cancel(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
     """Delete the selected tasks, chunk by chunk, and release the next tasks of their keys. Only unsent tasks.
 
-    Each transaction waits for the batches that hold its tasks, at most LOCK_SECONDS. `log` gets the IDs that it has
-    deleted.
+    Each transaction waits for the batches that hold its tasks, at most LOCK_SECONDS. The IDs of deleted tasks are
+    logged.
     """
-    if selection.state not in (*UNSENT, ANY_UNSENT):
+    return _change(table, "cancel", selection, author)
+
+
+def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
+    """Record a retry, purge or cancel that `resume` executes. `selected` is the number of tasks of the preview.
+
+    Return False, and record nothing, if the operation exists, because a form may be sent twice.
+    """
+    check(name, selection)
+
+    def work(transaction: Transaction) -> bool:
+        if operations.exists(transaction, id):
+            return False
+        columns = {"OperationId": id, "Tasks": 0, "Selected": selected, "SeenAt": COMMIT_TIMESTAMP}
+        operations.record(transaction, table, name, dataclasses.asdict(selection), author, **columns)
+        return True
+
+    return table.transact(f"outbox-{name}", work)
+
+
+def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
+    """Execute the chunks of a recorded operation after its last one.
+
+    Raises NotContinued if it was stopped or finished, or if another process executes it.
+    """
+    operation = operations.operation(table, id)
+    if operation is None or operation.operation not in _WRITES:
+        raise OutboxError(f"operation {id} does not exist, or is not a retry, purge or cancel")
+    selection, author = TaskSelection.recorded(operation.selection), Author(operation.principal, operation.reason)
+    return _change(table, operation.operation, selection, author, operations.begun(table, id))
+
+
+def check(name: str, selection: TaskSelection) -> None:
+    """Raise ValueError if a change `name` is not for such a selection."""
+    if name == "retry" and (selection.state == "pending" or (selection.state == "sent" and selection.until is None)):
+        raise ValueError("pending tasks need no retry, and a selection of sent tasks needs `until`")
+    if name == "purge" and selection.state != "sent":
+        raise ValueError(f"purge is for sent tasks, not for {selection.state}")
+    if name == "cancel" and selection.state not in (*UNSENT, ANY_UNSENT):
         raise ValueError(f"cancel is for unsent tasks, not for {selection.state}")
 
-    def write(transaction: Transaction, rows: Sequence[_Row]) -> None:
-        if any(row.ordering_key for row in rows):
-            heads = transaction.query(NEXT_OF_KEYS, {"ids": [row.id for row in rows]})
-            transaction.update(_TABLE, ("Id", *RELEASED), [(id, None, None) for (id,) in heads])
-        _delete(transaction, rows)
 
-    for outcome in _change(table, selection, "cancel", write, author):
-        log(outcome.changed)
-        yield outcome
+def _make_due(transaction: Transaction, rows: Sequence[_Row]) -> None:
+    transaction.update(_TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at) for row in rows])
 
 
 def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
     transaction.delete(_TABLE, KeySet(keys=[[row.id] for row in rows]))
 
 
-def _change(table: TaskTable, selection: TaskSelection, name: str, write: _Write, author: Author) -> Iterator[Outcome]:
-    """Change the selection with `write`, and record it as the operation `name` in the same transactions."""
-    tag, operation_id, done = f"outbox-{name}", str(uuid.uuid4()), 0
-    recorded = dataclasses.asdict(selection)
-    chunks = _selected_ids(table, selection, tag) if selection.ids is None else chunked(selection.ids, CHUNK)
-    statement = statements.by_ids(selection.condition, lock=True)
-    for ids in chunks:
+def _delete_and_release(transaction: Transaction, rows: Sequence[_Row]) -> None:
+    if any(row.ordering_key for row in rows):
+        heads = transaction.query(NEXT_OF_KEYS, {"ids": [row.id for row in rows]})
+        transaction.update(_TABLE, ("Id", *RELEASED), [(id, None, None) for (id,) in heads])
+    _delete(transaction, rows)
+
+
+_WRITES: Mapping[str, _Write] = {"retry": _make_due, "purge": _delete, "cancel": _delete_and_release}
+
+
+def _change(
+    table: TaskTable, name: str, selection: TaskSelection, author: Author, run: Run | None = None
+) -> Iterator[Outcome]:
+    """Change the selection chunk by chunk, and record it as the operation `name` in the same transactions."""
+    check(name, selection)
+    return _Change(table, name, selection, author).outcomes(run or Run(str(uuid.uuid4())))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of all selected tasks."""
+
+    table: TaskTable
+    name: str
+    selection: TaskSelection
+    author: Author
+
+    def outcomes(self, run: Run) -> Iterator[Outcome]:
+        """Execute the chunks after the last one of `run`."""
+        tag = f"outbox-{self.name}"
+        for position, ids in _selected_ids(self.table, self.selection, tag, run.position):
+            work = functools.partial(self._chunk, ids, position, run)
+            rows, run = self.table.transact(tag, work)
+            outcome = _outcome(ids, rows)
+            if self.name == "cancel":
+                _log_cancelled(outcome.changed, self.author)
+            yield outcome
+        if run.is_recorded and (warning := operations.finish(self.table, run.id)):
+            yield Outcome((), {}, (), warning)
+
+    def _chunk(
+        self, ids: Sequence[str], position: str, run: Run, transaction: Transaction
+    ) -> tuple[Sequence[_Row], Run]:
+        if run.is_recorded:
+            run.check(transaction)
         # Sorted, so that two commands lock the rows in the same order.
-        values = selection.values | {"ids": sorted(ids)}
+        values = self.selection.values | {"ids": sorted(ids)}
+        rows = [_Row(*row) for row in transaction.query(statements.by_ids(self.selection.condition, lock=True), values)]
+        matching = [row for row in rows if row.matches]
+        if matching:
+            _WRITES[self.name](transaction, matching)
+        after = Run(run.id, run.tasks + len(matching), position, run.is_recorded or bool(matching))
+        self._record(transaction, after, is_new=not run.is_recorded)
+        return rows, after
 
-        def work(transaction: Transaction, values: Mapping[str, Any] = values, done: int = done) -> list[_Row]:
-            rows = [_Row(*row) for row in transaction.query(statement, values)]
-            if matching := [row for row in rows if row.matches]:
-                write(transaction, matching)
-                tasks = done + len(matching)
-                if done:
-                    operations.update(transaction, operation_id, Tasks=tasks)
-                else:
-                    columns = {"OperationId": operation_id, "Tasks": tasks}
-                    operations.record(transaction, table, name, recorded, author, **columns)
-            return rows
-
-        rows = table.transact(tag, work)
-        unchanged, existing = [row for row in rows if not row.matches], {row.id for row in rows}
-        outcome = Outcome(
-            changed=tuple(row.id for row in rows if row.matches),
-            unchanged={row.id: row.state for row in unchanged},
-            missing=tuple(id for id in ids if id not in existing),
-            heads=frozenset(row.blocked_by for row in unchanged if row.state == "blocked" and row.blocked_by),
-        )
-        done += len(outcome.changed)
-        yield outcome
-    if done and (warning := operations.finish(table, operation_id)):
-        yield Outcome((), {}, (), warning)
+    def _record(self, transaction: Transaction, run: Run, *, is_new: bool) -> None:
+        """Buffer the row of the operation after a chunk. A change that has not changed any task has no row yet."""
+        columns = {"Tasks": run.tasks, "Position": run.position, "SeenAt": COMMIT_TIMESTAMP}
+        if not is_new:
+            operations.update(transaction, run.id, **columns)
+        elif run.is_recorded:
+            recorded = dataclasses.asdict(self.selection)
+            columns |= {"OperationId": run.id}
+            operations.record(transaction, self.table, self.name, recorded, self.author, **columns)
 
 
-def _selected_ids(table: TaskTable, selection: TaskSelection, tag: str) -> Iterator[Sequence[str]]:
-    """Yield the IDs of the selection in chunks, shard by shard."""
+def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
+    unchanged, existing = [row for row in rows if not row.matches], {row.id for row in rows}
+    return Outcome(
+        changed=tuple(row.id for row in rows if row.matches),
+        unchanged={row.id: row.state for row in unchanged},
+        missing=tuple(id for id in ids if id not in existing),
+        heads=frozenset(row.blocked_by for row in unchanged if row.state == "blocked" and row.blocked_by),
+    )
+
+
+def _log_cancelled(ids: Sequence[str], author: Author) -> None:
+    reason = author.reason or "no reason given"
+    for id in ids:
+        extra = {"action": "cancelled", "fields": {"task_id": id, "reason": reason}}
+        _log.warning("cancelled the task %s: %s", escaped(id), escaped(reason), extra=extra)
+
+
+def _selected_ids(
+    table: TaskTable, selection: TaskSelection, tag: str, position: str | None
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the IDs of the selection after `position` in chunks, each with the position after it."""
+    if selection.ids is not None:
+        done = json.loads(position)["ids"] if position else 0
+        for ids in chunked(selection.ids[done:], CHUNK):
+            done += len(ids)
+            yield json.dumps({"ids": done}), ids
+        return
+    layout = table.layout
+    begin: dict[str, Any] = json.loads(position) if position else {"column": layout.column, "shard": 0}
+    if begin["column"] != layout.column:
+        raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
+    for shard in table.shards[begin["shard"] :]:
+        after: str | None = begin.get("after") if shard == begin["shard"] else None
+        for next_after, of_shard in _ids_of_shard(table, selection, tag, shard, after):
+            yield json.dumps({"column": layout.column, "shard": shard, "after": next_after}), of_shard
+        if table.layout != layout:
+            # Another thread has noticed a reshard, so `shard` was a shard of the new layout.
+            raise LayoutChanged(f"{table.name}: the number of shards was changed. Run the command again.")
+
+
+def _ids_of_shard(
+    table: TaskTable, selection: TaskSelection, tag: str, shard: int, after: str | None
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the selected IDs of a shard in chunks, each with the text of its last row: SentAt, or the ID if unsent."""
     state = _state(selection)
     statement = statements.next_ids(state, selection.names)
     topics = {name: value for name, value in _ranges(table, selection).items() if name == "topics"}
-    for shard in table.shards:
-        values = selection.values | topics | {"shard": shard, "limit": PAGE}
-        values |= {"after": selection.since or _LONG_AGO} if state == "sent" else {"after_id": ""}
-        is_full = True
-        while is_full and (rows := table.query(statement, tag, values, seconds=SCAN_SECONDS)):
-            is_full = len(rows) == PAGE
-            yield from chunked([id for id, _ in rows], CHUNK)
+    values = selection.values | topics | {"shard": shard, "limit": PAGE}
+    if state == "sent":
+        values |= {"after": datetime.fromisoformat(after) if after else selection.since or _LONG_AGO}
+    else:
+        values |= {"after_id": after or ""}
+    rows: Sequence[Any] = range(PAGE)
+    while len(rows) == PAGE:
+        rows = table.query(statement, tag, values, seconds=SCAN_SECONDS)
+        for chunk in chunked(rows, CHUNK):
+            last_id, last_sent_at = chunk[-1]
+            yield shown(last_sent_at) if state == "sent" else last_id, [id for id, _ in chunk]
+        if rows:
             values |= {"after": rows[-1][1]} if state == "sent" else {"after_id": rows[-1][0]}
 
 

@@ -4,19 +4,21 @@ import dataclasses
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import statements
-from outbox.admin.table import TaskTable
+from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.program.times import shown
 from outbox.table.ddl import OPERATIONS
 
 #: Max task IDs that the record of a selection contains.
 RECORDED_IDS = 1_000
+#: A running operation whose last chunk is older has probably lost its process. A chunk takes up to about a minute.
+INTERRUPTED_AFTER = timedelta(minutes=1)
 _TAG = "outbox-operations"
 
 
@@ -33,7 +35,10 @@ UNNAMED = Author()
 
 
 class Operation(NamedTuple):
-    """A row. `finished_at` is None while the change runs, or if it ended early. `selection` is JSON."""
+    """A row. `finished_at` is None while the change runs, or if it ended early. `selection` is JSON.
+
+    `selected` is the number of tasks that a dry run counted. `seen_at` is the time of the last chunk.
+    """
 
     id: str
     operation: str
@@ -43,6 +48,42 @@ class Operation(NamedTuple):
     selection: str
     tasks: int | None
     reason: str | None
+    selected: int | None
+    seen_at: datetime | None
+    stopped_at: datetime | None
+
+    def state(self, now: datetime) -> str:
+        """Return `finished`, `stopped`, `running`, `interrupted`, or `unfinished` for an operation without chunks."""
+        if self.finished_at or self.stopped_at:
+            return "finished" if self.finished_at else "stopped"
+        if self.seen_at is None:
+            return "unfinished"
+        return "running" if now - self.seen_at < INTERRUPTED_AFTER else "interrupted"
+
+
+class NotContinued(OutboxError):
+    """The operation was finished, stopped by a person, or continued by another process."""
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """The row of a retry, purge or cancel as this process has last written it."""
+
+    id: str
+    tasks: int = 0
+    position: str | None = None
+    is_recorded: bool = False
+
+    def check(self, transaction: Transaction) -> None:
+        """Lock the row. Raise NotContinued if this process must not execute the next chunk.
+
+        Two processes may work on one operation. Each chunk changes the row, so only one of them executes it.
+        """
+        rows = transaction.read(OPERATIONS, ("Tasks", "Position", "StoppedAt", "FinishedAt"), _key(self.id))
+        if rows != [[self.tasks, self.position, None, None]]:
+            raise NotContinued(
+                f"operation {self.id} was stopped, finished, or continued by another process. See `outbox operations`"
+            )
 
 
 def latest(
@@ -69,6 +110,53 @@ def latest(
     values = {name: value for name, value in given.items() if value is not None}
     rows = table.query(statements.latest_operations(values), _TAG, {**values, "limit": limit}, at=at)
     return [Operation(*row) for row in rows]
+
+
+def operation(table: TaskTable, id: str) -> Operation | None:
+    """Return one operation, or None if it does not exist. Raises NotReached, OutboxError."""
+    rows = table.query(statements.OPERATION, _TAG, {"id": id})
+    return Operation(*rows[0]) if rows else None
+
+
+def begun(table: TaskTable, id: str) -> Run:
+    """Return what the row of a retry, purge or cancel has after its last chunk. Raises NotReached, OutboxError."""
+    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), _key(id), _TAG)
+    return Run(id, tasks, position, is_recorded=True)
+
+
+def exists(transaction: Transaction, id: str) -> bool:
+    """Lock the row of an operation, or the gap for it. Return whether it exists."""
+    return bool(transaction.read(OPERATIONS, ("OperationId",), _key(id)))
+
+
+def stop(table: TaskTable, id: str, author: Author) -> None:
+    """Let no process execute a further chunk of an operation, and record who stopped it. Raises NotContinued."""
+    _mark(table, id, "stop", author, StoppedAt=COMMIT_TIMESTAMP)
+
+
+def proceed(table: TaskTable, id: str, author: Author) -> None:
+    """Allow further chunks of an operation, and record who continues it. Raises NotContinued."""
+    _mark(table, id, "continue", author, StoppedAt=None, SeenAt=COMMIT_TIMESTAMP)
+
+
+def viewed(table: TaskTable, task_id: str, author: Author) -> None:
+    """Record that a person looks at the message of a task. Raises NotReached, OutboxError."""
+    columns = {"ids": [task_id]}
+    table.transact(_TAG, lambda writer: record(writer, table, "view", columns, author, FinishedAt=COMMIT_TIMESTAMP))
+
+
+def _mark(table: TaskTable, id: str, name: str, author: Author, **columns: Any) -> None:
+    def work(transaction: Transaction) -> None:
+        if transaction.read(OPERATIONS, ("FinishedAt",), _key(id)) != [[None]]:
+            raise NotContinued(f"operation {id} is finished, or does not exist")
+        update(transaction, id, **columns)
+        record(transaction, table, name, {"operation": id}, author, FinishedAt=COMMIT_TIMESTAMP)
+
+    table.transact(_TAG, work)
+
+
+def _key(id: str) -> KeySet:
+    return KeySet(keys=[[id]])
 
 
 def record(

@@ -7,10 +7,23 @@ not equal a column name: Spanner ignores case, so `shard` would mean the column.
 
 from collections.abc import Collection
 
-from outbox.table.statements import BY_ID, EACH_TOPIC, OF_TOPIC, SEEK, TO_SEND, TO_SEND_ORDER, at_now, workers
+from outbox.table.statements import (
+    BY_ID,
+    EACH_TOPIC,
+    IN_ORDER,
+    IN_ORDER_ORDER,
+    OF_TOPIC,
+    SEEK,
+    TO_SEND,
+    TO_SEND_ORDER,
+    at_now,
+    workers,
+)
 from outbox.table.statements import by_ids as of_ids
 from outbox.table.states import CONDITIONS, LATER_SQL, RANGES, STATE_SQL
 
+#: What tasks with the same reason have in common: the first line of LastError, cut.
+ERROR_SQL = "SPLIT(SUBSTR(LastError, 1, 200), '\\n')[SAFE_OFFSET(0)]"
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
 #: Of a task read by its ID: it is deferred, and an unsent task of its key that has not expired is where BlockedBy says.
 #: Otherwise the head was deleted or changed by SQL, and blocks the task no more.
@@ -39,6 +52,10 @@ SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNES
 TOPICS_WITH_UNSENT = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
+_OPERATIONS = """
+SELECT OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason, Selected, SeenAt, StoppedAt
+FROM AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}"""
+OPERATION = f"{_OPERATIONS}\nWHERE OperationId = @id"
 
 
 def latest_operations(names: Collection[str]) -> str:
@@ -52,10 +69,7 @@ def latest_operations(names: Collection[str]) -> str:
         "principal": "STRPOS(LOWER(Principal), LOWER(@principal)) > 0",
     }
     where = " AND ".join(["TRUE", *(condition for name, condition in conditions.items() if name in names)])
-    return f"""
-SELECT OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason
-FROM AsynchronousTaskOperations@{{FORCE_INDEX=_BASE_TABLE}} WHERE {where}
-ORDER BY StartedAt DESC, OperationId LIMIT @limit"""
+    return f"{_OPERATIONS} WHERE {where}\nORDER BY StartedAt DESC, OperationId LIMIT @limit"
 
 
 # The n-th range has the n-th shard of @range_shards, the n-th topic of @range_topics and the n-th max priority.
@@ -225,6 +239,19 @@ SELECT part.head_id, part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(
 ORDER BY part.number DESC, part.head_id LIMIT @limit""")
 
 
+def grouped(state: str, names: Collection[str]) -> str:
+    """Return the statement for the @limit largest groups of tasks by topic and first line of LastError."""
+    groups = "\nUNION ALL".join(
+        f"""
+  SELECT part.of_task, part.error FROM {places}, UNNEST(ARRAY(
+    SELECT AS STRUCT Topic AS of_task, {ERROR_SQL} AS error FROM {TO_SEND} WHERE {where})) AS part"""
+        for places, where in _ranges_of(state, names)
+    )
+    return f"""
+SELECT of_task, error, COUNT(*) AS number FROM ({groups})
+GROUP BY of_task, error ORDER BY number DESC, of_task, error LIMIT @limit"""
+
+
 def next_ids(state: str, names: Collection[str]) -> str:
     """Return the statement for the next @limit tasks (Id, SentAt) of @shard, and of @topics unless the state is sent.
 
@@ -270,7 +297,8 @@ def by_ids(condition: str, *, lock: bool = False) -> str:
     columns = f"""Id, Topic, OrderingKey, Shard,
   CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]}) THEN 'expired'
     ELSE {STATE_SQL} END,
-  COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy"""
+  COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy,
+  {ERROR_SQL}"""
     return of_ids(columns, lock=lock)
 
 
@@ -282,6 +310,12 @@ BEGINNING_WITH = f"""
 SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
   SELECT AS STRUCT Id FROM {BY_ID}
   WHERE Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF') ORDER BY Id LIMIT @limit)) AS task"""
+
+#: The first unsent tasks of an ordering key, in order.
+FIRST_UNSENT_OF_KEY = f"""
+SELECT Id FROM {IN_ORDER}
+WHERE Shard = @shard AND OrderingKey = @ordering_key AND Topic = @topic AND OrderingKey IS NOT NULL AND SentAt IS NULL
+ORDER BY {IN_ORDER_ORDER} LIMIT @limit"""
 
 
 def task(columns: str) -> str:

@@ -2,10 +2,7 @@
 
 import argparse
 import dataclasses
-import functools
-import logging
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from outbox import admin
@@ -14,7 +11,7 @@ from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
 from outbox.program.settings import one_of
-from outbox.program.terminal import counted, escaped, say
+from outbox.program.terminal import counted, say
 from outbox.program.times import MOMENT, resolved, shown
 from outbox.table.states import MARKS_FINAL_AFTER, UNSENT
 
@@ -54,8 +51,6 @@ NOT_CHANGED = {
     "blocked": "because blocked tasks wait for the head of their ordering key",
 }
 OUTSIDE = "because they ({state}) do not match --state, --topic, --since, --until or --error"
-
-_log = logging.getLogger("outbox")
 
 
 def add(commands: Any) -> None:
@@ -184,16 +179,7 @@ def run_cancel(options: argparse.Namespace) -> int:
     bulk.confirm(f"{count} ({selection.state}) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
     times = {name: shown(time) for name, time in (("since", selection.since), ("until", until)) if time is not None}
-    outcomes = admin.changes.cancel(
-        table, selection, flags.author(options), functools.partial(_log_cancelled, options.reason or "no reason given")
-    )
+    outcomes = admin.changes.cancel(table, selection, flags.author(options))
     report = bulk.carry_out(outcomes, flags.continue_command(options, **times))
     say(f"deleted: {bulk.tasks(report.changed)}")
     return report.explain({}, "because they are {state}")
-
-
-def _log_cancelled(reason: str, ids: Sequence[str]) -> None:
-    """Log the deleted tasks of a transaction."""
-    for id in ids:
-        extra = {"action": "cancelled", "fields": {"task_id": id, "reason": reason}}
-        _log.warning("cancelled the task %s: %s", escaped(id), escaped(reason), extra=extra)

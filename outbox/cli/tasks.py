@@ -188,7 +188,7 @@ def _lines(task: "admin.tasks.Task", message: Any | None, data: bytes) -> Iterat
 
 
 def _data_lines(data: bytes) -> Iterator[str]:
-    kind, lines = _readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
+    kind, lines = readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
     yield f"Data         {counted(len(data), 'byte')}{', ' + kind if data else ''}"
     for line in lines:
         yield f"  {line}"
@@ -196,7 +196,7 @@ def _data_lines(data: bytes) -> Iterator[str]:
         yield f"  ... {counted(len(data) - SHOWN_BYTES, 'more byte')}: --raw writes all"
 
 
-def _readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
+def readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
     """Return the kind of the data (JSON, text or hex), and the lines that show it."""
     try:
         # SHOWN_BYTES may cut the last character.

@@ -8,11 +8,12 @@ from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, Response
 
 from outbox.admin.table import TaskTable
-from outbox.console import blocked, overview, search, topic, workers
+from outbox.console import acting, blocked, operations, overview, search, task, tasks, topic, workers
 from outbox.console.access import Access
 from outbox.console.identity import Identify
 from outbox.console.roles import EVERYTHING, VIEWERS, Roles
-from outbox.console.visits import Console, Handler, Route, Visit, page
+from outbox.console.running import Running
+from outbox.console.visits import Console, Handler, Redact, Route, Visit, page, unredacted
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -38,13 +39,15 @@ def app(
     allowed_hosts: Sequence[str] = LOOPBACK_HOSTS,
     path_prefix: str = "",
     production: str = "",
+    redact: Redact = unredacted,
 ) -> Access:
     """Return the console of a database as an ASGI application, to serve or to mount.
 
     `identify` returns the name of the person who sends a request: `Iap`, `Header`, or a function of your own that asks
     the session of your application. Without it, everyone who reaches the console acts as the account of its
     credentials, and `roles` default to all. With it, they default to the viewer. `allow_actions` and `show_data` are
-    needed besides. The header is red if the full name of the database matches `production`.
+    needed besides. The header is red if the full name of the database matches `production`. `redact` changes what
+    people see of a message.
 
     Raises NotReached, SchemaDiffers.
     """
@@ -52,6 +55,8 @@ def app(
     roles = roles or (VIEWERS if identify else EVERYTHING)
     console = Console(
         table=table,
+        running=Running(table),
+        redact=redact,
         allow_actions=allow_actions,
         show_data=show_data,
         production=re.compile(production) if production else None,
@@ -69,7 +74,7 @@ def app(
 def routes() -> list[Route]:
     """Return all routes of the console."""
     static = [page(f"/static/{name}", handler) for name, handler in _static_files().items()]
-    pages = (overview, topic, blocked, workers, search)
+    pages = (overview, topic, tasks, acting, task, blocked, workers, operations, search)
     return [page("/healthz", _healthz, role=None), *static, *(route for each in pages for route in each.ROUTES)]
 
 

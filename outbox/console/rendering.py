@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse, Response
 
 from outbox.console.health import health
@@ -38,6 +38,8 @@ def _environment() -> Environment:
         "time": lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
         "clock": lambda time: f"{time:%H:%M:%S}",
     }
+    # The value of a form field, which the browser sends back: with its control characters.
+    environment.filters["exact"] = escape
     environment.globals |= {"Role": Role}
     return environment
 

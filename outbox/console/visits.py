@@ -32,7 +32,7 @@
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 from urllib.parse import urlencode
 
@@ -44,6 +44,7 @@ from outbox.admin.table import TaskTable
 from outbox.console.readings import History, Reading, SharedReads, Status, read_status
 from outbox.console.refusals import Refused
 from outbox.console.roles import Role
+from outbox.console.running import Running
 
 T = TypeVar("T")
 
@@ -58,18 +59,28 @@ NAVIGATION = (
     ("/operations", "Operations"),
 )
 
+#: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
+Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
+
+
+def unredacted(_topic: str, attributes: Mapping[str, str], data: bytes) -> tuple[Mapping[str, str], bytes]:
+    """Return everything."""
+    return attributes, data
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Console:
     """What all visits share."""
 
     table: TaskTable
+    running: Running
     reads: SharedReads = dataclasses.field(default_factory=SharedReads)
     history: History = dataclasses.field(default_factory=History)
     #: Whether the command was started with `--allow-actions`, for pages that explain why an action is missing.
     allow_actions: bool = False
     show_data: bool = False
     production: re.Pattern[str] | None = None
+    redact: Redact = unredacted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,11 @@ CREATE TABLE AsynchronousTaskOperations (
   Principal   STRING(MAX),
   Selection   STRING(MAX) NOT NULL,
   Tasks       INT64,
-  Reason      STRING(MAX)
+  Reason      STRING(MAX),
+  Selected    INT64,
+  SeenAt      TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
+  StoppedAt   TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
+  Position    STRING(MAX)
 ) PRIMARY KEY (OperationId);
 
 CREATE TABLE ProcessedTasks (

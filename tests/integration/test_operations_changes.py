@@ -159,7 +159,9 @@ def test_tasks_that_left_the_selection_meanwhile_are_not_changed(
 ):
     """The rows are read again under the lock: in between, one was sent or retried, another one deleted."""
     transact, found = TaskTable.transact, changes._selected_ids
-    monkeypatch.setattr(changes, "_selected_ids", lambda *all: iter([list(itertools.chain.from_iterable(found(*all)))]))
+    monkeypatch.setattr(
+        changes, "_selected_ids", lambda *all: iter([("{}", [id for _, ids in found(*all) for id in ids])])
+    )
     for state, change in [*((state, changes.retry) for state in RETRIED), ("sent", changes.purge)]:
         stays, leaves, goes = names = [f"{change.__name__} {state} {name}" for name in ("stays", "leaves", "goes")]
         insert(database, [row(name, **STATES[state], Topic="t") for name in names])

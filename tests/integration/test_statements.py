@@ -68,7 +68,9 @@ def statements(database: Database) -> list[str]:
     operations.latest(table, 5, operation="retry", topic="orders", principal="jane")
     tasks.errors(table, backlog.read(table)), tasks.blocked_heads(table, backlog.read(table))
     narrowed = {"topic": "orders", "since": PAST, "until": datetime.now(UTC), "error": "x"}
+    operations.operation(table, "x"), changes.preview(table, TaskSelection(ids=("dead",)))
     for state in STATES:
+        changes.preview(table, TaskSelection(state=state, include_expired=False))
         for more in ({}, narrowed):
             tasks.find(table, [state], TaskSelection(**more), newest=not more)
             tasks.find(table, [state], TaskSelection(**more), newest=bool(more))
@@ -81,6 +83,7 @@ def statements(database: Database) -> list[str]:
         list(changes.cancel(table, selection))
     (
         tasks.task(table, "sent"),
+        tasks.unsent_of_key(table, tasks.Task("dead", {"Topic": "orders", "OrderingKey": "k", "Shard": 1}, PAST), 3),
         tasks.beginning_with(table, ["se"], 3),
         tasks.sent_after(table, Position(PAST), "orders", 5),
     )

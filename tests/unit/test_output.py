@@ -114,13 +114,13 @@ def test_data_is_shown_as_json_text_or_hex(data: bytes, kind: str, shown: str):
 
     Bytes that are no text or hold control codes are hex.
     """
-    assert tasks._readable(data, whole=True) == (kind, shown.split("\n"))
+    assert tasks.readable(data, whole=True) == (kind, shown.split("\n"))
 
 
 @given(st.binary(max_size=80) | TEXT.map(lambda text: text.encode(errors="surrogatepass")), st.booleans())
 def test_no_control_code_of_data_reaches_the_terminal(data: bytes, whole: bool):
     """Whatever was published."""
-    kind, lines = tasks._readable(data, whole=whole)
+    kind, lines = tasks.readable(data, whole=whole)
     assert kind in ("JSON", "text", "hex")
     assert all(harmless(line) for line in lines)
 

@@ -1,0 +1,111 @@
+"""Who changed what, when and why. An operation of many tasks can be stopped, and continued by this console."""
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.responses import Response
+
+from outbox import admin
+from outbox.admin.operations import Operation
+from outbox.admin.table import TaskTable
+from outbox.console.acting import ACTIONS
+from outbox.console.refusals import Refused
+from outbox.console.rendering import render
+from outbox.console.roles import Role
+from outbox.console.visits import Visit, action, page
+from outbox.program.terminal import listed
+
+#: Operations that the pages know.
+LATEST = 100
+
+
+def latest(table: TaskTable) -> Sequence[Operation]:
+    """Return the operations that the pages know, newest first. Raises NotReached, OutboxError."""
+    return admin.operations.latest(table, LATEST)
+
+
+def show(visit: Visit) -> Response:
+    """Show the latest operations."""
+    reading = visit.shared(latest)
+    lines = [_line(visit, each) for each in reading.value or ()]
+    return render(
+        visit, "operations.html", latest=reading, lines=lines, command=visit.command("operations", limit=LATEST)
+    )
+
+
+def _line(visit: Visit, operation: Operation) -> dict[str, Any]:
+    """Return what the pages show of an operation."""
+    state = operation.state(datetime.now(UTC))
+    done, selected = operation.tasks or 0, operation.selected or 0
+    return {
+        "operation": operation,
+        "state": "running" if state == "interrupted" and operation.id in visit.console.running else state,
+        "is_here": operation.id in visit.console.running,
+        "error": visit.console.running.error(operation.id),
+        "selection": described(operation.selection),
+        "percent": min(100, 100 * done // selected) if selected else None,
+    }
+
+
+def described(text: str) -> str:
+    """Return the column Selection in words: each name with its value, and few of many IDs."""
+    found = admin.operations.parsed(text)
+    if not isinstance(found, dict):
+        return str(found)
+    ids = found.pop("ids", None)
+    words = [
+        f"{name.replace('_', ' ')} {value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in found.items()
+    ]
+    return ", ".join(([f"IDs {listed(map(str, ids))}"] if isinstance(ids, list) else []) + words)
+
+
+def show_one(visit: Visit) -> Response:
+    """Show one operation, and the forms to stop or continue it."""
+    operation = _found(visit)
+    line = _line(visit, operation)
+    acted = next((each for each in ACTIONS if each.name == operation.operation), None)
+    return render(visit, "operation.html", **line, acted=acted, command=visit.command("operations"))
+
+
+def _found(visit: Visit) -> Operation:
+    id = visit.query.get("id", "")
+    found = [each for each in visit.shared(latest).value or () if each.id == id]
+    operation = found[0] if found else admin.operations.operation(visit.table, id)
+    if operation is None:
+        raise Refused(404, "There is no operation with this ID", "Open it from the list of operations.")
+    return operation
+
+
+def _stop(visit: Visit) -> Response:
+    admin.operations.stop(visit.table, _found(visit).id, visit.author())
+    return _shown(visit)
+
+
+def _continue(name: str) -> Callable[[Visit], Response]:
+    """Return the handler for operations of one name. Its route has the role that a new one needs."""
+
+    def proceed(visit: Visit) -> Response:
+        operation = _found(visit)
+        if operation.operation != name:
+            raise Refused(400, f"This operation is no {name}", "Open it from the list of operations.")
+        admin.operations.proceed(visit.table, operation.id, visit.author())
+        visit.console.running.start(operation.id)
+        return _shown(visit)
+
+    return proceed
+
+
+def _shown(visit: Visit) -> Response:
+    visit.changed()
+    return visit.redirect("/operation", id=visit.query["id"])
+
+
+ROUTES = (
+    page("/operations", show),
+    page("/operation", show_one),
+    action("/operation/stop", _stop, Role.OPERATOR),
+    *(action(f"/operation/continue-{each.name}", _continue(each.name), each.role) for each in ACTIONS),
+)

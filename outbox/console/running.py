@@ -1,0 +1,63 @@
+"""The threads that execute the operations of this console.
+
+Each chunk of an operation is a transaction that also moves the operation's position (`outbox.admin.changes`). So a
+thread may die with the console at any time: the next console continues after the last chunk.
+"""
+
+import logging
+import threading
+import time
+
+from outbox import admin
+from outbox.admin.operations import NotContinued
+from outbox.admin.table import TaskTable
+from outbox.errors import NotReached, OutboxError
+
+#: Seconds until a thread tries the next chunk again, while Spanner cannot be reached.
+RETRY_SECONDS = 10.0
+_log = logging.getLogger("outbox")
+
+
+class Running:
+    """One thread for each operation that this console executes."""
+
+    def __init__(self, table: TaskTable) -> None:
+        self._table = table
+        self._errors: dict[str, str] = {}
+        self._ids: set[str] = set()
+
+    def __contains__(self, id: str) -> bool:
+        """Tell whether a thread of this console executes an operation."""
+        return id in self._ids
+
+    def error(self, id: str) -> str | None:
+        """Return why the last chunk of an operation failed in this console, or None."""
+        return self._errors.get(id)
+
+    def start(self, id: str) -> None:
+        """Execute an operation on a thread of its own, which ends with the console."""
+        if id not in self._ids:
+            self._ids.add(id)
+            threading.Thread(target=self._execute, args=(id,), name=f"operation {id}", daemon=True).start()
+
+    def _execute(self, id: str) -> None:
+        try:
+            while self._is_to_be_repeated(id):
+                time.sleep(RETRY_SECONDS)
+        finally:
+            self._ids.discard(id)
+
+    def _is_to_be_repeated(self, id: str) -> bool:
+        """Execute chunks. Return True if Spanner could not be reached, so that the next one is tried later."""
+        try:
+            for outcome in admin.changes.resume(self._table, id):
+                self._errors.pop(id, None)
+                if outcome.warning:
+                    raise NotReached(outcome.warning)
+        except NotContinued:
+            return False
+        except OutboxError as error:
+            self._errors[id] = str(error)
+            _log.warning("operation %s: %s", id, error)
+            return isinstance(error, NotReached)
+        return False

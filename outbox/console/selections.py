@@ -1,0 +1,62 @@
+"""The tasks that an address is about: a filter, or the IDs of selected tasks. Pure."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from starlette.datastructures import QueryParams
+
+from outbox.admin.changes import TaskSelection
+from outbox.cli import flags
+from outbox.console.visits import Visit
+from outbox.program.settings import matching, one_of
+from outbox.program.times import MOMENT, resolved, shown
+from outbox.table.states import STATES
+
+#: The texts of a filter: the name in the address, the field of a TaskSelection, and its allowed values.
+TEXTS = {
+    "state": ("state", one_of(*STATES)),
+    "topic": ("topic", flags.TOPIC),
+    "error": ("error", flags.TEXT),
+    "key": ("ordering_key", matching(r"[^\ud800-\udfff]{1,1024}", "1 to 1,024 characters of valid Unicode")),
+    "prefix": ("id_prefix", flags.ID),
+}
+#: The fields that a person fills in, with their labels.
+FILTERS = {
+    "topic": "Topic", "since": "Since, such as 2h", "until": "Until", "error": "Error contains", "key": "Ordering key",
+    "prefix": "ID begins with",
+}  # fmt: skip
+
+
+def read(query: QueryParams, now: datetime) -> TaskSelection:
+    """Return the selection of an address. Relative times count from `now`. Raises SettingError."""
+    values: dict[str, Any] = {
+        field: kind.value(query[name], name) for name, (field, kind) in TEXTS.items() if query.get(name)
+    }
+    for name in ("since", "until"):
+        if query.get(name):
+            values[name] = resolved(MOMENT.value(query[name].strip(), name), now)
+    ids = tuple(dict.fromkeys(flags.ID.value(id, "id") for id in query.getlist("id")))
+    return TaskSelection(**values, ids=ids or None, include_expired=bool(query.get("expired")))
+
+
+def address(selection: TaskSelection) -> dict[str, Any]:
+    """Return the query of the address of a selection, with absolute times."""
+    query = {name: getattr(selection, field) for name, (field, _) in TEXTS.items()}
+    times = {name: shown(time) for name in ("since", "until") if (time := getattr(selection, name))}
+    return query | times | {"id": list(selection.ids or ()), "expired": int(selection.include_expired) or None}
+
+
+def command(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
+    """Return the command that acts on the same tasks, or None, because no command has all filters of the console."""
+    if selection.ordering_key or selection.id_prefix:
+        return None
+    if selection.ids:
+        return visit.command(name, *selection.ids, **more)
+    given = address(selection)
+    narrowing: Mapping[str, object] = {each: given.get(each) for each in ("state", "topic", "since", "until", "error")}
+    if name != "purge":
+        return visit.command(name, **narrowing, **more)
+    if selection.since or selection.error:
+        return None
+    return visit.command(name, topic=selection.topic, sent_before=given["until"], **more)

@@ -1,0 +1,395 @@
+"""The console's pages of tasks and operations, with Starlette's client and the emulator."""
+
+import html
+import itertools
+import re
+import threading
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from starlette.testclient import TestClient
+
+from outbox.admin import changes, operations
+from outbox.admin.changes import TaskSelection
+from outbox.admin.operations import Author
+from outbox.admin.table import TaskTable
+from outbox.console import application, readings, running, tasks
+from outbox.console.roles import Role, Roles
+from outbox.errors import NotReached
+from outbox.table.states import NEVER
+from tests.support.console import ORIGIN, SAME
+from tests.support.fakes import serialized
+from tests.support.operations import FUTURE, PAST, insert, opened, row, rows_of, update
+from tests.support.waiting import eventually
+
+DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic"}
+EVERYONE = Roles(dict.fromkeys(Role, ("*",)))
+SCRIPT = "<script>alert(1)</script>"
+
+
+def console(
+    database: Database, *, person: str = "jane@example.com", roles: Roles = EVERYONE, **more: Any
+) -> TestClient:
+    app = application.app(
+        opened(database), identify=lambda _request: person, roles=roles, allow_actions=True, show_data=True, **more
+    )
+    return TestClient(app, base_url=ORIGIN, follow_redirects=False)
+
+
+@pytest.fixture
+def jane(database: Database) -> TestClient:
+    return console(database)
+
+
+def form_of(page: str, path: str) -> str:
+    """Return the address of the form on a page that is sent to `path`."""
+    [address] = [html.unescape(each) for each in re.findall(r'method="post" action="([^"]+)"', page) if path in each]
+    return address
+
+
+def begun(client: TestClient, path: str, **form: str) -> str:
+    """Preview, fill in the form, and return the ID of the operation."""
+    page = client.get(path)
+    assert page.status_code == 200, page.text
+    answer = client.post(form_of(page.text, urlsplit(path).path), data={"reason": "why", **form}, headers=SAME)
+    assert answer.status_code == 303, answer.text
+    return parse_qs(urlsplit(answer.headers["location"]).query)["id"][0]
+
+
+def finished(table: TaskTable, id: str) -> operations.Operation:
+    def find() -> operations.Operation | None:
+        found = operations.operation(table, id)
+        return found if found and found.finished_at else None
+
+    return eventually(find)
+
+
+def dead(database: Database) -> set[str]:
+    return {id for id, columns in rows_of(database).items() if columns["AvailableAt"] == NEVER}
+
+
+def test_all_matching_tasks_are_retried_after_a_preview(database: Database, table: TaskTable, jane: TestClient):
+    """The operation has the person's name, the reason and the previewed number, like that of a command."""
+    insert(database, [row(f"a{n}", **DEAD) for n in range(3)])
+    insert(database, [row("b", **DEAD, Topic="invoices"), row("old", **DEAD, ExpiresAt=PAST), row("pending")])
+    page = jane.get("/tasks/retry?state=dead&topic=orders").text
+    assert "Retry 3 tasks" in page
+    assert "not_found: no topic" in page
+    assert "1 is not changed: ExpiresAt has passed" in page
+    assert "outbox retry" in page
+    assert dead(database) == {"a0", "a1", "a2", "b", "old"}
+    operation = finished(table, begun(jane, "/tasks/retry?state=dead&topic=orders"))
+    assert (operation.operation, operation.principal, operation.reason) == ("retry", "jane@example.com", "why")
+    assert (operation.tasks, operation.selected) == (3, 3)
+    assert dead(database) == {"b", "old"}
+    shown = jane.get(f"/operation?id={operation.id}").text
+    assert "3 of 3 in the preview" in shown
+    assert operation.id in jane.get("/operations").text
+
+
+def test_some_tasks_are_selected(database: Database, table: TaskTable, jane: TestClient):
+    """Also with the expired ones, and those that cannot be changed are named with the reason."""
+    insert(database, [row("a", **DEAD), row("b", **DEAD), row("old", **DEAD, ExpiresAt=PAST), row("pending")])
+    page = jane.get("/tasks/retry?id=a&id=old&id=pending&id=gone").text
+    assert "Retry 1 task" in page
+    for reason in ("ExpiresAt has passed", "a pending task needs no retry", "they are not in the table"):
+        assert f"1 is not changed: {reason}" in page
+    [link] = [html.unescape(each) for each in re.findall(r'href="(/tasks/retry[^"]+)"', page)]
+    assert finished(table, begun(jane, link, reason="")).tasks == 2
+    assert dead(database) == {"b"}
+
+
+def test_a_destructive_action_needs_a_reason_and_the_typed_number(
+    database: Database, table: TaskTable, jane: TestClient
+):
+    insert(database, [row(f"{n}", **DEAD) for n in range(3)])
+    address = form_of(jane.get("/tasks/cancel?state=dead").text, "/tasks/cancel")
+    for form, status in (
+        ({"reason": "why"}, 409), ({"reason": "why", "typed": "2"}, 409), ({"typed": "3"}, 400), ({}, 400),
+    ):  # fmt: skip
+        assert jane.post(address, data=form, headers=SAME).status_code == status
+    insert(database, [row("more", **DEAD)])  # registered before the preview, and dead since then
+    answer = jane.post(address, data={"reason": "why", "typed": "3"}, headers=SAME)
+    assert (answer.status_code, "4 tasks match now, and 3 when you looked" in answer.text) == (409, True)
+    assert len(rows_of(database)) == 4
+    assert operations.latest(table, 10) == []
+    finished(table, begun(jane, "/tasks/cancel?state=dead", typed="4"))
+    assert rows_of(database) == {}
+
+
+def test_sent_tasks_are_purged_only_when_their_marks_are_final(database: Database, table: TaskTable, jane: TestClient):
+    insert(database, [row("old", SentAt=PAST), row("new", SentAt=table.now() - timedelta(seconds=10))])
+    finished(table, begun(jane, "/tasks/purge?state=sent", typed="1"))
+    assert rows_of(database).keys() == {"new"}
+
+
+def test_a_form_that_is_sent_twice_begins_one_operation(database: Database, table: TaskTable, jane: TestClient):
+    insert(database, [row("a", **DEAD)])
+    address = form_of(jane.get("/tasks/retry?state=dead").text, "/tasks/retry")
+    first, second = (jane.post(address, data={"reason": "why"}, headers=SAME) for _ in range(2))
+    assert first.headers["location"] == second.headers["location"]
+    finished(table, parse_qs(urlsplit(first.headers["location"]).query)["id"][0])
+    assert len(operations.latest(table, 10)) == 1
+
+
+def test_an_operator_cannot_continue_a_cancel_with_the_form_of_a_retry(database: Database, table: TaskTable):
+    insert(database, [row("a", **DEAD)])
+    operator = console(database, person="joe", roles=Roles({Role.OPERATOR: ("joe",)}))
+    id = "00000000-0000-0000-0000-000000000001"
+    changes.begin(table, "cancel", TaskSelection(state="dead"), Author("jane"), id=id, selected=1)
+    address = form_of(operator.get("/tasks/retry?state=dead").text, "/tasks/retry")
+    forged = re.sub(r"operation=[\w-]+", f"operation={id}", address)
+    assert operator.post(forged, data={"reason": "why"}, headers=SAME).status_code == 303
+    assert operator.post(f"/operation/continue-retry?id={id}", headers=SAME).status_code == 400
+    assert operator.post(f"/operation/continue-cancel?id={id}", headers=SAME).status_code == 403
+    assert operator.get("/tasks/cancel?state=dead").status_code == 403
+    assert id not in operator.app._console.running  # type: ignore[attr-defined]
+    assert rows_of(database).keys() == {"a"}
+
+
+def test_two_people_act_on_the_same_selection(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """In two consoles. Each task is changed once, and the second preview names the first operation."""
+    monkeypatch.setattr(changes, "CHUNK", 5)
+    insert(database, [row(f"{n:02}", **DEAD) for n in range(40)])
+    jane, john = console(database), console(database, person="john@example.com")
+    pages = [client.get("/tasks/retry?state=dead").text for client in (jane, john)]
+    ids = []
+    for client, page in zip((jane, john), pages, strict=True):
+        answer = client.post(form_of(page, "/tasks/retry"), data={"reason": "why"}, headers=SAME)
+        ids.append(parse_qs(urlsplit(answer.headers["location"]).query)["id"][0])
+    both = [finished(table, id) for id in ids]
+    assert sum(each.tasks or 0 for each in both) == 40
+    assert {each.principal for each in both} == {"jane@example.com", "john@example.com"}
+    assert dead(database) == set()
+
+
+def test_a_person_stops_and_continues_an_operation(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """In another console than the one that executes it, as after a crash. The pages show the progress."""
+    monkeypatch.setattr(changes, "CHUNK", 2)
+    insert(database, [row(f"{n:02}", **DEAD) for n in range(20)])
+    jane, john = console(database), console(database, person="john@example.com")
+    id = "00000000-0000-0000-0000-000000000001"
+    changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane@example.com", "why"), id=id, selected=20)
+    crashed = changes.resume(table, id)
+    done = sum(len(next(crashed).changed) for _ in range(4))
+    page = john.get(f"/operation?id={id}").text
+    assert f"{done} of 20" in page
+    assert john.post(form_of(page, "/operation/stop"), data={"reason": "wait"}, headers=SAME).status_code == 303
+    with pytest.raises(operations.NotContinued):
+        next(crashed)
+    page = jane.get(f"/operation?id={id}").text
+    assert '<span class="state stopped">' in page
+    assert "/operation/stop" not in page
+    jane.post(form_of(page, "/operation/continue-retry"), data={}, headers=SAME)
+    assert finished(table, id).tasks == 20
+    assert [(each.operation, each.principal, each.reason) for each in operations.latest(table, 3)] == [
+        ("continue", "jane@example.com", None), ("stop", "john@example.com", "wait"),
+        ("retry", "jane@example.com", "why"),
+    ]  # fmt: skip
+    assert jane.post(f"/operation/stop?id={id}", headers=SAME).status_code == 400
+
+
+class Outage:
+    """Requests fail while `away` is set. It is set before the transaction with the number `begins_with`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, begins_with: int = 0) -> None:
+        self.away, self.begins_with = threading.Event(), begins_with
+        self._numbers = itertools.count(1)
+        for name in ("query", "read", "transact"):
+            monkeypatch.setattr(TaskTable, name, self._failing(name, getattr(TaskTable, name)))
+
+    def _failing(self, name: str, original: Any) -> Any:
+        def request(table: TaskTable, *arguments: Any, **more: Any) -> Any:
+            if name == "transact" and next(self._numbers) == self.begins_with:
+                self.away.set()
+            if self.away.is_set():
+                raise NotReached("Spanner did not answer: a test")
+            return original(table, *arguments, **more)
+
+        return request
+
+
+def test_an_operation_goes_on_when_spanner_is_back(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Meanwhile the pages say so, and keep the last figures with their age. No task is changed twice."""
+    monkeypatch.setattr(running, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(readings, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(changes, "CHUNK", 1)
+    insert(database, [row(f"{n:02}", **DEAD) for n in range(10)])
+    jane = console(database)
+    assert jane.get("/operations").status_code == 200
+    outage = Outage(monkeypatch, begins_with=5)  # the first one begins the operation
+    id = begun(jane, "/tasks/retry?state=dead")
+    eventually(outage.away.is_set)
+    page = jane.get("/operations").text
+    assert "Spanner did not answer since then" in page
+    assert id in page or "Nobody has changed anything yet" in page
+    answer = jane.get("/tasks")
+    assert (answer.status_code, "Spanner did not answer" in answer.text) == (503, True)
+    outage.away.clear()
+    operation = finished(table, id)
+    assert operation.tasks == 10
+    assert dead(database) == set()
+    assert "Spanner did not answer" not in jane.get("/operations").text
+    assert jane.get("/tasks").status_code == 200
+
+
+def test_pages_of_tasks_keep_their_state_in_the_address(
+    database: Database, jane: TestClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tasks, "PAGE", 2)
+    insert(database, [row(f"t{n}", **DEAD, OrderingKey="k", CreatedAt=PAST + timedelta(hours=n)) for n in range(5)])
+    insert(database, [row("other", **DEAD), row("sent", SentAt=PAST)])
+    address, seen = "/tasks?state=dead&key=k&order=oldest", list[str]()
+    while address:
+        page = jane.get(address).text
+        seen += re.findall(r'name="id" value="(\w+)"', page)
+        following = re.findall(r'href="([^"]+)">Next page', page)
+        address = html.unescape(following[0]) if following else ""
+    assert seen == ["t0", "t1", "t2", "t3", "t4"]
+    assert "No command has the filters" in jane.get("/tasks?state=dead&key=k").text
+    assert "No dead task matches the filter" in jane.get("/tasks?state=dead&prefix=zz").text
+    assert "sent" in re.findall(
+        r'name="id" value="(\w+)"', jane.get("/tasks?state=sent&since=2026-01-01T00:00:00Z").text
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("/tasks?after=WyJ4Il0", "is not a cursor"),
+        ("/tasks?after=%00", "is not a cursor"),
+        ("/tasks?state=no", "state: "),
+        ("/tasks?since=yesterday", "since: "),
+        ("/tasks?topic=" + "x" * 401, "topic: "),
+        ("/tasks/retry?id=" + "x" * 65, "id: "),
+        ("/tasks/retry?state=pending", "retry is not for these tasks"),
+        ("/tasks/retry", "retry is not for these tasks"),
+        ("/tasks/purge?state=dead&id=a", "purge is not for these tasks"),
+        ("/tasks/cancel?state=sent", "cancel is not for these tasks"),
+        ("/operation?id=%3Cscript%3E", "There is no operation"),
+        ("/operation", "There is no operation"),
+        ("/task?id=%3Cscript%3E%00%1b", "There is no task"),
+        ("/task", "There is no task"),
+    ],
+)
+def test_an_edited_address_is_answered_with_a_sentence(jane: TestClient, address: str, message: str):
+    answer = jane.get(address)
+    assert answer.status_code in (400, 404), answer.text
+    assert message in html.unescape(answer.text)
+    assert "<script>" not in answer.text.replace('<script src="/static', "")
+
+
+@pytest.mark.parametrize("change", [{"count": "0"}, {"count": "1e9"}, {"count": ""}, {"operation": "x"}, {"id": ""}])
+def test_an_edited_form_changes_nothing(database: Database, table: TaskTable, jane: TestClient, change: dict[str, str]):
+    insert(database, [row("a", **DEAD)])
+    address = urlsplit(form_of(jane.get("/tasks/cancel?id=a").text, "/tasks/cancel"))
+    query = urlencode({name: values[0] for name, values in parse_qs(address.query).items()} | change)
+    answer = jane.post(f"{address.path}?{query}", data={"reason": "why", "typed": "1"}, headers=SAME)
+    assert answer.status_code == 400
+    assert operations.latest(table, 10) == []
+
+
+def test_values_of_rows_reach_the_browser_escaped(database: Database, table: TaskTable, jane: TestClient):
+    """Also those of programs that bypass the library: in lists, on forms, and of a task that is retried."""
+    id = f"<b>'\x07{chr(0x202E)}"
+    values = {"Topic": SCRIPT, "OrderingKey": f"{SCRIPT}\x1b", "LastError": f'"{SCRIPT}\x00\n{SCRIPT}'}
+    insert(database, [row(id, **DEAD | values)])
+    query = urlencode({"id": id})
+    for address in ("/tasks", f"/tasks?{urlencode({'topic': SCRIPT, 'error': SCRIPT})}", f"/task?{query}",
+                    f"/tasks/retry?{query}"):  # fmt: skip
+        answer = jane.get(address)
+        assert answer.status_code == 200, answer.text
+        assert "&lt;script&gt;alert(1)" in answer.text
+        assert "<script>" not in answer.text
+        assert "<b>" not in answer.text
+        assert not {"\x07", "\x1b", "\x00"} & set(re.sub(r'name="id" value="[^"]*"', "", answer.text))
+    operation = finished(table, begun(jane, f"/tasks/retry?{query}"))
+    assert operation.tasks == 1
+    for address in ("/operations", f"/operation?id={operation.id}", f"/task?{query}"):
+        assert "<b>" not in jane.get(address).text
+
+
+def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: TestClient):
+    """Its place in its key, and who changed it."""
+    key = {"OrderingKey": "k", "Topic": "orders"}
+    insert(database, [row("head", **DEAD, **key), row("second", **key, CreatedAt=PAST)])
+    behind = {"AvailableAt": FUTURE, "BlockedBy": "head", "ExpiresAt": FUTURE, "AtMostOnce": True}
+    insert(database, [row("third", **key, **behind, CreatedAt=PAST + timedelta(hours=1))])
+    page = jane.get("/task?id=third").text
+    text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
+    for words in (
+        "Blocked . Waits for the head of its ordering key.",
+        "number 3 of the unsent tasks, behind head , which is dead",
+        "Delivery at most once",
+        "outbox show",
+        "2090-01-01 00:00:00 UTC due",
+    ):
+        assert words in text
+    assert "first: it is the head" in jane.get("/task?id=head").text
+    finished(table, begun(jane, "/tasks/retry?id=head", reason=""))
+    update(database, "head", AvailableAt=NEVER)
+    finished(table, begun(jane, "/tasks/retry?state=dead&topic=orders"))
+    jane.app._console.reads.forget()  # type: ignore[attr-defined]
+    page = jane.get("/task?id=head").text
+    assert re.findall(r">([\w ]*changed: retry by jane@example.com)", page) == [
+        "changed: retry by jane@example.com", "perhaps changed: retry by jane@example.com",
+    ]  # fmt: skip
+
+
+MESSAGES = {
+    "json": (b'{"a": [1, "<b>"]}', "JSON", "&#34;&lt;b&gt;&#34;"),
+    "text": ("schön".encode(), "text", "schön"),
+    "hex": (b"\xff\xfe\x00", "hex", "ff fe 00"),
+    "large": (b"x" * 10_000_000, "text", "10,000,000 bytes, text. The first 65,536 are shown"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_is_shown_on_demand_and_the_view_is_recorded(
+    database: Database, table: TaskTable, jane: TestClient, name: str
+):
+    data, kind, shown = MESSAGES[name]
+    insert(database, [row(name, Data=serialized(data, attributes={"type": SCRIPT}))])
+    page = jane.get(f"/task?id={name}").text
+    assert shown not in page
+    assert operations.latest(table, 10) == []
+    answer = jane.post(form_of(page, "/task/message"), headers=SAME)
+    assert answer.status_code == 200
+    assert kind in answer.text
+    assert shown in answer.text
+    assert "&lt;script&gt;" in answer.text
+    assert len(answer.text) < 200_000
+    [view] = operations.latest(table, 10)
+    assert (view.operation, view.principal, view.selection) == ("view", "jane@example.com", f'{{"ids": ["{name}"]}}')
+
+
+def test_a_message_needs_the_role_and_a_record(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """A hook redacts what people see. If the view cannot be recorded, nothing is shown."""
+    trace = {"googclient_traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    insert(database, [row("a", Data=serialized(b"secret", attributes=trace)), row("b", Data=b"\xff no message")])
+    joe = console(database, person="joe", roles=Roles({Role.DESTROYER: ("joe",)}))
+    assert "The message needs the role data" in joe.get("/task?id=a").text
+    assert joe.post("/task/message?id=a", headers=SAME).status_code == 403
+
+    def redact(topic: str, attributes: Any, data: bytes) -> Any:
+        return {**attributes, "topic": topic}, data.replace(b"secret", b"redacted")
+
+    jane = console(database, redact=redact)
+    answer = jane.post("/task/message?id=a", headers=SAME).text
+    assert "redacted" in answer
+    assert "secret" not in answer
+    assert "traceId=0af7651916cd43dd8448eb211c80319c?project=" in answer
+    assert "is not a serialized" in jane.post("/task/message?id=b", headers=SAME).text
+    assert len(operations.latest(table, 10)) == 2
+    outage = Outage(monkeypatch, begins_with=1)
+    answer = jane.post("/task/message?id=a", headers=SAME)
+    outage.away.clear()
+    assert (answer.status_code, "redacted" in answer.text) == (503, False)
+    assert len(operations.latest(table, 10)) == 2

@@ -1,0 +1,218 @@
+"""A recorded retry, purge or cancel: previewed, begun, stopped, continued by another process. No task changes twice."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+
+from outbox.admin import changes, operations
+from outbox.admin.changes import Group, Outcome, Preview, TaskSelection
+from outbox.admin.operations import RECORDED_IDS, Author, NotContinued, Operation
+from outbox.admin.table import TaskTable
+from outbox.errors import NotReached, OutboxError
+from outbox.table.states import NEVER
+from tests.support.operations import FUTURE, PAST, Watch, changed, insert, opened, row, rows_of
+
+DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic\nmore"}
+JANE, JOHN = Author("jane@example.com", "the topic exists now"), Author("john@example.com", "wait for the fix")
+NAMES = [f"{n:02}" for n in range(24)]
+ID = "00000000-0000-0000-0000-000000000001"
+CASES = [
+    ("retry", TaskSelection(state="dead", until=FUTURE), DEAD),
+    ("retry", TaskSelection(ids=tuple(NAMES)), DEAD),
+    ("retry", TaskSelection(state="sent", until=PAST + timedelta(hours=1)), {"SentAt": PAST}),
+    ("cancel", TaskSelection(state="dead", until=FUTURE), DEAD),
+    ("purge", TaskSelection(state="sent", until=FUTURE), {"SentAt": PAST}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "CHUNK", 3)
+    monkeypatch.setattr(changes, "PAGE", 4)
+
+
+def fill(database: Database, columns: dict[str, Any]) -> None:
+    insert(database, [row(id, **columns, OrderingKey="k" if int(id) % 4 else None) for id in NAMES])
+
+
+def begin(table: TaskTable, selection: TaskSelection, name: str = "retry", id: str = ID) -> None:
+    assert changes.begin(table, name, selection, JANE, id=id, selected=len(NAMES))
+
+
+def found(table: TaskTable, id: str = ID) -> Operation:
+    operation = operations.operation(table, id)
+    assert operation is not None
+    return operation
+
+
+def dead_again(database: Database, ids: tuple[str, ...]) -> None:
+    """What a worker does if the reason of the failure remains."""
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "AvailableAt"), [(id, NEVER) for id in ids])
+
+
+@pytest.mark.parametrize(("name", "selection", "columns"), CASES)
+def test_a_change_that_lost_its_process_continues_after_its_last_chunk(
+    database: Database, table: TaskTable, name: str, selection: TaskSelection, columns: dict[str, Any]
+):
+    """No task is left out, and a retried task that is dead again is not retried twice."""
+    fill(database, columns)
+    begin(table, selection, name)
+    done: list[str] = []
+    for chunks in (1, 2, 4, 100):
+        process = changes.resume(TaskTable(opened(database)), ID)
+        for outcome in itertools.islice(process, chunks):
+            done += outcome.changed
+            if name == "retry" and selection.state != "sent":
+                dead_again(database, outcome.changed)
+        assert found(table).tasks == len(done)
+    assert sorted(done) == NAMES
+    operation = found(table)
+    assert (operation.principal, operation.reason, operation.selected) == (JANE.principal, JANE.reason, len(NAMES))
+    assert operation.state(table.now()) == "finished"
+    with pytest.raises(NotContinued):
+        operations.proceed(table, ID, JOHN)
+
+
+def test_a_commit_without_an_answer_is_not_repeated(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    fill(database, DEAD)
+    begin(table, TaskSelection(state="dead"))
+    original, calls = TaskTable.transact, itertools.count(1)
+
+    def unanswered(self: TaskTable, tag: str, work: Any) -> Any:
+        result = original(self, tag, work)
+        if next(calls) == 2:
+            raise NotReached("Spanner did not answer")
+        return result
+
+    monkeypatch.setattr(TaskTable, "transact", unanswered)
+    done: list[str] = []
+    with pytest.raises(NotReached):
+        done += changed(changes.resume(table, ID))
+    retried = {id for id, columns in rows_of(database).items() if columns["AvailableAt"] != NEVER}
+    assert len(retried) == found(table).tasks < len(NAMES)
+    dead_again(database, tuple(retried))
+    done = changed(changes.resume(table, ID))
+    assert sorted([*done, *retried]) == NAMES
+
+
+def test_two_processes_that_continue_one_operation_share_its_chunks_once(database: Database, table: TaskTable):
+    """The one that comes second with a chunk ends, and the record counts each task once."""
+    fill(database, DEAD)
+    begin(table, TaskSelection(state="dead"))
+    first, second = changes.resume(table, ID), changes.resume(TaskTable(opened(database)), ID)
+    done = list(next(first).changed)
+    with pytest.raises(NotContinued, match="continued by another process"):
+        next(second)
+    second = changes.resume(table, ID)
+    done += next(second).changed
+    with pytest.raises(NotContinued):
+        next(first)
+    done += changed(second)
+    assert sorted(done) == NAMES
+    assert found(table).tasks == len(NAMES)
+
+
+def test_two_people_on_the_same_selection_change_each_task_once(database: Database, table: TaskTable):
+    """Each has an own operation. Their numbers add up to the tasks."""
+    fill(database, DEAD)
+    people: list[Iterator[Outcome]] = []
+    for id in (ID, "other"):
+        begin(table, TaskSelection(state="dead", until=FUTURE), id=id)
+        people.append(changes.resume(table, id))
+    done = [id for both in itertools.zip_longest(*people) for outcome in both if outcome for id in outcome.changed]
+    assert Counter(done) == Counter(NAMES)
+    assert (found(table).tasks or 0) + (found(table, "other").tasks or 0) == len(NAMES)
+    assert (found(table).finished_at and found(table, "other").finished_at) is not None
+
+
+def test_a_person_stops_and_continues_an_operation(database: Database, table: TaskTable):
+    """Also that of a command. Who did it is recorded."""
+    fill(database, DEAD)
+    begun = changes.retry(table, TaskSelection(state="dead"), JANE)
+    done = list(next(begun).changed)
+    [operation] = operations.latest(table, 10)
+    assert operation.state(table.now()) == "running"
+    assert operation.state(table.now() + timedelta(minutes=2)) == "interrupted"
+    operations.stop(table, operation.id, JOHN)
+    with pytest.raises(NotContinued, match="was stopped"):
+        next(begun)
+    with pytest.raises(NotContinued):
+        next(changes.resume(table, operation.id))
+    assert found(table, operation.id).state(table.now()) == "stopped"
+    operations.proceed(table, operation.id, JANE)
+    done += changed(changes.resume(table, operation.id))
+    assert sorted(done) == NAMES
+    marks = operations.latest(table, 10)[:2]
+    selection = f'{{"operation": "{operation.id}"}}'
+    assert [(mark.operation, mark.principal, mark.selection) for mark in marks] == [
+        ("continue", JANE.principal, selection),
+        ("stop", JOHN.principal, selection),
+    ]
+    for change in (operations.stop, operations.proceed):
+        for id in (operation.id, "no such"):
+            with pytest.raises(NotContinued, match="is finished, or does not exist"):
+                change(table, id, JOHN)
+
+
+def test_a_form_that_is_sent_twice_begins_one_operation(table: TaskTable):
+    begin(table, TaskSelection(state="dead"))
+    assert not changes.begin(table, "cancel", TaskSelection(state="dead"), JOHN, id=ID, selected=3)
+    [operation] = operations.latest(table, 10)
+    assert (operation.operation, operation.principal, operation.tasks) == ("retry", JANE.principal, 0)
+    with pytest.raises(ValueError, match="purge is for sent tasks"):
+        changes.begin(table, "purge", TaskSelection(state="dead"), JANE, id="x", selected=0)
+
+
+def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable):
+    ids = tuple(map(str, range(RECORDED_IDS + 1)))
+    begin(table, TaskSelection(ids=ids), id="too many")
+    begin(table, TaskSelection(state="dead"), id="other layout")
+    with database.batch() as batch:
+        rows = [("other layout", '{"column": "Shard32", "shard": 3, "after": "x"}')]
+        batch.update("AsynchronousTaskOperations", ("OperationId", "Position"), rows)
+    operations.stop(table, "other layout", JOHN)
+    stopped = operations.latest(table, 1)[0].id
+    for id, reason in (
+        ("too many", "does not contain the whole selection"),
+        ("other layout", "number of shards was changed"),
+        (stopped, "is not a retry, purge or cancel"),
+        ("gone", "does not exist"),
+    ):
+        with pytest.raises(OutboxError, match=reason):
+            list(changes.resume(table, id))
+
+
+def test_a_preview_counts_by_topic_and_error_and_what_is_refused(database: Database, watch: Watch):
+    table = watch.table
+    insert(database, [row(f"a{n}", **DEAD) for n in range(5)])
+    insert(database, [row(f"b{n}", **DEAD | {"LastError": "internal: no", "Topic": "<script>"}) for n in range(2)])
+    insert(database, [row("old", **DEAD, ExpiresAt=PAST), row("pending"), row("sent", SentAt=PAST)])
+    selection = TaskSelection(state="dead", include_expired=False)
+    groups = [Group("orders", "not_found: no topic", 5), Group("<script>", "internal: no", 2)]
+    assert changes.preview(table, selection) == Preview(7, groups, {"expired": 1})
+    ids = ("a0", "a1", "b0", "old", "pending", "sent", "gone")
+    preview = changes.preview(table, TaskSelection(ids=ids, state="dead", include_expired=False))
+    assert preview == Preview(
+        3,
+        [Group("orders", "not_found: no topic", 2), Group("<script>", "internal: no", 1)],
+        {"expired": 1, "pending": 1, "sent": 1, "missing": 1},
+    )
+    assert changes.preview(table, TaskSelection(state="sent", until=FUTURE)).groups == [Group("orders", None, 1)]
+    assert changes.preview(table, TaskSelection(state="pending")) == Preview(1, [Group("orders", None, 1)], {})
+
+
+def test_a_selection_is_narrowed_by_ordering_key_and_prefix(database: Database, table: TaskTable):
+    insert(database, [row(id, **DEAD, OrderingKey=key) for id, key in (("a1", "k"), ("a2", "l"), ("b1", "k"))])
+    assert changes.preview(table, TaskSelection(state="dead", ordering_key="k")).tasks == 2
+    selection = TaskSelection(state="dead", ordering_key="k", id_prefix="a", until=FUTURE)
+    begin(table, selection)
+    assert TaskSelection.recorded(found(table).selection) == selection
+    assert changed(changes.resume(table, ID)) == ["a1"]
