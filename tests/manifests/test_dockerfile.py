@@ -39,7 +39,8 @@ def variables(stage: str) -> dict[str, str]:
 def test_stages_build_on_one_pinned_image() -> None:
     """`docker build` without a target makes the worker; wheels are for the Python version that the tests run on."""
     assert list(STAGES) == [
-        "build", "runtime", "demo", "pipeline-build", "pipeline", "dataproc-build", "dataproc", "worker",
+        "build", "runtime", "demo", "console-build", "console", "pipeline-build", "pipeline", "dataproc-build",
+        "dataproc", "worker",
     ]  # fmt: skip
     [base] = {base for base, _ in STAGES.values()} - STAGES.keys()
     version = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+", base)
@@ -48,7 +49,9 @@ def test_stages_build_on_one_pinned_image() -> None:
     assert f"/opt/pipeline/lib/python{version[1]}/site-packages/pyspark" == variables("pipeline")["SPARK_HOME"]
 
 
-@pytest.mark.parametrize(("stage", "user"), [("worker", 65532), ("demo", 65532), ("pipeline", 185), ("dataproc", 1099)])
+@pytest.mark.parametrize(
+    ("stage", "user"), [("worker", 65532), ("demo", 65532), ("console", 65532), ("pipeline", 185), ("dataproc", 1099)]
+)
 def test_an_image_runs_as_a_user_without_root_and_without_pip(stage: str, user: int) -> None:
     """Entry points are exec forms, so that the program receives SIGTERM."""
     assert all(form.startswith('["') for word in ("ENTRYPOINT", "CMD") for form in instructions(stage, word))
@@ -64,13 +67,14 @@ def test_the_pods_have_the_user_of_the_image() -> None:
     for overlay in OVERLAYS.values():
         context = worker(rendered(overlay))["spec"]["template"]["spec"]["securityContext"]
         assert instructions("worker", "USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]
+    assert instructions("console", "USER") == instructions("worker", "USER")
 
 
 def test_every_package_of_the_images_is_in_the_constraints() -> None:
     """A constraint that is missing lets pip take the newest version of a dependency of a dependency."""
     pinned = {canonicalize_name(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().split("\n")}
     found: set[tuple[str, str]] = set()
-    left = [("spanner-outbox", extra) for extra in ("", "worker", "opentelemetry", "spark")]
+    left = [("spanner-outbox", extra) for extra in ("", "worker", "console", "opentelemetry", "spark")]
     while left:
         found.add(each := left.pop())
         needed = (Requirement(line) for line in metadata.requires(each[0]) or [])

@@ -6,7 +6,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from outbox.program.settings import fields_of
+from outbox.cli.console import ConsoleSettings
+from outbox.program.settings import DatabaseSettings, fields_of
 from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
 from outbox.table.schema import SCHEMA_SECONDS
 from publishworker.process.settings import WorkerSettings
@@ -39,18 +40,21 @@ each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 def composed(folder: Path, *components: str) -> Path:
     folder.mkdir()
     lines = ["resources:", f"  - {os.path.relpath(K8S / 'base', folder)}", "namespace: outbox"]
-    lines += ["images: [{name: publishworker, newTag: 1.0.0}]", "components:"]
+    tags = [f"{{name: {image}, newTag: 1.0.0}}" for image in ("publishworker", "outbox-console")]
+    lines += [f"images: [{', '.join(tags)}]", "components:"]
     lines += [f"  - {os.path.relpath(K8S / 'components' / each, folder)}" for each in components]
     (folder / "kustomization.yaml").write_text("\n".join(lines) + "\n")
     return folder
 
 
-@pytest.mark.parametrize("name", [*OVERLAYS, "components", "opentelemetry", "spark"])
+@pytest.mark.parametrize("name", [*OVERLAYS, "components", "console", "opentelemetry", "spark"])
 def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_path: Path) -> None:
     """`components` is the base with all components but datadog-csi, which production has, and opentelemetry."""
     folder = OVERLAYS.get(name, SPARK)
     if name == "components":
         folder = composed(tmp_path / name, "autoscaling", "datadog-udp", "network-policy")
+    if name == "console":
+        folder = composed(tmp_path / name, "console")
     if name == "opentelemetry":
         folder = composed(tmp_path / name, "opentelemetry", "network-policy")
     # Without the texts of scripts in a ConfigMap, whose name has their hash.
@@ -61,9 +65,28 @@ def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_
 
 def test_each_component_goes_with_the_base_alone(tmp_path: Path) -> None:
     names = [path.name for path in (K8S / "components").iterdir()]
-    assert set(names) == {"autoscaling", "datadog-csi", "datadog-udp", "network-policy", "opentelemetry"}
+    assert set(names) == {"autoscaling", "console", "datadog-csi", "datadog-udp", "network-policy", "opentelemetry"}
     for each in names:
         validate(worker(rendered(composed(tmp_path / each, each))))
+
+
+def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Path) -> None:
+    """It listens on the pod's loopback address, no object leads to it, and its role is not that of the worker."""
+    objects = rendered(composed(tmp_path / "console", "console"))
+    console = the(objects, "Deployment", "outbox-console")
+    template = console["spec"]["template"]
+    given = environment(objects, template, container(console, "console"))
+    database = {"OUTBOX_PROJECT": "project", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop"}
+    settings = ConsoleSettings.read({}, given)
+    assert (settings.bind, settings.identity, settings.allow_actions) == (("127.0.0.1", 8080), "local", False)
+    assert DatabaseSettings.read({}, given | database).database_role == "outbox_viewer"
+    assert template["spec"]["serviceAccountName"] == "outbox-console"
+    assert not {"Service", "Ingress", "Gateway"} & {each["kind"] for each in objects}
+    policy = the(objects, "NetworkPolicy", "outbox-console")["spec"]
+    assert "Ingress" in policy["policyTypes"]
+    assert "ingress" not in policy
+    assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert the(objects, "PodDisruptionBudget")["spec"]["selector"] != console["spec"]["selector"]
 
 
 def test_metrics_go_to_the_collector(tmp_path: Path) -> None:
