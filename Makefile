@@ -26,7 +26,7 @@ INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint cons
 
 $(DEMO): $(BIN)/uv pyproject.toml outbox/_version.py
 	@echo "Installing the demo's dependencies into .venv (pinned by constraints.txt) ..."
-	@$(INSTALL) --group demo --editable '.[worker]' 2> .venv/install.log || $(FAILED)
+	@$(INSTALL) --group demo --editable '.[worker,console]' 2> .venv/install.log || $(FAILED)
 	@touch $@
 
 $(STAMP): $(BIN)/uv pyproject.toml outbox/_version.py
@@ -34,8 +34,8 @@ $(STAMP): $(BIN)/uv pyproject.toml outbox/_version.py
 	@$(INSTALL) --group dev --editable '.[worker,spark]' 2> .venv/install.log || $(FAILED)
 	@touch $(DEMO) $@
 
-demo: $(DEMO) ## run an order service, two workers and a subscriber on the emulators (TASKS=1000)
-	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo $(if $(TASKS),--tasks $(TASKS))
+demo: $(DEMO) ## run an order service, two workers and a subscriber on the emulators (TASKS=1000, CONSOLE=1)
+	@PYTHONPATH=docs/examples $(BIN)/python -m orders.demo $(if $(TASKS),--tasks $(TASKS)) $(if $(CONSOLE),--console)
 
 demo-pipeline: $(STAMP) ## run the Spark jobs: register, drain with live workers, archive, audit, replay (TASKS=5000)
 	@PYTHONPATH=docs/examples $(BIN)/python -m payments.demo $(if $(TASKS),--tasks $(TASKS)) $(if $(OUTPUT),--output $(OUTPUT))

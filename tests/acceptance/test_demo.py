@@ -4,6 +4,7 @@ import importlib
 import re
 import signal
 import sys
+import urllib.request
 from datetime import UTC, datetime, timedelta
 from types import ModuleType
 from typing import Any
@@ -119,3 +120,22 @@ def test_each_kind_of_fault_is_noticed(
     assert summary.verdict(numbers, faults) == wrong
     assert summary.exit_code(wrong) == bool(wrong)
     assert "lost" in summary.text(numbers, run)
+
+
+@pytest.mark.extended
+@linux
+@pytest.mark.usefixtures("emulators")
+def test_a_demo_with_a_console_serves_it_until_it_is_stopped():
+    with started("orders.demo", "--tasks", "150", "--console", environment=ENVIRONMENT) as process:
+        process.wait_for_text("/\n", seconds=100)
+        address = re.findall(r"^http://\S+$", process.stdout, re.MULTILINE)[0]
+
+        def healthy() -> bool:
+            with urllib.request.urlopen(address, timeout=30) as answer:
+                return b"Healthy" in answer.read()
+
+        eventually(healthy, seconds=60, message="both workers have reported their shards")
+        family = children(process.pid)
+        process.stop(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert all(gone(pid) for pid in family)

@@ -4,6 +4,7 @@ import threading
 import tracemalloc
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -11,8 +12,9 @@ from outbox.admin.backlog import Backlog, Line
 from outbox.admin.workers import TopicCircuit, Worker
 from outbox.console.charts import sparkline
 from outbox.console.health import health
-from outbox.console.readings import FRESH_SECONDS, KEPT, SAMPLES, History, Reading, Shared, SharedReads, Status
+from outbox.console.readings import FRESH_SECONDS, KEPT, SAMPLES, History, Reading, Shared, SharedReads, Status, orphans
 from outbox.errors import NotReached
+from outbox.table.layouts import Layout
 from tests.support.waiting import eventually
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
@@ -184,6 +186,16 @@ def test_the_sentence_is_the_most_urgent_one(given: dict[str, Any], level: str, 
     backlog = Backlog(NOW, given.pop("workers", (WORKER,)), given.pop("lines", ()))
     found = health(Reading(status(backlog=backlog, **given), 1.0))
     assert (found.level, found.sentence) == (level, sentence)
+
+
+def test_a_worker_that_has_just_started_leaves_no_shard_without_a_worker() -> None:
+    """Its first heartbeat has no shards."""
+    table = mock.Mock(layout=Layout("Shard", 2))
+    table.query.return_value = []
+    info = {"shards": [], "version": "1"}
+    young, old = (Worker("w", 1.0, NOW - age, NOW, info) for age in (timedelta(seconds=50), timedelta(seconds=70)))
+    assert orphans(table, Backlog(NOW, (young,), ())) is None
+    assert orphans(table, Backlog(NOW, (old,), ())) == [0, 1]
 
 
 def test_the_sentence_says_how_old_the_figures_are() -> None:

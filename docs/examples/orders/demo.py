@@ -36,14 +36,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code: 0 if every committed task came, and none that was rolled back."""
     parser = argparse.ArgumentParser(prog="orders.demo", description=__doc__.splitlines()[0] if __doc__ else None)
     command.add_tasks(parser, 1000, f"how many tasks are to be sent, rounded up to whole orders of {TASKS_PER_ORDER}")
-    return command.run(parser, arguments, lambda options: demonstrate(options.tasks))
+    parser.add_argument("--console", action="store_true", help="then serve the console of the run until Ctrl-C")
+    return command.run(parser, arguments, lambda options: demonstrate(options.tasks, console=options.console))
 
 
-def demonstrate(tasks: int) -> int:
+def demonstrate(tasks: int, *, console: bool = False) -> int:
     """Run it all, print the summary, return the exit code. Raises OutboxError."""
     began = time.monotonic()
-    with stage.emulators() as emulators:
-        run, log = _play(tasks, _stage(), emulators)
+    with contextlib.ExitStack() as stack:
+        made_by = stack.enter_context(stage.emulators())
+        made = _stage()
+        run, log = _play(tasks, made, made_by)
+        if not console:
+            stack.close()
+        code = _report(run, log, began)
+        if console:
+            stack.enter_context(stage.workers(made, WORKERS)).wait_until_polling()
+            stage.serve_console(made)
+    return code
+
+
+def _report(run: Run, log: str, began: float) -> int:
+    """Print the summary, return the exit code."""
     numbers = summarize(run)
     wrong = verdict(numbers, run.faults)
     print("\nResults. Times are the emulators' on this machine, not those of Spanner and Pub/Sub.")

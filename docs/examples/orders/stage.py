@@ -73,6 +73,20 @@ def make(name: str, ddl: Sequence[str], topics: Sequence[str], *, ordered: bool 
     return Stage(project, database, subscriptions)
 
 
+def serve_console(stage: Stage) -> None:
+    """Serve the console of this database until Ctrl-C."""
+    command = [sys.executable, "-m", "outbox", "console", "--bind", "127.0.0.1:0", "--allow-actions", "--show-data"]
+    print("\nThe console of this run, until Ctrl-C:", flush=True)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        subprocess.Popen(tied([*command, *stage.flags]), process_group=0) as process,  # noqa: S603 - the command is ours
+    ):
+        try:
+            process.wait()
+        finally:
+            process.terminate()
+
+
 class Workers:
     """`publishworker run` several times, until the `with` block ends."""
 
