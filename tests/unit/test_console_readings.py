@@ -190,7 +190,7 @@ def test_the_sentence_is_the_most_urgent_one(given: dict[str, Any], level: str, 
 
 def test_a_worker_that_has_just_started_leaves_no_shard_without_a_worker() -> None:
     """Its first heartbeat has no shards."""
-    table = mock.Mock(layout=Layout("Shard", 2))
+    table = mock.Mock(layout=Layout(2))
     table.query.return_value = []
     info = {"shards": [], "version": "1"}
     young, old = (Worker("w", 1.0, NOW - age, NOW, info) for age in (timedelta(seconds=50), timedelta(seconds=70)))
