@@ -44,16 +44,18 @@ def _line(visit: Visit, operation: Operation) -> dict[str, Any]:
         "state": "running" if state == "interrupted" and operation.id in visit.console.running else state,
         "is_here": operation.id in visit.console.running,
         "error": visit.console.running.error(operation.id),
-        "selection": described(operation.selection),
+        "selection": described(operation),
         "percent": min(100, 100 * done // selected) if selected else None,
     }
 
 
-def described(text: str) -> str:
+def described(operation: Operation) -> str:
     """Return the column Selection in words: each name with its value, and few of many IDs."""
-    found = admin.operations.parsed(text)
+    found = admin.operations.parsed(operation.selection)
     if not isinstance(found, dict):
         return str(found)
+    if operation.operation != "retry":
+        found.pop("include_expired", None)  # only a retry depends on it
     ids = found.pop("ids", None)
     words = [
         f"{name.replace('_', ' ')} {value if isinstance(value, str) else json.dumps(value)}"
