@@ -87,7 +87,8 @@ def _time_line(visit: Visit, task: Task) -> Iterator[tuple[datetime, str, str | 
     """Yield what happened when, and the ID of an operation. The table has no times of failed attempts."""
     columns = task.columns
     yield columns["CreatedAt"], "registered", None
-    for operation in visit.shared(latest).value or ():
+    reading = visit.shared(latest).value
+    for operation in reading.operations if reading else ():
         if operation.started_at >= columns["CreatedAt"] and (relation := _relation(operation.selection, columns)):
             yield operation.started_at, f"{relation}{operation.operation} by {operation.principal}", operation.id
     later = columns["AvailableAt"]
