@@ -82,6 +82,7 @@ def _preview(acted: Action) -> Callable[[Visit], Response]:
             visit,
             "acting.html",
             acted=acted,
+            title=f"{acted.name.capitalize()} {counted(found.tasks, 'task')}",
             selection=selection,
             found=found,
             reasons=REASONS,

@@ -1,8 +1,9 @@
 """Who changed what, when and why. An operation of many tasks can be stopped, and continued by this console."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from starlette.responses import Response
@@ -21,39 +22,50 @@ from outbox.program.terminal import listed
 LATEST = 100
 
 
-def latest(table: TaskTable) -> Sequence[Operation]:
-    """Return the operations that the pages know, newest first. Raises NotReached, OutboxError."""
-    return admin.operations.latest(table, LATEST)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Latest:
+    """The operations that the pages know, newest first, as they were at a time."""
+
+    as_of: datetime
+    operations: Sequence[Operation]
+
+
+def latest(table: TaskTable) -> Latest:
+    """Return the latest operations. Raises NotReached, OutboxError."""
+    now = table.now()
+    return Latest(now, admin.operations.latest(table, LATEST, at=now))
 
 
 def show(visit: Visit) -> Response:
     """Show the latest operations."""
     reading = visit.shared(latest)
-    lines = [_line(visit, each) for each in reading.value or ()]
+    lines = [_line(visit, each, reading.value.as_of) for each in reading.value.operations] if reading.value else []
     return render(
         visit, "operations.html", latest=reading, lines=lines, command=visit.command("operations", limit=LATEST)
     )
 
 
-def _line(visit: Visit, operation: Operation) -> dict[str, Any]:
+def _line(visit: Visit, operation: Operation, now: datetime) -> dict[str, Any]:
     """Return what the pages show of an operation."""
-    state = operation.state(datetime.now(UTC))
+    state = operation.state(now)
     done, selected = operation.tasks or 0, operation.selected or 0
     return {
         "operation": operation,
         "state": "running" if state == "interrupted" and operation.id in visit.console.running else state,
         "is_here": operation.id in visit.console.running,
         "error": visit.console.running.error(operation.id),
-        "selection": described(operation.selection),
+        "selection": described(operation),
         "percent": min(100, 100 * done // selected) if selected else None,
     }
 
 
-def described(text: str) -> str:
+def described(operation: Operation) -> str:
     """Return the column Selection in words: each name with its value, and few of many IDs."""
-    found = admin.operations.parsed(text)
+    found = admin.operations.parsed(operation.selection)
     if not isinstance(found, dict):
         return str(found)
+    if operation.operation != "retry":
+        found.pop("include_expired", None)  # only a retry depends on it
     ids = found.pop("ids", None)
     words = [
         f"{name.replace('_', ' ')} {value if isinstance(value, str) else json.dumps(value)}"
@@ -64,23 +76,26 @@ def described(text: str) -> str:
 
 def show_one(visit: Visit) -> Response:
     """Show one operation, and the forms to stop or continue it."""
-    operation = _found(visit)
-    line = _line(visit, operation)
+    operation, now = _found(visit)
     acted = next((each for each in ACTIONS if each.name == operation.operation), None)
-    return render(visit, "operation.html", **line, acted=acted, command=visit.command("operations"))
+    line = _line(visit, operation, now)
+    return render(visit, "operation.html", **line, acted=acted, read_at=now, command=visit.command("operations"))
 
 
-def _found(visit: Visit) -> Operation:
-    id = visit.query.get("id", "")
-    found = [each for each in visit.shared(latest).value or () if each.id == id]
-    operation = found[0] if found else admin.operations.operation(visit.table, id)
-    if operation is None:
+def _found(visit: Visit) -> tuple[Operation, datetime]:
+    """Return the operation `id`, and as of when: of the shared read, or else from its row."""
+    id, reading = visit.query.get("id", ""), visit.shared(latest).value
+    operation = next((each for each in reading.operations if each.id == id), None) if reading else None
+    if operation and reading:
+        return operation, reading.as_of
+    now, row = visit.table.now(), admin.operations.operation(visit.table, id)
+    if row is None:
         raise Refused(404, "There is no operation with this ID", "Open it from the list of operations.")
-    return operation
+    return row, now
 
 
 def _stop(visit: Visit) -> Response:
-    admin.operations.stop(visit.table, _found(visit).id, visit.author())
+    admin.operations.stop(visit.table, _found(visit)[0].id, visit.author())
     return _shown(visit)
 
 
@@ -88,7 +103,7 @@ def _continue(name: str) -> Callable[[Visit], Response]:
     """Return the handler for operations of one name. Its route has the role that a new one needs."""
 
     def proceed(visit: Visit) -> Response:
-        operation = _found(visit)
+        operation, _ = _found(visit)
         if operation.operation != name:
             raise Refused(400, f"This operation is no {name}", "Open it from the list of operations.")
         admin.operations.proceed(visit.table, operation.id, visit.author())

@@ -1,6 +1,7 @@
 """Pages from templates. Every text is escaped, for HTML by Jinja2 and for control characters by `_visible`."""
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -24,6 +25,11 @@ def _visible(value: Any) -> Any:
     return value
 
 
+def at(time: datetime) -> str:
+    """Return a time as the pages show it."""
+    return f"{time:%Y-%m-%d %H:%M:%S} UTC"
+
+
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("outbox.console"),
@@ -35,7 +41,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "spoken": spoken,
-        "time": lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
+        "time": at,
         "clock": lambda time: f"{time:%H:%M:%S}",
     }
     # The value of a form field, which the browser sends back: with its control characters.

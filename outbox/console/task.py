@@ -14,12 +14,12 @@ from outbox.cli.tasks import SHOWN_BYTES, readable
 from outbox.console.acting import ACTIONS
 from outbox.console.operations import latest
 from outbox.console.refusals import Refused
-from outbox.console.rendering import render
+from outbox.console.rendering import at, render
 from outbox.console.roles import Role
 from outbox.console.visits import Visit, action, page
 from outbox.errors import OutboxError
 from outbox.program.terminal import counted
-from outbox.program.times import shown, spoken
+from outbox.program.times import spoken
 from outbox.table.states import is_dead
 
 #: Unsent tasks of an ordering key that are read to find the place of one of them.
@@ -80,14 +80,15 @@ def _words(columns: Mapping[str, Any], now: datetime) -> Iterator[tuple[str, str
 
 def _time(time: datetime, now: datetime) -> str:
     seconds = (now - time).total_seconds()
-    return f"{shown(time)}, {f'{spoken(seconds)} ago' if seconds >= 0 else f'in {spoken(-seconds)}'}"
+    return f"{at(time)}, {f'{spoken(seconds)} ago' if seconds >= 0 else f'in {spoken(-seconds)}'}"
 
 
 def _time_line(visit: Visit, task: Task) -> Iterator[tuple[datetime, str, str | None]]:
     """Yield what happened when, and the ID of an operation. The table has no times of failed attempts."""
     columns = task.columns
     yield columns["CreatedAt"], "registered", None
-    for operation in visit.shared(latest).value or ():
+    reading = visit.shared(latest).value
+    for operation in reading.operations if reading else ():
         if operation.started_at >= columns["CreatedAt"] and (relation := _relation(operation.selection, columns)):
             yield operation.started_at, f"{relation}{operation.operation} by {operation.principal}", operation.id
     later = columns["AvailableAt"]

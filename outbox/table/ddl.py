@@ -24,7 +24,8 @@ OWN_CHOICES = (SHARD_COUNT, RETENTION)
 OPERATIONS = "AsynchronousTaskOperations"
 #: The values of its column Operation.
 OPERATION_NAMES = (
-    "retry", "purge", "cancel", "pause", "resume", "limit", "route", "policy", "apply", "forget", "replay", "reshard",
+    "retry", "purge", "cancel", "stop", "continue", "view", "pause", "resume", "limit", "route", "policy", "apply",
+    "forget", "replay", "reshard",
 )  # fmt: skip
 #: Tables that the relay does not need.
 _NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")

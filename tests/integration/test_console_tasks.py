@@ -228,7 +228,8 @@ def test_an_operation_goes_on_when_spanner_is_back(
     id = begun(jane, "/tasks/retry?state=dead")
     eventually(outage.away.is_set)
     page = jane.get("/operations").text
-    assert "Spanner did not answer since then" in page
+    assert "These figures could not be read again: Spanner did not answer" in page
+    assert re.search(r"As of <time>[^<]+</time>, [\d.]+s ago", page)
     assert id in page or "Nobody has changed anything yet" in page
     answer = jane.get("/tasks")
     assert (answer.status_code, "Spanner did not answer" in answer.text) == (503, True)
@@ -238,6 +239,18 @@ def test_an_operation_goes_on_when_spanner_is_back(
     assert dead(database) == set()
     assert "Spanner did not answer" not in jane.get("/operations").text
     assert jane.get("/tasks").status_code == 200
+
+
+def test_an_operation_that_cannot_go_on_says_why(database: Database, table: TaskTable, jane: TestClient):
+    id = "00000000-0000-0000-0000-000000000001"
+    changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=id, selected=1)
+    with database.batch() as batch:
+        row = (id, '{"column": "Shard32", "shard": 3}')
+        batch.update("AsynchronousTaskOperations", ("OperationId", "Position"), [row])
+    address = f"/operation?id={id}"
+    jane.post(form_of(jane.get(address).text, "/operation/continue-retry"), headers=SAME)
+    eventually(lambda: "the number of shards was changed" in jane.get(address).text)
+    eventually(lambda: "Continue here" in jane.get(address).text)
 
 
 def test_pages_of_tasks_keep_their_state_in_the_address(
