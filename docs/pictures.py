@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ import matplotlib as mpl
 import numpy as np
 from datadog.dogstatsd.base import DogStatsd
 from google.cloud import pubsub_v1
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from matplotlib.figure import Figure
 from orders import stage
@@ -38,6 +40,10 @@ from payments import demo
 from PIL import Image
 
 import outbox
+from outbox import admin
+from outbox.admin.changes import TaskSelection
+from outbox.admin.operations import Author
+from outbox.admin.table import TaskTable
 from outbox.table import ddl
 
 ROOT = Path(__file__).parents[1]
@@ -83,20 +89,23 @@ class Sample(NamedTuple):
 def main() -> None:
     """Take all pictures, or those that are named."""
     parser = argparse.ArgumentParser(prog="docs/pictures.py", description=__doc__)
-    parser.add_argument("names", nargs="*", default=("worker", "audit"), choices=("worker", "audit"))
+    all_names = ("worker", "audit", "console")
+    parser.add_argument("names", nargs="*", default=all_names, choices=all_names)
     names = parser.parse_args().names
     stage.START_SECONDS = 120.0  # other programs may use the machine
     with tempfile.TemporaryDirectory() as folder:
         if "audit" in names:
             demo.demonstrate(3000, Path(folder))
-            screenshot(Path(folder, "first-audit/report.html"), "audit-report", 900, 1000)
+            screenshot(Path(folder, "first-audit/report.html").as_uri(), "audit-report", 900, 1000)
+        if "console" in names:
+            take_console()
         if "worker" in names:
             run = Run()
             run.play()
             terminal = re.sub("\x1b\\[(\\d+)m(.*?)\x1b\\[0m", r"<b class=sgr\1>\2</b>", html.escape(run.status))
-            screenshot(write(Path(folder), f"<pre>{terminal}</pre>"), "status-watch", 860, 400)
+            screenshot(write(Path(folder), f"<pre>{terminal}</pre>").as_uri(), "status-watch", 860, 400)
             began = run.samples[0].at
-            screenshot(write(Path(folder), dashboard(run.samples, began)), "dashboard", 1200, 1930)
+            screenshot(write(Path(folder), dashboard(run.samples, began)).as_uri(), "dashboard", 1200, 1930)
 
 
 def write(folder: Path, body: str) -> Path:
@@ -106,12 +115,12 @@ def write(folder: Path, body: str) -> Path:
     return page
 
 
-def screenshot(page: Path, name: str, width: int, height: int) -> None:
+def screenshot(address: str, name: str, width: int, height: int) -> None:
     """Write `docs/pictures/NAME.png`, with at most 64 colors and without the empty end of the page."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "screenshot.png")
         flags = (f"--user-data-dir={folder}", f"--screenshot={file}", f"--window-size={width},{height}")
-        command = [*CHROMIUM, *flags, page.as_uri()]
+        command = [*CHROMIUM, *flags, address]
         subprocess.run(command, check=True, capture_output=True, timeout=120)  # noqa: S603 - constant arguments
         image = Image.open(file).convert("RGB")
     pixels = np.asarray(image)
@@ -119,6 +128,60 @@ def screenshot(page: Path, name: str, width: int, height: int) -> None:
     image = image.crop((0, 0, width, min(height, int(used[-1]) + 17)))
     PICTURES.mkdir(exist_ok=True)
     image.quantize(64, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
+
+
+def take_console() -> None:
+    """Take a picture of each page of a console beside workers, of which one differs, and a topic that is missing."""
+    with stage.emulators():
+        made = stage.make("shop", ddl.statements(SHARDS), TOPICS)
+        pubsub_v1.PublisherClient().delete_topic(topic=f"projects/{made.project}/topics/invoices")
+        with stage.workers(made, WORKERS) as workers, console(made) as address:
+            workers.wait_until_polling()
+            fill(made.database)
+            table = TaskTable(made.database)
+            author = Author("ann@example.com", "the order service sent wrong prices, ticket 4711")
+            for second in range(150):  # Until the sparklines are lines.
+                if second % 5 == 0:
+                    urllib.request.urlopen(address, timeout=60).read()  # noqa: S310 - of the console
+                if second == 60:
+                    admin.topics.change(table, "pause", ["payments"], {"Paused": True}, author)
+                register(made.database, 12 if second % 40 < 20 else 4)
+                time.sleep(1)
+            list(admin.changes.retry(table, TaskSelection(state="dead", topic="orders"), author))
+            time.sleep(30)
+            [operation, *_] = admin.operations.latest(table, 1)
+            pages = {
+                "overview": "", "topic": "topic?name=invoices", "tasks": "tasks?state=dead",
+                "task": "task?id=order-31-a", "blocked": "blocked", "workers": "workers", "operations": f"operation?id={operation.id}",
+                "search": "search?q=order-31",
+            }  # fmt: skip
+            for name, path in pages.items():
+                screenshot(address + path, f"console-{name}", 1100, 1400)
+
+
+def fill(database: Database) -> None:
+    """Insert tasks that are dead when a worker reads them, one of them the head of a key, and tasks behind it."""
+    with database.batch() as batch:
+        for number in range(23):
+            row = (f"broken-{number}", "orders", base64.b64encode(b"\xff"), 50, COMMIT_TIMESTAMP)
+            batch.insert("AsynchronousTasks", ("Id", "Topic", "Data", "Priority", "CreatedAt"), [row])
+        head = ("order-31-head", "orders", base64.b64encode(b"\xff"), 50, "order-31", COMMIT_TIMESTAMP)
+        columns = ("Id", "Topic", "Data", "Priority", "OrderingKey", "CreatedAt")
+        batch.insert("AsynchronousTasks", columns, [head])
+    with database.batch() as batch:
+        for letter in "abc":
+            outbox.register(batch, "orders", b'{"order": 31}', ordering_key="order-31", task_id=f"order-31-{letter}")
+
+
+@contextlib.contextmanager
+def console(made: stage.Stage) -> Iterator[str]:
+    """Serve the console for the time of the block, and give its address."""
+    command = [str(Path(sys.executable).with_name("outbox")), "console", "--bind", "127.0.0.1:0", "--allow-actions"]
+    with subprocess.Popen([*command, *made.flags], stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - constant
+        try:
+            yield process.stdout.readline().strip() if process.stdout else ""
+        finally:
+            process.terminate()
 
 
 class Run:

@@ -11,6 +11,7 @@ from starlette.responses import HTMLResponse, Response
 from outbox.console.health import health
 from outbox.console.refusals import Refused
 from outbox.console.roles import Role
+from outbox.console.runbook import advice
 from outbox.console.visits import Visit
 from outbox.program.terminal import escaped
 from outbox.program.times import spoken
@@ -46,7 +47,7 @@ def _environment() -> Environment:
     }
     # The value of a form field, which the browser sends back: with its control characters.
     environment.filters["exact"] = escape
-    environment.globals |= {"Role": Role}
+    environment.globals |= {"Role": Role, "advice": advice}
     return environment
 
 

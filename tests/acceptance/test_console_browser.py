@@ -15,7 +15,10 @@ from tests.support.operations import FUTURE, insert, opened, row
 from tests.support.relays import divided, worker
 from tests.support.waiting import eventually
 
-PAGES = ("/", "/topic?name=orders", "/blocked", "/workers", "/search?q=orders", "/search", "/none")
+PAGES = (
+    "/", "/topic?name=orders", "/tasks?state=dead", "/tasks/retry?state=dead", "/tasks/cancel?state=dead",
+    "/task?id=head", "/blocked", "/workers", "/operations", "/search?q=orders", "/search", "/none",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,41 @@ def fill(database: Database) -> None:
     insert(database, [*rows, row("long", Topic=long), row("markup", Topic="<script>alert(1)</script>")])
 
 
+def test_a_dead_task_is_found_and_retried_and_all_others_are_cancelled(
+    emulators: Emulators, database: Database, browser: Browser
+) -> None:
+    """A viewer cannot do either."""
+    fill(database)
+    with running_console(emulators, database, "--allow-actions") as address, tab(browser, address) as page:
+        page.goto("/")
+        page.get_by_role("row", name="orders").first.locator("[data-label=Dead] a").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Tasks: dead")
+        page.get_by_role("link", name="dead 1").click()
+        page.get_by_role("link", name="Retry this task").click()
+        page.get_by_role("button", name="Retry 1 task").click()
+        expect(page.locator("#live")).to_contain_text("finished")
+        page.goto("/tasks?state=dead&topic=orders")
+        page.get_by_role("link", name="Cancel all matching").click()
+        page.get_by_label("Type 3 to confirm").fill("3")
+        page.get_by_label("Reason").fill("sent twice")
+        page.get_by_role("button", name="Cancel 3 tasks").click()
+        expect(page.locator("#live")).to_contain_text("finished")
+        page.goto("/tasks?state=dead")
+        expect(page.locator("main")).to_contain_text("No dead task")
+    table = TaskTable(opened(database))
+    assert [(each.operation, each.tasks) for each in admin.operations.latest(table, 5)] == [("cancel", 3), ("retry", 1)]
+    with running_console(emulators, database) as address, tab(browser, address, failures=True) as page:
+        page.goto("/tasks?state=pending")
+        expect(page.locator("main")).to_contain_text("Cancel needs the role destroyer")
+        expect(page.get_by_role("link", name="Cancel all matching")).to_have_count(0)
+        page.goto("/tasks/cancel?state=pending")
+        expect(page.get_by_role("heading", level=1)).to_have_text("This needs the role destroyer")
+        forged = page.request.post("/tasks/cancel?state=pending", form={"typed": "9"}, headers={"Origin": address})
+        assert forged.status == 403
+    assert len(admin.operations.latest(table, 5)) == 2
+
+
+@pytest.mark.extended
 def test_an_operator_pauses_a_topic_and_a_viewer_cannot(
     emulators: Emulators, database: Database, browser: Browser
 ) -> None:

@@ -1,0 +1,25 @@
+"""Each reason of an error leads to a section of the runbook that exists."""
+
+import re
+from pathlib import Path
+
+from outbox.console.runbook import advice
+from publishworker.pubsub.errors import REASONS, FailureKind
+
+RUNBOOK = Path(__file__).parents[2] / "docs/operations/runbook.md"
+
+
+def test_every_reason_leads_to_a_section_that_exists() -> None:
+    headings = re.findall(r"^#+ (.+)$", RUNBOOK.read_text(encoding="utf-8"), re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    sections = {reason.name: advice(f"{reason.name}: 404").partition("#")[2] for reason in REASONS}
+    assert set(sections.values()) - {""} <= anchors
+    assert {name for name, section in sections.items() if not section} == {
+        reason.name for reason in REASONS if reason.kind is FailureKind.UNKNOWN
+    }
+
+
+def test_other_errors_lead_to_the_whole_runbook() -> None:
+    assert {advice(error) for error in (None, "", "not_found", "by hand: x")} >= {advice(None)}
+    assert advice("by hand: x") == advice(None)
+    assert advice(None).endswith("/docs/operations/runbook.md")
