@@ -15,9 +15,12 @@ from tests.support.operations import FUTURE, insert, opened, row
 from tests.support.relays import divided, worker
 from tests.support.waiting import eventually
 
+#: The ID of an operation.
+STOPPED = "00000000-0000-4000-8000-000000000001"
 PAGES = (
-    "/", "/topic?name=orders", "/tasks?state=dead", "/tasks/retry?state=dead", "/tasks/cancel?state=dead",
-    "/task?id=head", "/blocked", "/workers", "/operations", "/search?q=orders", "/search", "/none",
+    "/", "/topic?name=orders", "/tasks", "/tasks?state=blocked&topic=orders&since=9d", "/tasks/retry?state=dead",
+    "/tasks/cancel?id=head", "/task?id=b1", "/operations", f"/operation?id={STOPPED}", "/blocked", "/workers",
+    "/search?q=orders", "/search", "/none",
 )  # fmt: skip
 
 
@@ -34,40 +37,11 @@ def fill(database: Database) -> None:
     rows += [row("head", OrderingKey="order-31", AvailableAt=NEVER, LastError="permission_denied: 403")]
     rows += [row(f"b{n}", OrderingKey="order-31", AvailableAt=FUTURE, BlockedBy="head") for n in range(4)]
     insert(database, [*rows, row("long", Topic=long), row("markup", Topic="<script>alert(1)</script>")])
-
-
-def test_a_dead_task_is_found_and_retried_and_all_others_are_cancelled(
-    emulators: Emulators, database: Database, browser: Browser
-) -> None:
-    """A viewer cannot do either."""
-    fill(database)
-    with running_console(emulators, database, "--allow-actions") as address, tab(browser, address) as page:
-        page.goto("/")
-        page.get_by_role("row", name="orders").first.locator("[data-label=Dead] a").click()
-        expect(page.get_by_role("heading", level=1)).to_have_text("Tasks: dead")
-        page.get_by_role("link", name="dead 1").click()
-        page.get_by_role("link", name="Retry this task").click()
-        page.get_by_role("button", name="Retry 1 task").click()
-        expect(page.locator("#live")).to_contain_text("finished")
-        page.goto("/tasks?state=dead&topic=orders")
-        page.get_by_role("link", name="Cancel all matching").click()
-        page.get_by_label("Type 3 to confirm").fill("3")
-        page.get_by_label("Reason").fill("sent twice")
-        page.get_by_role("button", name="Cancel 3 tasks").click()
-        expect(page.locator("#live")).to_contain_text("finished")
-        page.goto("/tasks?state=dead")
-        expect(page.locator("main")).to_contain_text("No dead task")
-    table = TaskTable(opened(database))
-    assert [(each.operation, each.tasks) for each in admin.operations.latest(table, 5)] == [("cancel", 3), ("retry", 1)]
-    with running_console(emulators, database) as address, tab(browser, address, failures=True) as page:
-        page.goto("/tasks?state=pending")
-        expect(page.locator("main")).to_contain_text("Cancel needs the role destroyer")
-        expect(page.get_by_role("link", name="Cancel all matching")).to_have_count(0)
-        page.goto("/tasks/cancel?state=pending")
-        expect(page.get_by_role("heading", level=1)).to_have_text("This needs the role destroyer")
-        forged = page.request.post("/tasks/cancel?state=pending", form={"typed": "9"}, headers={"Origin": address})
-        assert forged.status == 403
-    assert len(admin.operations.latest(table, 5)) == 2
+    table, author = TaskTable(opened(database)), admin.operations.Author("jane@example.com", long)
+    admin.changes.begin(
+        table, "retry", admin.changes.TaskSelection(state="dead", topic=long), author, id=STOPPED, selected=9
+    )
+    admin.operations.stop(table, STOPPED, author)
 
 
 @pytest.mark.extended
@@ -83,7 +57,7 @@ def test_an_operator_pauses_a_topic_and_a_viewer_cannot(
         page.get_by_role("button", name="Pause").click()
         expect(page.get_by_role("button", name="Resume")).to_be_visible()
         expect(page.locator("#live")).to_contain_text("Workers apply it within 10 seconds")
-    [operation] = admin.operations.latest(TaskTable(opened(database)), 5)
+    operation, *_ = admin.operations.latest(TaskTable(opened(database)), 5)
     assert (operation.operation, operation.reason) == ("pause", "the subscriber is down")
     with running_console(emulators, database) as address, tab(browser, address) as page:
         page.goto("/topic?name=orders")
@@ -92,7 +66,41 @@ def test_an_operator_pauses_a_topic_and_a_viewer_cannot(
         forged = page.request.post("/topic/resume?name=orders", form={"reason": "x"}, headers={"Origin": address})
         assert forged.status == 403
         assert "without --allow-actions" in forged.text()
-    assert len(admin.operations.latest(TaskTable(opened(database)), 5)) == 1
+    assert len(admin.operations.latest(TaskTable(opened(database)), 5)) == 3
+
+
+def test_an_operator_retries_a_dead_task_and_cancels_all_matching(
+    emulators: Emulators, database: Database, browser: Browser
+) -> None:
+    """From the overview, with links and forms only. A viewer sees the tasks, and neither action."""
+    insert(database, [row(f"dead {n}", AvailableAt=NEVER, LastError="not_found: 404") for n in range(3)])
+    table = TaskTable(opened(database))
+    with running_console(emulators, database, "--allow-actions") as address, tab(browser, address) as page:
+        page.goto("/")
+        page.get_by_role("link", name="not_found: 404").click()
+        page.get_by_role("link", name="dead 1").click()
+        page.get_by_role("link", name="Retry this task").click()
+        expect(page.locator("main")).to_contain_text("Nothing has been changed yet")
+        page.get_by_label("Reason").fill("the topic exists")
+        page.get_by_role("button", name="Retry 1 task").click()
+        expect(page.locator("#live")).to_contain_text("finished")
+        page.goto("/tasks?state=dead")
+        page.get_by_role("link", name="Cancel all matching").click()
+        page.get_by_label("Type 2 to confirm").fill("2")
+        page.get_by_label("Reason").fill("no longer needed")
+        page.get_by_role("button", name="Cancel 2 tasks").click()
+        expect(page.locator("#live")).to_contain_text("finished")
+    found = [(each.operation, each.tasks, each.reason) for each in admin.operations.latest(table, 5)]
+    assert found == [("cancel", 2, "no longer needed"), ("retry", 1, "the topic exists")]
+    insert(database, [row("dead 9", AvailableAt=NEVER)])
+    with running_console(emulators, database) as address, tab(browser, address) as page:
+        page.goto("/tasks?state=dead")
+        expect(page.get_by_role("link", name="dead 9")).to_be_visible()
+        expect(page.locator("main")).to_contain_text("Cancel needs the role destroyer")
+        expect(page.get_by_role("link", name="Cancel all matching")).to_have_count(0)
+        forged = page.request.post("/tasks/cancel?id=dead+9", headers={"Origin": address}, form={"typed": "1"})
+        assert forged.status == 403
+    assert len(admin.operations.latest(table, 5)) == 2
 
 
 @pytest.mark.extended

@@ -60,6 +60,7 @@ def console(emulators: Emulators, database: Database) -> Iterator[Console]:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(900)
 def test_a_console_continues_the_retry_of_one_that_was_killed(emulators: Emulators, database: Database) -> None:
     """No task is left out. The tasks that it had retried are dead again meanwhile, and are not retried twice."""
     insert(database, (row(f"{n:05}", AvailableAt=NEVER, Attempts=9, LastError="not_found") for n in range(NUMBER)))
