@@ -1,10 +1,10 @@
-"""Read tasks: a list, one task with its message, or the next sent tasks."""
+"""Read tasks: a list, or one task with its message."""
 
 import dataclasses
 from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from outbox.admin import statements
@@ -38,20 +38,11 @@ class Task:
         return parsed(self.columns["Data"])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Position:
-    """The last task that a reader of sent tasks has read."""
-
-    sent_at: datetime
-    created_at: datetime = datetime(1, 1, 1, tzinfo=UTC)
-    id: str = ""
-
-
 def listed(table: TaskTable, selection: TaskSelection, limit: int, at: datetime | None = None) -> list[Task]:
     """Return the first `limit` tasks of a state, or of all unsent tasks, as they were `at` a time, by default now.
 
     Pending tasks are sorted by priority and age, and others by AvailableAt, priority and age. Sent tasks are newest
-    first, in the reverse of the order in `in_publish_order`.
+    first, in the reverse of the order in which `outbox.reader` reads them.
     """
     now = at or table.now()
     if selection.state == "sent":
@@ -113,32 +104,3 @@ def task(table: TaskTable, id: str) -> Task | None:
     *values, state = rows[0]
     columns = dict(zip(_ALL_COLUMNS, values, strict=True))
     return Task(state, columns | {"Data": b64decode(columns["Data"])})  # the client returns BYTES in base64
-
-
-def sent_after(table: TaskTable, position: Position, topic: str | None, limit: int) -> list[dict[str, Any]]:
-    """Return the next tasks sent after `position`, by SentAt, CreatedAt and Id, as a dictionary of columns each.
-
-    A reader that continues after the last row misses no task, because a commit that this read does not see gets a later
-    timestamp than all commits that it sees. https://cloud.google.com/spanner/docs/true-time-external-consistency
-    """
-    names = {"topic": topic} if topic is not None else {}
-    values = names | {
-        "shards": list(table.shards), "after": position.sent_at, "after_created": position.created_at,
-        "after_id": position.id, "limit": limit,
-    }  # fmt: skip
-    rows = table.query(statements.sent_after(names), "outbox-tail", values)
-    columns = ("SentAt", "CreatedAt", "Sequence", "Id", "Topic", "Priority", "OrderingKey", "Bytes")
-    return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
-def in_publish_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort rows of `sent_after` by SentAt, CreatedAt, Sequence and Id, in which the tasks of a key were published.
-
-    A reader continues after the last row of `sent_after`, not after the last row of this list.
-    """
-
-    def place(row: dict[str, Any]) -> tuple[Any, ...]:
-        sequence = row["Sequence"]
-        return row["SentAt"], row["CreatedAt"], sequence is not None, sequence or 0, row["Id"]
-
-    return sorted(rows, key=place)
