@@ -251,12 +251,17 @@ def _ready(
         )
 
 
+def range_limit(table: TaskTable, topics: Collection[str]) -> int:
+    """Return the max number of tasks that a read of a state reads in each shard and topic."""
+    return max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // (max(1, len(topics)) * len(table.shards))))
+
+
 def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool = True) -> Backlog:
     topics = table.topics(MAX_TOPICS + 1, at)
     whole = len(topics) <= MAX_TOPICS
     del topics[MAX_TOPICS:]
     if limit is None:
-        limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // (max(1, len(topics)) * len(table.shards))))
+        limit = range_limit(table, topics)
     values: dict[str, Any] = {"shards": list(table.shards), "limit": limit}
     seconds = COUNT_SECONDS if limit == NO_LIMIT else SCAN_SECONDS
 

@@ -49,6 +49,8 @@ class TaskSelection:
     since: datetime | None = None
     until: datetime | None = None
     error: str | None = None
+    ordering_key: str | None = None
+    id_prefix: str | None = None
     include_expired: bool = True
 
     @property
@@ -59,8 +61,8 @@ class TaskSelection:
     @property
     def values(self) -> dict[str, Any]:
         """Return the values that narrow the selection, by parameter name."""
-        named = {"topic": self.topic, "since": self.since, "until": self.until, "error": self.error}
-        return {name: value for name, value in named.items() if value is not None}
+        named = ("topic", "since", "until", "error", "ordering_key", "id_prefix")
+        return {name: value for name in named if (value := getattr(self, name)) is not None}
 
     @property
     def condition(self) -> str:
@@ -125,7 +127,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
         answers = (table.query(statement, "outbox-count", selection.values | {"ids": ids}) for ids in chunks)
         return Count(sum(_Row(*row).matches for rows in answers for row in rows))
     limit = NO_LIMIT if exact else COUNT_LIMIT
-    statement = statements.count_of_state(_state(selection), selection.names)
+    statement = statements.count_of_states([_state(selection)], selection.names)
     values = selection.values | _ranges(table, selection) | {"limit": limit}
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
     numbers = [number for (number,) in table.query(statement, "outbox-count", values, seconds=seconds)]

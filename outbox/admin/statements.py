@@ -20,13 +20,6 @@ HELD = f"""{RANGES["blocked"][0]} AND EXISTS (
       AND head.SentAt IS NULL AND COALESCE(head.ExpiresAt > CURRENT_TIMESTAMP(), TRUE))"""
 #: The ranges of each state. Due tasks are a part of the pending ones.
 _RANGES = RANGES | {"due": RANGES["pending"][1:]}
-_AS_INDEXED = "AvailableAt, Priority DESC, CreatedAt"
-_PENDING_ORDER = "Priority DESC, CreatedAt"
-# Tasks that are marked in one transaction share a SentAt. _SENT_ORDER selects a page from the index. _PUBLISH_ORDER
-# then sorts the page in reverse publish order, which needs Sequence.
-_SENT_ORDER = "SentAt DESC, CreatedAt DESC, Id DESC"
-_PUBLISH_ORDER = "SentAt DESC, CreatedAt DESC, Sequence DESC, Id DESC"
-
 #: The whole of a table with at most two rows.
 RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards ORDER BY ColumnName"
 #: Scans the whole table, which has one row for each change by an operator.
@@ -98,9 +91,9 @@ COUNT_SENT = _count(
 
 
 def narrowed(state: str | None, names: Collection[str]) -> str:
-    """Return the conditions in `names`: `topic`, `since`, `until`, `error` or `unexpired`. Each begins with AND.
+    """Return the conditions in `names`, which are names of parameters, or `unexpired`. Each begins with AND.
 
-    Times are compared with SentAt of sent tasks, and with CreatedAt of others.
+    `since` and `until` are compared with SentAt of sent tasks, and with CreatedAt of others.
     """
     time = {"sent": "SentAt", None: "COALESCE(SentAt, CreatedAt)"}.get(state, "CreatedAt")
     conditions = {
@@ -108,55 +101,82 @@ def narrowed(state: str | None, names: Collection[str]) -> str:
         "since": f"{time} >= @since",
         "until": f"{time} < @until",
         "error": "STRPOS(LOWER(LastError), LOWER(@error)) > 0",
+        "ordering_key": "OrderingKey = @ordering_key",
+        "id_prefix": "STARTS_WITH(Id, @id_prefix)",
         "unexpired": f"NOT {_IS_EXPIRED}",
     }
     return "".join(f" AND {condition}" for name, condition in conditions.items() if name in names)
 
 
-def _parts(state: str, columns: str, names: Collection[str]) -> list[str]:
+def _ranges_of(state: str, names: Collection[str]) -> list[tuple[str, str]]:
+    """Return the ranges that hold the narrowed tasks of a state: what to repeat each one for, and its condition."""
     narrowing = narrowed(state, names)
     if state == "sent":
-        where = "Shard = in_shard AND SentAt IS NOT NULL"
-        return [f"SELECT {columns} FROM {TO_SEND} WHERE {where}{narrowing} ORDER BY {_SENT_ORDER}"]
-    return [
-        f"SELECT {columns} FROM {TO_SEND} WHERE {OF_TOPIC} AND {range_}{narrowing} ORDER BY {TO_SEND_ORDER}"
-        for range_ in _RANGES[state]
-    ]
+        return [("UNNEST(@shards) AS in_shard", f"Shard = in_shard AND SentAt IS NOT NULL{narrowing}")]
+    return [(EACH_TOPIC, f"{OF_TOPIC} AND {range_}{narrowing}") for range_ in _RANGES[state]]
 
 
-def _topic_join(state: str) -> str:
-    return "" if state == "sent" else ", UNNEST(@topics) AS of_topic"
+def _beyond(time: str, *, newest: bool) -> str:
+    """Return the condition for the tasks behind the position (@after, @after_created, @after_id) of a list."""
+    sign = "<" if newest else ">"
+    return (
+        f"({time} {sign} @after OR {time} = @after AND (CreatedAt {sign} @after_created "
+        f"OR CreatedAt = @after_created AND Id {sign} @after_id))"
+    )
 
 
-def listed(state: str, columns: str, names: Collection[str]) -> str:
-    """Return the statement for `columns` of the first @limit tasks in a state at @now. Sent tasks are newest first."""
-    order = f"{_PENDING_ORDER if state == 'pending' else _AS_INDEXED}, Id"
-    selected_by, sorted_by = (_SENT_ORDER, _PUBLISH_ORDER) if state == "sent" else (order, order)
+def listed_unsent(states: Collection[str], columns: str, names: Collection[str], *, newest: bool) -> str:
+    """Return the statement for state and `columns` of the next @limit tasks by CreatedAt and Id, at @now.
+
+    The index is not sorted by age, so of each range only the first @ceiling tasks are compared.
+    """
+    direction = " DESC" if newest else ""
     # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
     union = "\nUNION ALL".join(
         f"""
-  SELECT task.* FROM UNNEST(@shards) AS in_shard{_topic_join(state)}, UNNEST(ARRAY(
-    {part.replace("SELECT", "SELECT AS STRUCT", 1)} LIMIT @limit)) AS task"""
-        for part in _parts(state, "Id, SentAt, AvailableAt, Priority, CreatedAt", names)
+  SELECT '{state}' AS in_state, task.* FROM {places}, UNNEST(ARRAY(
+    SELECT AS STRUCT Id, CreatedAt FROM {TO_SEND} WHERE {where} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)) AS task"""
+        for state in states
+        for places, where in _ranges_of(state, names)
     )
-    statement = f"""
-SELECT {columns} FROM (
-  SELECT Id AS found FROM ({union})
-  ORDER BY {selected_by} LIMIT @limit)
-{SEEK} {BY_ID} ON Id = found
-ORDER BY {sorted_by}"""
-    # Each state has its own query. With CURRENT_TIMESTAMP(), a task could be in none of them, or in two.
-    return at_now(statement)
+    # All states are those at one time. With CURRENT_TIMESTAMP(), a task could be in none of them, or in two.
+    return at_now(f"""
+SELECT in_state, {columns} FROM (
+  SELECT in_state, Id AS found FROM ({union})
+  WHERE {_beyond("CreatedAt", newest=newest)}
+  ORDER BY CreatedAt{direction}, Id{direction} LIMIT @limit)
+{SEEK} {BY_ID} ON Id = found""")
 
 
-def count_of_state(state: str, names: Collection[str]) -> str:
-    """Return the statement that counts the tasks of a state, up to @limit in each shard and topic, one row for each."""
+def listed_sent(columns: str, names: Collection[str], *, newest: bool) -> str:
+    """Return the statement for `columns` of the next @limit sent tasks by SentAt, CreatedAt and Id."""
+    order = ", ".join(f"{name} DESC" if newest else name for name in ("SentAt", "CreatedAt", "Id"))
+    [(places, where)] = _ranges_of("sent", names)
+    return f"""
+SELECT 'sent', {columns} FROM (
+  SELECT task.Id AS found FROM {places}, UNNEST(ARRAY(
+    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {TO_SEND} WHERE {where} AND {_beyond("SentAt", newest=newest)}
+    ORDER BY {order} LIMIT @limit)) AS task
+  ORDER BY {order} LIMIT @limit)
+{SEEK} {BY_ID} ON Id = found"""
+
+
+#: When the first task was sent, for each shard that has a sent task.
+FIRST_SENT = f"""
+SELECT task.SentAt FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
+  SELECT AS STRUCT SentAt FROM {TO_SEND} WHERE Shard = in_shard AND SentAt IS NOT NULL
+  ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS task"""
+
+
+def count_of_states(states: Collection[str], names: Collection[str]) -> str:
+    """Return the statement that counts tasks by state, up to @limit in each range, with one row for each range."""
     # Without ORDER BY, because a count needs no order and sorting costs time.
     return "\nUNION ALL".join(
         f"""
-SELECT part.number FROM UNNEST(@shards) AS in_shard{_topic_join(state)}, UNNEST(ARRAY(
-  SELECT AS STRUCT COUNT(*) AS number FROM ({part.partition(" ORDER BY ")[0]} LIMIT @limit))) AS part"""
-        for part in _parts(state, "Id", names)
+SELECT part.number FROM {places}, UNNEST(ARRAY(
+  SELECT AS STRUCT COUNT(*) AS number FROM (SELECT Id FROM {TO_SEND} WHERE {where} LIMIT @limit))) AS part"""
+        for state in states
+        for places, where in _ranges_of(state, names)
     )
 
 

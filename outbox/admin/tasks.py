@@ -1,28 +1,38 @@
 """Read tasks: a list, or one task with its message."""
 
 import dataclasses
-from base64 import b64decode
+import hashlib
+import json
+from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from google.api_core.datetime_helpers import DatetimeWithNanoseconds
+
 from outbox.admin import statements
+from outbox.admin.backlog import range_limit
 from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
+from outbox.errors import OutboxError
 from outbox.message import parsed
 from outbox.table import ddl
-from outbox.table.states import UNSENT
+from outbox.table.states import NEVER, UNSENT
 from outbox.table.values import chunked
 
 _COLUMNS = (
-    "Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt", "Attempts",
-    "LastError", "SentAt", "Bytes",
+    "Id", "Topic", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt",
+    "Attempts", "LastError", "SentAt", "Bytes",
 )  # fmt: skip
 _ALL_COLUMNS = tuple(dict.fromkeys((*_COLUMNS, *ddl.columns())))
 
-#: Time windows that are searched for the newest sent tasks, one after the other, before all sent tasks are read.
+#: Time windows that are searched for sent tasks, one after the other, before all sent tasks are read.
 WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))
+#: The selection of all tasks of a state.
+ALL = TaskSelection()
+_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
+_RESOLUTION, _DIGEST_BYTES = timedelta(microseconds=1), 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,21 +48,61 @@ class Task:
         return parsed(self.columns["Data"])
 
 
-def listed(table: TaskTable, selection: TaskSelection, limit: int, at: datetime | None = None) -> list[Task]:
-    """Return the first `limit` tasks of a state, or of all unsent tasks, as they were `at` a time, by default now.
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class _Place:
+    """The place of a task in a list: by SentAt, or CreatedAt if it is unsent, and then by CreatedAt and Id."""
 
-    Pending tasks are sorted by priority and age, and others by AvailableAt, priority and age. Sent tasks are newest
-    first, in the reverse of the order in which `outbox.reader` reads them.
+    time: datetime
+    created_at: datetime = _LONG_AGO
+    id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """Tasks of a list as they were at `as_of`, and the cursor of the next page, or None if this is the last one.
+
+    Unless `whole`, a shard and topic has more tasks of a state than one read compares. Then the list has those that
+    workers take first.
     """
-    now = at or table.now()
-    if selection.state == "sent":
-        return _newest(table, selection, limit, now)
-    topics = [selection.topic] if selection.topic is not None else table.topics(at=now)
-    tasks: list[Task] = []
-    for state in (selection.state,) if selection.state else UNSENT:
-        if len(tasks) < limit:
-            tasks += _of_state(table, state, selection, limit - len(tasks), now, topics=topics)
-    return tasks
+
+    tasks: list[Task]
+    as_of: datetime
+    next: str | None
+    whole: bool
+
+
+#: Before the first task of a list, oldest and newest first.
+_BEGIN, _END = _Place(_LONG_AGO), _Place(NEVER)
+
+
+def find(
+    table: TaskTable,
+    states: Collection[str] = UNSENT,
+    selection: TaskSelection = ALL,
+    *,
+    newest: bool = False,
+    after: str | None = None,
+    limit: int = 100,
+) -> Page:
+    """Return the oldest, or newest, tasks of some states: by SentAt of sent tasks, and by CreatedAt of others.
+
+    The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. An unsent
+    task keeps its place whatever changes, so a task that matches all the time is on one page.
+
+    Raises NotReached, and OutboxError if the cursor is not from a page in this order.
+    """
+    position, at = _position(after, newest=newest), table.now()
+    reader = _Reader(table, selection, position, newest, limit + 1, at)
+    unsent = [state for state in UNSENT if state in states]
+    tasks, whole = reader.unsent(unsent) if unsent else ([], True)
+    tasks = sorted([*tasks, *(reader.sent() if "sent" in states else [])], key=_place, reverse=newest)
+    page = tasks[:limit]
+    return Page(
+        tasks=sorted(page, key=lambda task: _publish_place(task.columns), reverse=newest),
+        as_of=at,
+        next=_cursor(_place(page[-1]), newest=newest) if len(tasks) > limit else None,
+        whole=whole,
+    )
 
 
 def tried(table: TaskTable, state: str, topics: Sequence[str], limit: int, at: datetime) -> list[Task]:
@@ -61,30 +111,107 @@ def tried(table: TaskTable, state: str, topics: Sequence[str], limit: int, at: d
     A recorded failure sets AvailableAt. So of the pending tasks, only the due ones are read, however many are ready.
     """
     range_ = "due" if state == "pending" else state
-    tasks = _of_state(table, range_, TaskSelection(), limit, at, topics=topics)
+    tasks = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=at).of_ranges([range_], topics, limit)
     return [dataclasses.replace(task, state=state) for task in tasks]
 
 
-def _newest(table: TaskTable, selection: TaskSelection, limit: int, now: datetime) -> list[Task]:
-    """Search growing time windows, because there may be millions of sent tasks and the index has the oldest first."""
-    until = selection.until or now + timedelta(seconds=1)
-    for window in WINDOWS:
-        since = max(filter(None, (selection.since, until - window)))
-        tasks = _of_state(table, "sent", dataclasses.replace(selection, since=since), limit, now)
-        if len(tasks) >= limit or (selection.since is not None and since <= selection.since):
-            return tasks
-    return _of_state(table, "sent", selection, limit, now)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the first `limit` tasks behind a position, as they were `at` a time."""
+
+    table: TaskTable
+    selection: TaskSelection
+    position: _Place
+    newest: bool
+    limit: int
+    at: datetime
+
+    def unsent(self, states: Sequence[str]) -> tuple[list[Task], bool]:
+        """Return tasks, and whether all tasks of the states were compared."""
+        topic = self.selection.topic
+        topics = [topic] if topic is not None else self.table.topics(at=self.at)
+        ceiling = max(self.limit, range_limit(self.table, topics))
+        tasks = self.of_ranges(states, topics, ceiling)
+        counting = statements.count_of_states(states, self.selection.names)
+        numbers = self._query(counting, self.selection.values | {"topics": topics, "limit": ceiling})
+        return tasks, all(number < ceiling for (number,) in numbers)
+
+    def of_ranges(self, states: Sequence[str], topics: Sequence[str], ceiling: int) -> list[Task]:
+        """Return unsent tasks, of which at most `ceiling` of a shard, topic and state are compared."""
+        names = self.selection.names
+        statement = statements.listed_unsent(states, ", ".join(_COLUMNS), names, newest=self.newest)
+        return self._tasks(statement, self.selection.values | {"topics": topics, "ceiling": ceiling})
+
+    def sent(self) -> list[Task]:
+        """Search growing time windows, because there may be millions of sent tasks."""
+        tasks: list[Task] = []
+        for window in self._windows():
+            statement = statements.listed_sent(", ".join(_COLUMNS), window.names, newest=self.newest)
+            tasks = self._tasks(statement, window.values)
+            if len(tasks) >= self.limit:
+                break
+        return tasks
+
+    def _windows(self) -> Iterator[TaskSelection]:
+        since, until = self.selection.since or _LONG_AGO, self.selection.until or NEVER
+        if self.newest:
+            until = min(until, self.position.time + _RESOLUTION)
+            edge = min(until, self.at + timedelta(seconds=1))
+            parts = [(max(since, edge - window), until) for window in WINDOWS]
+        else:
+            since = max(since, self.position.time, *self._first_sent())
+            parts = [(since, min(until, since + window)) for window in WINDOWS]
+        for part in dict.fromkeys([*parts, (since, until)]):
+            yield dataclasses.replace(self.selection, since=part[0], until=part[1])
+
+    def _first_sent(self) -> list[datetime]:
+        return [min((sent_at for (sent_at,) in self._query(statements.FIRST_SENT, {})), default=_LONG_AGO)]
+
+    def _tasks(self, statement: str, values: Mapping[str, Any]) -> list[Task]:
+        after = dict(zip(("after", "after_created", "after_id"), dataclasses.astuple(self.position), strict=True))
+        rows = self._query(statement, {**values, **after, "limit": self.limit})
+        return [Task(state, dict(zip(_COLUMNS, row, strict=True))) for state, *row in rows]
+
+    def _query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
+        now = {"now": self.at} if "@now" in statement else {}
+        values = {**values, **now, "shards": list(self.table.shards)}
+        return self.table.query(statement, "outbox-list", values, at=self.at, seconds=SCAN_SECONDS)
 
 
-def _of_state(
-    table: TaskTable, state: str, selection: TaskSelection, limit: int, now: datetime, **places: Any
-) -> list[Task]:
-    values = selection.values | places | {"shards": list(table.shards), "limit": limit}
-    statement = statements.listed(state, ", ".join(_COLUMNS), selection.names)
-    if "@now" in statement:
-        values["now"] = now
-    rows = table.query(statement, "outbox-list", values, at=now, seconds=SCAN_SECONDS)
-    return [Task(state, dict(zip(_COLUMNS, row, strict=True))) for row in rows]
+def _place(task: Task) -> _Place:
+    columns = task.columns
+    return _Place(columns["SentAt"] or columns["CreatedAt"], columns["CreatedAt"], columns["Id"])
+
+
+def _cursor(position: _Place, *, newest: bool) -> str:
+    # The client returns times with nanoseconds, which another program may have written.
+    times: tuple[Any, ...] = (position.time, position.created_at)
+    return _encoded(json.dumps([newest, *(each.rfc3339() for each in times), position.id]).encode())
+
+
+def _encoded(text: bytes) -> str:
+    """Return a cursor. It ends with a digest of its text, so that an edited cursor is noticed.
+
+    If it began with the digest, it could begin with `-`, like a flag.
+    """
+    return urlsafe_b64encode(text + hashlib.sha256(text).digest()[:_DIGEST_BYTES]).decode().rstrip("=")
+
+
+def _position(cursor: str | None, *, newest: bool) -> _Place:
+    if cursor is None:
+        return _END if newest else _BEGIN
+    try:
+        text = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))[:-_DIGEST_BYTES]
+    except ValueError:  # not base64, or not ASCII
+        text = b""
+    if not text or _encoded(text) != cursor:
+        raise OutboxError(f"{cursor[:80]!r} is not a cursor from the end of a list. Copy the whole cursor")
+    of_newest, sent_at, created_at, id = json.loads(text)
+    if of_newest != newest:
+        order = "newest" if of_newest else "oldest"
+        raise OutboxError(f"the cursor is from a list of the {order} tasks. Continue with the {order}")
+    parse: Any = DatetimeWithNanoseconds.from_rfc3339
+    return _Place(parse(sent_at), parse(created_at), id)
 
 
 def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dict[str, list[str]]:
@@ -104,3 +231,9 @@ def task(table: TaskTable, id: str) -> Task | None:
     *values, state = rows[0]
     columns = dict(zip(_ALL_COLUMNS, values, strict=True))
     return Task(state, columns | {"Data": b64decode(columns["Data"])})  # the client returns BYTES in base64
+
+
+def _publish_place(columns: Mapping[str, Any]) -> tuple[Any, ...]:
+    sequence = columns["Sequence"]
+    time = columns["SentAt"] or columns["CreatedAt"]
+    return time, columns["CreatedAt"], sequence is not None, sequence or 0, columns["Id"]

@@ -42,7 +42,8 @@ def of_backlog(database: "admin.table.TaskTable", backlog: "admin.backlog.Backlo
 
 def of_selection(database: "admin.table.TaskTable", selection: "admin.changes.TaskSelection") -> list[dict[str, Any]]:
     """Count the first READ tasks of a selection by topic, state and LastError. Raises NotReached, OutboxError."""
-    tasks = admin.tasks.listed(database, selection, READ)
+    states = [selection.state] if selection.state else UNSENT
+    tasks = admin.tasks.find(database, states, selection, limit=READ).tasks
     return counted(tasks, at_least=len(tasks) == READ)
 
 

@@ -123,8 +123,18 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
     """Add `--state` with `states`, and the flags that narrow the selection."""
+    add_state(parser, states, "Only tasks in this state")
+    add_narrowing(parser)
+
+
+def add_state(parser: argparse.ArgumentParser, states: Sequence[str], text: str, **more: Any) -> None:
+    """Add `--state` with `states`."""
     kind = one_of(*states)
-    add(parser, "--state", kind, f"Only tasks in this state: {kind.allowed}", metavar="STATE", choices=states)
+    add(parser, "--state", kind, f"{text}: {kind.allowed}", metavar="STATE", choices=states, **more)
+
+
+def add_narrowing(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that narrow a selection of tasks."""
     add_topic(parser)
     for flag in ("--since", "--until"):
         add(parser, flag, MOMENT, f"{NARROWING[flag]}. Allowed: {MOMENT.allowed}", metavar="TIME")
@@ -134,11 +144,11 @@ def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
 def selection(
     options: argparse.Namespace, now: datetime, ids: tuple[str, ...] | None = None
 ) -> "admin.changes.TaskSelection":
-    """Return the selection by the flags of `add_selection` and by `ids`. Relative times count from `now`."""
+    """Return the selection by the flags of `add_narrowing`, and by `ids`. Relative times count from `now`."""
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
     check_window(since, until or now)
     return admin.changes.TaskSelection(
-        state=options.state, ids=ids, topic=options.topic, since=since, until=until, error=options.error
+        state=vars(options).get("state"), ids=ids, topic=options.topic, since=since, until=until, error=options.error
     )
 
 
@@ -212,14 +222,14 @@ def full_ids(
 def explain_none(
     table: "admin.table.TaskTable", selected: "admin.changes.TaskSelection", options: argparse.Namespace
 ) -> None:
-    """Print on stderr why no task matches a selection: an unknown topic, the narrowing flags, or the state."""
+    """Print on stderr why no task matches a selection: an unknown topic, the narrowing flags, or the states."""
     if selected.topic is not None and admin.topics.unknown(table, [selected.topic]):
         note(unknown_topics(table, [selected.topic]))
-    if selected.state is not None:
-        count = admin.changes.count(table, admin.changes.TaskSelection(state=selected.state), exact=False)
+    for state in vars(options).get("states") or filter(None, [selected.state]):
+        count = admin.changes.count(table, admin.changes.TaskSelection(state=state), exact=False)
         flags = [flag for flag in NARROWING if vars(options)[flag[2:]] is not None]
         excluded = f", but none matches {' and '.join(flags)}" if count.number and flags else ""
-        note(f"{count} in the state {selected.state}{excluded}")
+        note(f"{count} in the state {state}{excluded}")
 
 
 def unknown_topics(table: "admin.table.TaskTable", unknown: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,15 +20,21 @@ from outbox.errors import OutboxError, PositionExpired
 from outbox.program.signals import exit_on
 from outbox.program.terminal import counted, escaped, say
 from outbox.program.times import MOMENT, resolved, shown, spoken
-from outbox.table.states import STATES, is_dead
+from outbox.table.states import STATES, UNSENT, is_dead
 
 LIST_DESCRIPTION = """\
-List the tasks of one state, or all unsent tasks. Pending tasks are sorted by priority
-and age, as workers select them. Sent tasks are sorted newest first. Other tasks are
-sorted by the time at which they will be due. --json prints one object per line.
+List the tasks of some states, or all unsent tasks, sorted by SentAt of sent tasks and
+CreatedAt of others. If there are more tasks than --limit, the command prints the flag
+for the next page. A task is on one page, whatever other tasks do meanwhile. --json
+prints one object per line.
+
+The command reads the index at LOW priority. Of each shard, topic and state it compares
+the first 10,000 tasks that workers take, or fewer if there are many topics, and says so
+if there are more.
 
     outbox list --state dead --project my-project --instance main --database shop
     outbox list --state sent --topic orders --since 2h --until 1h ...
+    outbox list --state dead --state retrying --newest --limit 20 ...
     outbox list --state retrying --error NOT_FOUND --json ... | jq .id"""
 SHOW_DESCRIPTION = """\
 Show one task with every column, and the message that subscribers receive.
@@ -52,7 +58,14 @@ _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}\[\]:,]|[^\s{}\[\]:,
 def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
     listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION, run_list)
-    flags.add_selection(listing, *STATES)
+    text = "Only tasks in this state. The flag may be repeated"
+    flags.add_state(listing, STATES, text, action="append", dest="states", default=[])
+    flags.add_narrowing(listing)
+    order = listing.add_mutually_exclusive_group()
+    text = "Sort the newest tasks first. This is the default with --state sent alone."
+    order.add_argument("--newest", action="store_true", default=None, help=text)
+    order.add_argument("--oldest", dest="newest", action="store_false", help="Sort the oldest tasks first.")
+    flags.add(listing, "--after", flags.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
     flags.add_limit(listing, "tasks", 100)
     listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION, run_show)
@@ -69,27 +82,35 @@ def add(commands: Any) -> None:
 
 def run_list(options: argparse.Namespace) -> int:
     """Print tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
-    task_table = flags.open_table(options)
+    task_table, states = flags.open_table(options), options.states or UNSENT
     selection = flags.selection(options, task_table.now())
-    matching = admin.tasks.listed(task_table, selection, options.limit + 1)
-    tasks = matching[: options.limit]
+    newest = options.states == ["sent"] if options.newest is None else options.newest
+    page = admin.tasks.find(task_table, states, selection, newest=newest, after=options.after, limit=options.limit)
     if options.json:
-        for task in tasks:
+        for task in page.tasks:
             say(as_json(_fields(task)))
-    elif tasks:
-        say(_table(tasks))
-        counts = errors.counted([task for task in tasks if task.state in errors.FAILING and task.columns["LastError"]])
-        if any(count["tasks"] > 1 for count in counts):
-            say("", errors.text(counts))
-    if not tasks:
+    else:
+        say(f"as of {shown(page.as_of)}", *_tables(page.tasks))
+    if not page.tasks:
         say("No matching tasks.", stream=sys.stderr if options.json else sys.stdout)
         flags.explain_none(task_table, selection, options)
-    if len(matching) > options.limit:
-        note(f"more tasks match than --limit {options.limit:,}. Raise it, or use --topic, --since, --until or --error")
+    if page.next:
+        note(f"more tasks match. Add --after {page.next} for the next page, or raise --limit")
+    if not page.whole:
+        note("not all tasks were compared. Use --topic, --since, --until or --error to see others")
     return 0
 
 
-def _table(tasks: "list[admin.tasks.Task]") -> str:
+def _tables(tasks: "Sequence[admin.tasks.Task]") -> Iterator[str]:
+    """Yield the table, and the errors if several tasks have the same."""
+    if tasks:
+        yield _table(tasks)
+    counts = errors.counted([task for task in tasks if task.state in errors.FAILING and task.columns["LastError"]])
+    if any(count["tasks"] > 1 for count in counts):
+        yield from ("", errors.text(counts))
+
+
+def _table(tasks: "Sequence[admin.tasks.Task]") -> str:
     columns: dict[str, list[object]] = {
         "ID": [task.columns["Id"] for task in tasks],
         "TOPIC": [task.columns["Topic"] for task in tasks],

@@ -32,9 +32,11 @@ FORGET_WORKER_SECONDS = 3600
 
 #: The types of all parameters.
 _TYPES = {
-    **dict.fromkeys(("after", "end", "now", "since", "start", "until"), param_types.TIMESTAMP),
-    **dict.fromkeys(("after_id", "error", "from_topic", "id", "token", "topic"), param_types.STRING),
-    **dict.fromkeys(("below", "limit", "max_rows", "per_key", "per_range", "shard"), param_types.INT64),
+    **dict.fromkeys(("after", "after_created", "end", "now", "since", "start", "until"), param_types.TIMESTAMP),
+    **dict.fromkeys(
+        ("after_id", "error", "from_topic", "id", "id_prefix", "ordering_key", "token", "topic"), param_types.STRING
+    ),
+    **dict.fromkeys(("below", "ceiling", "limit", "max_rows", "per_key", "per_range", "shard"), param_types.INT64),
     **dict.fromkeys(("highs", "ids", "keys", "lows", "range_topics", "topics"), param_types.Array(param_types.STRING)),
     **dict.fromkeys(("max_priorities", "range_shards", "shards"), param_types.Array(param_types.INT64)),
     "skip_dead": param_types.BOOL,

@@ -146,7 +146,7 @@ def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]
     store.claim(ids, lambda _rows, _now: {})
     backlog.read(table), backlog.oldest_ages(table)
     for state in ("pending", "retrying", "dead", "sent"):
-        tasks.listed(table, TaskSelection(state=state), 100)
+        tasks.find(table, [state])
         changes.count(table, TaskSelection(state=state), exact=False)
     list(changes.retry(table, TaskSelection(state="dead")))
     tasks.task(table, ids[0] if ids else "none"), tasks.beginning_with(table, ["a"], 3)

@@ -1,6 +1,7 @@
 """`outbox list` and `outbox show`: the tasks of a list and their order, and all columns and the message of one task."""
 
 import json
+import re
 from base64 import b64encode
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -43,25 +44,47 @@ def ids(filled: Commands, *words: str) -> list[str]:
     return [task["id"] for task in filled.objects("list", "--json", *words)]
 
 
-def test_each_state_has_its_tasks_in_its_order(filled: Commands):
-    """Pending by priority, then age, dead by age, the last sent first; all unsent tasks without a state."""
+def test_each_state_has_its_tasks_in_their_order(filled: Commands):
+    """The oldest first, of sent tasks alone the newest; several states are one list, all unsent ones by default."""
     found = {state: ids(filled, "--state", state) for state in STATES}
     assert found == {
-        "pending": ["high", "old", "young", "low"],
+        "pending": ["low", "old", "young", "high"],
         "retrying": ["again"],
         "scheduled": ["later"],
         "blocked": ["behind"],
         "dead": ["dead-5", "dead-3", "other", "dead"],
         "sent": ["sent-1", "sent-2", "sent-3"],
     }
-    assert ids(filled) == [*found["pending"], "again", "later", "behind", *found["dead"]]
+    assert ids(filled, "--state", "sent", "--oldest") == found["sent"][::-1]
+    assert ids(filled, "--newest") == ids(filled)[::-1]
+    assert ids(filled, "--state", "dead", "--state", "pending", "--since", "4h", "--until", "2h") == [
+        "old", "dead-3", "other",
+    ]  # fmt: skip
+    assert sorted(ids(filled)) == sorted(id for state, names in found.items() if state != "sent" for id in names)
     [columns] = {tuple(json.loads(line)) for line in filled.run("list", "--json").stdout.splitlines()}
     assert columns[:4] == ("id", "state", "topic", "priority")
 
 
+def test_a_list_continues_after_its_end(filled: Commands):
+    """The cursor is printed if there is more, and it is for the same order. A changed one is refused in a sentence."""
+    words, pages = ["list", "--state", "dead", "--state", "sent", "--newest", "--limit", "3", "--json"], list[str]()
+    page = filled.here(*words)
+    while found := re.search(r"more tasks match. Add --after (\S+) for the next page", page.stderr):
+        pages += page.stdout.splitlines()
+        cursor = found[1]
+        page = filled.here(*words, "--after", cursor)
+    pages += page.stdout.splitlines()
+    whole = filled.objects("list", "--state", "dead", "--state", "sent", "--newest", "--json")
+    assert [json.loads(line) for line in pages] == whole
+    for wrong, sentence in ((f"{cursor}x", "is not a cursor from the end"), (cursor, "is from a list of the newest")):
+        refused = filled.here("list", "--oldest", "--after", wrong)
+        assert (refused.code, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+        assert sentence in refused.stderr
+
+
 def test_a_blocked_task_is_listed_with_the_head_that_blocks_it(filled: Commands):
     """A list without blocked tasks has no column for it."""
-    head, line = filled.here("list", "--state", "blocked").stdout.splitlines()
+    _, head, line = filled.here("list", "--state", "blocked").stdout.splitlines()
     assert (head.rstrip().endswith("KEY  BLOCKED BY"), line.split()[-2:]) == (True, ["key", "head"])
     assert "BLOCKED BY" not in filled.here("list", "--state", "dead").stdout
 
@@ -73,10 +96,10 @@ def test_flags_narrow_the_list(filled: Commands):
     assert ids(filled, "--error", "TOO_Large") == ["other"]
     limited = filled.here("list", "--state", "dead", "--limit", "3", "--json")
     assert (limited.code, limited.stdout.count("\n")) == (0, 3)
-    assert limited.stderr.startswith("outbox: more tasks match than --limit 3. Raise it, or")
+    assert limited.stderr.startswith("outbox: more tasks match. Add --after ")
     assert filled.here("list", "--state", "dead", "--limit", "4").stderr == ""
     misspelled = filled.here("list", "--topic", "oders")
-    assert (misspelled.code, misspelled.stdout) == (0, "No matching tasks.\n")
+    assert (misspelled.code, misspelled.stdout.partition("Z\n")[2]) == (0, "No matching tasks.\n")
     assert misspelled.stderr == (
         "outbox: unknown topic 'oders' (no unsent task, and no row in AsynchronousTaskTopics). Did you mean 'orders'? "
         "Known topics: invoices, orders\n"

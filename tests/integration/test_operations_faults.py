@@ -37,7 +37,7 @@ def selected(state: str) -> TaskSelection:
 WORK: dict[str, Callable[[TaskTable], Any]] = {
     "status": backlog.read,
     "status --exact": lambda table: backlog.read(table, exact=True),
-    "list": lambda table: tasks.listed(table, TaskSelection(), 10),
+    "list": tasks.find,
     "show": lambda table: tasks.task(table, "0"),
     "tail": lambda table: SentTasks(table, Position(PAST), None).page(),
     "count": lambda table: changes.count(table, selected("dead"), exact=True),

@@ -1,5 +1,6 @@
 """Tasks as `outbox list`, `show` and `tail` read them from Spanner."""
 
+from collections.abc import Iterator
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -7,54 +8,125 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import tasks
+from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
+from outbox.errors import OutboxError
 from outbox.reading import Position, SentTasks
 from outbox.table.states import NEVER, STATES, UNSENT
-from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PAST, SECOND, Watch, insert, row
+from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PAST, SECOND, Watch, insert, row, update
 
 
-def ids(table: TaskTable, limit: int = 1_000, **selection: Any) -> list[str]:
-    return [task.columns["Id"] for task in tasks.listed(table, TaskSelection(**selection), limit)]
+def ids(table: TaskTable, *states: str, newest: bool = False, limit: int = 1_000, **selection: Any) -> list[str]:
+    page = tasks.find(table, states or UNSENT, TaskSelection(**selection), newest=newest, limit=limit)
+    return [task.columns["Id"] for task in page.tasks]
+
+
+def paged(table: TaskTable, *states: str, limit: int, newest: bool = False, topic: str | None = None) -> Iterator[str]:
+    after = None
+    while True:
+        selection = TaskSelection(topic=topic)
+        page = tasks.find(table, states, selection, newest=newest, after=after, limit=limit)
+        assert page.whole
+        assert len(page.tasks) == limit or page.next is None
+        yield from (task.columns["Id"] for task in page.tasks)
+        if page.next is None:
+            return
+        after = page.next
 
 
 def test_each_task_is_listed_in_its_state_and_no_other(database: Database, watch: Watch):
-    """Without a state all unsent tasks are listed, at one time; nothing more is asked when the limit is reached."""
+    """Several states are listed as of one time. Every request has LOW priority and takes no lock."""
     insert(database, [row(f"{state} {n}", **each) for state, of in OF_STATES.items() for n, each in enumerate(of)])
     every = {state: {f"{state} {n}" for n in range(len(of))} for state, of in OF_STATES.items()}
     for state, names in every.items():
-        found = tasks.listed(watch.table, TaskSelection(state=state), 100)
-        assert ({task.columns["Id"] for task in found}, {task.state for task in found}) == (names, {state})
+        page = tasks.find(watch.table, [state])
+        assert ({task.columns["Id"] for task in page.tasks}, {task.state for task in page.tasks}) == (names, {state})
+        assert (page.next, page.whole) == (None, True)
         assert {getattr(tasks.task(watch.table, name), "state", None) for name in names} == {state}
+    assert set(ids(watch.table)) == set().union(*(every[state] for state in UNSENT))
     watch.requests.clear()
-    unsent = tasks.listed(watch.table, TaskSelection(), 100)
+    page = tasks.find(watch.table, ["dead", "sent"])
+    assert {task.columns["Id"] for task in page.tasks} == every["dead"] | every["sent"]
     lists = [request for _, request in watch.requests if request.request_options.request_tag == "outbox-list"]
-    assert len(lists) == 5
-    assert len({str(request.transaction.single_use.read_only.read_timestamp) for request in lists}) == 1
+    times = {request.transaction.single_use.read_only.read_timestamp.rfc3339() for request in lists}
+    assert times == {page.as_of.rfc3339()}
     assert not any("CURRENT_TIMESTAMP" in request.sql for request in lists)
-    assert [task.state for task in unsent] == [state for state in UNSENT for _ in OF_STATES[state]]
-    names = [task.columns["Id"] for task in unsent]
-    assert set(names) == set().union(*(every[state] for state in UNSENT))
-    for limit in (1, 3, 6, 11, 12):
-        assert ids(watch.table, limit) == names[:limit]
+    watch.check()
 
 
-@pytest.mark.parametrize("state", ["scheduled", "retrying", "blocked", "dead"])
-def test_tasks_due_later_are_listed_by_their_due_time(database: Database, table: TaskTable, state: str):
-    """Then by priority, age and id; dead ones in the order in which they would come back."""
-    begin = NEVER if state == "dead" else FUTURE
-    more = {"Attempts": 1 if state == "retrying" else 0, "BlockedBy": "head" if state == "blocked" else None}
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("state", STATES)
+def test_a_list_is_sorted_by_time(database: Database, table: TaskTable, state: str, newest: bool):
+    """By SentAt of sent tasks, and by CreatedAt of others, whatever the topic, the priority and the due time."""
+    random, columns = Random(1), OF_STATES[state]
     rows = [
-        row(name, AvailableAt=begin + after * SECOND, Priority=priority, CreatedAt=CREATED + age * SECOND)
-        | more
-        for name, after, priority, age in (
-            ("d", 0, 9, 5), ("b", 0, 9, 6), ("c", 0, 9, 6), ("a", 0, 1, 0), ("e", 1, 5, 0), ("f", 2, 9, 0),
-        )
+        row(f"{n:02}", **{**columns[n % len(columns)], "Topic": "ab"[n % 2], "Priority": random.randrange(3)})
+        | {"SentAt" if state == "sent" else "CreatedAt": CREATED + n // 2 * SECOND}
+        for n in range(20)
     ]  # fmt: skip
+    insert(database, random.sample(rows, len(rows)))
+    order = [f"{n:02}" for n in range(20)]
+    wanted = order[::-1] if newest else order
+    assert ids(table, state, newest=newest) == wanted
+    for limit in (1, 3, 20):
+        assert ids(table, state, newest=newest, limit=limit) == wanted[:limit]
+        assert list(paged(table, state, newest=newest, limit=limit)) == wanted
+    assert list(paged(table, state, newest=newest, limit=3, topic="b")) == [id for id in wanted if int(id) % 2]
+
+
+@pytest.mark.parametrize("newest", [False, True])
+def test_pages_are_stable_while_rows_change(database: Database, table: TaskTable, newest: bool):
+    """Tasks change their state, are deleted and are added between two pages. Each that stays is listed once."""
+    insert(database, [row(f"{n:02}", CreatedAt=CREATED + n // 3 * SECOND) for n in range(12)])
+    found: list[str] = []
+    after = None
+    for number in range(9):
+        page = tasks.find(table, UNSENT, newest=newest, after=after, limit=2)
+        found += [task.columns["Id"] for task in page.tasks]
+        if (after := page.next) is None:
+            break
+        update(database, "00" if newest else "11", AvailableAt=(NEVER, FUTURE, None)[number % 3], Attempts=number % 2)
+        update(database, page.tasks[0].columns["Id"], SentAt=PAST)
+        insert(database, [row(f"new {number}", CreatedAt=CREATED + (99 if newest else -99) * SECOND)])
+    assert sorted(found) == [f"{n:02}" for n in range(12)]
+
+
+def test_a_cursor_goes_on_only_where_it_came_from(database: Database, table: TaskTable):
+    """An edited, cut or foreign one is refused in a sentence, as is one of the other order."""
+    insert(database, [row(name) for name in "abc"])
+    cursor = tasks.find(table, limit=1).next
+    assert cursor
+    middle = len(cursor) // 2
+    other = "A" if cursor[middle] != "A" else "B"
+    for edited in (cursor[:-1], f"{cursor}A", f"{cursor[:middle]}{other}{cursor[middle + 1 :]}", "", "zwölf", "$$"):
+        with pytest.raises(OutboxError, match="is not a cursor from the end of a list"):
+            tasks.find(table, after=edited)
+    with pytest.raises(OutboxError, match="is from a list of the oldest tasks"):
+        tasks.find(table, after=cursor, newest=True)
+
+
+def test_a_list_compares_a_bounded_number_of_tasks(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Of each shard and topic those that workers take first. The page says that there are more."""
+    monkeypatch.setattr(backlog, "MAX_TOTAL", 0)
+    monkeypatch.setattr(backlog, "MIN_COUNT_LIMIT", 3)
+    of_one_shard = {"OrderingKey": "k"}
+    insert(database, [row(str(n), CreatedAt=CREATED + n * SECOND, **of_one_shard) for n in range(5)])
+    page = tasks.find(table, newest=True, limit=2)
+    assert ([task.columns["Id"] for task in page.tasks], page.whole) == (["2", "1"], False)
+    assert tasks.find(table, limit=3).whole is False
+    assert tasks.find(table, limit=5).whole is True
+
+
+def test_a_list_is_narrowed_by_key_and_by_the_beginning_of_an_id(database: Database, table: TaskTable):
+    rows = [row("aa", OrderingKey="k"), row("ab", OrderingKey="K"), row("b", OrderingKey="k"), row("a%", SentAt=PAST)]
     insert(database, rows)
-    assert ids(table, state=state) == ["d", "b", "c", "a", "e", "f"]
-    assert ids(table, 3, state=state) == ["d", "b", "c"]
+    assert ids(table, ordering_key="k") == ["aa", "b"]
+    assert ids(table, *STATES, id_prefix="a") == ["aa", "ab", "a%"]
+    assert ids(table, *STATES, id_prefix="a", ordering_key="k") == ["aa"]
+    assert ids(table, *STATES, id_prefix="a%") == ["a%"]
 
 
 def test_since_is_inclusive_and_until_is_exclusive(database: Database, table: TaskTable):
@@ -71,7 +143,7 @@ def test_since_is_inclusive_and_until_is_exclusive(database: Database, table: Ta
             (("at",), {"since": edge, "until": edge + MICROSECOND}),
             ((), {"since": edge + SECOND}),
         ):
-            assert set(ids(table, state=state, **times)) == {f"{state} {name}" for name in found}
+            assert set(ids(table, state, **times)) == {f"{state} {name}" for name in found}
     assert set(ids(table, since=edge)) == {f"{state} {name}" for state in UNSENT for name in ("at", "after")}
 
 
@@ -87,7 +159,7 @@ def test_an_error_is_found_by_a_part_of_it(database: Database, table: TaskTable)
         "\\": ["backslash"], "NOT_FOUND": ["under"], "größe": ["umlaut"], "GRÖSSE": [], "🎉": ["umlaut"],
         "a\nb": ["backslash"], "not": ["quotes", "under"], "null": [],
     }.items():  # fmt: skip
-        assert sorted(ids(table, state="dead", error=part)) == found, part
+        assert sorted(ids(table, "dead", error=part)) == found, part
     assert sorted(ids(table, error="%")) == ["percent"]
     assert sorted(ids(table, error="not")) == ["quotes", "under"]
 
@@ -102,6 +174,6 @@ def test_the_sent_tasks_of_a_key_are_in_the_order_in_which_they_were_published(d
     insert(database, Random(1).sample(rows, len(rows)))
     published = [id for id, _, _ in order]
     assert [each["Id"] for each in SentTasks(table, Position(PAST), None).page().rows] == published
-    assert ids(table, state="sent") == published[::-1]
+    assert ids(table, "sent", newest=True) == published[::-1]
     # The end of a page selects by CreatedAt, too.
-    assert ids(table, 5, state="sent") == published[:0:-1]
+    assert ids(table, "sent", newest=True, limit=5) == published[:0:-1]

@@ -68,7 +68,8 @@ def statements(database: Database) -> list[str]:
     narrowed = {"topic": "orders", "since": PAST, "until": datetime.now(UTC), "error": "x"}
     for state in STATES:
         for more in ({}, narrowed):
-            tasks.listed(table, TaskSelection(state=state, **more), 5)
+            tasks.find(table, [state], TaskSelection(**more), newest=not more)
+            tasks.find(table, [state], TaskSelection(**more), newest=bool(more))
             changes.count(table, TaskSelection(state=state, **more), exact=True)
     for state in ("dead", "retrying", "scheduled"):
         list(changes.retry(table, TaskSelection(state=state)))
