@@ -39,14 +39,16 @@ MAX_RANGES = 10_000
 #: the longest: if AvailableAt was past at registration, the task has been due since CreatedAt.
 FIRST_DUE = 100
 _HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
-COUNTS = (*UNSENT, "sent_last_minute")
+_REGISTERED = "registered_last_minute"
+COUNTS = (*UNSENT, _REGISTERED, "sent_last_minute")
 
 
 @dataclasses.dataclass(slots=True)
 class Line:
     """The tasks of one topic and priority. `at_least` names the counts that stopped early.
 
-    `oldest` is when the oldest pending task became ready or due.
+    `oldest` is when the oldest pending task became ready or due, `next_due` when the next scheduled or retrying task
+    will be due.
     """
 
     topic: str
@@ -57,15 +59,17 @@ class Line:
     scheduled: int = 0
     blocked: int = 0
     dead: int = 0
+    registered_last_minute: int = 0
     sent_last_minute: int = 0
     oldest: datetime | None = None
+    next_due: datetime | None = None
     at_least: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, other: "Line") -> None:
         """Add the counts of another line."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.oldest = min((each for each in (self.oldest, other.oldest) if each), default=None)
+        self.oldest, self.next_due = _first(self.oldest, other.oldest), _first(self.next_due, other.next_due)
         self.at_least |= other.at_least
 
     def without_pending(self) -> "Line":
@@ -111,8 +115,15 @@ class Backlog:
         return max(0.0, (self.as_of - line.oldest).total_seconds()) if line and line.oldest else 0.0
 
 
+def _first(*times: datetime | None) -> datetime | None:
+    return min(filter(None, times), default=None)
+
+
 class BacklogCounter:
-    """Adds up the counts of all ranges of the index. Pure. Rows are (shard, topic, priority, state, number, oldest)."""
+    """Adds up the counts of all ranges of the index. Pure.
+
+    Rows are (shard, topic, priority, state, number, oldest, next due, registered in the last minute).
+    """
 
     def __init__(self, limit: int) -> None:
         """Expect that each query stops counting at `limit` in each range."""
@@ -123,14 +134,14 @@ class BacklogCounter:
         self._incomplete: dict[str | None, set[tuple[str, int]]] = defaultdict(set)
 
     def add(self, rows: Iterable[Sequence[Any]], *names: str, by_topic: bool = True) -> None:
-        """Add rows. `names` are the states that the rows count.
+        """Add rows. `names` are the counts to which they belong.
 
         A range is one topic of a shard or, without `by_topic`, a whole shard.
         """
         totals: dict[tuple[int, str | None], int] = defaultdict(int)
-        for shard, topic, priority, state, number, oldest in rows:
-            self._add(topic, priority, state, number, oldest)
-            totals[shard, topic if by_topic else None] += number
+        for shard, topic, *row in rows:
+            self._add(topic, *row)
+            totals[shard, topic if by_topic else None] += row[2]
         for (_, topic), number in totals.items():
             if number >= self._limit:
                 self._incomplete[topic] |= {(name, _HIGHEST) for name in names}
@@ -143,8 +154,8 @@ class BacklogCounter:
         """
         totals: dict[tuple[int, str], int] = defaultdict(int)
         lowest: dict[tuple[int, str], int] = {}
-        for shard, topic, priority, state, number, oldest in rows:
-            self._add(topic, priority, state, number, oldest)
+        for shard, topic, priority, state, number, *row in rows:
+            self._add(topic, priority, state, number, *row)
             totals[shard, topic] += number
             lowest[shard, topic] = min(priority, lowest.get((shard, topic), priority))
         stopped = {range_: lowest[range_] for range_, number in totals.items() if number >= self._limit}
@@ -155,7 +166,11 @@ class BacklogCounter:
     def mark_incomplete(self, max_priorities: Mapping[tuple[int, str], int]) -> None:
         """Note the max priority of each range at and below which the count of ready tasks is incomplete."""
         for (_, topic), priority in max_priorities.items():
-            self._incomplete[topic].add(("pending", priority))
+            self._incomplete[topic] |= {("pending", priority), (_REGISTERED, priority)}
+
+    def with_pending(self) -> list[tuple[str, int]]:
+        """Return the topics and priorities that have pending tasks."""
+        return [place for place, line in self._lines.items() if line.pending]
 
     def lines(self, paused: Collection[str]) -> list[Line]:
         """Return all lines, by topic and then by priority."""
@@ -165,11 +180,12 @@ class BacklogCounter:
             line.at_least |= {name for name, priority in incomplete if line.priority <= priority}
         return sorted(self._lines.values(), key=lambda line: (line.topic, -line.priority))
 
-    def _add(self, topic: str, priority: int, name: str, number: int, oldest: datetime | None) -> None:
+    def _add(self, topic: str, priority: int, *counted: Any) -> None:
+        name, number, oldest, next_due, registered = counted
         line = self._lines.setdefault((topic, priority), Line(topic, priority))
         setattr(line, name, getattr(line, name) + number)
-        if oldest and (line.oldest is None or oldest < line.oldest):
-            line.oldest = oldest
+        line.registered_last_minute += registered
+        line.oldest, line.next_due = _first(line.oldest, oldest), _first(line.next_due, next_due)
 
 
 def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> Backlog:
@@ -218,7 +234,7 @@ def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
     counter = BacklogCounter(1)  # the first ready task of each priority is its oldest
     if left := _add_ready(counter, ask, product(table.shards, topics), 1):
         limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // len(left)))
-        for rows in _ready(ask, left, limit):
+        for rows in _ready(ask, _triples(left), limit):
             counter.add(rows, "pending")
     due = ask(statements.COUNT_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)
     counter.add(due, "pending")
@@ -233,22 +249,27 @@ def _add_ready(
     left = dict.fromkeys(ranges, _HIGHEST)
     for _ in range(MAX_QUERIES):
         ranges_left: dict[tuple[int, str], int] = {}
-        for rows in _ready(ask, left, limit):
+        for rows in _ready(ask, _triples(left), limit):
             ranges_left |= counter.add_ready(rows)
         left = ranges_left
     return left
 
 
+def _triples(max_priorities: Mapping[tuple[int, str], int]) -> list[tuple[int, str, int]]:
+    return [(shard, topic, priority) for (shard, topic), priority in max_priorities.items()]
+
+
 def _ready(
-    ask: Callable[..., list[list[Any]]], max_priorities: Mapping[tuple[int, str], int], limit: int
+    ask: Callable[..., list[list[Any]]],
+    ranges: Iterable[tuple[int, str, int]],
+    limit: int,
+    statement: str = statements.COUNT_READY,
+    **more: Any,
 ) -> Iterator[list[list[Any]]]:
-    """Yield the rows of ready tasks in these ranges, request by request."""
-    for chunk in chunked(max_priorities.items(), MAX_RANGES):
-        shards, topics = [shard for (shard, _), _ in chunk], [topic for (_, topic), _ in chunk]
-        priorities = [priority for _, priority in chunk]
-        yield ask(
-            statements.COUNT_READY, range_shards=shards, range_topics=topics, max_priorities=priorities, limit=limit
-        )
+    """Yield the rows of ready tasks in these ranges of a shard, topic and priority, request by request."""
+    for chunk in chunked(ranges, MAX_RANGES):
+        shards, topics, priorities = (list(each) for each in zip(*chunk, strict=True))
+        yield ask(statement, range_shards=shards, range_topics=topics, max_priorities=priorities, limit=limit, **more)
 
 
 def range_limit(table: TaskTable, topics: Collection[str]) -> int:
@@ -262,20 +283,25 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     del topics[MAX_TOPICS:]
     if limit is None:
         limit = range_limit(table, topics)
-    values: dict[str, Any] = {"shards": list(table.shards), "limit": limit}
     seconds = COUNT_SECONDS if limit == NO_LIMIT else SCAN_SECONDS
 
     def ask(statement: str, **parameters: Any) -> list[list[Any]]:
         return table.query(statement, "outbox-status", parameters, at=at, seconds=seconds)
 
     counter = BacklogCounter(limit)
+    values: dict[str, Any] = {"shards": list(table.shards), "limit": limit, "now": at}
     counter.mark_incomplete(_add_ready(counter, ask, product(table.shards, topics), limit))
-    counter.add(ask(statements.COUNT_DUE, **values, topics=topics, now=at), "pending")
-    counter.add(ask(statements.COUNT_LATER, **values, topics=topics, now=at), "retrying", "scheduled", "blocked")
-    counter.add(ask(statements.COUNT_DEAD, **values, topics=topics), "dead")
+    if of_sent:
+        ranges = ((shard, *place) for shard, place in product(table.shards, counter.with_pending()))
+        for rows in _ready(ask, ranges, limit, statements.COUNT_REGISTERED, now=at):
+            counter.add(rows, _REGISTERED)
+    counter.add(ask(statements.COUNT_DUE, **values, topics=topics), "pending", _REGISTERED)
+    later = ask(statements.COUNT_LATER, **values, topics=topics)
+    counter.add(later, "retrying", "scheduled", "blocked", _REGISTERED)
+    counter.add(ask(statements.COUNT_DEAD, **values, topics=topics), "dead", _REGISTERED)
     workers: Sequence[Worker] = []
     if of_sent:
-        counter.add(ask(statements.COUNT_SENT, **values, now=at), "sent_last_minute", by_topic=False)
+        counter.add(ask(statements.COUNT_SENT, **values), "sent_last_minute", _REGISTERED, by_topic=False)
         workers = live(table, at)
     paused = {topic for topic, is_paused, *_ in ask(CONTROLS) if is_paused}
     return Backlog(at, workers, counter.lines(paused), whole=whole)

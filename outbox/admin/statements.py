@@ -50,15 +50,26 @@ _TOPIC_RANGES = """(
   FROM UNNEST(@range_shards) AS in_shard WITH OFFSET AS position)"""
 
 
-def _count(ranges: str, rows: str, state: str, ready_since: str = "CAST(NULL AS TIMESTAMP)") -> str:
+_NO_TIME = "CAST(NULL AS TIMESTAMP)"
+_IN_LAST_MINUTE = "> TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)"
+_REGISTERED = f"CreatedAt {_IN_LAST_MINUTE}"
+
+
+def _count(
+    ranges: str, rows: str, state: str, *, ready_since: str = _NO_TIME, due: str = _NO_TIME, registered: str = "FALSE"
+) -> str:
     """Return the statement that counts `rows` by topic, priority and state, at most @limit in each of the `ranges`.
 
-    `oldest` is when the oldest of the tasks became ready or due.
+    Also when the oldest of the tasks became ready or due, when the next one will be `due`, and how many of them were
+    `registered` in the last minute.
     """
     return f"""
-SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest FROM {ranges}, UNNEST(ARRAY(
-  SELECT AS STRUCT topic, priority, state, COUNT(*) AS number, MIN(ready_since) AS oldest FROM (
-    SELECT Topic AS topic, Priority AS priority, {state} AS state, {ready_since} AS ready_since
+SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest, part.next_due, part.registered
+FROM {ranges}, UNNEST(ARRAY(
+  SELECT AS STRUCT topic, priority, state, COUNT(*) AS number, MIN(ready_since) AS oldest, MIN(due) AS next_due,
+    COUNTIF(is_new) AS registered FROM (
+    SELECT Topic AS topic, Priority AS priority, {state} AS state, {ready_since} AS ready_since, {due} AS due,
+      {registered} AS is_new
     FROM {TO_SEND} WHERE {rows} LIMIT @limit)
   GROUP BY topic, priority, state)) AS part"""
 
@@ -67,26 +78,36 @@ COUNT_READY = _count(
     _TOPIC_RANGES,
     f"{OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}",
     "'pending'",
-    "CreatedAt",
+    ready_since="CreatedAt",
+)
+#: The ready tasks of a priority that were registered in the last minute. They are the last ones of its range.
+COUNT_REGISTERED = _count(
+    _TOPIC_RANGES,
+    f"{OF_TOPIC} AND AvailableAt IS NULL AND Priority = max_priority AND {_REGISTERED} ORDER BY {TO_SEND_ORDER}",
+    "'registered_last_minute'",
 )
 COUNT_DUE = _count(
     EACH_TOPIC,
     f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}",
     "'pending'",
-    "GREATEST(CreatedAt, AvailableAt)",
+    ready_since="GREATEST(CreatedAt, AvailableAt)",
+    registered=_REGISTERED,
 )
 COUNT_LATER = _count(
     EACH_TOPIC,
     at_now(f"{OF_TOPIC} AND {LATER_SQL}"),
     at_now(STATE_SQL),
+    due="IF(BlockedBy IS NULL, AvailableAt, NULL)",
+    registered=_REGISTERED,
 )
-COUNT_DEAD = _count(EACH_TOPIC, f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
+COUNT_DEAD = _count(EACH_TOPIC, f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'", registered=_REGISTERED)
 #: The workers, with what they say about themselves. A worker of an older version has no Info.
 WORKERS_AT = at_now(workers("StartedAt", "SeenAt", "TO_JSON_STRING(Info)"))
 COUNT_SENT = _count(
     "UNNEST(@shards) AS in_shard",
-    "Shard = in_shard AND SentAt > TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)",
+    f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE}",
     "'sent_last_minute'",
+    registered=_REGISTERED,
 )
 
 

@@ -16,8 +16,9 @@ from outbox.program.terminal import Escaped, counted, joined, say
 from outbox.program.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\
-Count the unsent tasks of each topic and priority, and those sent in the last minute.
-Show the age of the oldest pending task, the topics to which a live worker does not
+Count the unsent tasks of each topic and priority, and those registered (IN/MIN) and sent
+in the last minute. Show the age of the oldest pending task, when the next scheduled or
+retrying task will be due, the topics to which a live worker does not
 publish because they fail (open circuits), and the errors of unsent tasks (of at most
 1,000 tasks of each state). While `outbox schema reshard` is under way, show its next
 step.
@@ -28,12 +29,12 @@ The command reads the index at LOW priority and takes no locks. It stops countin
 
     outbox status --project my-project --instance main --database shop
     outbox status --watch ...
-    outbox status --max-age 5m --max-pending 10000 ... || notify-on-call
+    outbox status --max-age 5m --max-pending 10000 --max-dead 0 ... || notify-on-call
     outbox status --json ... | jq '.topics[] | select(.dead > 0)'"""
 
 #: Seconds between two updates of --watch.
 WATCH_SECONDS = 5.0
-PENDING = whole_number(0, 1_000_000_000)
+COUNT = whole_number(0, 1_000_000_000)
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -45,14 +46,16 @@ def add(commands: Any) -> None:
     parser.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
     text = "Exit code 1 if a task has been pending for longer than this: "
     flags.add(parser, "--max-age", SECONDS, text + SECONDS.allowed, metavar="S")
-    text = "Exit code 1 if more than N tasks are pending. Both limits ignore paused topics"
-    flags.add(parser, "--max-pending", PENDING, text, metavar="N")
+    text = "Exit code 1 if more than N tasks are pending. --max-age and --max-pending ignore paused topics"
+    flags.add(parser, "--max-pending", COUNT, text, metavar="N")
+    text = "Exit code 1 if more than N tasks are dead, also in paused topics"
+    flags.add(parser, "--max-dead", COUNT, text, metavar="N")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the backlog; return 0, or 1 if a limit is exceeded. Raises SettingError, NotReached, OutboxError."""
-    if options.watch and (options.max_age is not None or options.max_pending is not None):
-        raise SettingError("--watch has no exit code: pass --max-age and --max-pending without it")
+    if options.watch and _limits(options):
+        raise SettingError(f"--watch has no exit code: pass {' and '.join(_limits(options))} without it")
 
     if options.watch:
         with exit_on(signal.SIGTERM, signal.SIGINT, code=0):
@@ -68,8 +71,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> "admin.backlog.Backlog":
-    # Count far enough to decide whether --max-pending is exceeded.
-    limit = None if options.max_pending is None else max(admin.backlog.COUNT_LIMIT, options.max_pending + 1)
+    # Count far enough to decide whether --max-pending or --max-dead is exceeded.
+    highest = max((each for each in (options.max_pending, options.max_dead) if each is not None), default=None)
+    limit = None if highest is None else max(admin.backlog.COUNT_LIMIT, highest + 1)
     found = admin.backlog.read(task_table, exact=options.exact, limit=limit)
     if not found.whole:
         topics = f"{admin.backlog.MAX_TOPICS:,}"
@@ -104,13 +108,20 @@ def _beyond(backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> li
             f"{oldest.priority}), more than --max-age {spoken(options.max_age)}"
         )
     total = backlog.total
-    if options.max_pending is not None and total.pending > options.max_pending:
-        number = cell(_number("pending", total.pending, total.at_least))
-        are = "task is" if number == "1" else "tasks are"
-        found.append(f"{number} {are} pending, more than --max-pending {options.max_pending:,}")
-    if not backlog.whole and (options.max_age is not None or options.max_pending is not None):
-        found.append("--max-age and --max-pending cannot be checked, because not all topics are counted")
+    for name, most in (("pending", options.max_pending), ("dead", options.max_dead)):
+        if most is not None and (value := getattr(total, name)) > most:
+            number = cell(_number(name, value, total.at_least))
+            are = "task is" if number == "1" else "tasks are"
+            found.append(f"{number} {are} {name}, more than --max-{name} {most:,}")
+    if not backlog.whole and (given := _limits(options)):
+        found.append(f"{' and '.join(given)} cannot be checked, because not all topics are counted")
     return found
+
+
+def _limits(options: argparse.Namespace) -> list[str]:
+    """Return the flags of the limits that were given."""
+    limits = {"--max-age": options.max_age, "--max-pending": options.max_pending, "--max-dead": options.max_dead}
+    return [flag for flag, value in limits.items() if value is not None]
 
 
 def _rendered(
@@ -134,21 +145,23 @@ def _rendered(
     return joined(*parts)
 
 
-HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "SENT/MIN", "OLDEST")
+HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "IN/MIN", "SENT/MIN", "OLDEST", "NEXT DUE")
 
 
 def cells(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> list[object]:
     """Return the cells of a line, below HEADS."""
     age = spoken(backlog.age(line)) if line.oldest else "-"
-    return [*(_number(name, getattr(line, name), line.at_least) for name in admin.backlog.COUNTS), age]
+    due = f"in {spoken((line.next_due - backlog.as_of).total_seconds())}" if line.next_due else "-"
+    return [*(_number(name, getattr(line, name), line.at_least) for name in admin.backlog.COUNTS), age, due]
 
 
 def fields(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> dict[str, Any]:
-    """Return the JSON fields of a line: counts, age in seconds, and the names of counts that stopped early."""
+    """Return the JSON fields of a line: counts, age in seconds, time, and the names of counts that stopped early."""
     age = round(backlog.age(line), 3) if line.oldest else None
     return {
         **{name: getattr(line, name) for name in admin.backlog.COUNTS},
         "oldest_age": age,
+        "next_due": line.next_due,
         "at_least": sorted(line.at_least),
     }
 

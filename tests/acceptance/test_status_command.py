@@ -45,10 +45,14 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
         batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), rows)
     [whole] = outbox.objects("status", "--exact", "--json")
     table = outbox.run("status", "--exact")
-    names = ("topic", "priority", "pending", "retrying", "scheduled", "blocked", "dead", "sent_last_minute")
-    counts = [("invoices", 50, 0, 0, 0, 0, 0, 8), ("orders", 100, 1, 0, 0, 0, 0, 0), ("orders", 50, 3, 4, 5, 1, 7, 0)]
+    names = ("topic", "priority", "pending", "retrying", "scheduled", "blocked", "dead", "registered_last_minute")
+    names += ("sent_last_minute",)
+    counts = [
+        ("invoices", 50, 0, 0, 0, 0, 0, 8, 8), ("orders", 100, 1, 0, 0, 0, 0, 0, 0), ("orders", 50, 3, 4, 5, 1, 7, 0, 0),
+    ]  # fmt: skip
     assert [tuple(line[name] for name in names) for line in whole["topics"]] == counts
-    assert [whole[name] for name in (*names[2:], "workers")] == [4, 4, 5, 1, 7, 8, 2]
+    assert [whole[name] for name in (*names[2:], "workers")] == [4, 4, 5, 1, 7, 8, 8, 2]
+    assert [line["next_due"] is None for line in whole["topics"]] == [True, True, False]
     ages = [line["oldest_age"] for line in whole["topics"]]
     assert ages == [None, pytest.approx(60, abs=30), pytest.approx(3 * 3600, abs=30)]
     first, head, *lines = table.stdout.splitlines()
@@ -56,14 +60,14 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
     assert first.startswith("as of 2")
     assert first.endswith("Z, 2 live workers")
     states = ["PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD"]
-    assert head.split() == ["TOPIC", "PRIORITY", *states, "SENT/MIN", "OLDEST"]
-    assert [line.split()[:8] for line in lines[:3]] == [[str(each) for each in line] for line in counts]
+    assert head.split() == ["TOPIC", "PRIORITY", *states, "IN/MIN", "SENT/MIN", "OLDEST", "NEXT", "DUE"]
+    assert [line.split()[:9] for line in lines[:3]] == [[str(each) for each in line] for line in counts]
     assert [line.split(maxsplit=3) for line in lines[5:]] == [
         ["TASKS", "STATE", "TOPIC", "ERROR"],
         ["7", "dead", "orders", "not_found: no such topic"],
         ["4", "retrying", "orders", "unavailable: it is away"],
     ]
-    assert [line.split() for line in lines[3:5]] == [["all", "4", "4", "5", "1", "7", "8", "3h"], []]
+    assert [line.split()[:10] for line in lines[3:5]] == [["all", "4", "4", "5", "1", "7", "8", "8", "3h", "in"], []]
     error = {"topic": "orders", "state": "retrying", "error": "unavailable: it is away"}
     assert whole["errors"][1] == error | {"tasks": 4, "at_least": False}
 
@@ -95,8 +99,9 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
 
 
 def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Database):
-    """A sentence says which limit and by how much; without it the code is 0. Paused topics count for neither."""
+    """A sentence says which limit and by how much; without it the code is 0. Paused topics count only for dead tasks."""
     insert(database, [row("a"), row("b", age=2 * HOUR), row("p", topic="paused", age=9 * HOUR)])
+    insert(database, [row("d", "dead"), row("e", "dead", topic="paused")])
     pause(database, "paused")
     oldest = "the oldest pending task has waited 2h (topic orders, priority 50), more than --max-age 1h 30m"
     for words, sentence in {
@@ -104,6 +109,8 @@ def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Dat
         ("--max-age", "3h"): "",
         ("--max-pending", "1"): "2 tasks are pending, more than --max-pending 1",
         ("--max-pending", "2"): "",
+        ("--max-dead", "1"): "2 tasks are dead, more than --max-dead 1",
+        ("--max-dead", "2"): "",
     }.items():
         done = outbox.run("status", "--exact", *words)
         assert (done.code, sentence in done.stderr) == (1 if sentence else 0, True), (words, done)
@@ -141,9 +148,9 @@ def test_topics_shows_controls_beside_the_backlog(outbox: Commands, database: Da
     assert first.startswith("as of ")
     assert head.split()[:3] == ["TOPIC", "CONTROL", "PENDING"]
     assert [" ".join(line.split()) for line in lines] == [
-        "both paused; at most 5 in flight 1 0 0 0 1 0 1h",
-        "row-only paused; at most 5 in flight 0 0 0 0 0 0 -",
-        "tasks-only no limits 1 0 0 0 0 0 1h",
+        "both paused; at most 5 in flight 1 0 0 0 1 0 0 1h -",
+        "row-only paused; at most 5 in flight 0 0 0 0 0 0 0 - -",
+        "tasks-only no limits 1 0 0 0 0 0 0 1h -",
     ]
     names = ("topic", "paused", "max_in_flight", "rate_per_second", "pending", "dead")
     assert [[line[name] for name in names] for line in whole["topics"]] == [

@@ -109,7 +109,7 @@ def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
     found = backlog._read_at(Later(watch.database), now, backlog.COUNT_LIMIT)
     [line] = found.lines
     assert numbers(line) == {"pending": 1, "scheduled": 1, "retrying": 1, "sent_last_minute": 1}
-    assert (line.oldest, found.age(line)) == (now, 0.0)
+    assert (line.oldest, line.next_due, found.age(line)) == (now, now + MICROSECOND, 0.0)
     assert ([worker.id for worker in found.workers], found.as_of) == (["idle", "just live", "live"], now)
 
 
@@ -128,6 +128,25 @@ def test_the_backlog_is_read_at_one_timestamp(database: Database, watch: Watch):
         ("invoices", {"pending": 1}),
         ("orders", {"dead": 1, "sent_last_minute": 1}),
     ]
+
+
+@pytest.mark.parametrize("limit", [5, 100])
+def test_the_tasks_registered_in_the_last_minute_are_counted(database: Database, watch: Watch, limit: int):
+    """In any state, and behind a backlog that is longer than the limit. A bound says that it is one."""
+    now = datetime.now(UTC)
+    new = now - timedelta(minutes=1) + MICROSECOND
+    in_each: list[dict[str, Any]] = [
+        {}, {"AvailableAt": PAST}, {"AvailableAt": FUTURE}, {"AvailableAt": FUTURE, "Attempts": 1},
+        {"AvailableAt": FUTURE - DAY, "BlockedBy": "head"}, {"AvailableAt": NEVER}, {"SentAt": now},
+    ]  # fmt: skip
+    old = [row(f"old {n}", OrderingKey="k") for n in range(7)]
+    insert(database, [*old, *(row(f"new {n}", CreatedAt=new, **each) for n, each in enumerate(in_each))])
+    insert(database, [row("before", CreatedAt=new - MICROSECOND, AvailableAt=PAST)])
+    insert(database, [row("behind", CreatedAt=now, OrderingKey="k"), row("other", CreatedAt=now, Priority=7)])
+    found = backlog._read_at(Later(watch.database), now, limit)
+    assert {line.priority: line.registered_last_minute for line in found.lines} == {50: 8, 7: 1}
+    assert (found.total.next_due, found.total.at_least) == (FUTURE, {"pending"} if limit == 5 else set())
+    watch.check()
 
 
 @pytest.mark.emulator_only("it answers for a time before the table was created")
@@ -182,6 +201,7 @@ KINDS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     ("dead", lambda: {"AvailableAt": NEVER}),
     ("sent_last_minute", lambda: {"SentAt": datetime.now(UTC)}),
 ]
+NEW = "registered_last_minute"
 
 
 def test_a_count_is_exact_or_reported_as_a_lower_bound(
@@ -197,7 +217,9 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(
     for n in range(250):
         (name, columns), topic, priority = random.choice(KINDS), random.choice("ab"), random.choice([0, 1, 2, 50])
         true[topic, priority][name] += 1
-        created = CREATED + timedelta(seconds=random.randrange(1_000))
+        is_new = random.random() < 0.2
+        true[topic, priority][NEW] += is_new
+        created = (datetime.now(UTC) if is_new else CREATED) - timedelta(milliseconds=random.randrange(10_000))
         rows.append(row(str(n), Topic=topic, Priority=priority, CreatedAt=created, **columns()))
     insert(database, rows)
     ready: dict[tuple[str, int], datetime] = {}
@@ -223,7 +245,7 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(
             assert number == whole or (number < whole and name in found.total.at_least)
     exact = backlog.read(table, exact=True)
     assert {(line.topic, line.priority): numbers(line) for line in exact.lines} == {
-        place: dict(counts) for place, counts in true.items()
+        place: {name: number for name, number in counts.items() if number} for place, counts in true.items()
     }
     assert not exact.total.at_least
 

@@ -19,7 +19,7 @@ def test_a_request_has_a_limited_number_of_ranges():
         shards, topics = parameters["range_shards"], parameters["range_topics"]
         assert len(shards) == len(topics) == len(parameters["max_priorities"])
         numbers.append(len(shards))
-        return [[shards[0], topics[0], 50, "pending", 1, NOW]]
+        return [[shards[0], topics[0], 50, "pending", 1, NOW, None, 0]]
 
     ranges = [(shard, f"topic-{number}") for number in range(1_000) for shard in range(25)]
     counter = backlog.BacklogCounter(1)
@@ -33,11 +33,13 @@ def test_a_request_has_a_limited_number_of_ranges():
 def test_counts_below_the_last_query_are_lower_bounds():
     """Also those of a priority that another shard or state has shown."""
     counter = BacklogCounter(2)
-    left = counter.add_ready([[0, "a", 9, "pending", 2, NOW]])
+    left = counter.add_ready([[0, "a", 9, "pending", 2, NOW, None, 0]])
     assert left == {(0, "a"): 8}
     counter.mark_incomplete(left)
-    counter.add([[shard, "a", priority, "dead", 1, None] for shard, priority in ((1, 8), (2, 10))], "dead")
-    assert {line.priority: line.at_least for line in counter.lines(())} == {10: set(), 9: {"pending"}, 8: {"pending"}}
+    counter.add([[shard, "a", priority, "dead", 1, None, None, 0] for shard, priority in ((1, 8), (2, 10))], "dead")
+    assert {line.priority: line.at_least for line in counter.lines(())} == {
+        10: set(), 9: {"pending"}, 8: {"pending", "registered_last_minute"},
+    }  # fmt: skip
 
 
 def test_pending_tasks_of_a_paused_topic_are_in_no_total():
@@ -45,7 +47,7 @@ def test_pending_tasks_of_a_paused_topic_are_in_no_total():
     second = timedelta(seconds=1)
     lines = [
         Line("a", 9, pending=2, dead=1, oldest=NOW - second),
-        Line("a", 1, pending=1, oldest=NOW - 2 * second, at_least={"dead"}),
+        Line("a", 1, pending=1, oldest=NOW - 2 * second, next_due=NOW + second, at_least={"dead"}),
         Line("b", 0, paused=True, pending=7, dead=3, oldest=NOW - 9 * second, at_least={"pending"}),
     ]
     found = Backlog(NOW, (), lines)
@@ -53,7 +55,7 @@ def test_pending_tasks_of_a_paused_topic_are_in_no_total():
     assert (total.pending, total.dead, total.oldest, total.at_least) == (3, 4, NOW - 2 * second, {"dead"})
     assert (found.oldest, found.age(found.oldest)) == (lines[1], 2.0)
     assert found.topics() == {
-        "a": Line("a", 9, pending=3, dead=1, oldest=NOW - 2 * second, at_least={"dead"}),
+        "a": Line("a", 9, pending=3, dead=1, oldest=NOW - 2 * second, next_due=NOW + second, at_least={"dead"}),
         "b": lines[2],
     }
 
