@@ -23,6 +23,16 @@ GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskTopics TO ROLE outbox_oper
 GRANT INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_operator;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskShards TO ROLE outbox_operator;
 
+-- People and programs that look: all commands that only read, except `outbox show`. They read no message.
+-- After a reshard, also grant the column that it has added, such as Shard32.
+CREATE ROLE outbox_viewer;
+GRANT SELECT(Id, Topic, Bytes, Priority, OrderingKey, Sequence, Shard, CreatedAt, AvailableAt, BlockedBy, ExpiresAt,
+    AtMostOnce, Attempts, LastError, TimesSent, SentAt)
+  ON TABLE AsynchronousTasks TO ROLE outbox_viewer;
+GRANT SELECT
+  ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards, AsynchronousTaskOperations
+  TO ROLE outbox_viewer;
+
 -- Applications. They register tasks, and read no message.
 CREATE ROLE outbox_application;
 GRANT SELECT(Id) ON TABLE AsynchronousTasks TO ROLE outbox_application;

@@ -45,9 +45,30 @@ class Operation(NamedTuple):
     reason: str | None
 
 
-def latest(table: TaskTable, limit: int) -> list[Operation]:
-    """Return the last `limit` operations, newest first. Raises NotReached, OutboxError."""
-    return [Operation(*row) for row in table.query(statements.LATEST_OPERATIONS, _TAG, {"limit": limit})]
+def latest(
+    table: TaskTable,
+    limit: int,
+    *,
+    operation: str | None = None,
+    topic: str | None = None,
+    principal: str | None = None,
+    at: datetime | None = None,
+) -> list[Operation]:
+    """Return the last `limit` operations as they were `at` a time, newest first. Raises NotReached, OutboxError.
+
+    Args:
+        table: is only read.
+        limit: max operations.
+        operation: only those with this name, such as `retry`.
+        topic: only those whose selection contains this text.
+        principal: only those by an account that contains this text, ignoring case.
+        at: by default now.
+    """
+    quoted = None if topic is None else json.dumps(topic, ensure_ascii=False)
+    given = {"operation": operation, "topic": quoted, "principal": principal}
+    values = {name: value for name, value in given.items() if value is not None}
+    rows = table.query(statements.latest_operations(values), _TAG, {**values, "limit": limit}, at=at)
+    return [Operation(*row) for row in rows]
 
 
 def record(

@@ -39,10 +39,24 @@ SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNES
 TOPICS_WITH_UNSENT = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
-LATEST_OPERATIONS = """
+
+
+def latest_operations(names: Collection[str]) -> str:
+    """Return the statement for the last @limit operations with the conditions in `names`, which are of parameters.
+
+    @topic is quoted as in JSON. Reads the whole table, which has one row for each change by an operator.
+    """
+    conditions = {
+        "operation": "Operation = @operation",
+        "topic": "STRPOS(Selection, @topic) > 0",
+        "principal": "STRPOS(LOWER(Principal), LOWER(@principal)) > 0",
+    }
+    where = " AND ".join(["TRUE", *(condition for name, condition in conditions.items() if name in names)])
+    return f"""
 SELECT OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason
-FROM AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}
+FROM AsynchronousTaskOperations@{{FORCE_INDEX=_BASE_TABLE}} WHERE {where}
 ORDER BY StartedAt DESC, OperationId LIMIT @limit"""
+
 
 # The n-th range has the n-th shard of @range_shards, the n-th topic of @range_topics and the n-th max priority.
 _TOPIC_RANGES = """(
@@ -201,6 +215,16 @@ SELECT part.number FROM {places}, UNNEST(ARRAY(
     )
 
 
+#: The heads behind which tasks are blocked, with the number of these tasks. All are in one shard and topic.
+BLOCKED_HEADS = at_now(f"""
+SELECT part.head_id, part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(
+  SELECT AS STRUCT head_id, COUNT(*) AS number FROM (
+    SELECT BlockedBy AS head_id FROM {TO_SEND}
+    WHERE {OF_TOPIC} AND {RANGES["blocked"][0]} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)
+  GROUP BY head_id)) AS part
+ORDER BY part.number DESC, part.head_id LIMIT @limit""")
+
+
 def next_ids(state: str, names: Collection[str]) -> str:
     """Return the statement for the next @limit tasks (Id, SentAt) of @shard, and of @topics unless the state is sent.
 
@@ -265,4 +289,9 @@ SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
 
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
-    return f"SELECT {columns}, {STATE_SQL} FROM {BY_ID} WHERE Id = @id"
+    return f"SELECT CURRENT_TIMESTAMP(), {STATE_SQL}, {columns} FROM {BY_ID} WHERE Id = @id"
+
+
+def listed_by_ids(columns: str) -> str:
+    """Return the statement for the state and the `columns` of the tasks @ids, at @now."""
+    return at_now(of_ids(f"{STATE_SQL}, {columns}"))

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from google.api_core.datetime_helpers import DatetimeWithNanoseconds
 
 from outbox.admin import statements
-from outbox.admin.backlog import range_limit
+from outbox.admin.backlog import Backlog, range_limit
 from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.errors import OutboxError
@@ -29,6 +29,8 @@ _ALL_COLUMNS = tuple(dict.fromkeys((*_COLUMNS, *ddl.columns())))
 
 #: Time windows that are searched for sent tasks, one after the other, before all sent tasks are read.
 WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))
+#: Max tasks of a state that are read to count their errors.
+ERRORS_READ = 1_000
 #: The selection of all tasks of a state.
 ALL = TaskSelection()
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
@@ -37,10 +39,11 @@ _RESOLUTION, _DIGEST_BYTES = timedelta(microseconds=1), 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """A row by column name, and the state of the task."""
+    """A row by column name, and the state of the task, as they were at `as_of`."""
 
     state: str
     columns: Mapping[str, Any]
+    as_of: datetime
 
     @property
     def message(self) -> Any | None:
@@ -69,6 +72,26 @@ class Page:
     as_of: datetime
     next: str | None
     whole: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorCount:
+    """A number of unsent tasks with the same topic, state and LastError. If `at_least`, there may be more."""
+
+    topic: str
+    state: str
+    error: str | None
+    tasks: int
+    at_least: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockedHead:
+    """A task behind which tasks of its ordering key are blocked. `head` is None if the task does not exist."""
+
+    id: str
+    blocked: int
+    head: Task | None
 
 
 #: Before the first task of a list, oldest and newest first.
@@ -105,6 +128,41 @@ def find(
     )
 
 
+def count_errors(tasks: Sequence[Task], *, at_least: bool = False) -> list[ErrorCount]:
+    """Return the number of tasks with the same topic, state and LastError, highest first."""
+    counts = Counter((task.columns["Topic"], task.state, task.columns["LastError"]) for task in tasks)
+    return [ErrorCount(*place, number, at_least) for place, number in counts.most_common()]
+
+
+def errors(table: TaskTable, backlog: Backlog) -> list[ErrorCount]:
+    """Return the errors of all unsent tasks as of a backlog, highest count first. Raises NotReached, OutboxError.
+
+    At most ERRORS_READ tasks of each state are read.
+    """
+    found: list[ErrorCount] = []
+    topics = backlog.topics()
+    for state in UNSENT:
+        if names := [topic for topic, line in topics.items() if getattr(line, state)]:
+            tasks = tried(table, state, names, ERRORS_READ, backlog.as_of)
+            failed = [task for task in tasks if task.columns["LastError"]]
+            found += count_errors(failed, at_least=len(tasks) == ERRORS_READ)
+    return sorted(found, key=lambda count: -count.tasks)
+
+
+def blocked_heads(table: TaskTable, backlog: Backlog, limit: int = 100) -> list[BlockedHead]:
+    """Return the tasks that block most others, as of a backlog. Raises NotReached, OutboxError.
+
+    If `at_least` of a topic's line names `blocked`, not all of its blocked tasks are counted.
+    """
+    topics = [topic for topic, line in backlog.topics().items() if line.blocked]
+    reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=backlog.as_of)
+    ceiling = range_limit(table, backlog.topics())
+    counts = reader.query(statements.BLOCKED_HEADS, {"topics": topics, "ceiling": ceiling, "limit": limit})
+    rows = reader.query(statements.listed_by_ids(", ".join(_COLUMNS)), {"ids": [id for id, _ in counts]})
+    heads = {task.columns["Id"]: task for task in (_task(backlog.as_of, row) for row in rows)}
+    return [BlockedHead(id, number, heads.get(id)) for id, number in counts]
+
+
 def tried(table: TaskTable, state: str, topics: Sequence[str], limit: int, at: datetime) -> list[Task]:
     """Return the first `limit` unsent tasks of a state and of `topics` that may have failed, as they were `at` a time.
 
@@ -133,7 +191,7 @@ class _Reader:
         ceiling = max(self.limit, range_limit(self.table, topics))
         tasks = self.of_ranges(states, topics, ceiling)
         counting = statements.count_of_states(states, self.selection.names)
-        numbers = self._query(counting, self.selection.values | {"topics": topics, "limit": ceiling})
+        numbers = self.query(counting, self.selection.values | {"topics": topics, "limit": ceiling})
         return tasks, all(number < ceiling for (number,) in numbers)
 
     def of_ranges(self, states: Sequence[str], topics: Sequence[str], ceiling: int) -> list[Task]:
@@ -165,17 +223,24 @@ class _Reader:
             yield dataclasses.replace(self.selection, since=part[0], until=part[1])
 
     def _first_sent(self) -> list[datetime]:
-        return [min((sent_at for (sent_at,) in self._query(statements.FIRST_SENT, {})), default=_LONG_AGO)]
+        return [min((sent_at for (sent_at,) in self.query(statements.FIRST_SENT, {})), default=_LONG_AGO)]
 
     def _tasks(self, statement: str, values: Mapping[str, Any]) -> list[Task]:
         after = dict(zip(("after", "after_created", "after_id"), dataclasses.astuple(self.position), strict=True))
-        rows = self._query(statement, {**values, **after, "limit": self.limit})
-        return [Task(state, dict(zip(_COLUMNS, row, strict=True))) for state, *row in rows]
+        rows = self.query(statement, {**values, **after, "limit": self.limit})
+        return [_task(self.at, row) for row in rows]
 
-    def _query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
+    def query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
+        """Return the rows of a statement. Adds the shards, and the time if the statement has it."""
         now = {"now": self.at} if "@now" in statement else {}
-        values = {**values, **now, "shards": list(self.table.shards)}
+        shards = {"shards": list(self.table.shards)} if "@shards" in statement else {}
+        values = {**values, **now, **shards}
         return self.table.query(statement, "outbox-list", values, at=self.at, seconds=SCAN_SECONDS)
+
+
+def _task(as_of: datetime, row: Sequence[Any]) -> Task:
+    """Return the task of a row with its state and _COLUMNS."""
+    return Task(row[0], dict(zip(_COLUMNS, row[1:], strict=True)), as_of)
 
 
 def _place(task: Task) -> _Place:
@@ -223,14 +288,17 @@ def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dic
     return {prefix: sorted(ids) for prefix, ids in matches.items()}
 
 
-def task(table: TaskTable, id: str) -> Task | None:
-    """Return one task with all columns, `Data` as bytes, or None if it does not exist."""
-    rows = table.query(statements.task(", ".join(_ALL_COLUMNS)), "outbox-show", {"id": id})
+def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
+    """Return one task with all columns, or None if it does not exist. `Data` is bytes, and missing without `data`."""
+    names = [name for name in _ALL_COLUMNS if data or name != "Data"]
+    rows = table.query(statements.task(", ".join(names)), "outbox-show", {"id": id})
     if not rows:
         return None
-    *values, state = rows[0]
-    columns = dict(zip(_ALL_COLUMNS, values, strict=True))
-    return Task(state, columns | {"Data": b64decode(columns["Data"])})  # the client returns BYTES in base64
+    as_of, state, *values = rows[0]
+    columns = dict(zip(names, values, strict=True))
+    if data:
+        columns["Data"] = b64decode(columns["Data"])  # the client returns BYTES in base64
+    return Task(state, columns, as_of)
 
 
 def _publish_place(columns: Mapping[str, Any]) -> tuple[Any, ...]:

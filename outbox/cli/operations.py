@@ -1,12 +1,16 @@
 """`outbox operations`: list the changes that operators made."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from outbox import admin
 from outbox.cli import flags
 from outbox.cli.output import as_json, note, shortened, table
+from outbox.program.settings import one_of
 from outbox.program.terminal import counted, say
+from outbox.program.times import shown
+from outbox.table.ddl import OPERATION_NAMES
 
 DESCRIPTION = """\
 List the last changes, newest first: retry, purge, cancel, pause, resume, limit, route,
@@ -15,41 +19,45 @@ account, the reason, the selection and the number of changed tasks. A change wit
 FINISHED is still running, or ended early.
 
     outbox operations --project my-project --instance main --database shop
-    outbox operations --limit 1000 --json ... | jq 'select(.operation == "cancel")'"""
+    outbox operations --operation cancel --topic orders --principal jane ..."""
 
-HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "REASON", "SELECTION")
+HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION", "REASON")
 
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "operations", "list who changed what, and when", DESCRIPTION, run)
+    kind = one_of(*OPERATION_NAMES)
+    text = f"Only operations with this name: {kind.allowed}"
+    flags.add(parser, "--operation", kind, text, metavar="NAME", choices=OPERATION_NAMES)
+    flags.add(parser, "--topic", flags.TOPIC, "Only operations whose selection names this topic", metavar="TOPIC")
+    text = "Only operations by an account that contains this text, ignoring case"
+    flags.add(parser, "--principal", flags.TEXT, text, metavar="TEXT")
     flags.add_limit(parser, "operations", 20)
     parser.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the operations; returns 0. Raises SettingError, NotReached, OutboxError."""
-    latest = admin.operations.latest(flags.open_table(options), options.limit + 1)
+    task_table = flags.open_table(options)
+    now = task_table.now()
+    narrowing = {name: vars(options)[name] for name in ("operation", "topic", "principal")}
+    latest = admin.operations.latest(task_table, options.limit + 1, at=now, **narrowing)
     operations = latest[: options.limit]
     if options.json:
         for each in operations:
             say(as_json(each._asdict() | {"selection": admin.operations.parsed(each.selection)}))
-    elif operations:
-        rows = [
-            [
-                each.started_at,
-                each.finished_at,
-                each.operation,
-                each.tasks,
-                each.principal,
-                shortened(each.reason),
-                shortened(each.selection),
-            ]
-            for each in operations
-        ]
-        say(table(HEADS, rows))
     else:
-        say("No operations.")
+        say(f"as of {shown(now)}", _table(operations) if operations else "No operations.")
     if len(latest) > options.limit:
         note(f"there are more than {counted(options.limit, 'operation')}. Raise --limit to list older ones")
     return 0
+
+
+def _table(operations: "Sequence[admin.operations.Operation]") -> str:
+    rows = [
+        [each.started_at, each.finished_at, each.operation, each.tasks, each.principal, shortened(each.selection),
+         each.reason]
+        for each in operations
+    ]  # fmt: skip
+    return table(HEADS, rows)

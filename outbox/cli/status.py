@@ -1,6 +1,7 @@
 """`outbox status`: count unsent tasks by topic and priority."""
 
 import argparse
+import dataclasses
 import signal
 import sys
 import time
@@ -127,14 +128,18 @@ def _limits(options: argparse.Namespace) -> list[str]:
 def _rendered(
     task_table: "admin.table.TaskTable", backlog: "admin.backlog.Backlog", options: argparse.Namespace
 ) -> Escaped:
-    groups, progress = errors.of_backlog(task_table, backlog), admin.reshard.Resharding(task_table).progress()
+    groups, progress = admin.tasks.errors(task_table, backlog), admin.reshard.Resharding(task_table).progress()
     if options.json:
         reshard = None
         if progress:
             change, step = progress
             reshard = {"from": change.former, "to": change.target, "since": change.since}
             reshard |= {"next_step": step.text, "waits_for": step.waits_for}
-        found = {"errors": groups, "circuits": circuits.fields(backlog.workers), "reshard": reshard}
+        found = {
+            "errors": [dataclasses.asdict(each) for each in groups],
+            "circuits": circuits.fields(backlog.workers),
+            "reshard": reshard,
+        }
         return as_json(_plain(backlog) | found)
     parts: list[str] = [_text(backlog), *circuits.lines(backlog.workers, backlog.as_of)]
     if groups:

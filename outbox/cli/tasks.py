@@ -105,8 +105,10 @@ def _tables(tasks: "Sequence[admin.tasks.Task]") -> Iterator[str]:
     """Yield the table, and the errors if several tasks have the same."""
     if tasks:
         yield _table(tasks)
-    counts = errors.counted([task for task in tasks if task.state in errors.FAILING and task.columns["LastError"]])
-    if any(count["tasks"] > 1 for count in counts):
+    counts = admin.tasks.count_errors(
+        [task for task in tasks if task.state in errors.FAILING and task.columns["LastError"]]
+    )
+    if any(count.tasks > 1 for count in counts):
         yield from ("", errors.text(counts))
 
 
@@ -149,9 +151,10 @@ def run_show(options: argparse.Namespace) -> int:
         sys.stdout.buffer.write(data)
     elif options.json:
         attributes = {} if message is None else dict(message.attributes)
-        say(as_json(_fields(task) | {"message": {"attributes": attributes, **_json_data(data)}}))
+        message_fields = {"attributes": attributes, **_json_data(data)}
+        say(as_json({"as_of": task.as_of} | _fields(task) | {"message": message_fields}))
     else:
-        say(*_lines(task, message, data))
+        say(f"as of {shown(task.as_of)}", *_lines(task, message, data))
     return 0
 
 

@@ -22,6 +22,10 @@ OWN_CHOICES = (SHARD_COUNT, RETENTION)
 
 #: The record of every change that an operator or the pipeline made.
 OPERATIONS = "AsynchronousTaskOperations"
+#: The values of its column Operation.
+OPERATION_NAMES = (
+    "retry", "purge", "cancel", "pause", "resume", "limit", "route", "policy", "apply", "forget", "replay", "reshard",
+)  # fmt: skip
 #: Tables that the relay does not need.
 _NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")
 
@@ -196,6 +200,22 @@ def compare(
                 yield f"{title}, {name} is missing: expected {text}"
             elif normalized(other) != normalized(text):
                 yield f"{title}, {name}: the database has {other}, expected {text}"
+
+
+def missing_columns(
+    expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """Return the DDL that adds each missing column of the tables that exist, by the title of table and column.
+
+    A column that may not be NULL and has no default is left out, because Spanner cannot add it to a table.
+    """
+    return {
+        f"{title}, {name}": f"{title} ADD {name} {text}".replace("table ", "ALTER TABLE ", 1)
+        for title, parts in expected.items()
+        for name, text in parts.items()
+        if name.startswith("column ") and normalized(name) not in found[normalized(title)]
+        if "NOT NULL" not in text or "DEFAULT" in text
+    }
 
 
 def normalized(text: str) -> str:

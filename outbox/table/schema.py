@@ -1,7 +1,7 @@
-"""Compare the outbox's tables in a database with the DDL, and create missing ones.
+"""Compare the outbox's tables in a database with the DDL, and create missing tables, columns and indexes.
 
 A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Further objects and columns do not matter.
-Nothing here alters or drops an object.
+Nothing here changes or drops a column or an object.
 """
 
 import contextlib
@@ -101,7 +101,9 @@ def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
 def apply(
     database: Database, wanted: Sequence[str], *, free: Collection[str] = (), **request: Any
 ) -> list[tuple[str, str]]:
-    """Create the missing objects in one schema update, and wait for it. An index of a large table takes long.
+    """Create the missing objects and columns in one schema update, and wait for it.
+
+    An index of a large table takes long.
 
     Args:
         database: a GoogleSQL database. Other objects, and additional columns and indexes, are not changed.
@@ -110,10 +112,12 @@ def apply(
         request: other arguments of `execute_sql`, such as `request_options`, `retry` and `timeout`.
 
     Returns:
-        Pairs such as ("table AsynchronousTasks", "created"), with "created" or "exists", in statement order.
+        Pairs such as ("table AsynchronousTasks", "created"), with "created" or "exists", in statement order. Then
+        pairs such as ("table AsynchronousTasks, column LastError", "added").
 
     Raises:
-        SchemaDiffers: an object exists with another shape. Nothing was created.
+        SchemaDiffers: an object exists with another shape, and not only because columns are missing that can be added.
+            Nothing was created.
         NotReached: Spanner does not answer, or the database or a permission is missing.
         OutboxError: Spanner refused the update, for instance because another client is creating the same tables.
     """
@@ -121,14 +125,17 @@ def apply(
     found = _read(database, shapes, request)
     existing = {title: parts for title, parts in shapes.items() if normalized(title) in found}
     # An index whose backfill has not finished counts as existing.
-    if wrong := list(ddl.compare(existing, found, {*free, "state"})):
+    columns = ddl.missing_columns(existing, found)
+    wrong = list(ddl.compare(existing, found, {*free, "state"}))
+    if len(wrong) > len(columns):
         problem = f"{database.name}: nothing was created, because these objects have a different definition:"
         raise SchemaDiffers("\n  ".join([problem, *wrong]))
     missing = [statement for statement, title in zip(wanted, shapes, strict=True) if title not in existing]
-    if missing:
+    if missing or columns:
         with service_errors(database.name):
-            database.update_ddl(missing).result()
-    return [(title, "exists" if title in existing else "created") for title in shapes]
+            database.update_ddl([*columns.values(), *missing]).result()
+    states = ((title, "exists" if title in existing else "created") for title in shapes)
+    return [*states, *((title, "added") for title in columns)]
 
 
 _POLICY = """

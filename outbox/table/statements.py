@@ -34,7 +34,19 @@ FORGET_WORKER_SECONDS = 3600
 _TYPES = {
     **dict.fromkeys(("after", "after_created", "end", "now", "since", "start", "until"), param_types.TIMESTAMP),
     **dict.fromkeys(
-        ("after_id", "error", "from_topic", "id", "id_prefix", "ordering_key", "token", "topic"), param_types.STRING
+        (
+            "after_id",
+            "error",
+            "from_topic",
+            "id",
+            "id_prefix",
+            "operation",
+            "ordering_key",
+            "principal",
+            "token",
+            "topic",
+        ),
+        param_types.STRING,
     ),
     **dict.fromkeys(("below", "ceiling", "limit", "max_rows", "per_key", "per_range", "shard"), param_types.INT64),
     **dict.fromkeys(("highs", "ids", "keys", "lows", "range_topics", "topics"), param_types.Array(param_types.STRING)),

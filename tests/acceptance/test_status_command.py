@@ -8,6 +8,7 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
+from outbox.admin import tasks
 from outbox.cli import errors
 from tests.support.commands import HOUR, TRACE, Commands, row
 from tests.support.operations import insert
@@ -48,7 +49,9 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
     names = ("topic", "priority", "pending", "retrying", "scheduled", "blocked", "dead", "registered_last_minute")
     names += ("sent_last_minute",)
     counts = [
-        ("invoices", 50, 0, 0, 0, 0, 0, 8, 8), ("orders", 100, 1, 0, 0, 0, 0, 0, 0), ("orders", 50, 3, 4, 5, 1, 7, 0, 0),
+        ("invoices", 50, 0, 0, 0, 0, 0, 8, 8),
+        ("orders", 100, 1, 0, 0, 0, 0, 0, 0),
+        ("orders", 50, 3, 4, 5, 1, 7, 0, 0),
     ]  # fmt: skip
     assert [tuple(line[name] for name in names) for line in whole["topics"]] == counts
     assert [whole[name] for name in (*names[2:], "workers")] == [4, 4, 5, 1, 7, 8, 8, 2]
@@ -89,9 +92,9 @@ def test_a_change_shows_at_once_in_every_command(outbox: Commands, database: Dat
 def test_errors_that_are_not_all_read_are_lower_bounds(
     outbox: Commands, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    """At most READ tasks of a state are read, and at most ROWS errors are shown."""
+    """At most ERRORS_READ tasks of a state are read, and at most ROWS errors are shown."""
     insert(database, [row(f"dead-{n}", "dead", LastError=f"error {n % 2}") for n in range(5)] + [row("r", "retrying")])
-    monkeypatch.setattr(errors, "READ", 4)
+    monkeypatch.setattr(tasks, "ERRORS_READ", 4)
     monkeypatch.setattr(errors, "ROWS", 2)
     lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [[">=", "2", "dead"]] * 2
@@ -99,7 +102,7 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
 
 
 def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Database):
-    """A sentence says which limit and by how much; without it the code is 0. Paused topics count only for dead tasks."""
+    """A sentence says which limit and by how much, otherwise it is 0. In paused topics, only dead tasks count."""
     insert(database, [row("a"), row("b", age=2 * HOUR), row("p", topic="paused", age=9 * HOUR)])
     insert(database, [row("d", "dead"), row("e", "dead", topic="paused")])
     pause(database, "paused")

@@ -58,6 +58,15 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
     assert times == sorted(times, key=lambda time: time or FUTURE)
     assert before < times[0]
     assert [each.id for each in operations.latest(table, 2)] == [found[4].id, found[3].id]
+    assert operations.latest(table, 9, at=before) == []
+    for narrowed, ids in (
+        ({"operation": "pause"}, [3]),
+        ({"topic": "orders"}, [4, 3, 2]),
+        ({"topic": "order"}, []),
+        ({"topic": "orders", "operation": "limit"}, [4]),
+        ({"principal": "JANE"}, [3]),
+    ):
+        assert operations.latest(table, 9, **narrowed) == [found[number] for number in ids], narrowed
 
 
 def test_a_change_in_chunks_is_one_record_that_counts_its_tasks(

@@ -147,6 +147,26 @@ def test_since_is_inclusive_and_until_is_exclusive(database: Database, table: Ta
     assert set(ids(table, since=edge)) == {f"{state} {name}" for state in UNSENT for name in ("at", "after")}
 
 
+def test_the_heads_of_blocked_keys_are_listed_with_the_tasks_that_wait(database: Database, watch: Watch):
+    """Most waiting tasks first, whatever the state of the head, also if it is gone."""
+    waiting = [("dead", 3), ("gone", 2), ("later", 1)]
+    behind = [
+        row(f"{head} {n}", AvailableAt=FUTURE, OrderingKey=head, BlockedBy=head) for head, count in waiting
+        for n in range(count)
+    ]  # fmt: skip
+    dead = row("dead", AvailableAt=NEVER, OrderingKey="dead", LastError="not_found")
+    insert(database, [*behind, dead, row("later", AvailableAt=FUTURE, OrderingKey="later"), row("free")])
+    seen = backlog.read(watch.table)
+    update(database, "dead", SentAt=PAST)
+    heads = tasks.blocked_heads(watch.table, seen)
+    assert [(each.id, each.blocked, each.head and each.head.state) for each in heads] == [
+        ("dead", 3, "dead"), ("gone", 2, None), ("later", 1, "scheduled"),
+    ]  # fmt: skip
+    assert (heads[0].head and heads[0].head.columns["LastError"]) == "not_found"
+    assert [each.id for each in tasks.blocked_heads(watch.table, seen, limit=1)] == ["dead"]
+    watch.check()
+
+
 def test_an_error_is_found_by_a_part_of_it(database: Database, table: TaskTable):
     """In any case; no character means anything but itself, and a task without an error is not found."""
     errors = {

@@ -11,12 +11,13 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import inbox
-from outbox.admin import backlog, changes, operations, tasks, topics
+from outbox.admin import backlog, changes, operations, tasks, topics, workers
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
+from outbox.reading import Position, SentTasks
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
-from outbox.table.states import NEVER
+from outbox.table.states import NEVER, STATES
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.types import Deferred, Heartbeat, Key, NotSent, Sent
 from tests.support import real
@@ -42,8 +43,8 @@ def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
             assert f"CREATE TABLE {table} " in tables
             assert all(re.search(rf"\b{column}\b", tables) for column in columns - ALL)
     assert created == [
-        "publishworker", "outbox_operator", "outbox_application", "outbox_canceller", "outbox_subscriber",
-        "outbox_pipeline",
+        "publishworker", "outbox_operator", "outbox_viewer", "outbox_application", "outbox_canceller",
+        "outbox_subscriber", "outbox_pipeline",
     ]  # fmt: skip
 
 
@@ -115,6 +116,26 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     assert list(refused(allowed, heard.commits)) == []
     assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
     assert heard.roles <= {role}
+
+
+def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
+    """Every function that only reads, except the one that returns a message."""
+    insert(own_database, [row("dead", AvailableAt=NEVER), row("behind", AvailableAt=FUTURE, BlockedBy="dead")])
+    heard = Heard(own_database)
+    table = TaskTable(own_database)
+    seen = backlog.read(table)
+    backlog.oldest_ages(table), operations.latest(table, 1), topics.controls(table), topics.unknown(table, ["a"])
+    tasks.errors(table, seen), tasks.blocked_heads(table, seen), tasks.find(table, STATES), tasks.find(table)
+    tasks.beginning_with(table, ["dead"], 2), SentTasks(table, Position(PAST), None).page()
+    changes.count(table, TaskSelection(ids=("dead",)), exact=True), workers.shards_without_worker(table, [])
+    found = tasks.task(table, "dead", data=False)
+    assert found
+    allowed = grants("outbox_viewer")
+    assert allowed["SELECT", "AsynchronousTasks"] == found.columns.keys() == ddl.columns().keys() - {"Data"}
+    assert {("SELECT", table) for table in heard.tables} == allowed.keys()
+    assert not any(re.search(r"\bData\b", sql) for sql in heard.sql)
+    tasks.task(table, "dead")
+    assert any(re.search(r"\bData\b", sql) for sql in heard.sql)
 
 
 def test_applications_stay_within_their_role(database: Database, spanner_instance: Instance) -> None:

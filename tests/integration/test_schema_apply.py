@@ -169,11 +169,41 @@ def test_another_object_of_our_name_is_refused(empty_database: Database) -> None
         schema.apply(empty_database, ddl.statements())
     assert tables(empty_database) == {"T"}
     table = ddl.statements()[0].replace("  LastError   STRING(MAX),\n", "")
+    table = table.replace("  Priority    INT64       NOT NULL,\n", "")
     change(empty_database, "DROP INDEX AsynchronousTasksToSend", "DROP TABLE T", table)
-    missing = r"table AsynchronousTasks, column LastError is missing: expected STRING\(MAX\)"
+    missing = (
+        r"table AsynchronousTasks, column Priority is missing: expected INT64 NOT NULL\n"
+        r"  table AsynchronousTasks, column LastError is missing: expected STRING\(MAX\)"
+    )
     with pytest.raises(SchemaDiffers, match=missing):
         schema.apply(empty_database, ddl.statements())
     assert tables(empty_database) == {"AsynchronousTasks"}
+
+
+def test_missing_columns_are_added(empty_database: Database) -> None:
+    """Those with a default too, and before the index that stores one. Rows and other columns stay."""
+    wanted = ddl.statements()
+    gone = [
+        ("  Info                   JSON", ""), ("  Polls                  STRING(64),\n", "  Polls STRING(64)\n"),
+        ("  Attempts    INT64       NOT NULL DEFAULT (0),\n", ""),
+        ("  LastError   STRING(MAX),\n", "  Tenant STRING(MAX),\n"),
+    ]  # fmt: skip
+    older = [each for each in wanted if TO_SEND[6:] not in each]
+    for text, instead in gone:
+        changed = [each.replace(text, instead) for each in older]
+        assert changed != older
+        older = changed
+    change(empty_database, *older)
+    with empty_database.batch() as batch:
+        batch.insert("AsynchronousTasks", OLD_COLUMNS[:5], [["a", "orders", b"YWI=", 1, COMMIT_TIMESTAMP]])
+    added = [(f"{TABLE}, column {name}", "added") for name in ("Attempts", "LastError")]
+    assert schema.apply(empty_database, wanted) == [
+        *((name, "created" if name == TO_SEND else "exists") for name in ALL),
+        *added,
+        ("table AsynchronousTaskWorkers, column Info", "added"),
+    ]
+    assert schema.differences(empty_database, wanted, free=()) == []
+    assert query(empty_database, "SELECT Attempts, LastError, Tenant FROM AsynchronousTasks") == [[0, None, None]]
 
 
 def test_an_index_that_leaves_out_unsent_tasks_is_refused(empty_database: Database) -> None:

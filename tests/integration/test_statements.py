@@ -65,6 +65,8 @@ def statements(database: Database) -> list[str]:
     store.key_heads({Key("orders", "k"): 3}, 10, skip_dead=True)
     store.claim(["sent"], lambda _rows, _now: {})
     backlog.read(table), backlog.oldest_ages(table), operations.latest(table, 5)
+    operations.latest(table, 5, operation="retry", topic="orders", principal="jane")
+    tasks.errors(table, backlog.read(table)), tasks.blocked_heads(table, backlog.read(table))
     narrowed = {"topic": "orders", "since": PAST, "until": datetime.now(UTC), "error": "x"}
     for state in STATES:
         for more in ({}, narrowed):

@@ -76,7 +76,10 @@ class Heard:
         return created | {each.session_template.creator_role for each in self._of("batch_create_sessions")}
 
     @property
+    def sql(self) -> list[str]:
+        return [each.sql for each in self._of("execute_streaming_sql")]
+
+    @property
     def tables(self) -> set[str]:
-        sql = " ".join(each.sql for each in self._of("execute_streaming_sql"))
-        queried = re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Shards|Operations)\b", sql)
+        queried = re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Shards|Operations)\b", " ".join(self.sql))
         return {*queried, *(each.table for each in self._of("streaming_read"))}
