@@ -109,8 +109,8 @@ def find(
 ) -> Page:
     """Return the oldest, or newest, tasks of some states: by SentAt of sent tasks, and by CreatedAt of others.
 
-    The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. An unsent
-    task keeps its place whatever changes, so a task that matches all the time is on one page.
+    The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. A task
+    keeps its place while it is unsent, so one that stays in the list is on one page if all pages are `whole`.
 
     Raises NotReached, and OutboxError if the cursor is not from a page in this order.
     """

@@ -25,8 +25,8 @@ from outbox.table.states import STATES, UNSENT, is_dead
 LIST_DESCRIPTION = """\
 List the tasks of some states, or all unsent tasks, sorted by SentAt of sent tasks and
 CreatedAt of others. If there are more tasks than --limit, the command prints the flag
-for the next page. A task is on one page, whatever other tasks do meanwhile. --json
-prints one object per line.
+for the next page. Tasks that are sent or registered meanwhile do not shift the pages.
+--json prints one object per line.
 
 The command reads the index at LOW priority. Of each shard, topic and state it compares
 the first 10,000 tasks that workers take, or fewer if there are many topics, and says so
