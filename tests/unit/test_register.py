@@ -201,8 +201,9 @@ def test_the_public_api_has_these_names() -> None:
     """Applications may rely on these names; a change here is a change of the version."""
     assert set(outbox.__all__) == {
         "TASK_ID_ATTRIBUTE", "InvalidConsumer", "InvalidMessage", "InvalidTransaction", "Message", "MissingTaskId",
-        "OutboxError", "Priority", "Recorder", "SupportsCancel", "SupportsInsert", "SupportsReadInsert", "Task",
-        "__version__", "cancel", "register", "register_many", "register_once", "set_metrics",
+        "OutboxError", "PositionExpired", "Priority", "Reader", "Recorder", "SentTask", "SupportsCancel",
+        "SupportsInsert", "SupportsReadInsert", "Task", "__version__", "cancel", "reader", "register", "register_many",
+        "register_once", "set_metrics",
     }  # fmt: skip
     assert all(hasattr(outbox, name) for name in outbox.__all__)
     assert [(each.name, int(each)) for each in outbox.Priority] == [("LOW", 0), ("NORMAL", 50), ("HIGH", 100)]
