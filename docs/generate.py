@@ -66,6 +66,7 @@ See [verify an instance](../operations/verify.md). |
 | `outbox-pipeline drain` | `--deadline SECONDS` | The same as for `publishworker drain`. |
 | `outbox-pipeline replay` | `--dry-run` | Count the selected tasks by topic and change nothing. |
 | `outbox-pipeline replay` | `--resume ID` | Continue an interrupted replay with its own selection. |
+| `outbox-pipeline replay` | `--reason TEXT` | Why, for the record of operations. |
 | `outbox emulators` | `--create`, `--ddl-file`, `--topic`, `--subscription` | \
 See [emulators](../operations/emulators.md). |
 | `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](../guide/schema.md). |
@@ -165,8 +166,9 @@ DBAPI = ("register", "register_once", "register_many", "cancel", "process_once")
 PYTHON = {
     "outbox": (
         "register", "register_once", "register_many", "cancel", "Task", "Priority", "Message", "TASK_ID_ATTRIBUTE",
-        "SupportsInsert", "SupportsReadInsert", "SupportsCancel", "set_metrics", "Recorder", "OutboxError",
-        "InvalidMessage", "InvalidTransaction", "InvalidConsumer", "MissingTaskId",
+        "SupportsInsert", "SupportsReadInsert", "SupportsCancel", "reader", "Reader", "SentTask", "set_metrics",
+        "Recorder", "OutboxError", "InvalidMessage", "InvalidTransaction", "InvalidConsumer", "MissingTaskId",
+        "PositionExpired",
     ),
     "outbox.inbox": (
         "process_once", "Handler", "Receiver", "pushed_message", "ReceivedMessage", "PulledMessage", "Key", "Missing",

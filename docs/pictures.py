@@ -152,8 +152,8 @@ def take_console() -> None:
             [operation, *_] = admin.operations.latest(table, 1)
             pages = {
                 "overview": "", "topic": "topic?name=invoices", "tasks": "tasks?state=dead",
-                "task": "task?id=order-31-a", "blocked": "blocked", "workers": "workers", "operations": f"operation?id={operation.id}",
-                "search": "search?q=order-31",
+                "task": "task?id=order-31-a", "blocked": "blocked", "workers": "workers",
+                "operations": f"operation?id={operation.id}", "search": "search?q=order-31",
             }  # fmt: skip
             for name, path in pages.items():
                 screenshot(address + path, f"console-{name}", 1100, 1400)

@@ -15,9 +15,17 @@ from outbox.program.lazy import importer
 if TYPE_CHECKING:
     from outbox._version import __version__
     from outbox.cancellation import cancel
-    from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, OutboxError
+    from outbox.errors import (
+        InvalidConsumer,
+        InvalidMessage,
+        InvalidTransaction,
+        MissingTaskId,
+        OutboxError,
+        PositionExpired,
+    )
     from outbox.message import TASK_ID_ATTRIBUTE, Message
     from outbox.metrics import Recorder, set_metrics
+    from outbox.reading import Reader, SentTask, reader
     from outbox.registration import Priority, Task, register, register_many, register_once
     from outbox.table.transactions import SupportsCancel, SupportsInsert, SupportsReadInsert
 else:
@@ -28,8 +36,9 @@ else:
         {
             "_version": "__version__",
             "cancellation": "cancel",
-            "errors": "InvalidConsumer InvalidMessage InvalidTransaction MissingTaskId OutboxError",
+            "errors": "InvalidConsumer InvalidMessage InvalidTransaction MissingTaskId OutboxError PositionExpired",
             "message": "Message TASK_ID_ATTRIBUTE",
+            "reading": "Reader SentTask reader",
             "registration": "Priority Task register register_many register_once",
             "metrics": "Recorder set_metrics",
             "table.transactions": "SupportsCancel SupportsInsert SupportsReadInsert",
@@ -48,14 +57,18 @@ __all__ = [
     "Message",
     "MissingTaskId",
     "OutboxError",
+    "PositionExpired",
     "Priority",
+    "Reader",
     "Recorder",
+    "SentTask",
     "SupportsCancel",
     "SupportsInsert",
     "SupportsReadInsert",
     "Task",
     "__version__",
     "cancel",
+    "reader",
     "register",
     "register_many",
     "register_once",

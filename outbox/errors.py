@@ -40,5 +40,9 @@ class NotReached(OutboxError):
     exit_code = 3
 
 
+class PositionExpired(OutboxError):
+    """A reader is so far behind that tasks which it has not read may have been deleted."""
+
+
 class SchemaDiffers(OutboxError):
     """The database has an object of this schema with another shape."""

@@ -5,6 +5,7 @@ The limits are Pub/Sub's: https://cloud.google.com/pubsub/quotas#resource_limits
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
 from google.protobuf.message import DecodeError, EncodeError
@@ -33,6 +34,7 @@ MAX_ID_CHARACTERS = 64
 LONGEST_TOPIC_NAME = f"projects/{'p' * 30}/topics/{'t' * 255}"
 
 _TOPIC = re.compile(TOPIC)
+_DATA = (bytes, bytearray, memoryview)
 
 # The plain protobuf classes behind proto-plus, which are an order of magnitude cheaper to fill. Their members are
 # created at run time, so they are Any for the type checker.
@@ -67,7 +69,11 @@ Message: TypeAlias = bytes | bytearray | memoryview | PubsubMessage | SupportsSe
 
 def check_topic(topic: str) -> str:
     """Return the topic as a plain str. Raises InvalidMessage: it is not a valid name."""
-    topic = _plain(topic, "topic")
+    return _checked_topic(_plain(topic, "topic"))
+
+
+@lru_cache(maxsize=1024)
+def _checked_topic(topic: str) -> str:
     if not _TOPIC.fullmatch(topic):
         raise InvalidMessage(
             f"topic {topic[:300]!r} is not a name that Pub/Sub allows. It must be a topic ID or "
@@ -95,18 +101,25 @@ def build(
     copied, never changed. If there is a current span, its context is added to the attributes. Raises InvalidMessage if
     Pub/Sub would refuse the message, TypeError for another type.
     """
-    built = _copy(message)
-    built.ClearField("message_id")
-    built.ClearField("publish_time")
+    given = None if isinstance(message, _DATA) else _copy(message)
+    merged = {} if given is None else dict(given.attributes)
     if attributes is not None:
-        _merge_attributes(built, attributes)
-    built.attributes[TASK_ID_ATTRIBUTE] = task_id
-    _check_attributes(built.attributes)
-    built.ordering_key = _one_ordering_key(built.ordering_key, ordering_key)
-    if (size := _request_size(built, topic)) > MAX_REQUEST_BYTES:
+        _merge_attributes(merged, attributes)
+    merged[TASK_ID_ATTRIBUTE] = task_id
+    _check_attributes(merged)
+    key = _one_ordering_key("" if given is None else given.ordering_key, ordering_key)
+    if given is None:
+        # `bytes` would ask a subclass.
+        content = message if type(message) is bytes else memoryview(message).tobytes()  # type: ignore[arg-type]  # one of _DATA
+        built = RawPubsubMessage(data=content, attributes=merged, ordering_key=key)
+    else:
+        built = given
+        built.attributes.update(merged)
+        built.ordering_key = key
+    data: bytes = built.SerializeToString()
+    if (size := _request_size(len(data), topic)) > MAX_REQUEST_BYTES:
         raise InvalidMessage(f"the publish request of the message has {size:,} bytes; at most {MAX_REQUEST_BYTES:,}")
-    _trace(built, topic)
-    return built.SerializeToString(), built.ordering_key
+    return _traced(built, topic) or data, key
 
 
 def parsed(data: bytes) -> Any | None:
@@ -150,9 +163,6 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 def _copy(message: object) -> Any:
     copy = RawPubsubMessage()
-    if isinstance(message, (bytes, bytearray, memoryview)):
-        copy.data = memoryview(message).tobytes()  # `bytes` would ask a subclass
-        return copy
     if isinstance(message, ProtoPlusMessage):
         message = type(message).pb(message)
     if not isinstance(message, ProtobufMessage):
@@ -163,12 +173,14 @@ def _copy(message: object) -> Any:
         raise InvalidMessage(f"the {message.DESCRIPTOR.full_name} cannot be serialized: {error}") from error
     if message.DESCRIPTOR.full_name == copy.DESCRIPTOR.full_name:
         copy.ParseFromString(serialized)  # not CopyFrom, because the caller may have compiled a class of its own
+        copy.ClearField("message_id")
+        copy.ClearField("publish_time")
     else:
         copy.data = serialized
     return copy
 
 
-def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
+def _merge_attributes(merged: dict[str, str], attributes: Mapping[str, str]) -> None:
     if not isinstance(attributes, Mapping):
         raise InvalidMessage(f"attributes is {type(attributes).__name__}. It must be a mapping of str to str")
     for given_key, given in attributes.items():
@@ -178,10 +190,9 @@ def _merge_attributes(built: Any, attributes: Mapping[str, str]) -> None:
                 "be str"
             )
         key, value = plain(given_key), plain(given)
-        _utf8(key, "attribute key"), _utf8(value, f"the value of attribute {_shown(key)}")
-        if key != TASK_ID_ATTRIBUTE and built.attributes.get(key, value) != value:
+        if key != TASK_ID_ATTRIBUTE and merged.get(key, value) != value:
             raise InvalidMessage(f"attribute {_shown(key)} has different values in `message` and in `attributes`")
-        built.attributes[key] = value
+        merged[key] = value
 
 
 def _check_attributes(attributes: Mapping[str, str]) -> None:
@@ -194,9 +205,9 @@ def _check_attributes(attributes: Mapping[str, str]) -> None:
             raise InvalidMessage("an attribute has an empty key")
         if key.startswith("goog") and not key.startswith("googclient_"):
             raise InvalidMessage(f"attribute {_shown(key)} begins with 'goog', which Pub/Sub reserves")
-        if (size := len(key.encode())) > MAX_ATTRIBUTE_KEY_BYTES:
+        if (size := _bytes(key, "attribute key")) > MAX_ATTRIBUTE_KEY_BYTES:
             raise InvalidMessage(f"attribute key {_shown(key)} has {size:,} bytes; at most {MAX_ATTRIBUTE_KEY_BYTES:,}")
-        if (size := len(value.encode())) > MAX_ATTRIBUTE_VALUE_BYTES:
+        if (size := _bytes(value, "the value of attribute ", key)) > MAX_ATTRIBUTE_VALUE_BYTES:
             raise InvalidMessage(
                 f"the value of attribute {_shown(key)} has {size:,} bytes; at most {MAX_ATTRIBUTE_VALUE_BYTES:,}"
             )
@@ -209,32 +220,35 @@ def _one_ordering_key(in_message: str, argument: str) -> str:
             f"two ordering keys: {in_message[:100]!r} in `message`, {argument[:100]!r} as `ordering_key`"
         )
     key = argument or in_message
-    if (size := len(_utf8(key, "ordering_key"))) > MAX_ORDERING_KEY_BYTES:
+    if (size := _bytes(key, "ordering_key")) > MAX_ORDERING_KEY_BYTES:
         raise InvalidMessage(f"ordering_key has {size:,} bytes; at most {MAX_ORDERING_KEY_BYTES:,}")
     return key
 
 
-def _request_size(built: Any, topic: str) -> int:
-    """Return the size of a PublishRequest with this message alone, without encoding one."""
-    name = topic if topic.startswith("projects/") else LONGEST_TOPIC_NAME
-    return sum(1 + max(1, (size.bit_length() + 6) // 7) + size for size in (len(name), built.ByteSize()))
+def _request_size(message_bytes: int, topic: str) -> int:
+    """Return the size of a PublishRequest with a message of this size alone, without encoding one."""
+    name_bytes = len(topic) if topic.startswith("projects/") else len(LONGEST_TOPIC_NAME)
+    return _field_size(name_bytes) + _field_size(message_bytes)
 
 
-def _trace(built: Any, topic: str) -> None:
-    """Add the current trace context to the attributes, unless the message has one.
+def _field_size(size: int) -> int:
+    return 1 + max(1, (size.bit_length() + 6) // 7) + size
 
-    It is left out if it does not fit, because tracing must not make a message invalid.
+
+def _traced(built: Any, topic: str) -> bytes | None:
+    """Return the message with the current trace context in its attributes. None if there is none or it has one.
+
+    Also if it does not fit, because tracing must not make a message invalid.
     """
     context = tracing.current()
     if not context or context.keys() & built.attributes.keys():
-        return
+        return None
     context = {key: value for key, value in context.items() if len(value) <= MAX_ATTRIBUTE_VALUE_BYTES}
     if len(built.attributes) + len(context) > MAX_ATTRIBUTES:
-        return
+        return None
     built.attributes.update(context)
-    if _request_size(built, topic) > MAX_REQUEST_BYTES:
-        for key in context:
-            del built.attributes[key]
+    data: bytes = built.SerializeToString()
+    return data if _request_size(len(data), topic) <= MAX_REQUEST_BYTES else None
 
 
 def _shown(key: object) -> str:
@@ -247,6 +261,11 @@ def _plain(text: object, what: str) -> str:
     if not isinstance(text, str):
         raise InvalidMessage(f"{what} is {type(text).__name__}. It must be a str")
     return plain(text)
+
+
+def _bytes(text: str, what: str, key: str | None = None) -> int:
+    """Return the size of a text in UTF-8."""
+    return len(text) if text.isascii() else len(_utf8(text, what if key is None else what + _shown(key)))
 
 
 def _utf8(text: str, what: str) -> bytes:

@@ -1,14 +1,15 @@
 """Register a task inside the caller's own Spanner transaction."""
 
-import base64
+import binascii
 import enum
 import itertools
-import uuid
+import operator
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypedDict, Unpack
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -32,6 +33,11 @@ TABLE = "AsynchronousTasks"
 COLUMNS = (
     "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
 )  # fmt: skip
+
+#: The places of columns that are NULL or FALSE if a row has nothing there.
+_OPTIONAL = [COLUMNS.index(name) for name in ("OrderingKey", "AvailableAt", "ExpiresAt", "AtMostOnce")]
+#: The digit of a random UUID that holds its variant, by a random digit.
+_VARIANTS = {digit: "89ab"[int(digit, 16) % 4] for digit in "0123456789abcdef"}
 
 _sequence = itertools.count(1)
 
@@ -114,7 +120,7 @@ def register(
         expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
     )  # fmt: skip
     row = task_row(task)
-    insert(transaction, TABLE, COLUMNS, [row])
+    insert(transaction, TABLE, *_used([row]))
     id: str = row[0]
     if task_id is not None:
         remember(transaction, (id,))
@@ -186,9 +192,7 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
     rows, ids = _task_rows(tasks)
     if not rows:
         return []  # Spanner refuses an insert without rows
-    # Each value costs CPU in the client and counts as a mutation, so columns with only their default are left out.
-    used = [n for n in range(len(COLUMNS)) if any(row[n] is not None and row[n] is not False for row in rows)]
-    insert(transaction, TABLE, [COLUMNS[n] for n in used], [tuple([row[n] for n in used]) for row in rows])
+    insert(transaction, TABLE, *_used(rows))
     for id in ids:
         remember(transaction, (id,))
     for topic, count in Counter(row[1] for row in rows).items():
@@ -198,7 +202,7 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
 
 def task_row(task: Task) -> tuple[Any, ...]:
     """Return the row in the order of COLUMNS. Raises InvalidMessage; TypeError for the type of `message`."""
-    id = messages.check_task_id(str(uuid.uuid4()) if task.task_id is None else task.task_id)
+    id = _random_id() if task.task_id is None else messages.check_task_id(task.task_id)
     topic = messages.check_topic(task.topic)
     priority = _priority(task.priority)
     available_at, expires_at = _times(task.available_at, task.expires_at)
@@ -212,7 +216,7 @@ def task_row(task: Task) -> tuple[Any, ...]:
     return (
         id,
         topic,
-        base64.b64encode(data),  # the client sends BYTES unchanged, but Spanner expects base64
+        binascii.b2a_base64(data, newline=False),  # the client sends BYTES unchanged, but Spanner expects base64
         priority,
         key or None,
         next(_sequence),
@@ -221,6 +225,27 @@ def task_row(task: Task) -> tuple[Any, ...]:
         expires_at,
         task.at_most_once,
     )
+
+
+def _random_id() -> str:
+    """Return what `str(uuid.uuid4())` returns, in less than half of the time."""
+    text = os.urandom(16).hex()
+    return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-{_VARIANTS[text[16]]}{text[17:20]}-{text[20:]}"
+
+
+def _used(rows: Sequence[tuple[Any, ...]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """Return the columns and the values to insert, without the columns that have only their default.
+
+    Each value costs CPU in the client and counts as a mutation.
+    """
+    columns, values = _selected(*[n for n in _OPTIONAL if any(map(operator.itemgetter(n), rows))])
+    return columns, list(map(values, rows))
+
+
+@lru_cache
+def _selected(*optional: int) -> tuple[tuple[str, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]]:
+    values: Any = operator.itemgetter(*[n for n in range(len(COLUMNS)) if n in optional or n not in _OPTIONAL])
+    return values(COLUMNS), values
 
 
 def _task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from outbox._version import __version__
+from outbox.cli.flags import add_reason
 from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.program.arguments import Parser
@@ -163,9 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     add_deadline(drain)
     audit = add("audit", AuditSettings, "compare tasks with received messages", AUDIT)
     audit.add_argument("--allow-empty", action="store_true", help="Exit with code 0 if no task is in the window.")
-    replay = add("replay", ReplaySettings, "send sent tasks again", REPLAY, "dry_run", "resume")
+    replay = add("replay", ReplaySettings, "send sent tasks again", REPLAY, "dry_run", "resume", "reason")
     replay.add_argument("--dry-run", action="store_true", help="Count the selected tasks by topic and change nothing.")
     replay.add_argument(
         "--resume", metavar="ID", default="", help="Continue an interrupted replay with its own selection."
     )
+    add_reason(replay)
     return parser

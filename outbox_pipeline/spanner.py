@@ -94,10 +94,12 @@ class Table(TaskTable):
         """Return the decoded rows of the `ids` that exist."""
         return self.read(TABLE, columns, KeySet(keys=[[id] for id in ids]), tag, seconds=CALL_SECONDS)
 
-    def begin_operation(self, id: str, name: str, selection: Mapping[str, Any]) -> datetime:
+    def begin_operation(
+        self, id: str, name: str, selection: Mapping[str, Any], author: operations.Author = operations.UNNAMED
+    ) -> datetime:
         """Insert the row of an operation and return its StartedAt."""
         with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
-            operations.record(batch, self, name, selection, OperationId=id)
+            operations.record(batch, self, name, selection, author, OperationId=id)
         # A plain datetime can be pickled for the executors.
         return datetime.fromisoformat(shown(batch.committed))
 

@@ -271,20 +271,23 @@ WHERE Id > @after_id{narrowing}
 ORDER BY Id LIMIT @limit"""
 
 
+#: The columns of `sent_after`.
+SENT_COLUMNS = ("SentAt", "CreatedAt", "Sequence", "Id", "Topic", "Priority", "OrderingKey", "Bytes")
+
+
 def sent_after(names: Collection[str]) -> str:
-    """Return the statement for the first @limit tasks sent after the position (@after, @after_created, @after_id).
+    """Return the statement for the first @limit tasks sent at @after or later, by SentAt.
 
     The index has no Sequence, so Sequence is read only for the tasks in the result.
     """
     return f"""
-SELECT SentAt, CreatedAt, Sequence, Id, Topic, Priority, OrderingKey, Bytes FROM (
+SELECT {", ".join(SENT_COLUMNS)} FROM (
   SELECT task.Id AS found FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
-    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {TO_SEND}
-    WHERE Shard = in_shard AND SentAt >= @after AND {_beyond("SentAt", newest=False)}{narrowed("sent", names)}
-    ORDER BY SentAt, CreatedAt, Id LIMIT @limit)) AS task
-  ORDER BY SentAt, CreatedAt, Id LIMIT @limit)
-{SEEK} {BY_ID} ON Id = found
-ORDER BY SentAt, CreatedAt, Id"""
+    SELECT AS STRUCT SentAt, Id FROM {TO_SEND}
+    WHERE Shard = in_shard AND SentAt >= @after{narrowed("sent", names)}
+    ORDER BY {TO_SEND_ORDER} LIMIT @limit)) AS task
+  ORDER BY SentAt LIMIT @limit)
+{SEEK} {BY_ID} ON Id = found"""
 
 
 def by_ids(condition: str, *, lock: bool = False) -> str:

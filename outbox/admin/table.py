@@ -43,7 +43,11 @@ def _request(tag: str, seconds: float) -> dict[str, Any]:
 
 def _rows(reader: Any, sql: str, values: Mapping[str, Any], tag: str, seconds: float) -> list[list[Any]]:
     """Return all rows of one statement that a snapshot or a transaction runs."""
-    return list(reader.execute_sql(sql, **parameters(values), **_request(tag, seconds)))
+    return list(_result(reader, sql, values, tag, seconds))
+
+
+def _result(reader: Any, sql: str, values: Mapping[str, Any], tag: str, seconds: float) -> Any:
+    return reader.execute_sql(sql, **parameters(values), **_request(tag, seconds))
 
 
 def _user() -> str:
@@ -122,6 +126,14 @@ class TaskTable:
         """Return the rows of one statement, read at the time `at`, or now. Takes no locks."""
         with self._errors(), self._database.snapshot(read_timestamp=at) as snapshot:
             return _rows(snapshot, self.layout.sql(statement), dict(parameters or {}), tag, seconds)
+
+    def strong_query(
+        self, statement: str, tag: str, parameters: Mapping[str, Any], *, seconds: float = SCAN_SECONDS
+    ) -> tuple[list[list[Any]], datetime]:
+        """Return the rows of one statement, and the timestamp of the read. It sees the commits until then."""
+        with self._errors(), self._database.snapshot() as snapshot:
+            result = _result(snapshot, self.layout.sql(statement), parameters, tag, seconds)
+            return list(result), result.metadata.transaction.read_timestamp
 
     def read(
         self, table: str, columns: Sequence[str], keys: Any, tag: str, *, seconds: float = QUERY_SECONDS

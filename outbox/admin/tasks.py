@@ -1,4 +1,4 @@
-"""Read tasks: a list, one task with its message, or the next sent tasks."""
+"""Read tasks: a list, or one task with its message."""
 
 import dataclasses
 import hashlib
@@ -52,10 +52,10 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Position:
-    """The last task that a reader has read. Of unsent tasks in a list, the time is CreatedAt too."""
+class _Place:
+    """The place of a task in a list: by SentAt, or CreatedAt if it is unsent, and then by CreatedAt and Id."""
 
-    sent_at: datetime
+    time: datetime
     created_at: datetime = _LONG_AGO
     id: str = ""
 
@@ -95,7 +95,7 @@ class BlockedHead:
 
 
 #: Before the first task of a list, oldest and newest first.
-_BEGIN, _END = Position(_LONG_AGO), Position(NEVER)
+_BEGIN, _END = _Place(_LONG_AGO), _Place(NEVER)
 
 
 def find(
@@ -109,8 +109,8 @@ def find(
 ) -> Page:
     """Return the oldest, or newest, tasks of some states: by SentAt of sent tasks, and by CreatedAt of others.
 
-    The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. An unsent
-    task keeps its place whatever changes, so a task that matches all the time is on one page.
+    The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. A task
+    keeps its place while it is unsent, so one that stays in the list is on one page if all pages are `whole`.
 
     Raises NotReached, and OutboxError if the cursor is not from a page in this order.
     """
@@ -179,7 +179,7 @@ class _Reader:
 
     table: TaskTable
     selection: TaskSelection
-    position: Position
+    position: _Place
     newest: bool
     limit: int
     at: datetime
@@ -213,11 +213,11 @@ class _Reader:
     def _windows(self) -> Iterator[TaskSelection]:
         since, until = self.selection.since or _LONG_AGO, self.selection.until or NEVER
         if self.newest:
-            until = min(until, self.position.sent_at + _RESOLUTION)
+            until = min(until, self.position.time + _RESOLUTION)
             edge = min(until, self.at + timedelta(seconds=1))
             parts = [(max(since, edge - window), until) for window in WINDOWS]
         else:
-            since = max(since, self.position.sent_at, *self._first_sent())
+            since = max(since, self.position.time, *self._first_sent())
             parts = [(since, min(until, since + window)) for window in WINDOWS]
         for part in dict.fromkeys([*parts, (since, until)]):
             yield dataclasses.replace(self.selection, since=part[0], until=part[1])
@@ -243,14 +243,14 @@ def _task(as_of: datetime, row: Sequence[Any]) -> Task:
     return Task(row[0], dict(zip(_COLUMNS, row[1:], strict=True)), as_of)
 
 
-def _place(task: Task) -> Position:
+def _place(task: Task) -> _Place:
     columns = task.columns
-    return Position(columns["SentAt"] or columns["CreatedAt"], columns["CreatedAt"], columns["Id"])
+    return _Place(columns["SentAt"] or columns["CreatedAt"], columns["CreatedAt"], columns["Id"])
 
 
-def _cursor(position: Position, *, newest: bool) -> str:
+def _cursor(position: _Place, *, newest: bool) -> str:
     # The client returns times with nanoseconds, which another program may have written.
-    times: tuple[Any, ...] = (position.sent_at, position.created_at)
+    times: tuple[Any, ...] = (position.time, position.created_at)
     return _encoded(json.dumps([newest, *(each.rfc3339() for each in times), position.id]).encode())
 
 
@@ -262,7 +262,7 @@ def _encoded(text: bytes) -> str:
     return urlsafe_b64encode(text + hashlib.sha256(text).digest()[:_DIGEST_BYTES]).decode().rstrip("=")
 
 
-def _position(cursor: str | None, *, newest: bool) -> Position:
+def _position(cursor: str | None, *, newest: bool) -> _Place:
     if cursor is None:
         return _END if newest else _BEGIN
     try:
@@ -276,7 +276,7 @@ def _position(cursor: str | None, *, newest: bool) -> Position:
         order = "newest" if of_newest else "oldest"
         raise OutboxError(f"the cursor is from a list of the {order} tasks. Continue with the {order}")
     parse: Any = DatetimeWithNanoseconds.from_rfc3339
-    return Position(parse(sent_at), parse(created_at), id)
+    return _Place(parse(sent_at), parse(created_at), id)
 
 
 def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dict[str, list[str]]:
@@ -308,30 +308,7 @@ def unsent_of_key(table: TaskTable, task: Task, limit: int) -> list[str]:
     return [id for (id,) in table.query(statements.FIRST_UNSENT_OF_KEY, "outbox-show", values)]
 
 
-def sent_after(table: TaskTable, position: Position, topic: str | None, limit: int) -> list[dict[str, Any]]:
-    """Return the next tasks sent after `position`, by SentAt, CreatedAt and Id, as a dictionary of columns each.
-
-    A reader that continues after the last row misses no task, because a commit that this read does not see gets a later
-    timestamp than all commits that it sees. https://cloud.google.com/spanner/docs/true-time-external-consistency
-    """
-    names = {"topic": topic} if topic is not None else {}
-    values = names | {
-        "shards": list(table.shards), "after": position.sent_at, "after_created": position.created_at,
-        "after_id": position.id, "limit": limit,
-    }  # fmt: skip
-    rows = table.query(statements.sent_after(names), "outbox-tail", values)
-    columns = ("SentAt", "CreatedAt", "Sequence", "Id", "Topic", "Priority", "OrderingKey", "Bytes")
-    return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
-def in_publish_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort rows of `sent_after` by SentAt, CreatedAt, Sequence and Id, in which the tasks of a key were published.
-
-    A reader continues after the last row of `sent_after`, not after the last row of this list.
-    """
-    return sorted(rows, key=_publish_place)
-
-
-def _publish_place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    sequence = row["Sequence"]
-    return row["SentAt"] or row["CreatedAt"], row["CreatedAt"], sequence is not None, sequence or 0, row["Id"]
+def _publish_place(columns: Mapping[str, Any]) -> tuple[Any, ...]:
+    sequence = columns["Sequence"]
+    time = columns["SentAt"] or columns["CreatedAt"]
+    return time, columns["CreatedAt"], sequence is not None, sequence or 0, columns["Id"]

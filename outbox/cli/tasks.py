@@ -16,7 +16,7 @@ from typing import Any
 from outbox import admin
 from outbox.cli import errors, flags
 from outbox.cli.output import as_json, by_field, cell, note, shortened, table
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, PositionExpired
 from outbox.program.signals import exit_on
 from outbox.program.terminal import counted, escaped, say
 from outbox.program.times import MOMENT, resolved, shown, spoken
@@ -25,8 +25,8 @@ from outbox.table.states import STATES, UNSENT, is_dead
 LIST_DESCRIPTION = """\
 List the tasks of some states, or all unsent tasks, sorted by SentAt of sent tasks and
 CreatedAt of others. If there are more tasks than --limit, the command prints the flag
-for the next page. A task is on one page, whatever other tasks do meanwhile. --json
-prints one object per line.
+for the next page. Tasks that are sent or registered meanwhile do not shift the pages.
+--json prints one object per line.
 
 The command reads the index at LOW priority. Of each shard, topic and state it compares
 the first 10,000 tasks that workers take, or fewer if there are many topics, and says so
@@ -51,8 +51,6 @@ people can run it at once.
 
 #: Bytes of a message's data that `show` prints. `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
-#: Seconds between two reads of `tail`, and rows of one read.
-TAIL_SECONDS, TAIL_ROWS = 1.0, 1_000
 #: The tokens of a JSON text: texts, empty objects and arrays, punctuation, and other values.
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
@@ -236,29 +234,31 @@ def run_tail(options: argparse.Namespace) -> int:
 
 
 def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> None:
+    from outbox.reading import WAIT_SECONDS, Position, SentTasks  # noqa: PLC0415 - imports the clients
+
     now = task_table.now()
-    position = admin.tasks.Position(now if options.since is None else resolved(options.since, now))
-    flags.check_window(position.sent_at, now + timedelta(microseconds=1))
-    note(f"following from {shown(position.sent_at)}. Press Ctrl-C to stop")
+    since = now if options.since is None else resolved(options.since, now)
+    flags.check_window(since, now + timedelta(microseconds=1))
+    note(f"following from {shown(since)}. Press Ctrl-C to stop")
+    sent = SentTasks(task_table, Position(since), options.topic)
     succeeded = failed = False
     while True:
         try:
-            rows = admin.tasks.sent_after(task_table, position, options.topic, TAIL_ROWS)
-            succeeded, failed = True, False
-        except admin.table.LayoutChanged:
-            continue
+            page = sent.page()
         except OutboxError as error:
-            if not succeeded:
+            if not succeeded or isinstance(error, PositionExpired):
                 raise  # probably permanent, such as a missing table
             if not failed:
                 note(f"{error}. Retrying; no task will be missed")
-            rows, failed = [], True
-        for row in admin.tasks.in_publish_order(rows):
+            failed = True
+            time.sleep(WAIT_SECONDS)
+            continue
+        succeeded, failed = True, False
+        for row in page.rows:
             say(_sent_line(row, options))
-        if rows:
-            position = admin.tasks.Position(rows[-1]["SentAt"], rows[-1]["CreatedAt"], rows[-1]["Id"])
-        if len(rows) < TAIL_ROWS:
-            time.sleep(TAIL_SECONDS)
+        sent.position = page.end
+        if not page.more:
+            time.sleep(WAIT_SECONDS)
 
 
 def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:

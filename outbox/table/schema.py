@@ -8,6 +8,7 @@ import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from google.api_core import exceptions as google
@@ -57,6 +58,13 @@ def layout(database: Database, **request: Any) -> Layout:
     """
     found = layouts(database, **request)
     return next(iter(complete(found) or found))
+
+
+def retention(database: Database, **request: Any) -> timedelta | None:
+    """Return how long the table keeps sent tasks, or None if it keeps them for ever. Raises NotReached."""
+    [[policy]] = _query(database, _POLICY, request)
+    days, _, unit = ddl.part(ddl.DELETION, policy)[ddl.RETENTION].partition(" ")
+    return timedelta(days=int(days)) if unit == "days" else None
 
 
 def complete(found: Mapping[Layout, Mapping[str, str]]) -> list[Layout]:
@@ -130,6 +138,9 @@ def apply(
     return [*states, *((title, "added") for title in columns)]
 
 
+_POLICY = """
+SELECT IFNULL(ROW_DELETION_POLICY_EXPRESSION, '') FROM INFORMATION_SCHEMA.TABLES
+WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) = 'asynchronoustasks'"""
 _DIALECT = "SELECT option_value FROM information_schema.database_options WHERE option_name = 'database_dialect'"
 # The columns Shard, Shard32 and the like. Id is read too, to tell a missing table from a table without a shard column.
 _LAYOUTS = r"""

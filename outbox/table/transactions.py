@@ -4,10 +4,12 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1 import KeySet, Mutation
+from google.cloud.spanner_v1.batch import Batch, MutationGroup
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.errors import InvalidTransaction
@@ -17,6 +19,9 @@ from outbox.table.values import check_finished
 #: Max seconds for a read of `insert_once` or `cancel`, including the wait for another transaction's lock. Without a
 #: limit of our own, the client repeats the read without a pause while Spanner is unavailable.
 READ_SECONDS = 30.0
+
+#: The classes of the client whose inserts return nothing.
+_CLIENT = (Transaction, Batch, MutationGroup)
 
 #: A primary key.
 Key = tuple[str, ...]
@@ -103,13 +108,26 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
         )
 
 
-def insert(transaction: SupportsInsert, table: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+def insert(transaction: SupportsInsert, table: str, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> None:
     """Add one insert. Raises TypeError if `transaction` has only returned a coroutine."""
+    if isinstance(transaction, _CLIENT):
+        transaction.insert(table, _converted(columns), rows)  # type: ignore[no-untyped-call]  # the client has no types
+        return
     check_finished(transaction.insert(table, columns, rows), f"the insert of {type(transaction).__name__}")
 
 
+@lru_cache(maxsize=64)
+def _converted(columns: tuple[str, ...]) -> Sequence[str]:
+    """Return the names of columns as the client's messages hold them.
+
+    The client converts each name of a tuple or a list at each insert, which takes longer than to convert the values.
+    """
+    names: Sequence[str] = Mutation.Write(columns=columns).columns
+    return names
+
+
 def insert_once(
-    transaction: SupportsReadInsert, table: str, columns: Sequence[str], row: tuple[Any, ...], *, key: Key, tag: str
+    transaction: SupportsReadInsert, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, key: Key, tag: str
 ) -> bool:
     """Add an insert unless the table or the transaction has a row with this key; return whether it was added.
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 def plain(text: str) -> str:
     """Return `text` without its subclass. A member of `class T(str, Enum)` has the format and the hash of its name."""
-    return str.__str__(text)
+    return text if type(text) is str else str.__str__(text)
 
 
 def in_utc(time: datetime) -> datetime:
@@ -51,6 +51,8 @@ def check_finished(result: object, function: str, *others: type) -> None:
 
     Also if a list, tuple, set or dict holds such work. `others` are types of results that stand for it.
     """
+    if result is None:
+        return  # the usual case, quickly
     looked_at: dict[int, object] = {}  # a list can hold itself
     to_look_at = [result]
     while to_look_at:

@@ -217,8 +217,8 @@ def verified_layout(database: LimitedDatabase) -> Layout:
 def until_drained(unsent: UnsentTasks, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
     """Return a function that tells, after a turn, whether `shards` are drained.
 
-    A drained shard has no pending or retrying task. The function reads the table only after a turn that made no
-    progress and left no batch in flight, and at most once every `interval` seconds.
+    A drained shard has no pending or retrying task that workers may send. The function reads the table only after a
+    turn that made no progress and left no batch in flight, and at most once every `interval` seconds.
     """
     read_at = float("-inf")
 

@@ -33,9 +33,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Publish until a strong read finds no pending or retrying task, ignoring paused topics; return the exit code.
+    """Publish until a strong read finds no pending or retrying task that may be sent; return the exit code.
 
-    Then print the number of tasks that remain.
+    Tasks of paused topics may not, nor those of topics with an invalid route. Then print the number of tasks that
+    remain.
     """
     settings = WorkerSettings.read(vars(options))
     with _worker(settings) as (worker, stop):
@@ -52,6 +53,9 @@ def drain(options: argparse.Namespace) -> int:
         say(f"{'at least ' if each.at_least else ''}{each.count} {each.state} in topic {each.topic}")
     if unsent.any_to_send():
         say("not drained: stopped with work left")
+        return exits.WORK_LEFT
+    if unsent.any_to_send(misrouted=True):
+        say("not drained: a topic with tasks has an invalid route, see the log")
         return exits.WORK_LEFT
     say("drained")
     return exits.DONE

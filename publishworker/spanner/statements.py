@@ -122,8 +122,9 @@ DEFER_COLUMNS = ("Id", "AvailableAt", "BlockedBy")
 
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls", "Info")
 
-#: The database's time, and the paused topics.
-NOW_AND_PAUSED = "SELECT CURRENT_TIMESTAMP(), ARRAY(SELECT Topic FROM AsynchronousTaskTopics WHERE Paused)"
+#: The database's time, and the topics that are paused or routed.
+NOW_AND_HELD = """SELECT CURRENT_TIMESTAMP(),
+  ARRAY(SELECT AS STRUCT Topic, Paused, PublishTo FROM AsynchronousTaskTopics WHERE Paused OR PublishTo IS NOT NULL)"""
 #: The columns of a read of the unsent rows in the index AsynchronousTasksToSend.
 UNSENT_COLUMNS = (
     "Id", "Shard", "Topic", "AvailableAt", "Priority", "CreatedAt", "OrderingKey", "Attempts", "BlockedBy",

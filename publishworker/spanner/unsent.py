@@ -8,6 +8,7 @@ from typing import Any
 
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
+from outbox.table.controls import problems
 from outbox.table.layouts import LayoutShards, by_layout
 from outbox.table.statements import TO_SEND_INDEX
 from outbox.table.states import LEFT_TO_SEND, is_dead
@@ -43,28 +44,36 @@ class UnsentTasks:
     def __init__(self, store: SpannerStore) -> None:
         self._store = store
 
-    def any_to_send(self, shards: Iterable[int] | None = None) -> bool:
-        """Tell whether `shards`, or all, have a pending or retrying task outside of paused topics."""
-        now, paused = self._now_and_paused()
+    def any_to_send(self, shards: Iterable[int] | None = None, *, misrouted: bool = False) -> bool:
+        """Tell whether `shards`, or all, have a pending or retrying task that workers may send.
+
+        They hold the tasks of paused topics, and of topics with an invalid route. With `misrouted`, tell whether there
+        is such a task in a topic with an invalid route that is not paused.
+        """
+        now, paused, invalid = self._now_and_held()
+
+        def is_other(topic: str) -> bool:
+            return topic in paused or (topic in invalid) != misrouted
 
         def skip_rest(last: UnsentRow) -> bool:
-            return is_dead(last.available_at) or last.topic in paused
+            return is_dead(last.available_at) or is_other(last.topic)
 
-        return any(each.state(now, paused) in LEFT_TO_SEND for each in self._rows(now, skip_rest, shards))
+        rows = self._rows(now, skip_rest, shards)
+        return any(each.state(now) in LEFT_TO_SEND and not is_other(each.topic) for each in rows)
 
     def topics(self) -> tuple[frozenset[str], frozenset[str]]:
         """Return the topics that have pending or retrying tasks, and the topics that have tasks with ordering keys.
 
         Only the first unsent tasks of each shard and topic are read.
         """
-        now, _ = self._now_and_paused()
+        now, *_ = self._now_and_held()
         found = list(self._rows(now, lambda _last: True))
         to_send = frozenset(each.topic for each in found if each.state(now) in LEFT_TO_SEND)
         return to_send, frozenset(each.topic for each in found if each.is_ordered)
 
     def counts(self) -> list[UnsentCount]:
         """Count unsent tasks by topic and state, up to a limit in each shard and topic."""
-        now, paused = self._now_and_paused()
+        now, paused, _ = self._now_and_held()
         counts, read, cut = Counter[tuple[str, str]](), Counter[tuple[int, str]](), set()
 
         def skip_rest(last: UnsentRow) -> bool:
@@ -77,11 +86,13 @@ class UnsentTasks:
             counts[each.topic, each.state(now, paused)] += 1
         return [UnsentCount(*key, counts[key], key[0] in cut) for key in sorted(counts)]
 
-    def _now_and_paused(self) -> tuple[datetime, frozenset[str]]:
+    def _now_and_held(self) -> tuple[datetime, frozenset[str], frozenset[str]]:
+        """Return the time, the paused topics, and the topics with an invalid route."""
         with self._store.reading() as snapshot:
             request = self._store.request("outbox-unsent", READ_SECONDS)
-            [[now, paused]] = snapshot.execute_sql(statements.NOW_AND_PAUSED, **request)
-        return now, frozenset(paused)
+            [[now, held]] = snapshot.execute_sql(statements.NOW_AND_HELD, **request)
+        paused = frozenset(topic for topic, is_paused, _ in held if is_paused)
+        return now, paused, frozenset(topic for topic, _, to in held if problems({"PublishTo": to}))
 
     def _rows(self, at: datetime, skip_rest: _SkipRest, shards: Iterable[int] | None = None) -> Iterator[UnsentRow]:
         """Yield each task that is unsent at `at`, once, by shard, topic and time."""

@@ -26,6 +26,7 @@ from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.metrics import Metrics
+from publishworker.topics.overrides import route_problem
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Failed, LockedRow, Outcome, Sent
@@ -69,11 +70,13 @@ class OutboxRelay:
     def drain(self) -> Drained:
         """Publish all tasks that are due now, as a worker does that has just started, in this thread.
 
-        Topics that do not exist are created. A failed task is due again at once, for the next call. Scheduled tasks
-        stay until they are due.
+        Topics that do not exist are created, also those to which a route leads. A failed task is due again at once, for
+        the next call. Scheduled tasks stay until they are due.
         """
+        routes = self._store.discover((), ()).controls.routes
         for topic in UnsentTasks(self._store).topics()[0]:
-            self._subscribe(topic_name(topic, self._settings.project))
+            if not route_problem(to := routes.get(topic, topic)):
+                self._subscribe(topic_name(to, self._settings.project))
         relay, published, failed = self._relay(), 0, 0
         while True:
             turn = relay.turn()

@@ -40,7 +40,8 @@ class Topics:
     def apply(self, controls: TopicControls, workers: int) -> None:
         """Apply all topic controls. Each of the live `workers` gets an equal part of a limit.
 
-        A topic with an invalid route counts as paused, because its messages must not go to the wrong topic.
+        A topic with an invalid route counts as paused, because its messages must not go to the wrong topic. The end of
+        a pause also makes a probe due.
         """
         for topic in self._overrides.apply(controls):
             self._circuits.forget(topic)
@@ -48,6 +49,8 @@ class Topics:
         for topics, what in ((paused - self.paused, "paused"), (self.paused - paused, "resumed")):
             for topic in sorted(topics):
                 _log.info("Topic %s is %s", topic, what, extra={"action": what})
+        for topic in self.paused - paused:
+            self._circuits.probe_now(topic)
         self.paused = paused
         self._limits.apply(controls.limits, workers)
         self._circuits.forget_old()

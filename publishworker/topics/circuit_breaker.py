@@ -102,6 +102,11 @@ class CircuitBreakers:
         self._suspects.pop(topic, None)
         self._failing.discard(topic)
 
+    def probe_now(self, topic: str) -> None:
+        """Let the topic be probed at once, if its circuit is open: an operator may have removed the cause."""
+        if circuit := self._open.get(topic):
+            circuit.probe_at = self._clock()
+
     def suspended(self) -> frozenset[str]:
         """Return the topics that a poll does not read now: open, being probed, or without a place for a probe."""
         now = self._clock()

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import importlib
 import itertools
+import json
 import os
 import re
 import shlex
@@ -220,6 +221,37 @@ def test_the_guide_to_schedules(emulators: Emulators, shop: Database) -> None:
 
 
 @pytest.mark.usefixtures("topics")
+def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path: Path) -> None:
+    """From an empty file, and again after a kill: each task counts once, also one that is sent again."""
+    assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
+    [program] = blocks("docs/guide/projection.md", "python")
+    [command] = commands("docs/guide/projection.md")
+    assert command == ["python", "totals.py"]
+    (tmp_path / "totals.py").write_text(program)
+    variables = emulators.environment() | {"SPANNER_DISABLE_BUILTIN_METRICS": "true", "PYTHONPATH": str(ROOT)}
+
+    def send(task_id: str, cents: int) -> None:
+        data = json.dumps({"customer": "ann", "cents": cents}).encode()
+        with shop.batch() as batch:
+            outbox.register(batch, "orders", data, task_id=task_id)
+        mark(task_id, spanner.COMMIT_TIMESTAMP)
+
+    def mark(task_id: str, sent_at: Any) -> None:
+        with shop.batch() as batch:
+            batch.update("AsynchronousTasks", ("Id", "SentAt"), [(task_id, sent_at)])
+
+    send("task-1", 10)
+    for task_id, cents, total in (("task-2", 5, 15), ("task-3", 100, 115)):
+        with started("totals", environment=variables, directory=tmp_path) as running:
+            send(task_id, cents)
+            running.wait_for_text(f"ann: {total} cents")
+            mark("task-1", None)
+            mark("task-1", spanner.COMMIT_TIMESTAMP)
+            eventually(lambda running=running, total=total: running.stdout.count(f"ann: {total} cents") == 2)
+            running.child.kill()
+            assert running.stdout.count("cents") == {15: 3, 115: 2}[total]
+
+
 def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: PubSub, tmp_path: Path) -> None:
     """Each block is the file that its first line names. Its test passes; a task that comes twice takes one piece."""
     assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0

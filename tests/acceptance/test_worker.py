@@ -51,6 +51,24 @@ def test_drain_empties_the_backlog_and_names_remaining_tasks(
     assert account(ids, subscription).lost == frozenset()
 
 
+def test_drain_ends_at_an_invalid_route(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:
+    """It sends all else. Then exit 4, and the tasks of the topic and the reason are named."""
+    ids = register(database, topic, 3)
+    register(database, "misrouted", 2)
+    with database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", "PublishTo"), [("misrouted", "no topic")])
+    with worker(emulators, database, command="drain") as process:
+        assert process.wait(60) == 4
+        assert process.stdout.splitlines() == [
+            "2 pending in topic misrouted",
+            "not drained: a topic with tasks has an invalid route, see the log",
+        ]
+        assert "Topic misrouted counts as paused: PublishTo is 'no topic'" in process.stderr
+    assert account(ids, subscription) == EACH_ONCE
+
+
 def test_drain_gives_up_at_its_deadline(emulators: Emulators, database: Database) -> None:
     """A task that cannot be sent: exit 4, and the count of remaining tasks."""
     register(database, "missing-topic", 1)

@@ -14,7 +14,13 @@ def test_importing_the_library_imports_no_worker_and_no_datadog() -> None:
     assert "outbox" in loaded
     others = {"publishworker", "datadog", "pyspark", "pandas", "sqlalchemy", "django", "google.cloud.spanner_dbapi"}
     assert not others & set(loaded)
-    assert not {"outbox.table.connection", "outbox.program.settings", "outbox.program.channels"} & set(loaded)
+    assert not {
+        "outbox.reading",
+        "outbox.admin",
+        "outbox.table.connection",
+        "outbox.program.settings",
+        "outbox.program.channels",
+    } & set(loaded)
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", "help retry", "", "schema print", "pause --project", "lst"])

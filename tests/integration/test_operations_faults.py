@@ -11,9 +11,9 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import backlog, changes, tasks, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.admin.tasks import Position
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
+from outbox.reading import Position, SentTasks
 from outbox.table.connection import UNARY_SECONDS
 from outbox.table.states import NEVER
 from outbox.table.transact import retry_and_timeout
@@ -39,7 +39,7 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
     "status --exact": lambda table: backlog.read(table, exact=True),
     "list": tasks.find,
     "show": lambda table: tasks.task(table, "0"),
-    "tail": lambda table: tasks.sent_after(table, Position(PAST), None, 10),
+    "tail": lambda table: SentTasks(table, Position(PAST), None).page(),
     "count": lambda table: changes.count(table, selected("dead"), exact=True),
     "retry": lambda table: list(changes.retry(table, selected("dead"))),
     "retry ids": lambda table: list(changes.retry(table, TaskSelection(ids=("1",)))),
@@ -154,6 +154,6 @@ def test_every_request_has_low_priority_and_a_tag(database: Database, watch: Wat
     fill(database)
     for work in WORK.values():
         work(watch.table)
-    assert watch.tags() >= {"outbox-status", "outbox-topics", "outbox-list", "outbox-show", "outbox-tail"}
+    assert watch.tags() >= {"outbox-status", "outbox-topics", "outbox-list", "outbox-show", "outbox-reader"}
     tags = {request.request_options.transaction_tag for name, request in watch.requests if name == "commit"}
     assert tags == {"outbox-retry", "outbox-purge", "outbox-cancel", "outbox-topics", "outbox-operations"}

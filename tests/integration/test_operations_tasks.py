@@ -11,10 +11,9 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.admin.tasks import Position
 from outbox.errors import OutboxError
+from outbox.reading import Position, SentTasks
 from outbox.table.states import NEVER, STATES, UNSENT
-from tests.support.fakes import serialized
 from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PAST, SECOND, Watch, insert, row, update
 
 
@@ -194,44 +193,7 @@ def test_the_sent_tasks_of_a_key_are_in_the_order_in_which_they_were_published(d
     ]
     insert(database, Random(1).sample(rows, len(rows)))
     published = [id for id, _, _ in order]
-    page = tasks.sent_after(table, Position(PAST), None, 10)
-    assert [each["Id"] for each in tasks.in_publish_order(page)] == published
+    assert [each["Id"] for each in SentTasks(table, Position(PAST), None).page().rows] == published
     assert ids(table, "sent", newest=True) == published[::-1]
-    # The end of a page selects by CreatedAt, too: the oldest for a reader of all, the newest for a list.
-    assert [each["Id"] for each in tasks.sent_after(table, Position(PAST), None, 1)] == ["f"]
+    # The end of a page selects by CreatedAt, too.
     assert ids(table, "sent", newest=True, limit=5) == published[:0:-1]
-
-
-def followed(table: TaskTable, position: Position, limit: int, topic: str | None = None) -> Iterator[dict[str, Any]]:
-    while rows := tasks.sent_after(table, position, topic, limit):
-        assert len(rows) <= limit
-        yield from rows
-        position = Position(rows[-1]["SentAt"], rows[-1]["CreatedAt"], rows[-1]["Id"])
-
-
-def test_pages_of_sent_tasks_miss_none_and_repeat_none(database: Database, table: TaskTable):
-    """A batch is marked in one transaction, so many share a SentAt: a page may end between any two of them."""
-    random = Random(1)
-    rows = [
-        row(
-            f"task {n}", SentAt=PAST + random.randrange(3) * SECOND, CreatedAt=CREATED + random.randrange(3) * SECOND,
-            Topic="ab"[n % 2],
-        )
-        for n in range(30)
-    ]  # fmt: skip
-    insert(database, [*rows, row("before", SentAt=PAST - MICROSECOND), row("unsent"), row("dead", AvailableAt=NEVER)])
-    order = sorted((each["SentAt"], each["CreatedAt"], each["Id"]) for each in rows)
-    middle = Position(*order[20])
-    for limit in (1, 3, 100):
-        found = [(each["SentAt"], each["CreatedAt"], each["Id"]) for each in followed(table, Position(PAST), limit)]
-        assert found == order
-        assert [each["Id"] for each in followed(table, middle, limit)] == [id for _, _, id in order[21:]]
-    of_b = [each["Id"] for each in followed(table, Position(PAST), 3, "b")]
-    assert of_b == [id for _, _, id in order if int(id[5:]) % 2]
-    columns = {
-        "Topic": "orders", "Priority": 7, "OrderingKey": "k", "Sequence": 3, "SentAt": PAST, "CreatedAt": CREATED,
-    }  # fmt: skip
-    insert(database, [row("a", **columns)])
-    assert tasks.sent_after(table, Position(PAST), "orders", 1) == [columns | {"Id": "a", "Bytes": len(serialized())}]
-    assert tasks.sent_after(table, Position(PAST), "invoices", 1) == []
-    assert tasks.sent_after(table, Position(PAST + MICROSECOND), "orders", 1) == []

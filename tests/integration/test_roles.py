@@ -14,7 +14,7 @@ from outbox import inbox
 from outbox.admin import backlog, changes, operations, tasks, topics, workers
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.admin.tasks import Position
+from outbox.reading import Position, SentTasks
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import NEVER, STATES
@@ -126,7 +126,7 @@ def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
     seen = backlog.read(table)
     backlog.oldest_ages(table), operations.latest(table, 1), topics.controls(table), topics.unknown(table, ["a"])
     tasks.errors(table, seen), tasks.blocked_heads(table, seen), tasks.find(table, STATES), tasks.find(table)
-    tasks.beginning_with(table, ["dead"], 2), tasks.sent_after(table, Position(PAST), None, 2)
+    tasks.beginning_with(table, ["dead"], 2), SentTasks(table, Position(PAST), None).page()
     changes.count(table, TaskSelection(ids=("dead",)), exact=True), workers.shards_without_worker(table, [])
     found = tasks.task(table, "dead", data=False)
     assert found

@@ -14,7 +14,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import backlog, changes, operations, tasks, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
-from outbox.admin.tasks import Position
+from outbox.reading import Position, SentTasks
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.statements import IN_ORDER_ORDER, TO_SEND_ORDER
@@ -85,7 +85,7 @@ def statements(database: Database) -> list[str]:
         tasks.task(table, "sent"),
         tasks.unsent_of_key(table, tasks.Task("dead", {"Topic": "orders", "OrderingKey": "k", "Shard": 1}, PAST), 3),
         tasks.beginning_with(table, ["se"], 3),
-        tasks.sent_after(table, Position(PAST), "orders", 5),
+        SentTasks(table, Position(PAST), "orders").page(),
     )
     topics.unknown(table, ["orders"])
     statements = (" ".join(request.sql.split()) for _, request in sent)

@@ -73,6 +73,16 @@ def test_a_lost_answer_is_a_failed_attempt_and_then_a_duplicate(outbox_database,
     assert (outbox_relay.drain().published, len(published("orders"))) == (1, 3)
 
 
+def test_a_message_arrives_on_the_topic_of_its_route(outbox_database, outbox_relay, published):
+    with outbox_database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ["Topic", "PublishTo"], [["orders", "moved"], ["wrong", "no topic"]])
+        outbox.register(batch, "orders", b"order")
+        outbox.register(batch, "wrong", b"")
+    assert outbox_relay.drain().published == 1
+    assert [message.data for message in published("moved")] == [b"order"]
+    assert published("orders") == []
+
+
 def test_a_large_message_arrives(outbox_database, outbox_relay, published):
     with outbox_database.batch() as batch:
         outbox.register(batch, "orders", bytes(4_200_000))
@@ -138,7 +148,7 @@ def test_a_test_gets_emulators_a_database_and_a_relay(
 ) -> None:
     ended = run(project, *arguments, **emulators.environment())
     assert ended.returncode == 0, ended.stdout
-    assert "10 passed" in ended.stdout
+    assert "11 passed" in ended.stdout
 
 
 def test_the_emulators_are_reached_without_the_proxy_of_the_environment(emulators: Emulators, project: Path) -> None:
@@ -146,7 +156,7 @@ def test_the_emulators_are_reached_without_the_proxy_of_the_environment(emulator
     assert ended.returncode == 0, ended.stdout
 
 
-@pytest.mark.parametrize(("ci", "outcome"), [("", "10 skipped"), ("true", "10 errors")])
+@pytest.mark.parametrize(("ci", "outcome"), [("", "11 skipped"), ("true", "11 errors")])
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")])
 def test_without_an_emulator_tests_are_skipped_and_fail_in_ci(
     arguments: tuple[str, ...], ci: str, outcome: str, project: Path

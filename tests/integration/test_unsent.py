@@ -10,6 +10,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
 from publishworker.spanner.unsent import UnsentTasks
+from publishworker.types import NO_POLICY
 from tests.support.parts import poll_request
 from tests.support.store_harness import SpannerHarness
 
@@ -59,6 +60,12 @@ def test_pending_and_retrying_tasks_are_work(
         harness.insert(f"scheduled at once {n}", available_at=LATE, created_at=PAST, **key)
     harness.pause("paused")
     assert not unsent(harness).any_to_send()
+    harness.insert("misrouted", topic="misrouted", **key)
+    harness.route("misrouted", "no topic", NO_POLICY)
+    assert (unsent(harness).any_to_send(), unsent(harness).any_to_send(misrouted=True)) == (False, True)
+    harness.pause("misrouted")
+    assert not unsent(harness).any_to_send(misrouted=True)
+    harness.delete("misrouted")
     harness.insert("a", topic="orders", **columns, **key)
     assert unsent(harness).any_to_send() == (state in ("pending", "retrying"))
     assert unsent(harness).topics()[0] - {"orders"} == {"paused"}

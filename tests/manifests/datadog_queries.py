@@ -15,6 +15,8 @@ DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text(enc
 MONITORS: dict[str, dict[str, Any]] = {
     file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted((FOLDER / "monitors").glob("*.json"))
 }
+SLO: dict[str, Any] = json.loads((FOLDER / "slo.json").read_text(encoding="utf-8"))
+BURN_RATE: dict[str, Any] = json.loads((FOLDER / "burn-rate.json").read_text(encoding="utf-8"))
 
 OURS = (*m.METRICS, *m.APPLICATION, *m.PIPELINE)
 PERCENTILES = frozenset({"p50", "p75", "p90", "p95", "p99"})

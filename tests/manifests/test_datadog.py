@@ -19,6 +19,7 @@ from datadog_api_client.model_utils import (
 )
 from datadog_api_client.v1.model.dashboard import Dashboard
 from datadog_api_client.v1.model.monitor import Monitor
+from datadog_api_client.v1.model.service_level_objective_request import ServiceLevelObjectiveRequest
 from datadog_api_client.v2.model.metric_tag_configuration_create_request import MetricTagConfigurationCreateRequest
 
 from outbox import cli as outbox_cli
@@ -26,6 +27,7 @@ from outbox.errors import SettingError
 from publishworker.process import cli as publishworker_cli
 from tests.manifests.datadog_queries import (
     ALARM,
+    BURN_RATE,
     DASHBOARD,
     KNOWN,
     METRIC,
@@ -33,6 +35,7 @@ from tests.manifests.datadog_queries import (
     OURS,
     PERCENTILES,
     ROOT,
+    SLO,
     UNITS,
     complaints_about,
     split,
@@ -114,10 +117,11 @@ def of_dashboard(document: Document) -> Iterator[str]:
 
 
 def of_monitor(monitor: Document) -> Iterator[str]:
-    alarm, options, message = ALARM.fullmatch(monitor["query"]), monitor["options"], monitor["message"]
+    alarm, options = ALARM.fullmatch(monitor["query"]), monitor["options"]
     if alarm is None:
         yield "no query of a monitor"
         return
+    yield from of_message(monitor)
     yield from complaints_about(alarm["expression"])
     threshold, warning = float(alarm["threshold"]), options["thresholds"].get("warning")
     if options["thresholds"].get("critical") != threshold:
@@ -133,6 +137,10 @@ def of_monitor(monitor: Document) -> Iterator[str]:
     scopes = {part for query in METRIC.finditer(monitor["query"]) for part in split(query["scope"])}
     if not scopes | {f"severity:{'page' if monitor['priority'] <= 2 else 'warn'}"} <= set(monitor["tags"]):
         yield "the tags are not those of the query and the priority"
+
+
+def of_message(monitor: Document) -> Iterator[str]:
+    message = monitor["message"]
     if not re.search(PARTS, message, re.DOTALL):
         yield "the message lacks a part"
     batches = {tag for query in METRIC.finditer(monitor["query"]) for tag in split(query["by"])}
@@ -180,6 +188,16 @@ def test_a_monitor_fits_the_api_and_queries_existing_metrics(name: str) -> None:
     assert [*of_api(MONITORS[name], Monitor), *of_monitor(MONITORS[name])] == []
 
 
+def test_the_objective_and_its_monitor_fit_the_api() -> None:
+    assert [*of_api(SLO, ServiceLevelObjectiveRequest), *of_api(BURN_RATE, Monitor), *of_message(BURN_RATE)] == []
+    [query] = SLO["sli_specification"]["time_slice"]["query"]["queries"]
+    assert list(complaints_about(query["query"])) == []
+    alarm = re.fullmatch(r'burn_rate\("\$\{slo_id\}"\)\.over\("(\w+)"\)\..*> ([\d.]+)', BURN_RATE["query"])
+    assert alarm
+    assert (alarm[1], float(alarm[2])) == (SLO["timeframe"], BURN_RATE["options"]["thresholds"]["critical"])
+    assert set(SLO["tags"]) < set(BURN_RATE["tags"])
+
+
 def test_the_page_has_each_monitor() -> None:
     """Its table has the files and their severities; no alarm is removed by accident, and names differ."""
     rows = re.findall(r"^\| `([\w-]+)` \|.* (page|warn) \|$", PAGE, re.MULTILINE)
@@ -195,21 +213,29 @@ QUERIES = [
 ]
 
 
+#: Prints what it would send. The objective comes from a file, and its answer has the ID of the new objective.
+CURL = """curl() { case "$*" in */slo\\ *) echo '{"data": [{"id": "slo-1"}]}' ;; *) tr -d '\\n'; echo ;; esac; }"""
+
+
 def test_the_page_applies_all_files_with_full_links() -> None:
     """The commands for the API, with a `curl` that prints what it would send; Terraform replaces the same variable."""
     [script] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     sent = subprocess.run(
-        ["bash", "-euc", f"DD_API_KEY=a DD_APP_KEY=b\ncurl() {{ tr -d '\\n'; echo; }}\n{script}"],
+        ["bash", "-euc", f"DD_API_KEY=a DD_APP_KEY=b\n{CURL}\n{script}"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     documents = [json.loads(line) for line in sent.splitlines()]
-    assert len(documents) == 2 * len(MONITORS) + 1
+    assert len(documents) == 2 * len(MONITORS) + 2
+    assert documents[-1]["query"] == BURN_RATE["query"].replace("${slo_id}", "slo-1")
     links = re.findall(r"[^\s(]+\.md\b", sent)
     assert {link.partition("/docs/")[0] for link in links} == {"https://github.com/my-org/outbox/blob/main"}
     assert "${" not in sent
-    files = [DASHBOARD, *MONITORS.values()]
-    assert {name for each in files for name in re.findall(r"[$%]\{.*?\}", json.dumps(each))} == {"${docs_url}"}
-    assert PAGE.count("{ docs_url = var.docs_url }") == 2
+    files = [DASHBOARD, *MONITORS.values(), SLO, BURN_RATE]
+    assert {name for each in files for name in re.findall(r"[$%]\{.*?\}", json.dumps(each))} == {
+        "${docs_url}",
+        "${slo_id}",
+    }
+    assert PAGE.count("docs_url = var.docs_url") == 3
 
 
 def test_the_dashboard_or_a_monitor_queries_every_metric() -> None:
@@ -226,7 +252,8 @@ def test_dashboard_and_alarm_have_the_same_objective() -> None:
     [now] = [request for title, request in requests(DASHBOARD) if title == "Age of the oldest pending task"]
     colours = [colour for formula in now["formulas"] for colour in formula["conditional_formats"]]
     red = {colour["value"] for colour in colours if colour["palette"] == "white_on_red"}
-    assert lines == red == {MONITORS["oldest-age"]["options"]["thresholds"]["critical"]}
+    objective = SLO["sli_specification"]["time_slice"]["threshold"]
+    assert lines == red == {objective} == {MONITORS["oldest-age"]["options"]["thresholds"]["critical"]}
 
 
 def test_queries_use_the_names_of_production() -> None:

@@ -247,6 +247,17 @@ def test_images_are_built_from_the_dockerfile() -> None:
     assert set(built(PIPELINE).values()) == {"pipeline", "dataproc"}
 
 
+def test_the_network_patch_narrows_the_rule_for_google(tmp_path: Path) -> None:
+    [block] = re.findall(
+        r"^```yaml\n(patches:.*?)^```", (ROOT / "docs/operations/deploy.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    overlay = {"resources": [os.path.relpath(OVERLAYS["production"], tmp_path)], **yaml.safe_load(block)}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    rules = the(rendered(tmp_path), "NetworkPolicy")["spec"]["egress"]
+    [https] = [rule for rule in rules if {"protocol": "TCP", "port": 443} in rule["ports"]]
+    assert https["to"] == [{"ipBlock": {"cidr": "199.36.153.8/30"}}]
+
+
 def test_the_agents_values_fit_the_page() -> None:
     """The Secret has the name and the keys that the chart reads, and the components have their keys."""
     [install] = calls(WORKER, "helm")

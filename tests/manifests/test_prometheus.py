@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from publishworker.telemetry.clients import attribute_of
-from tests.manifests.datadog_queries import ALARM, METRIC, MONITORS, OURS, ROOT
+from tests.manifests.datadog_queries import ALARM, BURN_RATE, METRIC, MONITORS, OURS, ROOT, SLO
 from tests.manifests.rendering import validate
 
 RULES: dict[str, Any] = yaml.safe_load((ROOT / "k8s/prometheus/rules.yaml").read_text(encoding="utf-8"))
@@ -95,6 +95,20 @@ def test_an_alert_is_the_twin_of_its_monitor(name: str) -> None:
     assert f"${{docs_url}}/{alert['annotations']['runbook']})" in monitor["message"]
 
 
+def test_the_error_budget_is_the_twin_of_the_burn_rate() -> None:
+    """The same objective, budget, factor, windows and text."""
+    alert, age = ALERTS["error-budget"], SLO["sli_specification"]["time_slice"]["threshold"]
+    promql.parse(alert["expr"])
+    factor, budget = BURN_RATE["options"]["thresholds"]["critical"], round(1 - SLO["target_threshold"] / 100, 6)
+    assert re.findall(
+        r'"outbox.oldest_task_age".* > bool (\d+)\)\[(\w+):1m\]\) > ([\d.]+) \* ([\d.]+)', alert["expr"]
+    ) == [
+        (str(age), window, str(factor), str(budget)) for window in re.findall(r'window\("(\w+)"\)', BURN_RATE["query"])
+    ]
+    assert alert["annotations"]["summary"] == BURN_RATE["name"].removeprefix("Outbox: ")
+    assert f"${{docs_url}}/{alert['annotations']['runbook']})" in BURN_RATE["message"]
+
+
 def test_there_is_no_other_alert() -> None:
-    assert ALERTS.keys() == MONITORS.keys() - ONLY_IN_DATADOG
+    assert ALERTS.keys() == MONITORS.keys() - ONLY_IN_DATADOG | {"error-budget"}
     validate(RULES)

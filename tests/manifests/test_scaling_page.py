@@ -1,16 +1,19 @@
 """The numbers of production's autoscaler are those that docs/operations/scaling.md calculates."""
 
+import os
 import re
+from pathlib import Path
 
 import yaml
 
 from outbox.admin.backlog import COUNT_LIMIT, STALENESS
 from outbox.cli.schema import DEFAULT_SHARDS
 from publishworker.telemetry.gauges import INTERVAL
-from tests.manifests.rendering import OVERLAYS, ROOT, rendered, the
+from tests.manifests.rendering import OVERLAYS, ROOT, rendered, the, worker
 
 TEXT = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")
 PROSE = " ".join(TEXT.split())
+BLOCKS = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def figure(name: str) -> int:
@@ -38,8 +41,7 @@ def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() 
 
 def test_the_patch_replaces_values_that_the_autoscaler_has() -> None:
     """The page's patch fits production's autoscaler; its values are those of the example of the page about sizing."""
-    [block] = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    [patch] = yaml.safe_load(block)["patches"]
+    [patch] = yaml.safe_load(BLOCKS[0])["patches"]
     scaler = the(rendered(OVERLAYS["production"]), patch["target"]["kind"], patch["target"]["name"])
     example = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")
     for change in yaml.safe_load(patch["patch"]):
@@ -49,6 +51,13 @@ def test_the_patch_replaces_values_that_the_autoscaler_has() -> None:
             found = found[int(step) if step.isdigit() else step]
         assert type(found[last]) is type(change["value"])
         assert re.search(rf"`{last}` to (\S+ x \S+ s = )?{int(change['value']):,}\b", example)
+
+
+def test_a_standby_cluster_has_no_replicas(tmp_path: Path) -> None:
+    """The page's entry also works in an overlay with the autoscaler, which removes the number of replicas."""
+    overlay = {"resources": [os.path.relpath(OVERLAYS["production"], tmp_path)], **yaml.safe_load(BLOCKS[1])}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    assert worker(rendered(tmp_path))["spec"]["replicas"] == 0
 
 
 def test_the_delays_add_up() -> None:

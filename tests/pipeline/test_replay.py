@@ -124,7 +124,7 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 -
     [_] = changes.retry(watch.table, changes.TaskSelection(ids=("retry1", "retry2")))
     caplog.set_level("INFO", "outbox_pipeline")
     where = f"Id LIKE 'replay%' OR Topic = '{topic}'"
-    done = run(spark, replay_settings(target, where=where, until="0s"))
+    done = run(spark, replay_settings(target, where=where, until="0s"), reason="the report lost a day")
     assert counts(done) == (2 + len(of_key), 2 + len(of_key), 0, 0, 0, 0)
     after = rows_of(database)
     changed = ("SentAt", "ExpiresAt", "Attempts")
@@ -138,7 +138,7 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 -
         assert after[each["Id"]] == before[each["Id"]]
 
     [note] = [each for each in noted(database) if each["Operation"] == "replay"]
-    assert note["OperationId"] == done.replay_id
+    assert (note["OperationId"], note["Reason"]) == (done.replay_id, "the report lost a day")
     assert note["Tasks"] == 2 + len(of_key)
     assert note["StartedAt"] < after["replay1"]["AvailableAt"] < note["FinishedAt"]
     assert {**json.loads(note["Selection"]), "until": ""} == {"where": where, "until": ""}
@@ -266,6 +266,7 @@ def test_an_invalid_replay_is_refused_before_its_record_is_written(
         ({"since": "2090-01-01T00:00:00Z"}, {}, "^--since 2090-01-01.* is not before now, "),
         ({"topic": "orders"}, {"resume": "x"}, "Remove --topic and OUTBOX_TOPIC"),
         ({}, {"resume": "x", "dry_run": True}, "exclude each other"),
+        ({}, {"resume": "x", "reason": "y"}, "^--resume keeps the reason of the interrupted replay"),
         ({}, {"resume": "x"}, "^--resume x: AsynchronousTaskOperations of .* has no replay with this ID"),
     ]
     for flags, how, sentence in refused:

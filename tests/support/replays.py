@@ -9,7 +9,7 @@ from outbox.program.settings import DatabaseSettings
 from outbox.table.ddl import OPERATIONS
 from outbox_pipeline.settings import ReplaySettings
 
-COLUMNS = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Principal", "Selection", "Tasks")
+COLUMNS = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Principal", "Reason", "Selection", "Tasks")
 
 
 def replay_settings(target: DatabaseSettings, **given: str) -> ReplaySettings:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.changelog import missing_line
 from tests.support.release import problems
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,15 @@ def test_actions_are_pinned_and_only_publishing_jobs_may_write() -> None:
     assert {name for name, job in JOBS.items() if job.get("permissions", {}).get("packages") == "write"} == {"image"}
     assert {name for name, job in JOBS.items() if job.get("permissions", {}).get("pages") == "write"} == {"site"}
     assert all(job["needs"] == "dist" for name, job in JOBS.items() if name != "dist")
+
+
+def test_a_change_of_the_public_surface_needs_a_changelog_line() -> None:
+    assert missing_line(["docs/reference/settings.md", "outbox/message.py"]).startswith(
+        "docs/reference/settings.md changed"
+    )
+    assert missing_line(["schema/schema.sql", "CHANGELOG.md"]) == missing_line(["docs/tutorial.md"]) == ""
+    called = (ROOT / ".github/workflows/changelog.yml").read_text(encoding="utf-8")
+    assert (ROOT / re.findall(r"python3 (tests/\S+\.py)", called)[0]).exists()
 
 
 def test_a_release_needs_the_version_in_tag_and_changelog_and_its_own_repository(tmp_path: Path) -> None:

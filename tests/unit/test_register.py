@@ -42,10 +42,16 @@ def test_a_name_of_the_package_is_searched_for_once() -> None:
 
 
 def test_register_adds_one_insert_and_returns_the_id() -> None:
+    """Without the columns that have their default. A written one has a value."""
     row = registered("orders", b"data")
-    assert (row["Topic"], row["Priority"], row["OrderingKey"]) == ("orders", 50, None)
-    assert row["CreatedAt"] == COMMIT_TIMESTAMP
-    assert (row["AvailableAt"], row["ExpiresAt"], row["AtMostOnce"]) == (None, None, False)
+    assert list(row) == ["Id", "Topic", "Data", "Priority", "Sequence", "CreatedAt", "message"]
+    assert (row["Topic"], row["Priority"], row["CreatedAt"]) == ("orders", 50, COMMIT_TIMESTAMP)
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    for name, column, value in (
+        ("ordering_key", "OrderingKey", "k"), ("available_at", "AvailableAt", at), ("expires_at", "ExpiresAt", at),
+        ("at_most_once", "AtMostOnce", True),
+    ):  # fmt: skip
+        assert registered("orders", b"data", **{name: value})[column] == value
 
 
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -104,7 +110,8 @@ def test_text_is_its_value_whatever_its_class(of: Callable[[str], str], set_metr
 def test_ids_are_fresh_random_uuids() -> None:
     rows = [registered() for _ in range(100)]
     assert len({row["Id"] for row in rows}) == 100
-    assert {uuid.UUID(row["Id"]).version for row in rows} == {4}
+    assert all(row["Id"] == str(uuid.UUID(row["Id"])) for row in rows)
+    assert {(uuid.UUID(row["Id"]).version, uuid.UUID(row["Id"]).variant) for row in rows} == {(4, uuid.RFC_4122)}
     sequences = [row["Sequence"] for row in rows]
     assert sequences == sorted(set(sequences))
 
@@ -194,8 +201,9 @@ def test_the_public_api_has_these_names() -> None:
     """Applications may rely on these names; a change here is a change of the version."""
     assert set(outbox.__all__) == {
         "TASK_ID_ATTRIBUTE", "InvalidConsumer", "InvalidMessage", "InvalidTransaction", "Message", "MissingTaskId",
-        "OutboxError", "Priority", "Recorder", "SupportsCancel", "SupportsInsert", "SupportsReadInsert", "Task",
-        "__version__", "cancel", "register", "register_many", "register_once", "set_metrics",
+        "OutboxError", "PositionExpired", "Priority", "Reader", "Recorder", "SentTask", "SupportsCancel",
+        "SupportsInsert", "SupportsReadInsert", "Task", "__version__", "cancel", "reader", "register", "register_many",
+        "register_once", "set_metrics",
     }  # fmt: skip
     assert all(hasattr(outbox, name) for name in outbox.__all__)
     assert [(each.name, int(each)) for each in outbox.Priority] == [("LOW", 0), ("NORMAL", 50), ("HIGH", 100)]

@@ -8,7 +8,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from google.cloud.spanner_v1.batch import Batch
 from google.cloud.spanner_v1.snapshot import Snapshot
+from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
 from outbox import registration
@@ -92,3 +94,18 @@ def test_an_object_that_cannot_insert_is_a_type_error() -> None:
     snapshot: Any = Snapshot(mock.Mock())
     with pytest.raises(TypeError, match=r"transaction is Snapshot\. It must be a Spanner Transaction, Batch"):
         outbox.register_many(snapshot, [])
+
+
+@pytest.mark.parametrize("make", [Batch, Transaction])
+def test_the_client_gets_the_mutation_of_an_insert_by_hand(make: type[Any]) -> None:
+    """It gets the names of the columns in its own form, which costs it less."""
+    ours, by_hand, recorded = make(mock.MagicMock()), make(mock.MagicMock()), RecordingTransaction()
+    outbox.register(ours, "orders", b"data", ordering_key="k", task_id="t")
+    outbox.register(recorded, "orders", b"data", ordering_key="k", task_id="t")
+    [(table, columns, [row])] = recorded.inserts
+    [mutation] = ours._mutations
+    written = mutation.insert.values[0][columns.index("Sequence")]
+    by_hand.insert(
+        table, columns, [[written if name == "Sequence" else value for name, value in zip(columns, row, strict=True)]]
+    )
+    assert [type(mutation).pb(mutation)] == [type(each).pb(each) for each in by_hand._mutations]

@@ -11,6 +11,7 @@ from publishworker.delivery.delivered import Delivered
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
 from publishworker.topics.availability import CONTROLS_SECONDS, Topics
+from publishworker.topics.circuit_breaker import TARGET_PROBE_TASKS
 from publishworker.topics.overrides import policy_problem, route_problem
 from publishworker.types import NO_POLICY, Failed, TopicControls, TopicPolicy
 from tests.support.relay_bench import Bench
@@ -85,6 +86,21 @@ def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench:
     bench.relay.turn()  # reads the topic controls
     bench.turns()
     assert bench.publisher.ids() == ["a"]
+
+
+def test_the_end_of_a_pause_makes_a_probe_due() -> None:
+    """So an operator who has repaired a topic does not wait for the next probe. It is a probe, not a whole batch."""
+    found = topics()
+    for _ in range(9):
+        found.apply(TopicControls(), 1)
+        found.observe(Delivered(found.start(claim()), answers={"a": NOT_FOUND}, outcomes={"a": NOT_FOUND}))
+    found.apply(TopicControls(), 1)
+    assert found.unavailable({}) == {"orders"}
+    found.apply(TopicControls(paused=frozenset({"orders"})), 1)
+    found.apply(TopicControls(), 1)
+    assert found.unavailable({}) == frozenset()
+    assert [*found.circuit_states()] == ["orders"]
+    assert found.admit([], {}, ()).allowed == {"orders": TARGET_PROBE_TASKS}
 
 
 def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> None:

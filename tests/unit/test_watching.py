@@ -2,15 +2,14 @@
 
 import argparse
 from datetime import UTC, datetime
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from outbox.admin import backlog
-from outbox.admin import tasks as tasks_of
 from outbox.cli import status, tasks
-from outbox.errors import NotReached
+from outbox.errors import NotReached, PositionExpired
+from outbox.reading import Page, Position, SentTasks
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 AWAY = NotReached("Spanner did not answer")
@@ -50,20 +49,30 @@ def test_status_says_that_not_all_topics_are_counted(
 def test_tail_retries_until_spanner_answers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row: dict[str, Any] = {"Id": "a", "SentAt": NOON, "CreatedAt": NOON, "Sequence": None}
+    """It begins each page where the last one ended. A gap is no outage."""
+    after = Position(NOON, NOON, 1, "a")
+    answers = iter(
+        [Page([], NOON, Position(NOON), more=False), AWAY, AWAY, Page([{"Id": "a"}], NOON, after, more=True)]
+    )
+    positions = []
+
+    def page(sent: SentTasks) -> Page:
+        positions.append(sent.position)
+        answer = next(answers, PositionExpired("deleted"))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
     monkeypatch.setattr("outbox.cli.tasks.time.sleep", lambda _seconds: None)
     monkeypatch.setattr(tasks, "_sent_line", lambda found, _options: found["Id"])
-    read = mock.Mock(side_effect=[[], AWAY, AWAY, [row], Stop])
-    monkeypatch.setattr(tasks_of, "sent_after", read)
+    monkeypatch.setattr(SentTasks, "page", page)
     database = mock.Mock(now=lambda: NOON)
-    with pytest.raises(Stop):
+    with pytest.raises(PositionExpired):
         tasks._follow(database, argparse.Namespace(since=None, topic=None))
     printed = capsys.readouterr()
     assert printed.out == "a\n"
     assert printed.err.count("no task will be missed") == 1
-    assert [call.args[1] for call in read.mock_calls[-2:]] == [
-        tasks_of.Position(NOON), tasks_of.Position(NOON, NOON, "a"),
-    ]  # fmt: skip
-    monkeypatch.setattr(tasks_of, "sent_after", mock.Mock(side_effect=AWAY))
+    assert positions[-2:] == [Position(NOON), after]
+    answers = iter([AWAY])
     with pytest.raises(NotReached):
         tasks._follow(database, argparse.Namespace(since=None, topic=None))

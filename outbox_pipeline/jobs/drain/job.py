@@ -118,12 +118,13 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
         counts.update(done)
         if done["published"]:
             pause.reset()
+    work_left = work_left or unsent.any_to_send(misrouted=True)
     of_state = Counter[str]()
     for each in unsent.counts():
         of_state[each.state] += each.count
     if work_left:
         _log.warning(
-            "Drain stopped at its deadline with %s pending and %s retrying tasks left. Run it again to continue",
+            "Drain ended at its deadline, or because a route is invalid, with %s pending and %s retrying tasks left",
             f"{of_state['pending']:,}", f"{of_state['retrying']:,}", extra={"action": "work_left"},
         )  # fmt: skip
     states = {state: of_state[state] for state in (*UNSENT, "paused")}

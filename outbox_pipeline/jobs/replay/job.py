@@ -23,7 +23,7 @@ from pyspark.sql.types import StructType
 
 from outbox.admin import statements
 from outbox.admin.changes import RETRY_COLUMNS, retry_values
-from outbox.admin.operations import as_json
+from outbox.admin.operations import Author, as_json
 from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
@@ -95,8 +95,15 @@ class ReplaySelection:
         return cls(**given | times)
 
 
-def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False, resume: str = "") -> Replayed:
-    """Replay the selected tasks, or continue the replay with the ID `resume`.
+def run(
+    spark: SparkSession,
+    settings: ReplaySettings,
+    *,
+    dry_run: bool = False,
+    resume: str = "",
+    reason: str | None = None,
+) -> Replayed:
+    """Replay the selected tasks, or continue the replay with the ID `resume`. The record has the `reason`.
 
     Raises:
         SettingError: the selection is empty or invalid, or there is no unfinished replay to resume.
@@ -104,7 +111,7 @@ def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False,
         OutboxError: the archive belongs to another database or is damaged.
     """
     begin = time.monotonic()
-    check(settings, dry_run=dry_run, resume=resume)
+    check(settings, dry_run=dry_run, resume=resume, reason=reason)
     table = open_table(settings)
     now = table.now()
     selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
@@ -115,7 +122,7 @@ def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False,
     else:
         id = resume or str(uuid4())
         if not resume:
-            started_at = table.begin_operation(id, "replay", selection.fields())
+            started_at = table.begin_operation(id, "replay", selection.fields(), Author(reason=reason))
         _info(f"Replay {id} of {as_json(selection.fields())}. If it is interrupted, continue it with --resume {id}")
         done = job.replay(started_at)
         done.replay_id = id
@@ -125,11 +132,13 @@ def run(spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False,
     return done
 
 
-def check(settings: ReplaySettings, *, dry_run: bool, resume: str) -> None:
+def check(settings: ReplaySettings, *, dry_run: bool, resume: str, reason: str | None = None) -> None:
     """Check settings and flags that depend on each other. Raises SettingError."""
     given = [field.name for field in fields(ReplaySelection) if getattr(settings, field.name) not in ("", None)]
     if resume and dry_run:
         raise SettingError("--resume and --dry-run exclude each other. Pass only one of them")
+    if resume and reason:
+        raise SettingError("--resume keeps the reason of the interrupted replay. Remove --reason")
     if resume and given:
         raise SettingError(
             f"--resume uses the selection of the interrupted replay. Remove --{given[0]} and OUTBOX_{given[0].upper()}"

@@ -1,0 +1,290 @@
+"""Read sent tasks in the order of SentAt: `outbox.reader` for programs, and the pages that `outbox tail` prints.
+
+A page is one strong read. Spanner says at which timestamp it read. The page has every mark that was committed up to
+then, and each later mark gets a later commit timestamp. So a reader that goes on after that timestamp misses no task,
+in whatever order the marks of several workers commit. A strong read waits for marks that are being committed, usually
+for milliseconds. https://cloud.google.com/spanner/docs/true-time-external-consistency
+"""
+
+import dataclasses
+import math
+import threading
+import time
+from base64 import b64decode
+from collections import deque
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1.types import PubsubMessage
+
+from outbox.admin import statements
+from outbox.admin.table import SCAN_SECONDS, SCHEMA_OPTIONS, LayoutChanged, TaskTable
+from outbox.errors import PositionExpired
+from outbox.message import parsed
+from outbox.program.times import shown
+from outbox.table import schema
+from outbox.table.statements import by_ids
+from outbox.table.values import chunked, in_utc
+
+#: Tasks of a page, and max bytes of messages that a reader holds. A larger message is alone.
+PAGE_ROWS, BUFFER_BYTES = 1_000, 8_000_000
+#: Seconds between two pages when there are no more tasks.
+WAIT_SECONDS = 1.0
+#: No retention is shorter.
+_MIN_RETENTION = timedelta(days=1)
+_MICROSECOND = timedelta(microseconds=1)
+_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
+#: Sorts a task without Sequence before the others.
+_NO_SEQUENCE = -(2**63)
+_TAG = "outbox-reader"
+
+#: A sent task without its message, by column name.
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """Where a reader is: after one task, or with SentAt alone before the first task with this or a later SentAt.
+
+    The tasks of a batch share a SentAt. CreatedAt, Sequence and Id are the order in which those of a key are published.
+    """
+
+    sent_at: datetime = _LONG_AGO
+    created_at: datetime = _LONG_AGO
+    sequence: int = _NO_SEQUENCE
+    id: str = ""
+
+    @classmethod
+    def of(cls, row: Row) -> "Position":
+        """Return the position after a task."""
+        sequence = _NO_SEQUENCE if row["Sequence"] is None else row["Sequence"]
+        return cls(row["SentAt"], row["CreatedAt"], sequence, row["Id"])
+
+    @classmethod
+    def read(cls, text: str) -> "Position":
+        """Return the position that a text describes. Raises ValueError."""
+        sent_at, *task = text.split(" ", 3)
+        if not task:
+            return cls(_time(sent_at))
+        created_at, sequence, id = task
+        return cls(_time(sent_at), _time(created_at), int(sequence), id)
+
+    def __str__(self) -> str:
+        """Return the text that `read` reads."""
+        task = f" {shown(self.created_at)} {self.sequence} {self.id}" if self.id else ""
+        return shown(self.sent_at) + task
+
+
+def _time(text: str) -> datetime:
+    return in_utc(datetime.fromisoformat(text))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """The next sent tasks, read at `read_at`, and the position after them. Without `more` it has all until then."""
+
+    rows: list[Row]
+    read_at: datetime
+    end: Position
+    more: bool
+
+
+class SentTasks:
+    """The sent tasks after `position`, page by page. The caller sets `position` to the end of a page."""
+
+    def __init__(self, table: TaskTable, position: Position, topic: str | None, *, resumes: bool = False) -> None:
+        """Begin at `position`. If it `resumes`, an earlier reader has stopped there."""
+        self.table, self.position = table, position
+        self._names = {} if topic is None else {"topic": topic}
+        self._is_continuous = resumes
+
+    def page(self) -> Page:
+        """Return the next page. Raises PositionExpired, NotReached, OutboxError."""
+        limit = PAGE_ROWS
+        while True:
+            rows, read_at = self._read(limit)
+            self._check_retention(read_at)
+            new = [row for row in rows if Position.of(row) > self.position]
+            if len(rows) < limit:
+                return Page(new, read_at, Position(read_at + _MICROSECOND), more=False)
+            # The limit may have divided the tasks with the last SentAt.
+            last = rows[-1]["SentAt"]
+            if whole := [row for row in new if row["SentAt"] < last]:
+                return Page(whole, read_at, Position(last), more=True)
+            limit *= 2
+
+    def _read(self, limit: int) -> tuple[list[Row], datetime]:
+        while True:
+            values = self._names | {"shards": list(self.table.shards), "after": self.position.sent_at, "limit": limit}
+            try:
+                found, read_at = self.table.strong_query(statements.sent_after(self._names), _TAG, values)
+            except LayoutChanged:
+                continue
+            rows = [dict(zip(statements.SENT_COLUMNS, each, strict=True)) for each in found]
+            return sorted(rows, key=Position.of), read_at
+
+    def _check_retention(self, read_at: datetime) -> None:
+        """Raise PositionExpired if tasks after the position may have been deleted before `read_at`.
+
+        A reader that begins before the retention has no gap until it has read all tasks that are about to be deleted.
+        """
+        behind = read_at - self.position.sent_at
+        if behind > _MIN_RETENTION:
+            retention = schema.retention(self.table.database, request_options=SCHEMA_OPTIONS)
+            if retention is not None and behind > retention:
+                if self._is_continuous:
+                    raise PositionExpired(_expired(self.position, read_at - retention, retention))
+                return
+        self._is_continuous = True
+
+
+def _expired(position: Position, kept: datetime, retention: timedelta) -> str:
+    return (
+        f"The reader is at {shown(position.sent_at)}, but tasks that were sent before {shown(kept)} may have been "
+        f"deleted: the retention of the table is {retention.days} days. Build the projection again without `since`, or "
+        f"pass since=datetime.fromisoformat('{shown(kept)}') to go on without the deleted tasks"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SentTask:
+    """A sent task. `message` is None if Data holds no PubsubMessage. Without a key, `ordering_key` is empty."""
+
+    id: str
+    topic: str
+    message: PubsubMessage | None
+    priority: int
+    ordering_key: str
+    created_at: datetime
+    sent_at: datetime
+
+
+class Reader(Iterator[SentTask]):
+    """An iterator over sent tasks that waits for new ones. One thread reads; any thread may call `close`."""
+
+    def __init__(self, sent: SentTasks) -> None:
+        """Read the tasks of `sent`."""
+        self._sent, self._position = sent, sent.position
+        self._tasks: deque[tuple[SentTask, Position]] = deque()
+        self._next_page = 0.0
+        self._closed = threading.Event()
+
+    @property
+    def position(self) -> str:
+        """Return the position after the last task that was returned, or later if no task followed until then.
+
+        Store it together with the effect of that task, and pass it as `since` after a restart.
+        """
+        return str(self._position)
+
+    def read(self, timeout: float | None = None) -> SentTask | None:
+        """Return the next task. Return None after `timeout` seconds without one, or when the reader is closed.
+
+        After an error, `position` is unchanged, and the next call tries again.
+
+        Args:
+            timeout: max seconds to wait for a task; None waits until there is one.
+
+        Raises:
+            PositionExpired: tasks after the position may have been deleted, because they are older than the retention.
+            NotReached: Spanner does not answer, or a permission is missing.
+            OutboxError: Spanner refused the request.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._closed.is_set():
+            if not self._tasks and time.monotonic() >= self._next_page:
+                self._fill()
+            if self._tasks:
+                task, self._position = self._tasks.popleft()
+                return task
+            if (now := time.monotonic()) >= end:
+                break
+            self._closed.wait(max(0.0, min(self._next_page, end) - now))
+        return None
+
+    def __next__(self) -> SentTask:
+        """Return the next task when there is one. Ends when the reader is closed. Raises the errors of `read`."""
+        task = self.read()
+        if task is None:
+            raise StopIteration
+        return task
+
+    def close(self) -> None:
+        """End `read` and the iteration, also on another thread: at once while it waits, otherwise after its request."""
+        self._closed.set()
+
+    def _fill(self) -> None:
+        self._next_page = time.monotonic() + WAIT_SECONDS
+        page = self._sent.page()
+        rows = next(chunked(page.rows, PAGE_ROWS, BUFFER_BYTES, lambda row: row["Bytes"]), [])
+        messages = self._messages([row["Id"] for row in rows], page.read_at)
+        self._tasks.extend((_task(row, messages[row["Id"]]), Position.of(row)) for row in rows)
+        is_whole = len(rows) == len(page.rows)
+        self._sent.position = page.end if is_whole else Position.of(rows[-1])
+        if page.more or not is_whole:
+            self._next_page = 0.0
+        if not rows:
+            self._position = page.end
+
+    def _messages(self, ids: list[str], at: datetime) -> dict[str, Any]:
+        """Return the messages of tasks as they were when their page was read."""
+        if not ids:
+            return {}
+        rows = self._sent.table.query(by_ids("Id, Data"), _TAG, {"ids": ids}, at=at, seconds=SCAN_SECONDS)
+        return {id: parsed(b64decode(data)) for id, data in rows}
+
+
+def _task(row: Row, message: Any) -> SentTask:
+    return SentTask(
+        id=row["Id"],
+        topic=row["Topic"],
+        message=None if message is None else PubsubMessage.wrap(message),
+        priority=row["Priority"],
+        ordering_key=row["OrderingKey"] or "",
+        created_at=row["CreatedAt"],
+        sent_at=row["SentAt"],
+    )
+
+
+def reader(database: Database, since: str | datetime | None = None, topic: str | None = None) -> Reader:
+    """Return a reader of sent tasks, in the order of SentAt. It only reads, and any number of readers may run at once.
+
+    For projections, rebuilds and inspection by programs that may read the table, not a second way of delivery. It
+    misses no task and returns none twice, also after a restart with its `position` and while the number of shards
+    changes. It sees a task about a second after it was sent: it reads once a second, at LOW priority, and each read
+    waits for marks that are being committed.
+
+    - A task that is sent again gets another SentAt, so it is returned again.
+    - An at-most-once task is returned when it is marked, before its message is published.
+    - The tasks of an ordering key that were sent in one batch are in the order in which they were published.
+    - A task that `outbox purge` or `outbox-pipeline archive --purge` deletes before the reader has read it is missed.
+    - Only a SentAt that is the commit timestamp has its place in this order, so other programs must write no other.
+
+    Args:
+        database: the outbox's database. Its database role, if it has one, needs SELECT on AsynchronousTasks.
+        since: the `position` of an earlier reader, or an aware time: tasks that were sent at that time or later.
+            Without it, the reader begins with the oldest sent task that the table still has.
+        topic: read only tasks with this Topic.
+
+    Raises:
+        ValueError: `since` is neither a position nor an aware time.
+        NotReached: Spanner does not answer, or the table or a permission is missing.
+    """
+    position = _position(since)
+    resumes = isinstance(since, str) and position > Position()
+    return Reader(SentTasks(TaskTable(database), position, topic, resumes=resumes))
+
+
+def _position(since: str | datetime | None) -> Position:
+    if since is None:
+        return Position()
+    try:
+        if isinstance(since, str):
+            return Position.read(since)
+        if since.tzinfo is not None:
+            return Position(in_utc(since))
+    except (ValueError, AttributeError, OverflowError):
+        pass
+    raise ValueError(f"since is {since!r}. It must be the position of a reader, or a time with a time zone")
