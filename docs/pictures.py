@@ -116,7 +116,7 @@ def write(folder: Path, body: str) -> Path:
 
 
 def screenshot(address: str, name: str, width: int, height: int) -> None:
-    """Write `docs/pictures/NAME.png`, with at most 64 colors and without the empty end of the page."""
+    """Write `docs/pictures/NAME.png`, with at most 128 colors and without the empty end of the page."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "screenshot.png")
         flags = (f"--user-data-dir={folder}", f"--screenshot={file}", f"--window-size={width},{height}")
@@ -127,11 +127,11 @@ def screenshot(address: str, name: str, width: int, height: int) -> None:
     used = np.flatnonzero((pixels != pixels[-1, -1]).any(axis=(1, 2)))
     image = image.crop((0, 0, width, min(height, int(used[-1]) + 17)))
     PICTURES.mkdir(exist_ok=True)
-    image.quantize(64, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
+    image.quantize(128, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
 
 
 def take_console() -> None:
-    """Take a picture of each page of a console beside workers, of which one differs, and a topic that is missing."""
+    """Take a picture of each page of a console beside workers, with a missing topic and a blocked key."""
     with stage.emulators():
         made = stage.make("shop", ddl.statements(SHARDS), TOPICS)
         pubsub_v1.PublisherClient().delete_topic(topic=f"projects/{made.project}/topics/invoices")
@@ -140,10 +140,10 @@ def take_console() -> None:
             fill(made.database)
             table = TaskTable(made.database)
             author = Author("ann@example.com", "the order service sent wrong prices, ticket 4711")
-            for second in range(150):  # Until the sparklines are lines.
-                if second % 5 == 0:
+            for second in range(90):  # Until the sparklines are lines.
+                if second % 10 == 0:
                     urllib.request.urlopen(address, timeout=60).read()  # noqa: S310 - of the console
-                if second == 60:
+                if second == 30:
                     admin.topics.change(table, "pause", ["payments"], {"Paused": True}, author)
                 register(made.database, 12 if second % 40 < 20 else 4)
                 time.sleep(1)
@@ -156,7 +156,7 @@ def take_console() -> None:
                 "operations": f"operation?id={operation.id}", "search": "search?q=order-31",
             }  # fmt: skip
             for name, path in pages.items():
-                screenshot(address + path, f"console-{name}", 1100, 1400)
+                screenshot(address + path, f"console-{name}", 1100, 1000)
 
 
 def fill(database: Database) -> None:

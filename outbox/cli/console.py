@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import importlib.util
 import ipaddress
-import re
 import signal
 import socket
 from pathlib import Path
@@ -54,17 +53,9 @@ def _networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network,
     return tuple(ipaddress.ip_network(each.strip()) for each in text.split(",") if each.strip())
 
 
-def _pattern(text: str) -> str:
-    try:
-        return re.compile(text).pattern
-    except re.error as error:
-        raise ValueError(text) from error
-
-
 ADDRESS = SettingType(_address, "HOST:PORT or [IPV6]:PORT; port 0 selects a free port")
 HOSTS = SettingType(_names, "host names, separated by commas")
 NETWORKS = SettingType(_networks, "addresses or networks such as 10.0.0.0/8, separated by commas")
-PATTERN = SettingType(_pattern, "a regular expression, or nothing")
 HEADER = matching("[A-Za-z0-9-]*", "a name of a header, or nothing")
 TEXT = matching(r"[^\s]*", "text without spaces")
 
@@ -92,9 +83,7 @@ class ConsoleSettings(Settings):
         "localhost,127.0.0.1,[::1]", HOSTS, "The host names under which people open the console."
     )
     path_prefix: str = setting("", matching("(/[A-Za-z0-9._~-]+)*", "a path such as /outbox"), "Path of all pages.")
-    production: str = setting(
-        "", PATTERN, "The header is red if this matches the database's full name (projects/.../databases/...)."
-    )
+    production: str = setting("", TEXT, "The header is red if the database's full name contains this text.")
 
     def __post_init__(self) -> None:
         """Check values that depend on each other. Raises SettingError."""

@@ -1,6 +1,5 @@
 """The console as an ASGI application."""
 
-import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 
@@ -11,6 +10,7 @@ from outbox.admin.table import TaskTable
 from outbox.console import acting, blocked, operations, overview, search, task, tasks, topic, workers
 from outbox.console.access import Access
 from outbox.console.identity import Identify
+from outbox.console.readings import SharedReads
 from outbox.console.roles import EVERYTHING, VIEWERS, Roles
 from outbox.console.running import Running
 from outbox.console.visits import Console, Handler, Redact, Route, Visit, page, unredacted
@@ -46,7 +46,7 @@ def app(
     `identify` returns the name of the person who sends a request: `Iap`, `Header`, or a function of your own that asks
     the session of your application. Without it, everyone who reaches the console acts as the account of its
     credentials, and `roles` default to all. With it, they default to the viewer. `allow_actions` and `show_data` are
-    needed besides. The header is red if the full name of the database matches `production`. `redact` changes what
+    needed besides. The header is red if the full name of the database contains `production`. `redact` changes what
     people see of a message.
 
     Raises NotReached, SchemaDiffers.
@@ -56,10 +56,11 @@ def app(
     console = Console(
         table=table,
         running=Running(table),
+        reads=SharedReads(table),
         redact=redact,
         allow_actions=allow_actions,
         show_data=show_data,
-        production=re.compile(production) if production else None,
+        production=production,
     )
     return Access(
         console,

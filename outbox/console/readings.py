@@ -7,8 +7,8 @@ age and the error.
 import dataclasses
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Generic, TypeVar
 
@@ -30,8 +30,6 @@ SAMPLE_SECONDS = 30
 SAMPLES = 3_600 // SAMPLE_SECONDS
 #: A worker's first heartbeat has no shards, and an idle one writes the next after 21 s.
 STARTING = timedelta(minutes=1)
-#: Pages with their state whose reads are kept.
-KEPT = 100
 #: Max heads of blocked keys.
 HEADS = 100
 #: Operations on the overview.
@@ -84,21 +82,17 @@ class Shared(Generic[T]):
 
 
 class SharedReads:
-    """One Shared value for each page and its state, of which the last KEPT are kept."""
+    """One Shared value for each function that reads the table."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
-        self._shared: OrderedDict[Hashable, Shared[Any]] = OrderedDict()
+    def __init__(self, table: TaskTable) -> None:
+        self._table, self._lock = table, threading.Lock()
+        self._shared: dict[Callable[[TaskTable], Any], Shared[Any]] = {}
 
-    def get(self, key: Hashable, read: Callable[[], T]) -> Reading[T]:
-        """Return what `read` returns for the key."""
+    def get(self, read: Callable[[TaskTable], T]) -> Reading[T]:
+        """Return what the function returned last."""
         with self._lock:
-            shared = self._shared.setdefault(key, Shared(read, self._clock))
-            self._shared.move_to_end(key)
-            if len(self._shared) > KEPT:
-                self._shared.popitem(last=False)
-        reading: Reading[T] = shared.get()
-        return reading
+            shared: Shared[T] = self._shared.setdefault(read, Shared(lambda: read(self._table)))
+        return shared.get()
 
     def forget(self) -> None:
         """Let all values be read again, because an action has changed what they show."""
@@ -159,14 +153,18 @@ class History:
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=SAMPLES)
 
-    def add(self, status: Status) -> Status:
-        """Add a sample if the last one is old enough. Return the status."""
-        backlog = status.backlog
+    def read(self, table: TaskTable) -> Status:
+        """Read the status, and add a sample of it. Raises NotReached, OutboxError."""
+        status = read_status(table)
+        self.add(status.backlog)
+        return status
+
+    def add(self, backlog: Backlog) -> None:
+        """Add a sample if the last one is old enough."""
         last = self._samples[-1].at if self._samples else None
         if last is None or backlog.as_of - last >= timedelta(seconds=SAMPLE_SECONDS):
             pending = {topic: line.pending for topic, line in backlog.topics().items()}
             self._samples.append(Sample(backlog.as_of, pending))
-        return status
 
     def of(self, topic: str, now: datetime) -> list[tuple[float, int]]:
         """Return the samples of a topic, each with its age in seconds."""

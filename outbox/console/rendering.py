@@ -16,6 +16,15 @@ from outbox.console.visits import Visit
 from outbox.program.terminal import escaped
 from outbox.program.times import spoken
 
+#: The pages in the navigation.
+NAVIGATION = (
+    ("/", "Overview"),
+    ("/tasks", "Tasks"),
+    ("/blocked", "Blocked keys"),
+    ("/workers", "Workers"),
+    ("/operations", "Operations"),
+)
+
 
 def _visible(value: Any) -> Any:
     """Return a text without control characters, and a number with separators."""
@@ -47,7 +56,7 @@ def _environment() -> Environment:
     }
     # The value of a form field, which the browser sends back: with its control characters.
     environment.filters["exact"] = escape
-    environment.globals |= {"Role": Role, "advice": advice}
+    environment.globals |= {"Role": Role, "advice": advice, "NAVIGATION": NAVIGATION}
     return environment
 
 

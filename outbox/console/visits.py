@@ -19,7 +19,7 @@
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`. A link is
   written `link("/task", id=task.id)`, in Python and in templates.
 - A handler runs on a thread. It calls `outbox.admin` with `visit.table`, and has no SQL of its own.
-- What a page fetches again is read with `visit.shared(read, ...)`, so that all tabs share one read. An action ends with
+- What a page fetches again is read with `visit.shared(read)`, so that all tabs share one read. An action ends with
   `visit.changed()`.
 - It raises Refused, or lets an OutboxError pass. Both become a page.
 - A page is a GET with the role VIEWER. Anything that changes or records something is a POST with another role.
@@ -32,7 +32,7 @@
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 from urllib.parse import urlencode
 
@@ -41,7 +41,7 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.console.readings import History, Reading, SharedReads, Status, read_status
+from outbox.console.readings import History, Reading, SharedReads, Status
 from outbox.console.refusals import Refused
 from outbox.console.roles import Role
 from outbox.console.running import Running
@@ -50,15 +50,6 @@ T = TypeVar("T")
 
 #: Max characters of a reason, as in `--reason`.
 MAX_REASON = 1_000
-#: The pages in the navigation.
-NAVIGATION = (
-    ("/", "Overview"),
-    ("/tasks", "Tasks"),
-    ("/blocked", "Blocked keys"),
-    ("/workers", "Workers"),
-    ("/operations", "Operations"),
-)
-
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
 
@@ -74,12 +65,12 @@ class Console:
 
     table: TaskTable
     running: Running
-    reads: SharedReads = dataclasses.field(default_factory=SharedReads)
+    reads: SharedReads
     history: History = dataclasses.field(default_factory=History)
     #: Whether the command was started with `--allow-actions`, for pages that explain why an action is missing.
     allow_actions: bool = False
     show_data: bool = False
-    production: re.Pattern[str] | None = None
+    production: str = ""
     redact: Redact = unredacted
 
 
@@ -101,28 +92,22 @@ class Visit:
         """Return the table of the console."""
         return self.console.table
 
-    def shared(self, read: Callable[[TaskTable], T], *key: Hashable) -> Reading[T]:
-        """Return what `read` returns for the table. All tabs with the same `read` and `key` share it."""
-        return self.console.reads.get((read, *key), lambda: read(self.table))
+    def shared(self, read: Callable[[TaskTable], T]) -> Reading[T]:
+        """Return what `read` returns for the table. All tabs share it."""
+        return self.console.reads.get(read)
 
     def status(self) -> Reading[Status]:
         """Return the figures of the overview, from which all pages take the health sentence."""
-        return self.console.reads.get("status", lambda: self.console.history.add(read_status(self.table)))
+        return self.shared(self.console.history.read)
 
     def changed(self) -> None:
         """Say that an action has changed something, so that the next page shows it."""
         self.console.reads.forget()
 
     @property
-    def navigation(self) -> tuple[tuple[str, str], ...]:
-        """Return the path and the title of each page in the navigation."""
-        return NAVIGATION
-
-    @property
     def is_production(self) -> bool:
         """Tell whether the header is red."""
-        production = self.console.production
-        return production is not None and production.search(self.table.name) is not None
+        return self.console.production != "" and self.console.production in self.table.name
 
     @property
     def here(self) -> str:

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from outbox.console.access import Access
 from outbox.console.application import LOOPBACK_HOSTS
 from outbox.console.identity import Identify
+from outbox.console.readings import SharedReads
 from outbox.console.roles import EVERYTHING, Roles
 from outbox.console.running import Running
 from outbox.console.visits import Console, Route, Visit
@@ -24,7 +25,7 @@ def bare_console(**values: Any) -> Console:
     """Return a console whose table has only a name."""
     table = mock.Mock()
     table.name = DATABASE
-    return Console(table=table, running=Running(table), **values)
+    return Console(table=table, running=Running(table), reads=SharedReads(table), **values)
 
 
 def recording(routes: Sequence[Route]) -> tuple[list[Route], list[Visit]]:

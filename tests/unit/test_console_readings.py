@@ -12,7 +12,7 @@ from outbox.admin.backlog import Backlog, Line
 from outbox.admin.workers import TopicCircuit, Worker
 from outbox.console.charts import sparkline
 from outbox.console.health import health
-from outbox.console.readings import FRESH_SECONDS, KEPT, SAMPLES, History, Reading, Shared, SharedReads, Status, orphans
+from outbox.console.readings import FRESH_SECONDS, SAMPLES, History, Reading, Shared, SharedReads, Status, orphans
 from outbox.errors import NotReached
 from outbox.table.layouts import Layout
 from tests.support.waiting import eventually
@@ -103,24 +103,31 @@ def test_the_first_value_is_awaited_and_read_once() -> None:
 
 
 def test_an_action_lets_all_pages_be_read_again() -> None:
-    reads, values = SharedReads(Clock()), iter(range(9))
-    assert [reads.get("a", lambda: next(values)).value for _ in range(2)] == [0, 0]
+    asked: list[Any] = []
+
+    def read(table: Any) -> int:
+        asked.append(table)
+        return len(asked)
+
+    table = mock.Mock()
+    reads = SharedReads(table)
+    assert [reads.get(read).value for _ in range(2)] == [1, 1]
     reads.forget()
-    assert reads.get("a", lambda: next(values)).value == 1
+    assert reads.get(read).value == 2
+    assert asked == [table, table]
 
 
-def test_the_pages_and_samples_that_are_kept_are_bounded() -> None:
-    """Poll for an hour, with other filters each time: memory is flat, because only KEPT pages and SAMPLES are kept."""
-    clock = Clock()
-    reads, history = SharedReads(clock), History()
+def test_memory_is_flat_over_hours_of_polling() -> None:
+    """Only the last value and SAMPLES are kept."""
+    clock, history = Clock(), History()
+    shared = Shared(lambda: "x" * 10_000 + str(clock.now), clock)
 
     def poll(begin: int, seconds: int) -> None:
         for second in range(begin, begin + seconds, 5):
             clock.now = second
-            at = NOW + timedelta(seconds=second)
+            shared.get()
             lines = [Line(f"topic {n}", 50, pending=second) for n in range(20)]
-            reads.get(second, lambda: "x" * 10_000)
-            history.add(status(backlog=Backlog(at, (), lines)))
+            history.add(Backlog(NOW + timedelta(seconds=second), (), lines))
 
     poll(0, HOUR)  # until all is full
     tracemalloc.start()
@@ -128,10 +135,9 @@ def test_the_pages_and_samples_that_are_kept_are_bounded() -> None:
         poll(HOUR, HOUR // 4)
         before = tracemalloc.get_traced_memory()[0]
         poll(2 * HOUR, HOUR)
-        assert tracemalloc.get_traced_memory()[0] - before < 1_000_000
+        assert tracemalloc.get_traced_memory()[0] - before < 500_000
     finally:
         tracemalloc.stop()
-    assert len(reads._shared) == KEPT
     assert len(history.of("topic 1", NOW + timedelta(seconds=3 * HOUR))) == SAMPLES
 
 
@@ -147,7 +153,7 @@ def test_samples_are_half_a_minute_apart_and_an_hour_old_at_most() -> None:
     history = History()
     for second in range(0, 2 * HOUR, 5):
         line = Line("orders", 50, pending=second)
-        history.add(status(backlog=Backlog(NOW + timedelta(seconds=second), (), [line])))
+        history.add(Backlog(NOW + timedelta(seconds=second), (), [line]))
     samples = history.of("orders", NOW + timedelta(seconds=2 * HOUR))
     assert len(samples) == SAMPLES
     assert samples[:2] == [(HOUR, HOUR), (HOUR - 30, HOUR + 30)]
