@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import ipaddress
+import os
 import signal
 import socket
 from pathlib import Path
@@ -162,7 +163,7 @@ def _listening(address: tuple[str, int]) -> socket.socket:
     try:
         return socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise OutboxError(f"cannot listen at {host}, port {port}: {error.strerror}. Pass another --bind") from None
+        raise OutboxError(f"cannot listen at {host}, port {port}: {os.strerror(error.errno or 0)}. Pass another --bind") from None
 
 
 def _announce(settings: ConsoleSettings, listener: socket.socket) -> None:

@@ -14,7 +14,7 @@
 
     ROUTES = (page("/task", show), action("/task/cancel", cancel, Role.DESTROYER))
 
-`outbox.console.application.ROUTES` lists the ROUTES of all modules. The rules:
+`application.routes` lists the ROUTES of all modules. The rules:
 
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`. A link is
   written `link("/task", id=task.id)`, in Python and in templates.
