@@ -163,7 +163,8 @@ def _listening(address: tuple[str, int]) -> socket.socket:
     try:
         return socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise OutboxError(f"cannot listen at {host}, port {port}: {os.strerror(error.errno or 0)}. Pass another --bind") from None
+        why = os.strerror(error.errno or 0)
+        raise OutboxError(f"cannot listen at {host}, port {port}: {why}. Pass another --bind") from None
 
 
 def _announce(settings: ConsoleSettings, listener: socket.socket) -> None:
