@@ -139,19 +139,11 @@ def orphans(table: TaskTable, backlog: Backlog) -> Sequence[int] | None:
     return None if any(just_started) else admin.workers.shards_without_worker(table, backlog.workers)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
-    """The number of pending tasks of each topic at a time."""
-
-    at: datetime
-    pending: Mapping[str, int]
-
-
 class History:
-    """The samples of the last hour. There are none for times without a visible tab."""
+    """The pending tasks of each topic in the last hour. There are no samples for times without a visible tab."""
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self._samples: deque[tuple[datetime, Mapping[str, int]]] = deque(maxlen=SAMPLES)
 
     def read(self, table: TaskTable) -> Status:
         """Read the status, and add a sample of it. Raises NotReached, OutboxError."""
@@ -161,12 +153,12 @@ class History:
 
     def add(self, backlog: Backlog) -> None:
         """Add a sample if the last one is old enough."""
-        last = self._samples[-1].at if self._samples else None
+        last = self._samples[-1][0] if self._samples else None
         if last is None or backlog.as_of - last >= timedelta(seconds=SAMPLE_SECONDS):
             pending = {topic: line.pending for topic, line in backlog.topics().items()}
-            self._samples.append(Sample(backlog.as_of, pending))
+            self._samples.append((backlog.as_of, pending))
 
     def of(self, topic: str, now: datetime) -> list[tuple[float, int]]:
         """Return the samples of a topic, each with its age in seconds."""
-        samples = [(sample, (now - sample.at).total_seconds()) for sample in tuple(self._samples)]
-        return [(age, sample.pending.get(topic, 0)) for sample, age in samples if age <= SAMPLES * SAMPLE_SECONDS]
+        samples = [((now - at).total_seconds(), pending.get(topic, 0)) for at, pending in tuple(self._samples)]
+        return [(age, number) for age, number in samples if age <= SAMPLES * SAMPLE_SECONDS]

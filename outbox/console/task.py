@@ -26,7 +26,7 @@ from outbox.table.states import is_dead
 KEY_TASKS = 1_000
 #: Characters of an attribute that are shown. A program that bypasses the library can register longer ones.
 ATTRIBUTE_CHARACTERS = 2_000
-_SENTENCES = {
+SENTENCES = {
     "pending": "Ready or due: a worker publishes it as soon as it can.",
     "retrying": "An attempt failed. A worker publishes it again when it is due.",
     "scheduled": "Due later, as the application asked.",
@@ -45,7 +45,7 @@ def show(visit: Visit) -> Response:
         visit,
         "task.html",
         task=task,
-        sentence=_SENTENCES[task.state],
+        sentence=SENTENCES[task.state],
         words=dict(_words(columns, now)),
         line=sorted(_time_line(visit, task), key=lambda event: event[0]),
         place=_place(visit, task) if columns["OrderingKey"] and task.state != "sent" else None,

@@ -13,22 +13,13 @@ from outbox.console.charts import sparkline
 from outbox.console.refusals import Refused
 from outbox.console.rendering import render
 from outbox.console.roles import Role
+from outbox.console.task import SENTENCES
 from outbox.console.visits import Visit, action, page
 from outbox.program.settings import SettingType
 from outbox.program.times import MOMENT, resolved, shown
 
 #: A worker reads the topic controls at least this often.
 APPLIED_WITHIN = timedelta(seconds=10)
-#: Each state in the order of a task's life, with one sentence.
-STATES = {
-    "scheduled": "Due later, as the application asked.",
-    "pending": "Ready or due: a worker publishes it as soon as it can.",
-    "retrying": "Failed and due later. A worker publishes it again then.",
-    "blocked": "Waits for the head of its ordering key.",
-    "dead": "Not retried automatically. The last error says why.",
-    "sent_last_minute": "Published and marked in the last minute.",
-}
-
 #: Returns the values to write, by column, for the fields of a form.
 Values = Callable[[Mapping[str, str]], dict[str, Any]]
 
@@ -48,7 +39,7 @@ def show(visit: Visit) -> Response:
             "applied": _applied(visit.query.get("written", ""), backlog),
         }
     forms = {"limits": LIMITS, "policy": POLICY, "commands": _commands(visit, topic)}
-    return render(visit, "topic.html", topic=topic, states=STATES, **forms, **found)
+    return render(visit, "topic.html", topic=topic, states=SENTENCES, **forms, **found)
 
 
 def _topic(visit: Visit) -> str:
