@@ -19,7 +19,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
 from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
-from outbox.admin.operations import UNNAMED, Author, Run
+from outbox.admin.operations import UNNAMED, Author, Progress
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.program.terminal import counted, escaped
@@ -184,7 +184,8 @@ def preview(table: TaskTable, selection: TaskSelection) -> Preview:
     groups = table.query(statement, "outbox-count", values, at=now, seconds=COUNT_SECONDS)
     tasks = count(table, selection, exact=True, at=now).number
     everything = dataclasses.replace(selection, include_expired=True)
-    expired = 0 if selection == everything else count(table, everything, exact=True, at=now).number - tasks
+    is_narrower = "unexpired" in selection.names
+    expired = count(table, everything, exact=True, at=now).number - tasks if is_narrower else 0
     return Preview(tasks, [Group(*row) for row in groups], {"expired": expired} if expired else {})
 
 
@@ -294,11 +295,11 @@ _WRITES: Mapping[str, _Write] = {"retry": _make_due, "purge": _delete, "cancel":
 
 
 def _change(
-    table: TaskTable, name: str, selection: TaskSelection, author: Author, run: Run | None = None
+    table: TaskTable, name: str, selection: TaskSelection, author: Author, progress: Progress | None = None
 ) -> Iterator[Outcome]:
     """Change the selection chunk by chunk, and record it as the operation `name` in the same transactions."""
     check(name, selection)
-    return _Change(table, name, selection, author).outcomes(run or Run(str(uuid.uuid4())))
+    return _Change(table, name, selection, author).outcomes(progress or Progress(str(uuid.uuid4())))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -310,42 +311,42 @@ class _Change:
     selection: TaskSelection
     author: Author
 
-    def outcomes(self, run: Run) -> Iterator[Outcome]:
-        """Execute the chunks after the last one of `run`."""
+    def outcomes(self, progress: Progress) -> Iterator[Outcome]:
+        """Execute the chunks after the last one of `progress`."""
         tag = f"outbox-{self.name}"
-        for position, ids in _selected_ids(self.table, self.selection, tag, run.position):
-            work = functools.partial(self._chunk, ids, position, run)
-            rows, run = self.table.transact(tag, work)
+        for position, ids in _selected_ids(self.table, self.selection, tag, progress.position):
+            work = functools.partial(self._chunk, ids, position, progress)
+            rows, progress = self.table.transact(tag, work)
             outcome = _outcome(ids, rows)
             if self.name == "cancel":
                 _log_cancelled(outcome.changed, self.author)
             yield outcome
-        if run.is_recorded and (warning := operations.finish(self.table, run.id)):
+        if progress.is_recorded and (warning := operations.finish(self.table, progress.id)):
             yield Outcome((), {}, (), warning)
 
     def _chunk(
-        self, ids: Sequence[str], position: str, run: Run, transaction: Transaction
-    ) -> tuple[Sequence[_Row], Run]:
-        if run.is_recorded:
-            run.check(transaction)
+        self, ids: Sequence[str], position: str, progress: Progress, transaction: Transaction
+    ) -> tuple[Sequence[_Row], Progress]:
+        if progress.is_recorded:
+            progress.check(transaction)
         # Sorted, so that two commands lock the rows in the same order.
         values = self.selection.values | {"ids": sorted(ids)}
         rows = [_Row(*row) for row in transaction.query(statements.by_ids(self.selection.condition, lock=True), values)]
         matching = [row for row in rows if row.matches]
         if matching:
             _WRITES[self.name](transaction, matching)
-        after = Run(run.id, run.tasks + len(matching), position, run.is_recorded or bool(matching))
-        self._record(transaction, after, is_new=not run.is_recorded)
+        after = Progress(progress.id, progress.tasks + len(matching), position, progress.is_recorded or bool(matching))
+        self._record(transaction, after, is_new=not progress.is_recorded)
         return rows, after
 
-    def _record(self, transaction: Transaction, run: Run, *, is_new: bool) -> None:
+    def _record(self, transaction: Transaction, progress: Progress, *, is_new: bool) -> None:
         """Buffer the row of the operation after a chunk. A change that has not changed any task has no row yet."""
-        columns = {"Tasks": run.tasks, "Position": run.position, "SeenAt": COMMIT_TIMESTAMP}
+        columns = {"Tasks": progress.tasks, "Position": progress.position, "SeenAt": COMMIT_TIMESTAMP}
         if not is_new:
-            operations.update(transaction, run.id, **columns)
-        elif run.is_recorded:
+            operations.update(transaction, progress.id, **columns)
+        elif progress.is_recorded:
             recorded = dataclasses.asdict(self.selection)
-            columns |= {"OperationId": run.id}
+            columns |= {"OperationId": progress.id}
             operations.record(transaction, self.table, self.name, recorded, self.author, **columns)
 
 
@@ -380,9 +381,11 @@ def _selected_ids(
     begin: dict[str, Any] = json.loads(position) if position else {"column": layout.column, "shard": 0}
     if begin["column"] != layout.column:
         raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
+    ranges = {name: value for name, value in _ranges(table, selection).items() if name == "topics"}
     for shard in table.shards[begin["shard"] :]:
+        values = selection.values | ranges | {"shard": shard, "limit": PAGE}
         after: str | None = begin.get("after") if shard == begin["shard"] else None
-        for next_after, of_shard in _ids_of_shard(table, selection, tag, shard, after):
+        for next_after, of_shard in _ids_of_shard(table, selection, tag, values, after):
             yield json.dumps({"column": layout.column, "shard": shard, "after": next_after}), of_shard
         if table.layout != layout:
             # Another thread has noticed a reshard, so `shard` was a shard of the new layout.
@@ -390,13 +393,11 @@ def _selected_ids(
 
 
 def _ids_of_shard(
-    table: TaskTable, selection: TaskSelection, tag: str, shard: int, after: str | None
+    table: TaskTable, selection: TaskSelection, tag: str, values: dict[str, Any], after: str | None
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the selected IDs of a shard in chunks, each with the text of its last row: SentAt, or the ID if unsent."""
     state = _state(selection)
     statement = statements.next_ids(state, selection.names)
-    topics = {name: value for name, value in _ranges(table, selection).items() if name == "topics"}
-    values = selection.values | topics | {"shard": shard, "limit": PAGE}
     if state == "sent":
         values |= {"after": datetime.fromisoformat(after) if after else selection.since or _LONG_AGO}
     else:

@@ -65,8 +65,8 @@ class NotContinued(OutboxError):
     """The operation was finished, stopped by a person, or continued by another process."""
 
 
-@dataclasses.dataclass(slots=True)
-class Run:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
     """The row of a retry, purge or cancel as this process has last written it."""
 
     id: str
@@ -118,10 +118,10 @@ def operation(table: TaskTable, id: str) -> Operation | None:
     return Operation(*rows[0]) if rows else None
 
 
-def begun(table: TaskTable, id: str) -> Run:
+def begun(table: TaskTable, id: str) -> Progress:
     """Return what the row of a retry, purge or cancel has after its last chunk. Raises NotReached, OutboxError."""
     [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), _key(id), _TAG)
-    return Run(id, tasks, position, is_recorded=True)
+    return Progress(id, tasks, position, is_recorded=True)
 
 
 def exists(transaction: Transaction, id: str) -> bool:

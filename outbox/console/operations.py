@@ -66,12 +66,12 @@ def described(operation: Operation) -> str:
         return str(found)
     if operation.operation != "retry":
         found.pop("include_expired", None)  # only a retry depends on it
-    ids = found.pop("ids", None)
+    ids = found.pop("ids") if isinstance(found.get("ids"), list) else []
     words = [
         f"{name.replace('_', ' ')} {value if isinstance(value, str) else json.dumps(value)}"
         for name, value in found.items()
     ]
-    return ", ".join(([f"IDs {listed(map(str, ids))}"] if isinstance(ids, list) else []) + words)
+    return ", ".join(([f"IDs {listed(map(str, ids))}"] if ids else []) + words)
 
 
 def show_one(visit: Visit) -> Response:

@@ -1,6 +1,5 @@
 """The tasks that an address is about: a filter, or the IDs of selected tasks. Pure."""
 
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -49,14 +48,13 @@ def address(selection: TaskSelection) -> dict[str, Any]:
 
 def command(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
     """Return the command that acts on the same tasks, or None, because no command has all filters of the console."""
+    given = address(selection)
+    narrowing = {each: given.get(each) for each in ("topic", "since", "until", "error")}
     if selection.ordering_key or selection.id_prefix:
         return None
-    if selection.ids:
-        return visit.command(name, *selection.ids, **more)
-    given = address(selection)
-    narrowing: Mapping[str, object] = {each: given.get(each) for each in ("state", "topic", "since", "until", "error")}
-    if name != "purge":
-        return visit.command(name, **narrowing, **more)
-    if selection.since or selection.error:
-        return None
-    return visit.command(name, topic=selection.topic, sent_before=given["until"], **more)
+    if name == "purge":
+        excess = selection.ids or selection.since or selection.error
+        return None if excess else visit.command(name, topic=selection.topic, sent_before=narrowing["until"], **more)
+    state = selection.state if selection.state in STATES else None
+    expired = name == "retry" and selection.include_expired
+    return visit.command(name, *(selection.ids or ()), state=state, **narrowing, include_expired=expired, **more)

@@ -1,5 +1,7 @@
 """The tasks of a state, in pages. Some of them, or all that match the filter, can be retried, cancelled or purged."""
 
+import dataclasses
+
 from starlette.responses import Response
 
 from outbox import admin
@@ -34,7 +36,9 @@ def show(visit: Visit) -> Response:
         filters=filters,
         labels=selections.FILTERS,
         actions=[action for action in ACTIONS if state in action.states],
-        command=selections.command(visit, "list", selection, **{order: True, "limit": PAGE}),
+        command=selections.command(
+            visit, "list", dataclasses.replace(selection, state=state), **{order: True, "limit": PAGE}
+        ),
     )
 
 

@@ -1,0 +1,109 @@
+"""Addresses and commands of the console that select tasks, and selections in words."""
+
+import shlex
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from starlette.datastructures import QueryParams
+
+from outbox import cli
+from outbox.admin.changes import TaskSelection
+from outbox.admin.operations import INTERRUPTED_AFTER, Operation
+from outbox.console import selections
+from outbox.console.operations import described
+from outbox.console.visits import Visit
+from outbox.errors import SettingError
+from outbox.table.states import STATES
+from tests.support.console import bare_console
+
+NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
+FILTER = {"topic": "it's & <b>", "since": NOW - timedelta(days=1), "until": NOW, "error": "a=b&c"}
+VISIT = Visit(console=bare_console(), person="jane", roles=frozenset(), path="/tasks")
+
+
+def read(query: dict[str, Any]) -> TaskSelection:
+    return selections.read(QueryParams(urlencode(query, doseq=True)), NOW)
+
+
+@pytest.mark.parametrize("ids", [None, ("a", "b/../c", "\x00<script>")])
+@pytest.mark.parametrize("more", [{}, FILTER, {"ordering_key": "k\n", "id_prefix": "%"}, {"include_expired": True}])
+@pytest.mark.parametrize("state", [None, *STATES])
+def test_an_address_is_read_as_the_same_selection(
+    state: str | None, more: dict[str, Any], ids: tuple[str, ...] | None
+) -> None:
+    selection = TaskSelection(**{"state": state, "ids": ids, "include_expired": False, **more})
+    query = {name: value for name, value in selections.address(selection).items() if value not in (None, [])}
+    assert read(query) == selection
+
+
+def test_relative_times_count_from_now_and_empty_fields_do_not_narrow() -> None:
+    assert read({"since": " 2h ", "until": "", "topic": "", "id": ["a", "a"]}) == TaskSelection(
+        since=NOW - timedelta(hours=2), ids=("a",), include_expired=False
+    )
+    for wrong in ({"since": "soon"}, {"topic": "x" * 401}, {"id": "x" * 65}, {"key": "x" * 1_025}, {"state": "gone"}):
+        with pytest.raises(SettingError, match=f"^{next(iter(wrong))}: "):
+            read(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "selection", "command"),
+    [
+        ("retry", TaskSelection(state="dead", **FILTER), True),
+        ("retry", TaskSelection(ids=("-x", "b"), include_expired=False), True),
+        ("cancel", TaskSelection(state="unsent", ids=("a",)), True),
+        ("cancel", TaskSelection(state="blocked", topic="-orders"), True),
+        ("purge", TaskSelection(state="sent", topic="orders", until=NOW), True),
+        ("purge", TaskSelection(state="sent", until=NOW, error="x"), False),
+        ("purge", TaskSelection(state="sent", until=NOW, ids=("a",)), False),
+        ("list", TaskSelection(state="sent", **FILTER), True),
+        ("list", TaskSelection(state="sent", ordering_key="k"), False),
+        ("cancel", TaskSelection(state="dead", id_prefix="k"), False),
+    ],
+)
+def test_a_shown_command_is_one_that_the_parser_accepts(name: str, selection: TaskSelection, command: bool) -> None:
+    """And it has the whole selection, or there is none."""
+    shown = selections.command(VISIT, name, selection)
+    assert (shown is not None) == command
+    if shown:
+        options = cli._parser().parse_args(shlex.split(shown)[1:])
+        assert options.topic == selection.topic
+        assert tuple(getattr(options, "ids", ())) == (selection.ids or ())
+        assert getattr(options, "error", None) == selection.error
+        assert getattr(options, "include_expired", False) == (name == "retry" and selection.include_expired)
+        assert {*vars(options).get("states", []), vars(options).get("state")} - {None} == (
+            {selection.state} & {*STATES} if name != "purge" else set()
+        )
+
+
+def operation(selection: str, name: str = "retry", **times: datetime | None) -> Operation:
+    all_times = {"finished_at": None, "seen_at": NOW, "stopped_at": None} | times
+    row = {"tasks": 1, "reason": None, "selected": None, "principal": "jane", "started_at": NOW}
+    return Operation(id="1", operation=name, selection=selection, **row, **all_times)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "selection", "words"),
+    [
+        ("retry", '{"state": "dead", "include_expired": true}', "state dead, include expired true"),
+        ("cancel", '{"state": "dead", "include_expired": true}', "state dead"),
+        ("retry", '{"ids": ["a", "b", "c", "d", "e", "f"], "more_ids": 3}', "IDs a, b, c, d, e, ..., more ids 3"),
+        ("limit", '{"topics": ["x"], "values": {"Burst": null}}', 'topics ["x"], values {"Burst": null}'),
+        ("pause", "no JSON", "no JSON"),
+        ("pause", "[1]", "[1]"),
+        ("pause", '{"ids": 3}', "ids 3"),
+    ],
+)
+def test_a_recorded_selection_is_shown_in_words(name: str, selection: str, words: str) -> None:
+    """Any program may write the column."""
+    assert described(operation(selection, name)) == words
+
+
+def test_the_state_of_an_operation_follows_from_its_times() -> None:
+    later = NOW + INTERRUPTED_AFTER
+    assert operation("").state(later - timedelta(seconds=1)) == "running"
+    assert operation("").state(later) == "interrupted"
+    assert operation("", stopped_at=NOW).state(later) == "stopped"
+    assert operation("", stopped_at=NOW, finished_at=NOW).state(later) == "finished"
+    assert operation("", seen_at=None).state(later) == "unfinished"
