@@ -60,4 +60,5 @@ class Running:
             self._errors[id] = str(error)
             _log.warning("operation %s: %s", id, error)
             return isinstance(error, NotReached)
+        self._errors.pop(id, None)
         return False

@@ -182,6 +182,24 @@ def test_a_visible_tab_is_up_to_date_and_a_hidden_one_asks_nothing(
 
 
 @pytest.mark.extended
+def test_a_page_of_tasks_keeps_what_a_person_selects(
+    emulators: Emulators, database: Database, browser: Browser
+) -> None:
+    """Only its health sentence is up to date, which costs no read of its own."""
+    insert(database, [row(f"dead {n}", AvailableAt=NEVER) for n in range(3)])
+    with running_console(emulators, database) as address, tab(browser, address) as page:
+        page.goto("/tasks?state=dead")
+        page.get_by_label("Select dead 1").check()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        insert(database, [row("new dead", AvailableAt=NEVER), *(row(f"t{n}") for n in range(7))])
+        expect(page.locator("#health")).to_contain_text("Pending: 7 tasks")
+        expect(page.get_by_label("Select dead 1")).to_be_checked()
+        expect(page.get_by_label("Select new dead")).to_have_count(0)
+        assert set(asked) == {f"{address}/"}
+
+
+@pytest.mark.extended
 def test_a_tab_says_that_the_console_has_ended(emulators: Emulators, database: Database, browser: Browser) -> None:
     with tab(browser, "", failures=True) as page:
         with running_console(emulators, database) as address:
