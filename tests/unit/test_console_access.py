@@ -3,12 +3,15 @@
 import itertools
 
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
 from outbox.console.access import HEADERS, MAX_FORM
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.visits import Route, Visit, action, page
-from tests.support.console import SAME, client, recording
+from tests.support.console import ORIGIN, SAME, client, recording
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 #: Each role alone, and a person without any.
@@ -126,3 +129,11 @@ def test_a_prefix_is_part_of_each_address() -> None:
     visit: Visit = visits[0]
     assert visit.link("/task", id="a/b", topic=None) == "/outbox/task?id=a%2Fb"
     assert visit.redirect("/", name="").headers["location"] == "/outbox/?name="
+
+
+def test_the_console_can_be_mounted_in_another_application() -> None:
+    recorded, visits = recording([SHOW])
+    mounted = Starlette(routes=[Mount("/ops", client(recorded).app)])
+    answer = TestClient(mounted, base_url=ORIGIN).get("/ops/show?q=1")
+    assert (answer.status_code, visits[0].path, visits[0].here) == (200, "/show", "/ops/show?q=1")
+    assert TestClient(mounted, base_url=ORIGIN).get("/ops/none").status_code == 404
