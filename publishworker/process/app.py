@@ -23,9 +23,9 @@ from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
 from publishworker.process import exits
+from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.process.info import worker_info
 from publishworker.process.settings import RelaySettings
-from publishworker.process.stopping import run_on_thread
 from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.spanner.change_stream import ChangeStream
@@ -35,7 +35,6 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import StuckBatch
@@ -45,6 +44,8 @@ from publishworker.turn.worker import Worker
 from publishworker.types import Turn
 
 _log = logging.getLogger("publishworker")
+#: Seconds between checks of the thread of the worker.
+_CHECK_SECONDS = 0.2
 
 
 class App:
@@ -144,6 +145,32 @@ class App:
         finally:
             for each in self._background:
                 each.stop()
+
+
+def run_on_thread(
+    work: Callable[[], None], stop: threading.Event, shutdown_timeout: float, on_stop: Callable[[], None]
+) -> bool:
+    """Call `work` on a thread; return whether it ended within `shutdown_timeout` seconds after `stop`.
+
+    `on_stop` is called when `stop` is set, to end a pause of `work`. An exception of `work` is raised here.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="worker", daemon=True)
+    thread.start()
+    while thread.is_alive() and not stop.is_set():
+        thread.join(_CHECK_SECONDS)
+    on_stop()
+    thread.join(shutdown_timeout)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
 
 
 def relay_of(

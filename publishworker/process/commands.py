@@ -4,19 +4,22 @@ import argparse
 import contextlib
 import gc
 import logging
+import os
+import signal
 import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from outbox.program import logs
 from outbox.program.settings import unknown_variables
+from outbox.program.signals import handled
 from outbox.program.terminal import say
 from publishworker.process import exits
 from publishworker.process.app import App, until_drained
 from publishworker.process.settings import WorkerSettings
-from publishworker.process.stopping import stop_on_signals
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
@@ -79,6 +82,25 @@ def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
         collect_garbage_rarely()
         with stop_on_signals() as stop, stack.pop_all():
             yield worker, stop
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """Yield an event that the first SIGTERM or SIGINT sets. A second one ends the process with code 128 + signal.
+
+    The default handlers are not enough, because a process with ID 1, as in a container, has none.
+    """
+    stop = threading.Event()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+        name = signal.Signals(number).name
+        _log.info("%s: stopping. A second signal ends the process at once.", name, extra={"action": "stopping"})
+
+    with handled((signal.SIGTERM, signal.SIGINT), on_signal):
+        yield stop
 
 
 def heartbeat_file(path: Path) -> Callable[[], None]:

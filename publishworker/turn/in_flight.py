@@ -2,13 +2,14 @@
 
 import queue
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from outbox.program.terminal import listed
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivered import Delivered, Unmarked
+from publishworker.delivery.delivery import Delivery
 from publishworker.host import Host, Queue, Thread
 from publishworker.turn.batching import Limits
 from publishworker.types import Key
@@ -25,21 +26,6 @@ JOIN_SECONDS = 30.0
 WATCH_SECONDS: float | None = 1.0
 #: Max batches that give up their places while they mark tasks.
 MAX_ASIDE = 100
-
-
-class Batch(Protocol):
-    """What this module needs from a delivery."""
-
-    claim: Claim
-    unsettled: frozenset[str]
-    aside: bool
-    transactions: int
-
-    def run(self) -> Delivered:
-        """Claim, publish and mark."""
-
-    def settle(self) -> Iterator[Unmarked]:
-        """Mark again what is not marked. Yield what cannot be marked."""
 
 
 #: What a batch reports: first a Delivered, then an Unmarked for each row that cannot be written.
@@ -65,7 +51,7 @@ class StuckBatch(Exception):
 class _Entry:
     """One in-flight batch. Two entries may have equal claims."""
 
-    batch: Batch
+    batch: Delivery
     seconds: float = 0.0  # since its last transaction began, as of the last check
     transactions: int = 0
     straggler: bool = False  # a turn has ended while the batch was in flight
@@ -82,13 +68,8 @@ class InFlight:
     session can never run a transaction again (google-cloud-python #18375).
     """
 
-    def __init__(
-        self,
-        batch_of: Callable[[Claim], Batch],
-        host: Host,
-    ) -> None:
-        """Run `batch_of(claim)` for each claim. A wait for batches may take minutes, and shows progress meanwhile."""
-        self._batch_of = batch_of
+    def __init__(self, delivery_of: Callable[[Claim], Delivery], host: Host) -> None:
+        self._delivery_of = delivery_of
         self._host = host
         self._clock = host.clock
         self._running: dict[_Entry, Thread] = {}
@@ -151,7 +132,7 @@ class InFlight:
 
     def start(self, claim: Claim) -> None:
         """Start a batch."""
-        entry = _Entry(self._batch_of(claim))
+        entry = _Entry(self._delivery_of(claim))
         self._running[entry] = self._host.threads.thread("batch", self._run, entry)
         self._running[entry].start()
 

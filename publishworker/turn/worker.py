@@ -5,13 +5,12 @@ import threading
 import time
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
 
 from publishworker.backoff import Backoff
-from publishworker.host import Event
 from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
 from publishworker.types import Next, Turn
 
 _log = logging.getLogger("publishworker")
@@ -24,33 +23,12 @@ MAX_OUTAGE_WAIT_SECONDS = 5.0
 MAX_MISSING_SECONDS = 300.0
 
 
-class TurnRunner(Protocol):
-    """What the worker needs from a relay."""
-
-    woken: Event
-
-    def turn(self, stopping: Callable[[], bool]) -> Turn:
-        """Run one turn. Start no batch once `stopping()` is true.
-
-        Raises StoreError if the store does not answer, StuckBatch if a batch does not end.
-        """
-
-    def find_next_due(self) -> float | None:
-        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
-
-        Raises StoreError.
-        """
-
-    def finish(self) -> Turn:
-        """Wait for the batches in flight."""
-
-
 class Worker:
     """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`."""
 
     def __init__(
         self,
-        relay: TurnRunner,
+        relay: Relay,
         membership: Membership,
         *,
         poll_interval: float,

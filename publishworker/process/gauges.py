@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from outbox import __version__
 from outbox.admin import backlog
@@ -18,7 +18,8 @@ from outbox.table.states import UNSENT
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.throttled_log import ThrottledLog
-from publishworker.types import CircuitState
+from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
 
 _log = logging.getLogger("publishworker")
 K = TypeVar("K")
@@ -39,35 +40,6 @@ BUILD_TAGS = {
     "spanner_version": version("google-cloud-spanner"),
     "pubsub_version": version("google-cloud-pubsub"),
 }
-
-
-class WorkerView(Protocol):
-    """What the gauges show of a relay."""
-
-    @property
-    def in_flight(self) -> int:
-        """Return the number of batches in flight."""
-
-    @property
-    def topics(self) -> Collection[str]:
-        """Return the topics that have, or recently had, unsent tasks."""
-
-    def circuit_states(self) -> Mapping[str, CircuitState]:
-        """Return the circuits that are not closed, by topic."""
-
-
-class MembershipView(Protocol):
-    """What the gauges show of the live workers."""
-
-    shards: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Return the number of live workers."""
-
-    @property
-    def counts_backlog(self) -> bool:
-        """Tell whether this worker is the one that counts the backlog."""
 
 
 class WithZeros(Generic[K]):
@@ -91,13 +63,13 @@ class WorkerGauges:
     def __init__(
         self,
         metrics: Metrics,
-        membership: MembershipView,
-        worker: WorkerView,
+        membership: Membership,
+        relay: Relay,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
         self._membership = membership
-        self._worker = worker
+        self._relay = relay
         self._clock = clock
         self._at = float("-inf")
         self._circuits = WithZeros[str](clock)
@@ -111,10 +83,10 @@ class WorkerGauges:
         self._metrics.gauge(m.BUILD, 1, **BUILD_TAGS)
         self._metrics.gauge(m.SHARDS, len(self._membership.shards))
         self._metrics.gauge(m.WORKERS, self._membership.size)
-        self._metrics.sample(m.IN_FLIGHT, self._worker.in_flight)
-        for topic in self._worker.topics:  # so that "nothing is published" is visible
+        self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight)
+        for topic in self._relay.topics:  # so that "nothing is published" is visible
             self._metrics.zero(m.PUBLISHED, topic=topic)
-        circuits = self._worker.circuit_states()
+        circuits = self._relay.circuit_states()
         states = {topic: m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits.items()}
         for topic, state in self._circuits(states).items():
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
@@ -165,7 +137,7 @@ class BacklogSampler:
         self,
         sample: Callable[[TaskTable], None],
         open_table: Callable[[], TaskTable],
-        membership: MembershipView,
+        membership: Membership,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sample = sample
