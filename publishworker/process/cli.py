@@ -67,7 +67,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from publishworker.verify.command import verify  # noqa: PLC0415 - only this command needs it
+    from publishworker.process.verify.command import verify  # noqa: PLC0415 - only this command needs it
 
     return verify(options)
 

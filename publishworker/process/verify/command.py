@@ -15,8 +15,8 @@ from outbox.errors import SettingError
 from outbox.program.terminal import Escaped, complain, say
 from publishworker.process import exits
 from publishworker.process.settings import WorkerSettings
-from publishworker.verify.checks import CHECKS, FAILED, Finding, run
-from publishworker.verify.scratch import scratch
+from publishworker.process.verify.checks import CHECKS, FAILED, Finding, run
+from publishworker.process.verify.scratch import scratch
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def verify(options: argparse.Namespace) -> int:
     else:
         say(_as_table(found))
     if options.report:
-        pages = Environment(loader=PackageLoader("publishworker.verify", ""), autoescape=True, trim_blocks=True)
+        pages = Environment(loader=PackageLoader("publishworker.process.verify", ""), autoescape=True, trim_blocks=True)
         page = pages.get_template("report.html.jinja").render(checks=found, settings=settings)
         Path(options.report).write_text(page, encoding="utf-8")
     return exits.FAILED if any(each.verdict == FAILED for each in found.values()) else exits.DONE

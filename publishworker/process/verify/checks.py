@@ -1,6 +1,5 @@
 """The checks of a verification. Each returns a verdict, a sentence and its figures."""
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,8 @@ from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from publishworker.host import Host
 from publishworker.process.app import open_store, relay_of
+from publishworker.process.verify import plans
+from publishworker.process.verify.scratch import TOPICS, Scratch
 from publishworker.pubsub.messages import MAX_REQUEST_MESSAGES
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
@@ -33,16 +34,12 @@ from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Failed, Key, LockedRow, Mark, Outcome, PollRequest, Sent
-from publishworker.verify import plans
-from publishworker.verify.scratch import TOPICS, Scratch
 
 PASSED, FAILED, NOT_AVAILABLE = "passed", "failed", "not available"
 #: Batch sizes of the sweep, and tasks that are sent with each.
 BATCH_SIZES, SWEPT_TASKS = (10, 25, 50, 100, 200, 500), 1_000
 #: Seconds for which the first of two claims holds its locks.
 HELD_SECONDS = 2.0
-#: Registrations that are timed alone, and again beside a relay.
-TIMED = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ def _roles(scratch: Scratch) -> Finding:
         return Finding(NOT_AVAILABLE, "the emulator has no roles")
     database: Any = scratch.database
     installed = files("outbox") / "ddl" / "roles.sql"
-    source = installed if installed.is_file() else Path(__file__).parents[2] / "schema" / "roles.sql"
+    source = installed if installed.is_file() else Path(__file__).parents[3] / "schema" / "roles.sql"
     database.update_ddl(ddl.cut(source.read_text(encoding="utf-8"))).result(timeout=300)
     verify_grants(open_database(replace(scratch.settings, database_role="publishworker")))
     application: Any = open_database(replace(scratch.settings, database_role="outbox_application"))
@@ -182,44 +179,6 @@ def _locks(scratch: Scratch) -> Finding:
     return Finding(PASSED if good else FAILED, text, {"waited, s": round(waited, 2), "attempts": len(attempts)})
 
 
-def _registrations(scratch: Scratch) -> Finding:
-    """Time registrations alone, and beside a relay that sends a backlog. Registrations must not wait for its locks."""
-    alone = _registering_ms(scratch)
-    scratch.register(scratch.settings.database, SWEPT_TASKS)
-    relay, stop = _relay(scratch, 200), threading.Event()
-
-    def turns() -> None:
-        while not stop.is_set():
-            relay.turn(stop.is_set)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(turns)
-        try:
-            beside = _registering_ms(scratch)
-        finally:
-            stop.set()
-        running.result(60)
-    relay.finish()
-    figures = {
-        f"{name}, {part} ms": round(value, 1)
-        for name, times in (("alone", alone), ("beside a relay", beside))
-        for part, value in (("median", statistics.median(times)), ("99th percentile", times[int(0.99 * len(times))]))
-    }
-    if scratch.is_emulator:
-        return Finding(NOT_AVAILABLE, "the emulator runs one transaction at a time", figures)
-    text = "compare the 99th percentiles: a registration inserts other rows, so it waits for no lock of the relay"
-    return Finding(PASSED, text, figures)
-
-
-def _registering_ms(scratch: Scratch) -> list[float]:
-    times = []
-    for _ in range(TIMED):
-        began = time.monotonic()
-        scratch.register(TOPICS[1], 1)
-        times.append((time.monotonic() - began) * 1000)
-    return sorted(times)
-
-
 def _batch_sizes(scratch: Scratch) -> Finding:
     """Send tasks with each batch size, with a publisher that answers at once, so that only Spanner counts."""
     others = [*TOPICS, scratch.settings.database]  # unsent tasks of earlier checks
@@ -294,7 +253,6 @@ CHECKS: dict[str, Callable[[Scratch], Finding]] = {
     "load": _load,
     "plans": _plans,
     "locks": _locks,
-    "registrations": _registrations,
     "batch sizes": _batch_sizes,
     "Pub/Sub limits": _pubsub_limits,
 }
