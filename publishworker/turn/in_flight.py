@@ -36,7 +36,6 @@ class StuckBatch(Exception):
     """Some batches do not end. Their threads cannot be stopped, but their process can."""
 
     def __init__(self, claims: Sequence[Claim], seconds: float) -> None:
-        """Name the batches; the first has been in flight for `seconds`."""
         first = claims[0]
         others = f" (and {len(claims) - 1} more batches)" if len(claims) > 1 else ""
         super().__init__(
@@ -81,9 +80,9 @@ class InFlight:
         return len(self._running)
 
     @property
-    def delivering(self) -> int:
-        """Return the number of batches that have not reported what became of their tasks."""
-        return sum(not entry.settling for entry in self._running)
+    def delivering(self) -> list[Claim]:
+        """Return the claims of batches that have not reported what became of their tasks."""
+        return [entry.batch.claim for entry in self._running if not entry.settling]
 
     @property
     def places(self) -> int:
@@ -92,7 +91,8 @@ class InFlight:
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""
-        return frozenset(id for entry in self._running for id in _ids(entry))
+        batches = [(entry.batch, entry.settling) for entry in self._running]
+        return frozenset(id for batch, settling in batches for id in (batch.unsettled if settling else batch.claim.ids))
 
     def by_topic(self) -> Counter[str]:
         """Return the number of places that are taken by topic."""
@@ -102,7 +102,7 @@ class InFlight:
     def tasks_by_topic(self) -> Counter[str]:
         """Return the number of tasks that are being published by topic."""
         tasks: Counter[str] = Counter()
-        for claim in self._delivering_claims():
+        for claim in self.delivering:
             tasks[claim.topic] += 0 if claim.kind is Kind.DEFER else len(claim.tasks)
         return tasks
 
@@ -112,11 +112,11 @@ class InFlight:
 
     def bytes(self) -> int:
         """Return the bytes of all messages in flight."""
-        return sum(claim.bytes for claim in self._delivering_claims())
+        return sum(claim.bytes for claim in self.delivering)
 
     def deferring(self) -> int:
         """Return the number of batches that only defer tasks."""
-        return sum(claim.kind is Kind.DEFER for claim in self._delivering_claims())
+        return sum(claim.kind is Kind.DEFER for claim in self.delivering)
 
     def keys(self) -> frozenset[Key]:
         """Return the ordering keys in flight. Their other tasks must wait until the batch has ended.
@@ -178,9 +178,6 @@ class InFlight:
             entry.straggler = True
         return reports
 
-    def _delivering_claims(self) -> list[Claim]:
-        return [entry.batch.claim for entry in self._running if not entry.settling]
-
     def _wait(self, enough: Callable[[Sequence[Report]], bool], max_seconds: float | None = None) -> list[Report]:
         """Wait until the reports are `enough`, no batch is in flight, or `max_seconds` seconds have passed.
 
@@ -204,7 +201,9 @@ class InFlight:
                 continue
             if isinstance(report, BaseException):
                 del self._running[entry]
-                self._join()
+                end = self._clock() + JOIN_SECONDS
+                for thread in self._running.values():
+                    thread.join(max(0.0, end - self._clock()))
                 raise report
             if report is None or (isinstance(report, Delivered) and not report.unmarked):
                 del self._running[entry]
@@ -220,12 +219,3 @@ class InFlight:
             self._ended.put((entry, None))
         except BaseException as error:
             self._ended.put((entry, error))
-
-    def _join(self) -> None:
-        end = self._clock() + JOIN_SECONDS
-        for thread in self._running.values():
-            thread.join(max(0.0, end - self._clock()))
-
-
-def _ids(entry: _Entry) -> Sequence[str] | frozenset[str]:
-    return entry.batch.unsettled if entry.settling else entry.batch.claim.ids

@@ -15,10 +15,10 @@ from publishworker.delivery.mark_first import MarkFirst
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
-from publishworker.topics import overrides
+from publishworker.topics import controls
+from publishworker.topics.availability import Topics
 from publishworker.topics.circuit_breaker import CircuitBreakers
 from publishworker.topics.discovery import KnownTopics
-from publishworker.topics.overrides import Overrides
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
@@ -140,8 +140,10 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         Worker, "_log_unavailable", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
     ),
     "workers that do not poll the new layout are waited for": (Snapshot, "not_polling", always([])),
-    "messages follow the route of their topic": (Overrides, "given", lambda _: lambda _self, claim: claim),
-    "a topic with an invalid route waits": (overrides, "route_problem", always("")),
+    "messages follow the route of their topic": (Topics, "_with_controls", lambda _: lambda _self, claim: claim),
+    "a topic with an invalid route waits": (
+        controls, "problems", lambda real: lambda row: {} if "PublishTo" in row else real(row)
+    ),
     "workers poll the recorded layouts": (
         Membership, "assign", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
     ),

@@ -128,7 +128,7 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     assert running.bytes() == 18
     batches.end("a", "b")
     assert batches.wait() == ["a", "b"]
-    assert (len(running), running.delivering, running.places, running.bytes()) == (2, 0, 2, 0)
+    assert (len(running), running.delivering, running.places, running.bytes()) == (2, [], 2, 0)
     assert running.ids() == {"task-of-a", "task-of-b"}
     assert running.keys() == {Key("a", "k"), Key("b", "k")}
     for entry in running._running:
