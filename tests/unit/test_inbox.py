@@ -36,8 +36,7 @@ def message(task_id: str | None = "task-1", **more: Any) -> Any:
 
 
 def recording(*processed: str, **options: Any) -> RecordingTransaction:
-    rows = [{"Consumer": "billing", "TaskId": id} for id in processed]
-    return RecordingTransaction(rows={"ProcessedTasks": rows}, **options)
+    return RecordingTransaction(processed, **options)
 
 
 class FakeDatabase:

@@ -1,25 +1,28 @@
-"""A Spanner transaction that records what an application writes, and answers its reads from prepared rows."""
+"""A Spanner transaction that records what an application writes, and an assertion about registered tasks."""
 
 import base64
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partialmethod
 from typing import Any, NamedTuple, TypeAlias
 
-from google.cloud.spanner_v1 import KeyRange, KeySet
+from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.streamed import StreamedResultSet
 from google.cloud.spanner_v1.transaction import Transaction
 from google.cloud.spanner_v1.types import ExecuteBatchDmlResponse, ResultSetMetadata, StructType
 from google.pubsub_v1.types import PubsubMessage
 
-from outbox.message import RawPubsubMessage
-from outbox.registration import TABLE
-from outbox.table.values import check_finished, in_utc, plain
+from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
+from outbox.registration import COLUMNS, TABLE
+from outbox.table.values import check_finished, plain
 
-#: A prepared row, by column. For `read` it begins with the columns of the key, for `execute_sql` it has their order.
+#: A row of a query, by column.
 Row: TypeAlias = Mapping[str, Any]
+#: How many tasks a failure lists, and how many bytes of each.
+_MAX_TASKS, _MAX_BYTES = 20, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +59,27 @@ class RecordingTransaction(Transaction):
     """A Spanner Transaction without a database, for unit tests.
 
     `mutations` and `statements` have what the application wrote and executed, in order. `inserts` has the inserts as
-    (table, columns, rows), `tasks` those of `outbox.register` and `register_once`. Reads return the prepared rows,
-    whatever the transaction has written. A request of another kind, such as a commit, is an AttributeError.
+    (table, columns, rows), `tasks` those of `outbox.register` and `register_once`. A request of another kind, such as a
+    commit, is an AttributeError.
     """
 
     def __init__(
         self,
-        task_ids: Collection[str] = (),
+        task_ids: Iterable[str] = (),
         *,
-        rows: Mapping[str, Iterable[Row]] | None = None,
         execute: Callable[[str, dict[str, Any]], Iterable[Row] | int] | None = None,
     ) -> None:
         """Prepare what reads and statements return.
 
         Args:
-            task_ids: tasks with these IDs exist already, for `register_once`.
-            rows: the rows of each table, for `read`. A read by an index uses the rows under the index's name.
+            task_ids: tasks with these IDs exist already, for `register_once`, and are processed, for `process_once`.
             execute: called with each statement and its parameters. Returns the rows of a query, or the number of rows
                 that DML changes. Without it, each DML statement changes one row, and a query is a LookupError.
         """
         super().__init__(_NoSession())  # type: ignore[no-untyped-call]  # the client has no types
         self.mutations: list[Mutation] = []
         self.statements: list[Statement] = []
-        self._prepared: dict[str, list[Row]] = {TABLE: [{"Id": id} for id in task_ids]}
-        for name, prepared in (rows or {}).items():
-            self._prepared[plain(name)] = [{plain(column): row[column] for column in row} for row in prepared]
+        self._task_ids = frozenset(task_ids)
         self._execute = execute
 
     @property
@@ -114,25 +113,16 @@ class RecordingTransaction(Transaction):
         Transaction.delete(self, table, keyset)  # refuses what is no KeySet
         self.mutations.append(Mutation("delete", table, (), keyset))
 
-    def read(self, *arguments: Any, **options: Any) -> StreamedResultSet:
-        """Return the prepared rows that the key set selects. The parameters are those of the client.
+    def read(self, *arguments: Any, **options: Any) -> list[list[Any]]:
+        """Return the keys whose task IDs are prepared. The parameters are those of the client.
 
         Raises:
-            LookupError: no rows of the table or index are prepared, or one has no value of a column.
+            LookupError: the table is not one of the outbox.
         """
         call = _call(Transaction.read, arguments, options)
-        name, columns = plain(call["index"] or call["table"]), [plain(each) for each in call["columns"]]
-        if name not in self._prepared:
-            example = ", ".join(f"{column!r}: ..." for column in columns)
-            raise LookupError(
-                f"no rows of {name} are prepared: use RecordingTransaction(rows={{{name!r}: [{{{example}}}]}}), where "
-                "each row begins with the columns of the key"
-            )
-        selected = [row for row in self._prepared[name] if _selects(call["keyset"], row.values())]
-        for row in selected:
-            if missing := [column for column in columns if column not in row]:
-                raise LookupError(f"the row {dict(row)} of {name} has no {', '.join(missing)}: add it to `rows`")
-        return _Result(columns, [[row[column] for column in columns] for row in selected[: call["limit"] or None]])
+        if call["table"] not in (TABLE, "ProcessedTasks"):
+            raise LookupError(f"RecordingTransaction has no rows of {call['table']}: use a database of the emulator")
+        return [list(key) for key in call["keyset"].keys if key[-1] in self._task_ids]
 
     def execute_sql(self, *arguments: Any, **options: Any) -> StreamedResultSet:
         """Record a query, or DML with THEN RETURN, and return the rows of `execute`.
@@ -220,24 +210,48 @@ def task_of(row: Mapping[str, Any]) -> RegisteredTask:
     )
 
 
-def _selects(keyset: KeySet, row: Iterable[Any]) -> bool:
-    """Tell whether a row is one of a KeySet, by its first values."""
-    values = _comparable(row)
-    return (
-        keyset.all_
-        or any(values[: len(key)] == _comparable(key) for key in keyset.keys)
-        or any(_is_within(each, values) for each in keyset.ranges)
-    )
+def assert_registered(
+    transaction: RecordingTransaction | Database,
+    *,
+    topic: str | None = None,
+    attributes: Mapping[str, str] | None = None,
+    times: int = 1,
+) -> list[RegisteredTask]:
+    """Assert that `times` tasks are registered, and return them in the order of their registration.
+
+    Args:
+        transaction: the fake, or a database, whose whole table is read, with the tasks that are already sent.
+        topic: as it was registered. Default: any topic.
+        attributes: each task has all of these, and may have others.
+        times: the exact number of tasks.
+
+    Raises:
+        AssertionError: another number of tasks is registered. Its message lists the registered tasks.
+    """
+    __tracebackhide__ = True  # pytest shows the line of the test
+    tasks = transaction.tasks if isinstance(transaction, RecordingTransaction) else _committed(transaction)
+    wanted = {plain(name): plain(value) for name, value in (attributes or {}).items()}
+    matching = [
+        task
+        for task in tasks
+        if topic in (None, task.topic) and wanted.items() <= dict(task.message.attributes).items()
+    ]
+    if len(matching) != times:
+        asked = f"topic={topic!r}, attributes={attributes!r}; expected {times}"
+        lines = [f"{len(matching)} of {len(tasks)} registered tasks match {asked}. Registered:"]
+        lines += map(_line, tasks[:_MAX_TASKS])
+        if len(tasks) > _MAX_TASKS:
+            lines.append(f"and {len(tasks) - _MAX_TASKS} more")
+        raise AssertionError("\n  ".join(lines))
+    return matching
 
 
-def _comparable(key: Iterable[Any]) -> list[Any]:
-    return [in_utc(each) if isinstance(each, datetime) and each.tzinfo else each for each in key]
+def _committed(database: Database) -> list[RegisteredTask]:
+    with database.snapshot() as snapshot:
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(TABLE, COLUMNS, KeySet(all_=True))]
+    return [task_of(row) for row in sorted(rows, key=lambda row: (row["CreatedAt"], row["Sequence"] or 0, row["Id"]))]
 
 
-def _is_within(of: KeyRange, values: list[Any]) -> bool:
-    ends = of.start_open or of.start_closed, of.end_open or of.end_closed
-    start, end = (_comparable(each or ()) for each in ends)
-    first, last = values[: len(start)], values[: len(end)]
-    return bool(start <= first and last <= end) and not (
-        (of.start_open and first == start) or (of.end_open and last == end)
-    )
+def _line(task: RegisteredTask) -> str:
+    attributes = {name: value for name, value in task.message.attributes.items() if name != TASK_ID_ATTRIBUTE}
+    return f"{task.topic} {attributes} {task.message.data[:_MAX_BYTES]!r} (task {task.id})"
