@@ -103,6 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     checks.add_argument(
         "topics", nargs="*", metavar="TOPIC", help="Check these topics as well as those with pending tasks."
     )
-    add_verify_flags(add("verify", _verify, "Verify plans, locks, roles, limits and speed on a scratch database."))
+    add_verify_flags(add("verify", _verify, "Verify plans, locks, roles and speed on a scratch database."))
     subparsers.add_parser("healthcheck", help="Exit 0 while the worker is alive: for liveness probes.")
     return parser

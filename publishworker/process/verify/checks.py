@@ -12,7 +12,6 @@ from typing import Any
 from google.api_core.exceptions import GoogleAPIError, PermissionDenied
 from google.cloud.spanner_v1 import ExecuteSqlRequest
 from google.cloud.spanner_v1.types import ResultSetStats
-from google.pubsub_v1 import PubsubMessage
 
 import outbox
 from outbox.admin import backlog, changes, tasks
@@ -20,14 +19,12 @@ from outbox.admin import topics as topic_controls
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
-from outbox.message import MAX_ATTRIBUTES, MAX_REQUEST_BYTES
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from publishworker.host import Host
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.verify import plans
 from publishworker.process.verify.scratch import TOPICS, Scratch
-from publishworker.pubsub.messages import MAX_REQUEST_MESSAGES
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
@@ -181,11 +178,11 @@ def _locks(scratch: Scratch) -> Finding:
 
 def _batch_sizes(scratch: Scratch) -> Finding:
     """Send tasks with each batch size, with a publisher that answers at once, so that only Spanner counts."""
-    others = [*TOPICS, scratch.settings.database]  # unsent tasks of earlier checks
-    topic_controls.change(TaskTable(scratch.database), "pause", others, {"Paused": True})
+    earlier = list(TOPICS)  # they have unsent tasks
+    topic_controls.change(TaskTable(scratch.database), "pause", earlier, {"Paused": True})
     speeds = {}
     for size in BATCH_SIZES:
-        topic = f"{scratch.settings.database}-{size}"
+        topic = f"verify-{size}"
         count = min(SWEPT_TASKS, max(size, scratch.rows // 10))
         scratch.register(topic, count)
         relay, sent, began = _relay(scratch, size), 0, time.monotonic()
@@ -216,37 +213,6 @@ class _InstantPublisher:
         return {}
 
 
-def _pubsub_limits(scratch: Scratch) -> Finding:
-    """Publish at and beyond each limit, and compare the answers with what the library allows."""
-    refused, accepted = [], []
-    for name, messages, allowed in _limit_cases():
-        try:
-            scratch.topics.publish(topic=scratch.topic, messages=messages, timeout=60, retry=None)
-        except GoogleAPIError:
-            if allowed:
-                refused.append(f"{name} is refused, and `register` or the relay allows it")
-        else:
-            if not allowed:
-                accepted.append(f"{name} is accepted, and `register` or the relay refuses it")
-    if accepted and not refused and scratch.is_emulator:
-        return Finding(NOT_AVAILABLE, f"the emulator does not enforce all limits: {'; '.join(accepted)}")
-    wrong = "; ".join(refused + accepted)
-    return Finding(FAILED if wrong else PASSED, wrong or "the library and Pub/Sub agree")
-
-
-def _limit_cases() -> Iterator[tuple[str, list[PubsubMessage], bool]]:
-    """Yield requests by name, each with whether `register` and the relay would send it."""
-    for count in (MAX_REQUEST_MESSAGES, MAX_REQUEST_MESSAGES + 1):
-        yield f"a request of {count:,} messages", [PubsubMessage(data=b"x")] * count, count == MAX_REQUEST_MESSAGES
-    for size, allowed in ((MAX_REQUEST_BYTES - 200, True), (MAX_REQUEST_BYTES + 1, False)):
-        yield f"a message of {size:,} bytes", [PubsubMessage(data=b"x" * size)], allowed
-    for count in (MAX_ATTRIBUTES, MAX_ATTRIBUTES + 1):
-        attributes = {f"a{number}": "" for number in range(count)}
-        message = PubsubMessage(data=b"x", attributes=attributes)
-        yield f"a message with {count} attributes", [message], count == MAX_ATTRIBUTES
-    yield "an attribute that begins with goog", [PubsubMessage(data=b"x", attributes={"goog-reserved": ""})], False
-
-
 CHECKS: dict[str, Callable[[Scratch], Finding]] = {
     "schema": _schema,
     "roles": _roles,
@@ -254,5 +220,4 @@ CHECKS: dict[str, Callable[[Scratch], Finding]] = {
     "plans": _plans,
     "locks": _locks,
     "batch sizes": _batch_sizes,
-    "Pub/Sub limits": _pubsub_limits,
 }

@@ -27,9 +27,9 @@ def verify(options: argparse.Namespace) -> int:
     name = options.database or f"outbox-verify-{uuid.uuid4().hex[:8]}"
     settings = WorkerSettings.read(vars(options) | {"database": name})
     confirm(
-        f"This creates database {settings.database} in instance {settings.instance} and a topic of the same name in "
-        f"project {settings.project}, loads {options.rows:,} tasks, and takes minutes. Both are "
-        f"{'kept (--keep)' if options.keep else 'deleted at the end'}. No other database is changed. Continue?",
+        f"This creates database {settings.database} in instance {settings.instance}, loads {options.rows:,} tasks, and "
+        f"takes minutes. The database is {'kept (--keep)' if options.keep else 'deleted at the end'}. No other one is "
+        "changed. Continue?",
         yes=options.yes,
     )
     with scratch(settings, options.rows, keep=options.keep) as target:
