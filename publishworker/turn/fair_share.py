@@ -12,8 +12,7 @@ class FairShare:
     """
 
     def __init__(self, share: float) -> None:
-        """Reserve `share` (0 to 1) of the batches for lower priorities. 0 is strict priority."""
-        self._share = share
+        self._share = share  # 0 to 1, the part of the batches for lower priorities; 0 is strict priority
         self._owed = 0.0
         self._top: int | None = None
         self._last: int | None = None

@@ -44,7 +44,6 @@ class Membership:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin as if no other worker were live. `wall_clock` need not be right: see `seconds_to_heartbeat`."""
         self._store = store
         self._worker = worker
         #: Whether the worker has no tasks and waits for the change stream. It then writes its heartbeat less often.
@@ -56,7 +55,7 @@ class Membership:
         self._liveness_timeout = LIVENESS_TIMEOUT_SECONDS
         #: The layouts that this worker polls.
         self.layouts = tuple(store.layouts)
-        self._clock, self._wall_clock = clock, wall_clock
+        self._clock, self._wall_clock = clock, wall_clock  # the wall clock need not be right
         self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
         self._was_seen = True
@@ -138,11 +137,8 @@ class Membership:
         """
         self._assigned_at = self._clock()
         if self._failure is not None:  # only the heartbeat failed, because the read succeeded. `Worker` logs outages
-            self._throttled_log.log(
-                "heartbeat_failed",
-                "",
-                f"Heartbeat failed: {self._failure}. If this goes on, other workers take over the shards.",
-            )
+            sentence = f"Heartbeat failed: {self._failure}. If this goes on, other workers take over the shards."
+            self._throttled_log.log("heartbeat_failed", "", sentence)
         self._gone = workers.gone - {self._worker}
         seen = self._worker in workers.live
         if self._was_seen and not seen:
@@ -159,9 +155,8 @@ class Membership:
         if layouts != self.layouts:
             self._divide(living, tuple(sorted({*layouts, *self.layouts})))
             self._write(layouts)
-            _log.info(
-                "This worker polls %s", " and ".join(each.column for each in layouts), extra={"action": "reshard"}
-            )
+            columns = " and ".join(each.column for each in layouts)
+            _log.info("This worker polls %s", columns, extra={"action": "reshard"})
         self._divide(living, layouts)
         self._is_assigned = True
 
@@ -179,11 +174,8 @@ class Membership:
         try:
             self._store.delete_heartbeat(self._worker)
         except StoreError as error:
-            self._throttled_log.log(
-                "heartbeat_failed",
-                "",
-                f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}",
-            )
+            sentence = f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}"
+            self._throttled_log.log("heartbeat_failed", "", sentence)
 
 
 def _ids(layouts: Sequence[Layout]) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ class ReadSize:
     """Limits reads to `limit` ranges: a quarter of a read that timed out, and twice as many after each quick one."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with `most`, which is never exceeded."""
         self.limit = self._most = self._ceiling = most
         self._clock = clock
         self._timed_out_at = float("-inf")

@@ -47,7 +47,6 @@ class Relay:
     """Moves tasks from a store to their topics. Not thread-safe: one turn at a time."""
 
     def __init__(self, tools: Tools, metrics: Metrics, membership: Membership, options: Options) -> None:
-        """Send the tasks of the shards of `membership`."""
         host, store, limits = tools.host, tools.store, options.limits
         self._options = options
         self._clock, self._progress = host.clock, host.progress
@@ -55,9 +54,8 @@ class Relay:
         self._membership = membership
         self._topics = Topics(host, places=limits.batches)
         self._poller = Poller(
-            store, membership, target_rows=limits.batches * limits.batch_size,
-            discovery_seconds=options.discovery_seconds, clock=host.clock,
-        )  # fmt: skip
+            store, membership, host.clock, limits.batches * limits.batch_size, options.discovery_seconds
+        )
         self._ordering = Ordering(store, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
         self._selector = Selector(limits, self._topics, host.random, options.fair_share)
         #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
@@ -77,14 +75,17 @@ class Relay:
         Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. After a
         StoreError, batches in flight go on, and a later turn reports them.
         """
-        self._take_wake_up()
+        if self.woken.is_set():
+            self.woken.clear()  # before the poll, so that an insert during the turn starts another one
+            self._poller.wake()
         reports = self._in_flight.collect()
         changed = self._observe(reports)  # circuits, limits, metrics and logs
         self._in_flight.raise_if_stuck()
         has_discovered = self._begin_reads()
         self._start_at_most_once(reports, stopping)
         polled = self._poll()  # reads nothing while no batch may start
-        ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
+        self._progress()
+        ready = self._ordering.resolve(polled.candidates, self._in_flight.keys())  # sendable prefixes, blocked keys
         selection = self._select(polled, ready, stopping)
         started = self._start(selection.claims)
         if not has_discovered:  # live workers, controls, unknown topics
@@ -172,11 +173,6 @@ class Relay:
             self._refresh()
             self._start(claims)
 
-    def _take_wake_up(self) -> None:
-        if self.woken.is_set():
-            self.woken.clear()  # before the poll, so that an insert during the turn starts another one
-            self._poller.wake()
-
     def _begin_reads(self) -> bool:
         """Discover now if the last read is outdated. Return whether this turn needs no further discovery.
 
@@ -228,10 +224,6 @@ class Relay:
         polled = self._poller.poll(room, self._selector.below, in_flight, unavailable, self._topics.depths())
         self._reporter.poll(self._clock() - began)
         return polled
-
-    def _resolve(self, polled: Polled) -> ResolvedKeys:
-        self._progress()
-        return self._ordering.resolve(polled.candidates, self._in_flight.keys())
 
     def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> Selection:
         self._progress()

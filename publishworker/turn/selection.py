@@ -28,7 +28,6 @@ class Selector:
     """Chooses batches from the candidates of a poll. It belongs to the relay's thread."""
 
     def __init__(self, limits: Limits, topics: Topics, random: Random, fair_share: float) -> None:
-        """Choose within `limits`, with `fair_share` (0 to 0.5) of the batches for lower priorities."""
         self._limits = limits
         self._topics = topics
         self._random = random

@@ -38,10 +38,7 @@ class Worker:
         random: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wait at most `poll_interval` seconds between polls, or `idle_interval()` if new tasks wake the relay.
-
-        `touch_file` and `report` are called at each turn, even while Spanner is unavailable.
-        """
+        """Wait at most `poll_interval` seconds between polls, or `idle_interval()` if new tasks wake the relay."""
         self._relay = relay
         self._membership = membership
         self._touch_file = touch_file
@@ -89,12 +86,10 @@ class Worker:
                 seconds = self._seconds_to_next(turn)
             except StoreError as error:
                 self._touch_file()  # the poll alone may have taken 30 s
-                self._log_unavailable(error)
-                self._raise_if_missing_too_long(error)
+                self._note_outage(error)
                 stop.wait(self._outage.next())
                 continue
-            self._log_available()
-            self._missing_since = None
+            self._note_success()
             if finished or stop.is_set():
                 return
             began = self._clock()
@@ -145,20 +140,18 @@ class Worker:
                 return
             self._membership.heartbeat()
 
-    def _raise_if_missing_too_long(self, error: StoreError) -> None:
-        if not isinstance(error, DatabaseMissing):
-            self._missing_since = None
-            return
-        self._missing_since = self._clock() if self._missing_since is None else self._missing_since
-        if self._clock() - self._missing_since >= MAX_MISSING_SECONDS:
-            raise error
-
-    def _log_unavailable(self, error: StoreError) -> None:
+    def _note_outage(self, error: StoreError) -> None:
+        """Log the beginning of an outage. Raise the error if the database has been missing for too long."""
         if not self._unavailable:
             self._unavailable = True
             _log.error("A request to Spanner failed; retrying: %s", error, extra={"action": "spanner_unavailable"})
+        since = self._clock() if self._missing_since is None else self._missing_since
+        self._missing_since = since if isinstance(error, DatabaseMissing) else None
+        if self._missing_since is not None and self._clock() - since >= MAX_MISSING_SECONDS:
+            raise error
 
-    def _log_available(self) -> None:
+    def _note_success(self) -> None:
+        self._missing_since = None
         if self._unavailable:
             self._unavailable = False
             self._outage.reset()

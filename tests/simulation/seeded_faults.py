@@ -137,7 +137,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         Poller, "_read", lambda real: lambda self, request, *a: real(self, replace(request, due=False), *a)
     ),
     "a worker goes on after an outage": (
-        Worker, "_log_unavailable", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
+        Worker, "_note_outage", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
     ),
     "workers that do not poll the new layout are waited for": (Snapshot, "not_polling", always([])),
     "messages follow the route of their topic": (Topics, "_with_controls", lambda _: lambda _self, claim: claim),
