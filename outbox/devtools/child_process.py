@@ -53,7 +53,6 @@ class Child:
         return os.pread(self.output.fileno(), TAIL_BYTES, max(0, end - TAIL_BYTES)).decode(errors="replace")
 
     def _last_lines(self) -> str:
-        """Return the end of a sentence with the last lines of the output."""
         lines = self.written().splitlines()[-TAIL_LINES:]
         return "\n  ".join([". Its last lines:", *lines]) if lines else " and wrote nothing"
 

@@ -216,7 +216,6 @@ class DatabaseSettings(Settings):
     )
 
     def __post_init__(self) -> None:
-        """Check values that depend on each other. Raises SettingError."""
         if self.spanner_plaintext and not self.spanner_endpoint:
             raise SettingError("--spanner-plaintext needs --spanner-endpoint. Pass both")
 
@@ -233,7 +232,6 @@ class PubSubSettings(DatabaseSettings):
     pubsub_plaintext: bool = setting("false", SWITCH, "Reach --pubsub-endpoint without TLS and credentials.")
 
     def __post_init__(self) -> None:
-        """Check values that depend on each other. Raises SettingError."""
         DatabaseSettings.__post_init__(self)
         if self.pubsub_plaintext and not self.pubsub_endpoint:
             raise SettingError("--pubsub-plaintext needs --pubsub-endpoint. Pass both")

@@ -84,7 +84,6 @@ class _Sessions(BurstyPool):
     """
 
     def get(self) -> Any:
-        """Return an unused session, or a new one."""
         try:
             return self._sessions.get(block=False)
         except queue.Empty:
@@ -104,7 +103,6 @@ class LimitedDatabase(Database):
         role: str = "",
         api: SpannerClient | None = None,
     ) -> None:
-        """Use `api`, or a new one, for all calls, with the database role `role` if it is not empty."""
         pool: Any = _Sessions(target_size=SESSIONS)  # type: ignore[no-untyped-call]  # the client has no types
         super().__init__(database_id, instance, pool=pool, database_role=role or None)  # type: ignore[no-untyped-call]  # the same
         self._role = role

@@ -74,7 +74,6 @@ class LayoutShards:
     _suffix: str
 
     def __contains__(self, shard: int) -> bool:
-        """Tell whether a shard ID is one of this layout."""
         return _suffix_of(shard) == self._suffix
 
     @property

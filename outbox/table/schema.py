@@ -208,7 +208,6 @@ def _read(database: Database, titles: Iterable[str], request: Mapping[str, Any])
 
 
 def _query(database: Database, sql: str, request: Mapping[str, Any], **parameters: Any) -> list[Any]:
-    """Return the rows of one statement. Raises NotReached, SchemaDiffers, OutboxError."""
     request = {**retry_and_timeout(SCHEMA_SECONDS), "timeout": Deadline(SCHEMA_SECONDS), **request}
     types = {name: param_types.Array(param_types.STRING) for name in parameters}
 

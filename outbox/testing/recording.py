@@ -98,7 +98,6 @@ class RecordingTransaction(Transaction):
         ]
 
     def _write(self, method: str, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
-        """Record a mutation."""
         rows = [tuple(row) for row in values]
         getattr(Transaction, method)(self, table, columns, rows)  # refuses values that the client cannot send
         self.mutations.append(Mutation(method, table, tuple(columns), rows))

@@ -68,7 +68,6 @@ class Delivery:
     """
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
-        """Deliver the tasks of `claim`."""
         self.claim = claim
         #: The tasks whose marks are not written; before the result, all tasks.
         self.unsettled = frozenset(claim.ids)
@@ -119,7 +118,6 @@ class Delivery:
         return "published" if all(isinstance(self._answers.get(id), Sent) for id in claim.ids) else "unpublished"
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Publish, under the lock, and return the marks."""
         eligible = self._check(self.claim, rows, now)
         self._expire(to_publish(eligible, self._answers), now)
         self._publish(to_publish(eligible, self._answers), now)
@@ -143,7 +141,6 @@ class Delivery:
         return eligible
 
     def _expire(self, rows: Sequence[LockedRow], now: datetime) -> None:
-        """Note the failure of each row whose ExpiresAt has passed."""
         self._answers |= {row.id: expired(row) for row in rows if row.is_expired(now)}
 
     def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
@@ -191,7 +188,6 @@ class Delivery:
         return marks
 
     def _record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
-        """Note a failed attempt, and the trace of its message."""
         recorded = self._recorded[row.id] = self._retries.record(row, failure, now)
         if (trace := trace_id(row.data)) is not None:
             self._traces[row.id] = trace
@@ -285,7 +281,6 @@ class Delivery:
                 each.pop(id, None)
 
     def _published(self) -> dict[str, Version]:
-        """Return the published rows as they were then."""
         return {id: self._tried[id] for id, answer in self._answers.items() if isinstance(answer, Sent)}
 
     def _delivered(self) -> Delivered:

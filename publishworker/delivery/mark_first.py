@@ -25,7 +25,6 @@ class MarkFirst(Delivery):
     """
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
-        """Deliver the tasks of `claim`."""
         super().__init__(claim, tools, marking)
         #: The rows before their marks, and the commit timestamps of these.
         self._marked: dict[str, tuple[LockedRow, datetime]] = {}
@@ -64,7 +63,6 @@ class MarkFirst(Delivery):
         return "unpublished" if self._marked.keys().isdisjoint(claim.ids) else "marked"
 
     def _send(self, part: Claim) -> None:
-        """Mark a part, commit and publish it. Raises StoreError."""
         marked: dict[str, LockedRow] = {}
         locked_time: datetime
 

@@ -76,9 +76,9 @@ def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
     metrics = Metrics(client(settings.metrics))
     with contextlib.ExitStack() as stack:
         stack.callback(metrics.stop)
-        worker = App(
-            settings, id=worker_id(), metrics=metrics, touch_file=heartbeat_file(Path(settings.heartbeat_file))
-        )
+        # Unique for all time. People recognize the host name.
+        id = f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"
+        worker = App(settings, id=id, metrics=metrics, touch_file=heartbeat_file(Path(settings.heartbeat_file)))
         collect_garbage_rarely()
         with stop_on_signals() as stop, stack.pop_all():
             yield worker, stop
@@ -111,11 +111,8 @@ def heartbeat_file(path: Path) -> Callable[[], None]:
         try:
             path.touch()
         except OSError as error:
-            throttled_log.log(
-                "heartbeat",
-                "",
-                f"Heartbeat file {path} cannot be written ({error.strerror}). `publishworker healthcheck` will fail.",
-            )
+            reason = f"Heartbeat file {path} cannot be written ({error.strerror})"
+            throttled_log.log("heartbeat", "", f"{reason}. `publishworker healthcheck` will fail.")
 
     return touch
 
@@ -127,8 +124,3 @@ def collect_garbage_rarely() -> None:
     """
     gc.freeze()
     gc.set_threshold(50_000)
-
-
-def worker_id() -> str:
-    """Return an ID that is unique for all time: the host name, so that people recognize it, and a random suffix."""
-    return f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"

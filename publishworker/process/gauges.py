@@ -61,11 +61,7 @@ class WorkerGauges:
     """Sends the gauges of this worker. It runs on the worker's thread, so a hung worker sends none."""
 
     def __init__(
-        self,
-        metrics: Metrics,
-        membership: Membership,
-        relay: Relay,
-        clock: Callable[[], float] = time.monotonic,
+        self, metrics: Metrics, membership: Membership, relay: Relay, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._metrics = metrics
         self._membership = membership

@@ -79,7 +79,6 @@ class RelaySettings(PubSubSettings):
     log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "Min level of log lines.")
 
     def __post_init__(self) -> None:
-        """Check values that depend on each other. Raises SettingError."""
         PubSubSettings.__post_init__(self)
         if self.backoff_initial > self.backoff_max:
             raise SettingError(

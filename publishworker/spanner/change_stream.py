@@ -89,10 +89,7 @@ class ChangeStream:
     """Calls a function after each commit that inserts tasks."""
 
     def __init__(
-        self,
-        database: Callable[[], Any],
-        inserted: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, database: Callable[[], Any], inserted: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Read from `database()`, which is called at each attempt to read the stream.
 

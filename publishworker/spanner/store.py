@@ -5,25 +5,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import datetime
 from typing import Any, Protocol
 
-from google.api_core.exceptions import (
-    Aborted,
-    GoogleAPICallError,
-)
+from google.api_core.exceptions import Aborted, GoogleAPICallError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, RequestOptions
 
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.layouts import Layout, LayoutShards, by_layout
 from outbox.table.statements import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transact import PESSIMISTIC, transact
-from publishworker.spanner import marks, rows, statements
-from publishworker.spanner.errors import (
-    SERVICE_ERRORS,
-    NotWritten,
-    StoreError,
-    describe,
-    is_lost_session,
-    kind_of,
-)
+from publishworker.spanner import rows, statements
+from publishworker.spanner.errors import SERVICE_ERRORS, NotWritten, StoreError, describe, is_lost_session, kind_of
 from publishworker.types import (
     NO_POLICY,
     Candidate,
@@ -147,9 +137,7 @@ class SpannerStore:
         recorded = tuple(sorted(filter(None, (Layout.recorded(column, number) for column, number in layouts))))
         self.layouts = recorded or self.layouts
         return Discovery(
-            _workers(seen, recorded),
-            _controls(controls),
-            frozenset(topic for topics, *_ in found for topic in topics),
+            _workers(seen, recorded), _controls(controls), frozenset(topic for topics, *_ in found for topic in topics)
         )
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
@@ -191,7 +179,7 @@ class SpannerStore:
         def work(attempt: Any) -> None:
             nonlocal transaction
             locked, now = _lock(attempt, ids, self.request("outbox-claim", LOCK_SECONDS))
-            marks.write(attempt, locked, decide(locked, now))
+            rows.write_marks(attempt, locked, decide(locked, now))
             transaction = attempt
 
         with self._store_errors(), self._transaction_slot(ABORTED_SECONDS) as seconds:
@@ -229,7 +217,6 @@ class SpannerStore:
     def _query_layouts(
         self, statement: str, tag: str, shards: Iterable[int], values: Mapping[str, Any]
     ) -> Iterator[list[Any]]:
-        """Yield the rows of a statement for each layout of `shards`."""
         for each in by_layout(shards):
             yield from self._query(each.sql(statement), tag, {**values, "shards": each.numbers})
 
@@ -265,7 +252,6 @@ class SpannerStore:
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Turn the client's errors into StoreError."""
         used = self._database
         try:
             yield

@@ -90,7 +90,6 @@ def _opentelemetry() -> Client:
 
 
 def _exporter_class() -> Any:
-    """Return the exporter's class for the protocol in the standard variables. Raises SettingError."""
     names = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     name = next(filter(os.environ.get, names), names[1])
     protocol = one_of(*EXPORTERS).value(os.environ.get(name) or next(iter(EXPORTERS)), name)
@@ -155,7 +154,6 @@ class _LostMetrics(logging.Handler):
     """
 
     def __init__(self, receiver: str, *loggers: str) -> None:
-        """Handle `loggers`. `receiver` is the service that does not accept the metrics."""
         super().__init__(logging.WARNING)
         self._receiver = receiver
         self._logged_at = float("-inf")
@@ -167,7 +165,6 @@ class _LostMetrics(logging.Handler):
             logger.setLevel(logging.WARNING)
 
     def begin(self) -> None:
-        """From now on, the client sends metrics."""
         self._begun = True
         for logger in self._loggers:
             logger.setLevel(logging.NOTSET)

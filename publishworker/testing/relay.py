@@ -135,7 +135,6 @@ class OutboxRelay:
         return relay
 
     def _subscribe(self, topic: str) -> None:
-        """Create the topic if it does not exist, and once a subscription."""
         if topic in self._subscriptions:
             return
         with contextlib.suppress(AlreadyExists):

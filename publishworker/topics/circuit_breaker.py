@@ -59,7 +59,6 @@ class _OpenCircuit:
 
     @property
     def is_outage(self) -> bool:
-        """Tell whether the service is unavailable. Otherwise the topic is missing or refuses messages."""
         return kind_of(self.failure.reason) is FailureKind.OUTAGE
 
 
@@ -215,7 +214,6 @@ class CircuitBreakers:
         return self._fail(topic, failed[about_topic[0]], probe=probe) if about_topic else None
 
     def _fail(self, topic: str, failure: Failed, *, probe: bool) -> CircuitChange | None:
-        """Open the circuit, or double the delay after a failed probe."""
         now, circuit = self._clock(), self._open.get(topic)
         if circuit is None:
             circuit = self._open[topic] = _OpenCircuit(failure, now)

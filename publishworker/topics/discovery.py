@@ -22,7 +22,6 @@ class KnownTopics:
     """A memory in the process, because the database has no list of topics."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know none."""
         self._clock = clock
         self._topics: dict[str, _Topic] = {}
 

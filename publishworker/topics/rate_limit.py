@@ -28,7 +28,6 @@ class _Bucket:
     at: float
 
     def filled(self, now: float) -> float:
-        """Return the tokens at `now`."""
         return min(self.burst, self.tokens + (now - self.at) * self.rate)
 
     def missing(self, now: float) -> float:

@@ -76,7 +76,6 @@ class InFlight:
         self._ended: Queue = host.threads.queue()  # of entries, each with a Report, an exception, or None at its end
 
     def __len__(self) -> int:
-        """Return the number of batches that have been started and have not ended."""
         return len(self._running)
 
     @property

@@ -224,7 +224,6 @@ class Poller:
 
 
 def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]:
-    """Count candidates by range: topic, shard, and whether they are ready or due."""
     return Counter((each.topic, each.shard, each.available_at is None) for each in candidates)
 
 

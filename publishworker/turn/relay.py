@@ -251,7 +251,6 @@ class Relay:
     def _turn_of(
         self, polled: Polled, reports: Sequence[Report], *, waits: bool = False, changed: bool = False
     ) -> Turn:
-        """Return the numbers of a turn, and log them."""
         finished = [each for each in reports if isinstance(each, Delivered)]
         published = sum(len(each.published()) for each in finished)
         uncommitted = sum(len(each.uncommitted()) for each in finished)

@@ -197,15 +197,12 @@ def _batch_sizes(scratch: Scratch) -> Finding:
 
 
 def _relay(scratch: Scratch, batch_size: int) -> Relay:
-    """Return a relay that publishes nowhere."""
     store = open_store(scratch.settings)
     settings, membership = replace(scratch.settings, batch_size=batch_size), Membership(store, "verify")
     return relay_of(settings, store, _InstantPublisher(), membership, metrics=Metrics(), host=Host())
 
 
 class _InstantPublisher:
-    """Answers each publish at once."""
-
     def publish(self, _topic: str, rows: Sequence[LockedRow], *_more: Any) -> dict[str, Outcome]:
         return {row.id: Sent("verify") for row in rows}
 
