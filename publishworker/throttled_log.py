@@ -21,10 +21,7 @@ class ThrottledLog:
     def log(
         self, action: str, about: str, sentence: str, *, max_lines: int = 1, fields: Mapping[str, object] | None = None
     ) -> bool:
-        """Log `sentence`, unless this `action` was logged `max_lines` times `about` this subject within the interval.
-
-        Returns whether it was logged. `fields` are members of the JSON line.
-        """
+        """Log `sentence` unless this `action` was logged `max_lines` times `about` this subject; tell whether."""
         now = self._clock()
         self._seen = {problem: seen for problem, seen in self._seen.items() if now - seen[0] < INTERVAL}
         since, times = self._seen.get((action, about), (now, 0))

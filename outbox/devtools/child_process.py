@@ -83,10 +83,7 @@ class Child:
 
 @contextlib.contextmanager
 def running(title: str, command: Sequence[str], port: int = 0) -> Iterator[Child]:
-    """Run `command` for the time of the block; `{port}` in its words becomes the port, 0 takes a free one.
-
-    Raises NotReached with `title`: port taken, ended at start, no answer in time.
-    """
+    """Run `command` in the block; `{port}` becomes the port, 0 takes a free one. Raises NotReached with `title`."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile("a+b"))
         with _reserved(title, port) as reserved:

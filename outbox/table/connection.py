@@ -78,10 +78,7 @@ SESSIONS = 110
 
 
 class _Sessions(BurstyPool):
-    """The client's pool without its check of the session before each transaction, which costs one request in four.
-
-    A lost session is noticed when it is used; see `LimitedDatabase.renewed`.
-    """
+    """The client's pool, which notices a lost session when it is used. A check before costs one request in four."""
 
     def get(self) -> Any:
         try:
@@ -115,11 +112,7 @@ class LimitedDatabase(Database):
         return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role, self._limited_api)
 
     def on_own_connection(self) -> "LimitedDatabase":
-        """Return the same database on a new connection.
-
-        A server limits the concurrent requests of a connection, Spanner to 100. Further requests wait in the client,
-        so requests that must not wait need a connection without others.
-        """
+        """Return the same database on a new connection, because Spanner limits the requests of one to 100."""
         return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role)
 
     @property
@@ -129,10 +122,7 @@ class LimitedDatabase(Database):
 
 
 def open_database(settings: DatabaseSettings, commit_seconds: float = COMMIT_SECONDS) -> LimitedDatabase:
-    """Return the database that the settings name. Sends nothing. Raises NotReached, SettingError.
-
-    It is reached at --spanner-endpoint. Without this setting, SPANNER_EMULATOR_HOST is respected.
-    """
+    """Return the database at --spanner-endpoint or SPANNER_EMULATOR_HOST. Raises NotReached, SettingError."""
     endpoint = settings.spanner_endpoint
     emulator = None if endpoint else emulator_address("SPANNER_EMULATOR_HOST")
     plaintext = endpoint if settings.spanner_plaintext else emulator

@@ -144,10 +144,7 @@ class Delivery:
         self._answers |= {row.id: expired(row) for row in rows if row.is_expired(now)}
 
     def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
-        """Publish rows. A row that failed before, or is a suspect, gets its own request: no other row fails with it.
-
-        `now` was the database's time when the rows were locked.
-        """
+        """Publish rows locked at `now`. One that failed before, or is a suspect, gets its own request."""
         if not rows:
             return
         alone = {row.id for row in rows if row.attempts or row.id in self.claim.hints.suspects}
@@ -207,11 +204,7 @@ class Delivery:
         return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
 
     def _marks_again(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of published tasks, and those that Spanner has refused to write if their rows are as before.
-
-        Another worker may have deferred or released a published task, or recorded a failed attempt. That changes
-        nothing about its message.
-        """
+        """Return the marks of published tasks, and the refused marks of rows that are as they were."""
         marks: dict[str, Mark] = {}
         published = self._published()
         for row in rows:
@@ -224,10 +217,7 @@ class Delivery:
         return marks | self._releases(claim, rows, marks, now)
 
     def _transact(self, claim: Claim, decide: Decide) -> datetime:
-        """Lock the rows of `claim`, write the marks that `decide` returns, commit, and return the commit timestamp.
-
-        Raises StoreError.
-        """
+        """Lock the rows of `claim`, write the marks of `decide` and commit. Return when. Raises StoreError."""
         since, phase = self._clock(), CLAIM
         marks: Mapping[str, Mark] = {}
         locked: Sequence[LockedRow] = ()

@@ -12,10 +12,7 @@ from publishworker.types import Deferred, LockedRow, Mark, Skipped
 
 
 class Deferral(Delivery):
-    """A batch whose first task is a key head. If it is unsent and not due, the others wait for it.
-
-    Otherwise polls would return them again and again.
-    """
+    """A batch that lets tasks wait for their key head, its first task, if it is unsent and not due."""
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         self._forget(self.claim)

@@ -98,10 +98,7 @@ class App:
         return max(interval, self._settings.idle_interval) if self._stream and self._stream.works else interval
 
     def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, timeout_exit_code: int) -> int:
-        """Run the worker until `stop` is set or `until(turn)` is true; return the exit code.
-
-        It is `timeout_exit_code` if the batches in flight do not end within --shutdown-timeout after `stop`.
-        """
+        """Run the worker until `stop` or `until(turn)`. Return the exit code; after a timeout the given one."""
         where = (self._settings.project, self._settings.instance, self._settings.database)
         _log.info(
             "relaying %s/%s/%s, %s", *where, counted(self.store.layouts[0].shards, "shard"), extra={"action": "start"}
@@ -150,10 +147,7 @@ class App:
 def run_on_thread(
     work: Callable[[], None], stop: threading.Event, shutdown_timeout: float, on_stop: Callable[[], None]
 ) -> bool:
-    """Call `work` on a thread; return whether it ended within `shutdown_timeout` seconds after `stop`.
-
-    `on_stop` is called when `stop` is set, to end a pause of `work`. An exception of `work` is raised here.
-    """
+    """Call `work` on a thread. Return whether it ended in time after `stop`. Raise its exception here."""
     errors: list[BaseException] = []
 
     def run() -> None:

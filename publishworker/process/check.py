@@ -37,10 +37,7 @@ Finding = tuple[str, str]
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print the findings; return 0 if all is well.
-
-    Return 3 if a service cannot be reached, or the table or a permission is missing. Otherwise return 1.
-    """
+    """Print the findings. Return 0 if all is well, 3 if something is missing or not reached, otherwise 1."""
     settings = WorkerSettings.read(vars(options))
     verdicts = set()
     for verdict, text in _findings(settings, options.topics):

@@ -36,11 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Publish until a strong read finds no pending or retrying task that may be sent; return the exit code.
-
-    Tasks of paused topics may not, nor those of topics with an invalid route. Then print the number of tasks that
-    remain.
-    """
+    """Publish until a strong read finds no pending or retrying task that may be sent, and print what remains."""
     settings = WorkerSettings.read(vars(options))
     with _worker(settings) as (worker, stop):
         if options.deadline is not None:
@@ -118,9 +114,6 @@ def heartbeat_file(path: Path) -> Callable[[], None]:
 
 
 def collect_garbage_rarely() -> None:
-    """Let the cyclic garbage collector skip the objects of start-up, and run once per 50,000 new objects.
-
-    Scanning imported objects takes 30 ms of CPU. The relay's own objects are freed by their reference counts.
-    """
+    """Let the garbage collector skip the objects of start-up, whose scan takes 30 ms of CPU, and run rarely."""
     gc.freeze()
     gc.set_threshold(50_000)

@@ -108,10 +108,7 @@ class PubSubPublisher:
         return failed
 
     def _prepared(self, name: str, rows: Sequence[LockedRow]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
-        """Return the IDs and messages that may be published to the topic whose full name is `name`, and the failures.
-
-        Rows behind a failed row of the same ordering key are in neither of them.
-        """
+        """Return the messages that may be published, and the failures. Rows behind one of their key are in neither."""
         try:
             check_topic(name)
         except InvalidMessage as error:
@@ -144,11 +141,7 @@ class PubSubPublisher:
                 del self._refused[id]
 
     def _start(self, lane: messages.Lane, call: "_Call", min_seconds: float = 0.0) -> bool:
-        """Send the first request of a lane if more than `min_seconds` remain. Return whether an answer will come.
-
-        The requests of a lane are sent one after the other. A task that is not tried in time has no outcome, so its row
-        does not change.
-        """
+        """Send the next request of a lane if over `min_seconds` remain; tell whether. Untried tasks have no outcome."""
         ids, request = lane.requests[0]
         if failure := messages.too_large(request):
             call.outcomes.update(dict.fromkeys(ids, failure))

@@ -42,10 +42,7 @@ _TYPES = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token":
 
 
 class Partitions:
-    """The partitions that the threads of one attempt to read the stream know.
-
-    A child can be read after all of its parents have ended.
-    """
+    """The partitions that one attempt to read the stream knows. Each can be read after all of its parents."""
 
     def __init__(self) -> None:
         #: Set when a thread has failed. The others end then.
@@ -91,10 +88,7 @@ class ChangeStream:
     def __init__(
         self, database: Callable[[], Any], inserted: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read from `database()`, which is called at each attempt to read the stream.
-
-        Call `inserted`, from any thread, soon after a commit, and after each failure.
-        """
+        """Read from `database()`, asked at each attempt. Call `inserted` on any thread after commits and failures."""
         self._open = database
         self._database: Any = None
         self._inserted = inserted

@@ -19,10 +19,7 @@ from publishworker.types import MAX_INT64, Candidate, Deferred, Key, LockedRow, 
 
 
 def candidates(values: Iterable[Sequence[Any]], first_shard: int = 0) -> dict[str, Candidate]:
-    """Return a dict of the poll's candidates by ID, because two of its reads may return the same task.
-
-    `first_shard` is the ID of the layout's first shard.
-    """
+    """Return the poll's candidates by ID, because two of its reads may return the same task."""
     found = {}
     for id, topic, shard, priority, created_at, available_at, ordering_key, size in values:
         found[id.string_value] = Candidate(

@@ -63,10 +63,7 @@ class Store(Protocol):
         """
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
-
-        A task that is due already counts, because it may have become due after the last poll.
-        """
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be."""
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Return the first unsent tasks of each key in order, at most `per_key`. Takes no locks.
@@ -75,10 +72,7 @@ class Store(Protocol):
         """
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """Lock the rows, call `decide`, write its marks and commit. All of it runs again after an abort.
-
-        Returns the commit timestamp, which is the SentAt of the tasks that are marked as sent.
-        """
+        """Lock the rows, call `decide`, write its marks, commit, and return when. Does it all again after an abort."""
 
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
         """Write a heartbeat. Delete the rows of the workers in `remove`."""
@@ -97,10 +91,7 @@ class SpannerStore:
         priority: str = "medium",
         heartbeats: LimitedDatabase | None = None,
     ) -> None:
-        """Poll the table in `database`, which has `layout`, with the request priority `low`, `medium` or `high`.
-
-        `heartbeats` is the same database for heartbeats, on a connection without the requests of batches.
-        """
+        """Poll a table with this layout and request priority. `heartbeats` is the database on an idle connection."""
         self._database: Any = database  # its methods carry no types
         self._heartbeats: Any = heartbeats or database
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
@@ -146,10 +137,7 @@ class SpannerStore:
         return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store. A strong single-use read at the request priority, one request for each layout.
-
-        The claim does not read key heads, because that would lock ranges of the index.
-        """
+        """See Store. A strong single-use read, one request a layout. In a claim it would lock ranges of the index."""
         found: dict[Key, Sequence[QueuedTask]] = {}
         for shards in by_layout(keys.values()):
             of_layout = [key for key, shard in keys.items() if shard in shards]

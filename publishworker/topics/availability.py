@@ -69,10 +69,7 @@ class Topics:
     def admit(
         self, candidates: Sequence[Candidate], in_flight: Mapping[str, int], cut_off: Collection[str]
     ) -> Admitted:
-        """Return the candidates that may start beside `in_flight` tasks. For an open circuit, that is a drawn probe.
-
-        The poll has left tasks of the topics in `cut_off`.
-        """
+        """Return which candidates may start; of an open circuit, a drawn probe. `cut_off`: topics with more tasks."""
         candidates, probes = self._circuits.draw_probes(candidates, cut_off)
         allowed = self._limits.allowances(in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}

@@ -64,10 +64,7 @@ class _OpenCircuit:
 
 @dataclass(frozen=True, slots=True)
 class CircuitChange:
-    """The circuit of a topic has opened or stays open because of `failure`, or has closed if there is none.
-
-    `seconds` is the time since it opened.
-    """
+    """A circuit has opened or stays open because of `failure`, or has closed, so long after it opened."""
 
     topic: str
     failure: Failed | None
@@ -78,10 +75,7 @@ class CircuitBreakers:
     """The circuits of all topics, based on this worker's own results. It belongs to the relay's thread."""
 
     def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
-        """Begin with closed circuits. `places` is how many batches may be in flight.
-
-        Probes in an outage may time out, so they get at most a quarter of the places.
-        """
+        """`places` batches may be in flight. Probes in an outage may time out, so they get a quarter of these."""
         self._random = random
         self._clock = clock
         self._max_probes = max(1, places // 4)

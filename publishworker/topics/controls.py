@@ -14,10 +14,7 @@ _POLICY_COLUMNS = ("MaxAttempts", "BackoffInitialSeconds", "BackoffMaxSeconds", 
 
 
 def valid(controls: TopicControls) -> tuple[TopicControls, dict[tuple[str, str], str]]:
-    """Return the controls without invalid ones, and a sentence for each of these, by its kind and topic.
-
-    A topic with an invalid route counts as paused, because its messages must not go to the wrong topic.
-    """
+    """Return the valid controls, and a sentence for each other one by its kind and topic. Wrong routes pause topics."""
     wrong: dict[tuple[str, str], str] = {}
 
     def keep(kind: str, values: Mapping[str, _V], columns: tuple[str, ...], sentence: str) -> dict[str, _V]:

@@ -6,10 +6,7 @@ from publishworker.types import Candidate
 
 
 class FairShare:
-    """Counts the batches that lower priorities are owed, and decides which priority gets the next one.
-
-    The priorities take turns, from the second highest to the lowest.
-    """
+    """Counts the batches owed to lower priorities, which take turns from the second highest to the lowest."""
 
     def __init__(self, share: float) -> None:
         self._share = share  # 0 to 1, the part of the batches for lower priorities; 0 is strict priority

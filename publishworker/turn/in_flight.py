@@ -118,10 +118,7 @@ class InFlight:
         return sum(claim.kind is Kind.DEFER for claim in self.delivering)
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys in flight. Their other tasks must wait until the batch has ended.
-
-        A batch that still retries a deferral does not block its key.
-        """
+        """Return the ordering keys whose other tasks must wait for a batch. One that retries a deferral blocks none."""
         claims = (
             entry.batch.claim.part(entry.batch.unsettled) if entry.settling else entry.batch.claim
             for entry in self._running
@@ -136,10 +133,7 @@ class InFlight:
         self._running[entry].start()
 
     def raise_if_stuck(self) -> None:
-        """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS.
-
-        A later call does not report them again.
-        """
+        """Raise StuckBatch, once for each, if batches have begun no transaction for STUCK_SECONDS."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._running:
             moved = entry.transactions != entry.batch.transactions

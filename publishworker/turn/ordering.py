@@ -31,10 +31,7 @@ _T = TypeVar("_T", Candidate, QueuedTask)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKeys:
-    """The candidates that may be sent, and the batches that defer tasks behind blocked heads.
-
-    `busy` says that some polled tasks belong to keys in flight.
-    """
+    """The candidates that may be sent, deferrals behind blocked heads, and whether keys in flight were left out."""
 
     candidates: Sequence[Candidate]
     blocked: Sequence[Claim] = ()

@@ -102,17 +102,11 @@ class Relay:
         self.woken.set()
 
     def find_next_due(self) -> float | None:
-        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
-
-        Tasks of topics that are unavailable now do not count. Raises StoreError.
-        """
+        """Return the seconds until a task of an available topic is due (0: one is), or None. Raises StoreError."""
         return self._poller.find_next_due(self._topics.unavailable(self._in_flight.tasks_by_topic()))
 
     def finish(self) -> Turn:
-        """Wait for all batches in flight, which mark their tasks for a limited time, and return the numbers.
-
-        Raises StuckBatch if a batch does not end.
-        """
+        """Wait for all batches in flight, which mark for a limited time. Raises StuckBatch if one does not end."""
         reports: list[Report] = []
         self.marking.shut_down(self._options.shutdown_seconds)
         try:
@@ -144,10 +138,7 @@ class Relay:
         return self._topics.circuit_states()
 
     def _observe(self, reports: Sequence[Report]) -> bool:
-        """Report what batches did, and update circuits and limits.
-
-        Returns whether the circuit of a topic has opened or closed, or a probe has failed.
-        """
+        """Report what batches did, update circuits and limits, and tell whether a circuit changed or a probe failed."""
         changed = False
         for report in reports:
             if not isinstance(report, Delivered):
@@ -160,10 +151,7 @@ class Relay:
         return changed
 
     def _start_at_most_once(self, reports: Sequence[Report], stopping: Callable[[], bool]) -> None:
-        """Start MARK_FIRST batches for the at-most-once tasks that other batches have skipped.
-
-        A poll cannot tell which tasks are at-most-once, but the lock query can.
-        """
+        """Start MARK_FIRST batches for tasks that others have skipped: only the lock query shows the column."""
         if stopping():
             return
         delivered = (each for each in reports if isinstance(each, Delivered))
@@ -174,10 +162,7 @@ class Relay:
             self._start(claims)
 
     def _begin_reads(self) -> bool:
-        """Discover now if the last read is outdated. Return whether this turn needs no further discovery.
-
-        If a read of the last turn failed, read no topics: a reshard may have dropped the index.
-        """
+        """Discover now if the last read is outdated or failed, and tell whether that was enough for this turn."""
         failed, self._reads_incomplete = self._reads_incomplete, True  # `turn` resets it if no read raises StoreError
         if failed:
             self._read_at = float("-inf")
@@ -241,10 +226,7 @@ class Relay:
         return bool(started)
 
     def _wait(self, selection: Selection) -> list[Report]:
-        """Wait until a batch has reported and at most `stragglers` of this turn's batches are in flight.
-
-        If no tasks are left to start, wait for all of these batches, because another poll would find nothing.
-        """
+        """Wait for a report, until at most `stragglers` batches of this turn are left, or none if no task is left."""
         max_left = self._options.stragglers if selection.left_tasks else 0
         return self._in_flight.wait_for_most(max_left, MAX_TURN_WAIT_SECONDS)
 

@@ -112,10 +112,7 @@ class Worker:
         return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
 
     def _limit_long_pause(self, seconds: float, turn: Turn) -> float:
-        """Shorten `seconds` to the next event that the change stream does not report.
-
-        A batch may end, a task may become due, and another worker may crash.
-        """
+        """Shorten the pause to the next event that the change stream does not report: a due task, a crash."""
         if turn.next is Next.SOON:
             return self._poll_interval
         due = self._relay.find_next_due()
@@ -125,10 +122,7 @@ class Worker:
         return min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
 
     def _pause(self, stop: threading.Event, began: float, seconds: float) -> None:
-        """Wait until `seconds` after `began`, or until the relay is woken, and send heartbeats.
-
-        If the change stream fails meanwhile, the pause is cut to the poll interval.
-        """
+        """Wait for so long after `began`, or until woken, and send heartbeats. A failing stream ends the wait."""
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile
