@@ -228,7 +228,13 @@ def assert_registered(
         AssertionError: another number of tasks is registered. Its message lists the registered tasks.
     """
     __tracebackhide__ = True  # pytest shows the line of the test
-    tasks = transaction.tasks if isinstance(transaction, RecordingTransaction) else _committed(transaction)
+    if isinstance(transaction, RecordingTransaction):
+        tasks = transaction.tasks
+    else:
+        with transaction.snapshot() as snapshot:
+            rows = [dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(TABLE, COLUMNS, KeySet(all_=True))]
+        rows.sort(key=lambda row: (row["CreatedAt"], row["Sequence"] or 0, row["Id"]))
+        tasks = [task_of(row) for row in rows]
     wanted = {plain(name): plain(value) for name, value in (attributes or {}).items()}
     matching = [
         task
@@ -243,12 +249,6 @@ def assert_registered(
             lines.append(f"and {len(tasks) - _MAX_TASKS} more")
         raise AssertionError("\n  ".join(lines))
     return matching
-
-
-def _committed(database: Database) -> list[RegisteredTask]:
-    with database.snapshot() as snapshot:
-        rows = [dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(TABLE, COLUMNS, KeySet(all_=True))]
-    return [task_of(row) for row in sorted(rows, key=lambda row: (row["CreatedAt"], row["Sequence"] or 0, row["Id"]))]
 
 
 def _line(task: RegisteredTask) -> str:

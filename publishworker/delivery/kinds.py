@@ -8,7 +8,7 @@ from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.mark_first import MarkFirst
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import in_order, skip_reasons
-from publishworker.types import Deferred, LockedRow, Mark, Skipped
+from publishworker.types import LockedRow, Mark, Skipped
 
 
 class Deferral(Delivery):
@@ -23,14 +23,14 @@ class Deferral(Delivery):
             deferrals = self._retries.deferrals(head, head.available_at, now)
             waiting = [row for row in blocked if row.is_due(now) or row.deferred]
             pairs = zip(waiting, deferrals, strict=False)
-            self._deferred |= {row.id: deferral for row, deferral in pairs if _is_too_late(row, deferral, now)}
+            # Not those that will be due between now and then: they have a time of their own.
+            self._deferred |= {
+                row.id: deferral
+                for row, deferral in pairs
+                if row.available_at is None or not now < row.available_at <= deferral.available_at
+            }
         marks: dict[str, Mark] = dict(self._deferred)
         return marks | self._releases(self.claim, rows, marks, now)
-
-
-def _is_too_late(row: LockedRow, deferral: Deferred, now: datetime) -> bool:
-    """Tell whether a blocked row needs this deferral: a poll still returns it, or will return it only later."""
-    return row.available_at is None or not now < row.available_at <= deferral.available_at
 
 
 _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferral}

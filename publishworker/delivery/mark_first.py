@@ -12,7 +12,7 @@ from publishworker.delivery.retry_policy import last_error
 from publishworker.delivery.rules import in_order, to_publish
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
-from publishworker.types import MARKED, Failed, Key, LockedRow, Mark, NotSent, Outcome, Sent
+from publishworker.types import MARKED, Failed, LockedRow, Mark, NotSent, Outcome, Sent
 
 #: Seconds for which a task whose mark Spanner refuses is not tried again.
 HOLD_SECONDS = 60.0
@@ -32,7 +32,7 @@ class MarkFirst(Delivery):
         self._held: dict[Claim, Refused] = {}
         self._hold_until = float("inf")
         #: The ordering keys of parts that failed. Their later tasks wait.
-        self._stopped: set[Key] = set()
+        self._stopped: set[str] = set()
 
     def run(self) -> Delivered:
         """Mark and publish. Halve what Spanner refuses to mark, so that other tasks do not wait for a refused row."""
@@ -71,7 +71,7 @@ class MarkFirst(Delivery):
             locked_time = now
             for id in part.ids:
                 self._answers.pop(id, None)
-            eligible = [row for row in self._check(part, rows, now) if _key_of(row) not in self._stopped]
+            eligible = [row for row in self._check(part, rows, now) if row.ordering_key not in self._stopped]
             self._expire(eligible, now)
             publishable = [row for row in eligible if row.id not in self._answers]
             self._answers |= self._tools.publisher.refusals(part.destination, publishable)
@@ -88,7 +88,7 @@ class MarkFirst(Delivery):
         self._marked |= {id: (row, committed) for id, row in marked.items()}
 
     def _stop(self, part: Claim, error: StoreError) -> None:
-        self._stopped |= part.keys
+        self._stopped |= {key.ordering_key for key in part.keys}
         if isinstance(error, Refused):
             self._held[part] = error
             self._marking.refused += len(part.tasks)
@@ -122,10 +122,6 @@ class MarkFirst(Delivery):
             row.id: self._recorded.get(row.id) or _restored(row, self._answers.get(row.id)) for row in before
         }
         return marks | self._releases(claim, rows, marks, now)
-
-
-def _key_of(row: LockedRow) -> Key | None:
-    return None if row.ordering_key is None else Key(row.topic, row.ordering_key)
 
 
 def _is_surely_not_published(outcome: Outcome | None) -> bool:

@@ -116,7 +116,6 @@ class ChangeStream:
         while not self._stopped.is_set():
             partitions = Partitions()
             try:
-                self._find_partitions(partitions)
                 self._follow(partitions)
             except Exception as error:
                 partitions.given_up = True
@@ -130,15 +129,13 @@ class ChangeStream:
             self._inserted()
             self._stopped.wait(self._retry.next())
 
-    def _find_partitions(self, partitions: Partitions) -> None:
+    def _follow(self, partitions: Partitions) -> None:
+        """Find the partitions, and read them on several threads, until one fails. Raises its error."""
         self._heard = {}
         self._database = self._open()
         [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
         self._began = now, self._clock()
         self._read(partitions, "", now, None)
-
-    def _follow(self, partitions: Partitions) -> None:
-        """Read the partitions, on several threads, until one fails. Raises its error."""
         began, readers = self._clock(), 0
         while not self._stopped.is_set():
             for each in partitions.pop():

@@ -150,10 +150,10 @@ class InFlight:
         """Return the reports of batches, without waiting."""
         return self._wait(lambda _reports: True)
 
-    def wait_for_one(self, max_seconds: float | None = None) -> list[Report]:
-        """Wait until a batch reports or ends, at most `max_seconds`, and return the reports."""
+    def wait_for_one(self) -> list[Report]:
+        """Wait until a batch reports or ends, and return the reports."""
         running = len(self._running)
-        return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running, max_seconds)
+        return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
 
     def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Report]:
         """Wait until a batch has reported and at most `max_left` batches are being delivered. Return the reports.

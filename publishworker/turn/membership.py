@@ -188,7 +188,11 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
     Rendezvous hashing with bounded loads: pairs of worker and shard are assigned by descending hash while both have
     room. If there are more workers than shards, each worker has one shard, and a shard has several workers.
     """
-    pairs = sorted(product(workers, shards), key=lambda pair: _score(*pair), reverse=True)
+    hashes = {
+        pair: hashlib.blake2b("{}/{}".format(*pair).encode(), digest_size=8).digest()
+        for pair in product(workers, shards)
+    }
+    pairs = sorted(hashes, key=hashes.__getitem__, reverse=True)
     # `many` is the index in a pair of whatever is more numerous, workers or shards. `few` is the other index.
     many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)
     min_load, rest = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
@@ -200,7 +204,3 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
                 assigned[pair[many]] = pair
                 load[pair[few]] += 1
     return {worker: tuple(sorted(shard for it, shard in assigned.values() if it == worker)) for worker in workers}
-
-
-def _score(worker: str, shard: int) -> bytes:
-    return hashlib.blake2b(f"{worker}/{shard}".encode(), digest_size=8).digest()
