@@ -2,25 +2,22 @@
 
 import base64
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partialmethod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
-from google.cloud.spanner_v1.streamed import StreamedResultSet
 from google.cloud.spanner_v1.transaction import Transaction
-from google.cloud.spanner_v1.types import ExecuteBatchDmlResponse, ResultSetMetadata, StructType
+from google.cloud.spanner_v1.types import ExecuteBatchDmlResponse
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.registration import COLUMNS, TABLE
-from outbox.table.values import check_finished, plain
+from outbox.table.values import plain
 
-#: A row of a query, by column.
-Row: TypeAlias = Mapping[str, Any]
 #: How many tasks a failure lists, and how many bytes of each.
 _MAX_TASKS, _MAX_BYTES = 20, 100
 
@@ -49,7 +46,7 @@ class Mutation(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """One query or DML statement."""
+    """One DML statement."""
 
     sql: str
     params: dict[str, Any]
@@ -59,28 +56,15 @@ class RecordingTransaction(Transaction):
     """A Spanner Transaction without a database, for unit tests.
 
     `mutations` and `statements` have what the application wrote and executed, in order. `inserts` has the inserts as
-    (table, columns, rows), `tasks` those of `outbox.register` and `register_once`. A request of another kind, such as a
-    commit, is an AttributeError.
+    (table, columns, rows), `tasks` those of `outbox.register` and `register_once`. Reads and queries need a database.
     """
 
-    def __init__(
-        self,
-        task_ids: Iterable[str] = (),
-        *,
-        execute: Callable[[str, dict[str, Any]], Iterable[Row] | int] | None = None,
-    ) -> None:
-        """Prepare what reads and statements return.
-
-        Args:
-            task_ids: tasks with these IDs exist already, for `register_once`, and are processed, for `process_once`.
-            execute: called with each statement and its parameters. Returns the rows of a query, or the number of rows
-                that DML changes. Without it, each DML statement changes one row, and a query is a LookupError.
-        """
+    def __init__(self, task_ids: Iterable[str] = ()) -> None:
+        """Tasks with `task_ids` exist already, for `register_once`, and are processed, for `process_once`."""
         super().__init__(_NoSession())  # type: ignore[no-untyped-call]  # the client has no types
         self.mutations: list[Mutation] = []
         self.statements: list[Statement] = []
         self._task_ids = frozenset(task_ids)
-        self._execute = execute
 
     @property
     def inserts(self) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ...]]]]:
@@ -113,58 +97,23 @@ class RecordingTransaction(Transaction):
         self.mutations.append(Mutation("delete", table, (), keyset))
 
     def read(self, *arguments: Any, **options: Any) -> list[list[Any]]:
-        """Return the keys whose task IDs are prepared. The parameters are those of the client.
-
-        Raises:
-            LookupError: the table is not one of the outbox.
-        """
+        """Return the keys of tasks that exist, for `register_once` and `process_once`. Otherwise LookupError."""
         call = _call(Transaction.read, arguments, options)
         if call["table"] not in (TABLE, "ProcessedTasks"):
             raise LookupError(f"RecordingTransaction has no rows of {call['table']}: use a database of the emulator")
         return [list(key) for key in call["keyset"].keys if key[-1] in self._task_ids]
 
-    def execute_sql(self, *arguments: Any, **options: Any) -> StreamedResultSet:
-        """Record a query, or DML with THEN RETURN, and return the rows of `execute`.
-
-        The parameters are those of the client.
-
-        Raises:
-            LookupError: `execute` is missing or returns no rows.
-        """
-        call = _call(Transaction.execute_sql, arguments, options)
-        answer = self._run(call["sql"], call["params"])
-        check_finished(None if isinstance(answer, Iterator) else answer, "execute")
-        if answer is None or isinstance(answer, int):
-            raise LookupError(
-                f"no rows of the query {call['sql']!r} are prepared: use RecordingTransaction(execute=...) with a "
-                "function of (sql, params) that returns them, such as [{'OrderId': 'order-1'}]"
-            )
-        rows = list(answer)
-        return _Result(list(rows[0]) if rows else [], [list(row.values()) for row in rows])
-
     def execute_update(self, *arguments: Any, **options: Any) -> int:
-        """Record a DML statement and return the number of rows that `execute` says, or 1.
-
-        The parameters are those of the client.
-        """
+        """Record a DML statement, and return 1 as its number of rows. The parameters are those of the client."""
         call = _call(Transaction.execute_update, arguments, options)
-        answer = self._run(call["dml"], call["params"])
-        check_finished(answer, "execute")
-        return answer if isinstance(answer, int) else 1
+        self.statements.append(Statement(call["dml"], dict(call["params"] or {})))
+        return 1
 
     def batch_update(self, *arguments: Any, **options: Any) -> tuple[Any, list[int]]:
-        """Record DML statements and return the status OK and their numbers of rows, like `execute_update`.
-
-        The parameters are those of the client.
-        """
+        """Record DML statements, and return the status OK and 1 for each. The parameters are those of the client."""
         statements = _call(Transaction.batch_update, arguments, options)["statements"]
         pairs = [(each, None) if isinstance(each, str) else each[:2] for each in statements]
         return ExecuteBatchDmlResponse().status, [self.execute_update(*each) for each in pairs]
-
-    def _run(self, sql: str, params: Mapping[str, Any] | None) -> Iterable[Row] | int | None:
-        statement = Statement(sql, dict(params or {}))
-        self.statements.append(statement)
-        return self._execute(*statement) if self._execute else None
 
 
 def _call(method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -179,20 +128,6 @@ class _NoSession:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"RecordingTransaction has no session, and so no {name!r}: use a database of the emulator")
-
-
-class _Result(StreamedResultSet):
-    """Prepared rows with the methods of the client's result."""
-
-    def __init__(self, columns: Sequence[str], rows: list[list[Any]]) -> None:
-        super().__init__(iter(()))
-        self._columns = columns
-        self._prepared = iter(rows)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        fields = [StructType.Field(name=column) for column in self._columns]
-        self._metadata = ResultSetMetadata.pb(ResultSetMetadata(row_type=StructType(fields=fields)))
-        yield from self._prepared
 
 
 def task_of(row: Mapping[str, Any]) -> RegisteredTask:

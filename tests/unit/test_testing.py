@@ -1,12 +1,10 @@
 """`outbox.testing`: a transaction that records, and assertions about registered tasks."""
 
 import inspect
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import NotFound
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.transaction import Transaction
 
@@ -17,13 +15,13 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 RECORDED = ["insert", "update", "insert_or_update", "replace", "delete", "read", "execute_sql", "execute_update"]
 
 
-@pytest.mark.parametrize("method", ["insert", "delete", "read", "execute_sql", "execute_update", "batch_update"])
+@pytest.mark.parametrize("method", ["insert", "delete", "read", "execute_update", "batch_update"])
 def test_a_method_has_the_parameters_of_the_client(method: str) -> None:
     """It accepts each of them by name, and refuses others."""
-    given = {"table": "ProcessedTasks", "columns": ["Line"], "keyset": KeySet(), "sql": "", "dml": ""}
+    given = {"table": "ProcessedTasks", "columns": ["Line"], "keyset": KeySet(), "dml": ""}
     names = list(inspect.signature(getattr(Transaction, method)).parameters)[1:]
     options = {name: given.get(name, [] if name in {"values", "statements"} else None) for name in names}
-    call = getattr(RecordingTransaction(execute=lambda _sql, _params: []), method)
+    call = getattr(RecordingTransaction(), method)
     call(**options)
     with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'"):
         call(**options, wrong=1)
@@ -75,36 +73,6 @@ def test_a_value_that_the_client_cannot_send_is_refused() -> None:
     assert transaction.mutations == []
 
 
-def test_a_result_is_like_that_of_the_client() -> None:
-    transaction: Transaction = RecordingTransaction(execute=lambda sql, params: [{"Sum": params["n"]}] * len(sql))
-    assert transaction.execute_sql("ab", {"n": 7}).to_dict_list() == [{"Sum": 7}, {"Sum": 7}]
-    assert list(transaction.execute_sql("", params={"n": 7})) == []
-    with pytest.raises(NotFound):
-        transaction.execute_sql("", {"n": 7}).one()
-
-
-def test_the_number_of_changed_rows_can_be_prepared() -> None:
-    transaction = RecordingTransaction(execute=lambda _sql, params: len(params))
-    assert transaction.execute_update("UPDATE", {}) == 0
-    assert transaction.batch_update([("UPDATE", {"a": 1, "b": 2}, {}), "UPDATE"])[1] == [2, 0]
-
-
-async def coroutine(*_of: object) -> int:
-    return 2
-
-
-def generator(*_of: object) -> Iterator[dict[str, int]]:
-    yield {"Id": 1}
-
-
-@pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
-def test_a_prepared_function_that_is_not_finished_is_a_type_error() -> None:
-    for execute, method in ((coroutine, "execute_sql"), (coroutine, "execute_update"), (generator, "execute_update")):
-        with pytest.raises(TypeError, match=r"execute returned a (coroutine|generator), so its work may not be done"):
-            getattr(RecordingTransaction(execute=execute), method)("")
-    assert RecordingTransaction(execute=generator).execute_sql("").one() == [1]
-
-
 @pytest.mark.parametrize(
     ("use", "sentence"),
     [
@@ -114,7 +82,7 @@ def test_a_prepared_function_that_is_not_finished_is_a_type_error() -> None:
         ),
         (
             lambda transaction: transaction.execute_sql("SELECT 1"),
-            "no rows of the query 'SELECT 1' are prepared: use RecordingTransaction(execute=...)",
+            "RecordingTransaction has no session, and so no '_",
         ),
         (
             lambda transaction: transaction.rollback() or transaction.commit(),
@@ -122,7 +90,7 @@ def test_a_prepared_function_that_is_not_finished_is_a_type_error() -> None:
         ),
     ],
 )
-def test_what_is_not_prepared_is_an_error_with_the_remedy(use: Any, sentence: str) -> None:
+def test_what_needs_a_database_is_an_error_with_the_remedy(use: Any, sentence: str) -> None:
     with pytest.raises((LookupError, AttributeError)) as caught:
         use(RecordingTransaction())
     assert str(caught.value).startswith(sentence)
