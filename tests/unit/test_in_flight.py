@@ -228,15 +228,6 @@ def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:
     assert set(bench.store.claimed.values()) == {1}
 
 
-def test_in_flight_batches_count_towards_a_topics_half(slow: SlowPublisher) -> None:
-    bench = bench_of(slow, 20, 20, size=1, batches=4, stragglers=4)
-    slow.hanging = {"invoices"}
-    for _ in range(8):
-        bench.relay.turn()
-        assert bench.relay._in_flight.by_topic()["invoices"] <= 2
-    assert len(slow.ids()) >= 4
-
-
 def test_a_turn_without_leftover_tasks_waits_for_its_batches(slow: SlowPublisher) -> None:
     """There is no hurry without pending tasks: the turn reports all that it started, stragglers or not."""
     slow.seconds = 0.02
