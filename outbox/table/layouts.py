@@ -22,10 +22,7 @@ _NAMES = re.compile(r"\b(Shard|AsynchronousTasksToSend|AsynchronousTasksInOrder)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The number of shards, and the end of the names: empty for the first layout, otherwise the number.
-
-    Layouts are sorted by the names of their columns.
-    """
+    """The number of shards, and the end of the names: "" for the first layout. Sorted by the column's name."""
 
     shards: int
     suffix: str = ""

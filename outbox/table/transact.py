@@ -58,9 +58,6 @@ def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
 
 
 def retry_and_timeout(seconds: float) -> dict[str, Any]:
-    """Return `retry` and `timeout` for one call of the Spanner client.
-
-    Without a Retry of our own, the client repeats a read or a query forever while the service is unavailable.
-    """
+    """Return `retry` and `timeout` for one call, because the client would repeat it for ever in an outage."""
     retry = Retry(predicate=if_exception_type(ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
     return {"retry": retry, "timeout": seconds}

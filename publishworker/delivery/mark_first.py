@@ -19,10 +19,7 @@ HOLD_SECONDS = 60.0
 
 
 class MarkFirst(Delivery):
-    """A batch whose tasks can be lost but are never published twice.
-
-    If Pub/Sub certainly did not accept a message, a second transaction clears SentAt again: it undoes the mark.
-    """
+    """Tasks that can be lost but are never published twice: if Pub/Sub refuses one, its mark is undone."""
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
         super().__init__(claim, tools, marking)

@@ -62,10 +62,7 @@ def drain(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
-    """Configure this process for a worker. Yield the worker, and an event that a signal sets. Raises NotReached.
-
-    Until the worker is ready, a signal ends the process (see `cli`), because a request may block for long.
-    """
+    """Configure this process. Yield the worker, and an event that a signal sets; until then, it ends the process."""
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
         _log.warning("%s", sentence, extra={"action": "unknown_variable"})

@@ -21,10 +21,7 @@ MAX_CHARACTERS = 200
 
 
 def worker_info(settings: RelaySettings, relay: Relay, shards: Sequence[int]) -> dict[str, object]:
-    """Return the JSON. Circuits and shards that do not fit are counted in `circuits_left_out`, `shards_left_out`.
-
-    Seconds count from the commit of the heartbeat, so that the clock of the worker does not matter.
-    """
+    """Return the JSON. Seconds count from the heartbeat. What does not fit is counted in `..._left_out`."""
     runs = list(_fitting(_runs(shards), MAX_SHARD_BYTES))
     info: dict[str, object] = {
         "host": socket.gethostname()[:MAX_CHARACTERS],

@@ -45,11 +45,7 @@ class Publisher(Protocol):
 
 
 class PubSubPublisher:
-    """The publisher on Pub/Sub, to topics whose full names are `allowed`.
-
-    A topic ID without a project is in `project`. `create_command` returns the command that creates the topic of a full
-    name.
-    """
+    """Publishes to topics whose full names are `allowed`. `create_command` returns how to create one."""
 
     def __init__(
         self,
@@ -169,11 +165,7 @@ class _Call:
 
 
 def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
-    """Record the answer to the first request of a lane. Return the lanes that have another request to send.
-
-    If a request with several messages is refused as invalid, none of them is published, although perhaps only one is
-    invalid. They are sent again in smaller requests.
-    """
+    """Record the answer to a request, and return the lanes to go on with. An invalid request is sent in parts."""
     ids, request = lane.requests.popleft()
     # `future.result()` would raise the future itself. Its traceback would be a reference cycle, which keeps the
     # messages of the batch in memory until the next garbage collection.

@@ -55,10 +55,7 @@ def kind_of(error: Exception) -> type[StoreError]:
 
 
 def is_lost_session(error: BaseException | None) -> bool:
-    """Tell whether Spanner has no such session. Spanner words this error differently from case to case.
-
-    https://github.com/googleapis/google-cloud-cpp/pull/9183
-    """
+    """Tell whether Spanner has no such session. Its words differ: googleapis/google-cloud-cpp#9183."""
     if not isinstance(error, NotFound):
         return False
     resources = (detail.resource_type for detail in error.details if isinstance(detail, ResourceInfo))

@@ -66,10 +66,7 @@ class Store(Protocol):
         """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be."""
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """Return the first unsent tasks of each key in order, at most `per_key`. Takes no locks.
-
-        `keys` maps each key to its shard. With `skip_dead` dead tasks are left out.
-        """
+        """Return the first unsent tasks of each key (with its shard), at most `per_key`, in order. Takes no locks."""
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """Lock the rows, call `decide`, write its marks, commit, and return when. Does it all again after an abort."""

@@ -121,9 +121,6 @@ class Topics:
 
     @property
     def max_wait(self) -> float:
-        """Return the seconds after which the topic controls must be read again, to notice the end of a pause or limit.
-
-        An idle worker need not notice the beginning: each turn reads the controls first.
-        """
+        """Return after how many seconds the controls are read again, to notice the end of a pause or limit."""
         waits = self.paused or self.seconds_until_available() is not None
         return CONTROLS_SECONDS if waits else math.inf

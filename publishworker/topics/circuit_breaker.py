@@ -161,10 +161,7 @@ class CircuitBreakers:
         }
 
     def start(self, claim: Claim) -> Claim:
-        """Return the claim as a probe, which begins, if the circuit is not closed. Otherwise add its suspects.
-
-        Only tasks that failed in the topic's last outage are suspects. A used-up quota counts as an outage here.
-        """
+        """Return the claim as a probe if the circuit is not closed, else with the suspects of its last outage."""
         if (circuit := self._open.get(claim.topic)) is not None:
             circuit.probing = True
             return replace(claim, hints=TopicHints(probe=True))
@@ -223,10 +220,7 @@ class CircuitBreakers:
         return CircuitChange(topic, failure, now - circuit.since)
 
     def _update_suspects(self, topic: str, published: Iterable[str], failed: Sequence[str], *, is_new: bool) -> None:
-        """Remove published tasks, and add those that `failed` in an outage. A new outage replaces all suspects.
-
-        Batches that fail while the circuit is open belong to the same outage.
-        """
+        """Remove published tasks, and add those that failed. A new outage replaces all suspects."""
         suspects = self._suspects.pop(topic, {})
         for id in published:
             suspects.pop(id, None)

@@ -156,11 +156,7 @@ class InFlight:
         return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
 
     def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Report]:
-        """Wait until a batch has reported and at most `max_left` batches are being delivered. Return the reports.
-
-        The wait lasts at most `max_seconds`. The batches that are left become stragglers, which later calls do not
-        count.
-        """
+        """Wait for a report, and until at most `max_left` batches are delivered. The rest are stragglers then."""
 
         def enough(reports: Sequence[Report]) -> bool:
             waited = sum(not (entry.straggler or entry.settling) for entry in self._running)

@@ -82,11 +82,7 @@ class Membership:
 
     @property
     def seconds_to_heartbeat(self) -> float:
-        """Return the seconds until the next heartbeat.
-
-        Idle workers write theirs at the same time if their clocks agree. Then one discovery serves for all their
-        liveness timeouts.
-        """
+        """Return the seconds until the next heartbeat. Idle workers write at the same time, for one discovery."""
         may_be_late = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
         interval = self._idle_interval if may_be_late else HEARTBEAT_INTERVAL_SECONDS
         seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
@@ -103,10 +99,7 @@ class Membership:
         return self._clock() - max(self._heartbeat_at, self._assigned_at) > self._liveness_timeout
 
     def heartbeat(self) -> None:
-        """Write the heartbeat if it is due. After a lapse, write none before `assign`: the layouts may have changed.
-
-        A failure is not raised. If failures go on, other workers take over the shards, and row locks keep them apart.
-        """
+        """Write the heartbeat if it is due and the worker has not lapsed. If writes fail, others take over."""
         if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
         self._heartbeat_at = self._clock()

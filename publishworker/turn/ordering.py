@@ -52,10 +52,7 @@ class Ordering:
         self._size = ReadSize(MAX_KEYS, clock)
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
-        """Replace the tasks of each key by its sendable prefix. Raises StoreError.
-
-        Keys in flight are left out, because a key's next publish request must wait for the answer to the one before.
-        """
+        """Replace the tasks of each key that is not in flight by its sendable prefix. Raises StoreError."""
         unordered = [each for each in candidates if each.ordering_key is None]
         by_key: dict[Key, list[Candidate]] = {}
         for each in candidates:

@@ -178,11 +178,7 @@ class Poller:
     def _read(
         self, request: PollRequest, room: int, in_flight: Collection[str], depths: Mapping[str, int]
     ) -> tuple[list[Candidate], frozenset[str]]:
-        """Return the candidates, and the topics that may have more tasks in the table.
-
-        A topic in `depths` is read alone if it needs more rows than the others. If all topics were read to the same
-        depth, their candidates could fill the memory.
-        """
+        """Return the candidates, and the topics with more. Topics in `depths` are read alone, because of the memory."""
         deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
         others = replace(request, topics=request.topics - deep.keys())
         candidates = list(self._store.poll(others)) if others.topics else []
@@ -199,10 +195,7 @@ class Poller:
         return candidates, cut_off
 
     def _next_part(self, request: PollRequest) -> PollRequest:
-        """Return the request if one read may have all of its ranges. Otherwise return the part after the last one.
-
-        A part has some of the shards or, if the topics of one shard are too many, some of the topics of one shard.
-        """
+        """Return the request, or the next part: some of the shards, or some of the topics of one shard."""
         pairs = max(1, self._ranges.limit * request.pairs // max(1, request.ranges))
         topics = sorted(request.topics)
         if request.pairs <= pairs:

@@ -54,11 +54,7 @@ class Worker:
         self._missing_since: float | None = None
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
-        """Run turns until `stop` is set or `until(turn)` is true. Then finish the batches in flight.
-
-        Raises StuckBatch, after the other batches have ended, and DatabaseMissing if the database or a table has been
-        gone for five minutes.
-        """
+        """Run turns until `stop` or `until(turn)`, and finish. Raises StuckBatch; DatabaseMissing after 5 minutes."""
         try:
             self._turn_until(stop, until)
         except StuckBatch as stuck:

@@ -69,10 +69,7 @@ class Scratch:
 
 @contextlib.contextmanager
 def scratch(settings: WorkerSettings, rows: int, *, keep: bool) -> Iterator[Scratch]:
-    """Create the database, and drop it at the end unless `keep`. Raises OutboxError, NotReached.
-
-    A database that exists is never touched. If it cannot be dropped, it is named on stderr.
-    """
+    """Create the database, never one that exists, and drop it unless `keep`. Raises OutboxError, NotReached."""
     database: Any = open_database(settings)  # its methods carry no types
     with schema.service_errors(f"instance {settings.instance}"):
         if database.exists():
