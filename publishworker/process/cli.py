@@ -39,15 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with exit_on(*numbers, code=code):
             return _main(given)
     finally:
-        _release_stderr()
-
-
-def _release_stderr() -> None:
-    # If the disk for the logs is full, Python would exit with a code of its own, 120.
-    try:
-        sys.stderr.flush()
-    except OSError:
-        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - Python closes it
+        try:
+            sys.stderr.flush()
+        except OSError:  # the disk for the logs is full, and Python would exit with a code of its own, 120
+            sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - Python closes it
 
 
 def _main(arguments: Sequence[str]) -> int:

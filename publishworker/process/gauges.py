@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from outbox import __version__
 from outbox.admin import backlog
@@ -42,19 +42,17 @@ BUILD_TAGS = {
 }
 
 
-class WithZeros(Generic[K]):
-    """Adds a 0 for each key that had a value within ZERO_SECONDS."""
+def with_zeros(clock: Callable[[], float]) -> Callable[[Mapping[K, float]], dict[K, float]]:
+    """Return a function that adds a 0 for each key that had a value within ZERO_SECONDS."""
+    seen: dict[K, float] = {}
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._seen: dict[K, float] = {}
+    def add(values: Mapping[K, float]) -> dict[K, float]:
+        nonlocal seen
+        now = clock()
+        seen = {key: at for key, at in seen.items() if now - at < ZERO_SECONDS} | dict.fromkeys(values, now)
+        return {key: values.get(key, 0) for key in seen}
 
-    def __call__(self, values: Mapping[K, float]) -> dict[K, float]:
-        """Return `values` and the zeros."""
-        now = self._clock()
-        self._seen = {key: at for key, at in self._seen.items() if now - at < ZERO_SECONDS}
-        self._seen |= dict.fromkeys(values, now)
-        return {key: values.get(key, 0) for key in self._seen}
+    return add
 
 
 class WorkerGauges:
@@ -68,7 +66,7 @@ class WorkerGauges:
         self._relay = relay
         self._clock = clock
         self._at = float("-inf")
-        self._circuits = WithZeros[str](clock)
+        self._circuits: Callable[[Mapping[str, float]], dict[str, float]] = with_zeros(clock)
 
     def __call__(self) -> None:
         """Send the gauges if they are due."""
@@ -92,13 +90,13 @@ def backlog_counts(
     metrics: Metrics, topics: Callable[[], Collection[str]], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[TaskTable], None]:
     """Return a function that sends the numbers of unsent tasks. It sends 0 pending tasks for `topics` without any."""
-    with_zeros = WithZeros[tuple[str, str]](clock)
+    padded: Callable[[Mapping[tuple[str, str], float]], dict[tuple[str, str], float]] = with_zeros(clock)
 
     def send(table: TaskTable) -> None:
         found = backlog.read_unsent_stale(table)
         metrics.gauge(m.PENDING, found.total.pending)
         none = {(topic, "pending"): 0 for topic in topics()}
-        for (topic, state), number in (none | with_zeros(by_topic_and_state(found))).items():
+        for (topic, state), number in (none | padded(by_topic_and_state(found))).items():
             metrics.gauge(m.TOPIC_TASKS, number, topic=topic, state=state)
 
     return send
@@ -115,12 +113,12 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
 
 def oldest_ages(metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> Callable[[TaskTable], None]:
     """Return a function that sends the age of the oldest pending task, of all topics and of each."""
-    with_zeros = WithZeros[str](clock)
+    padded: Callable[[Mapping[str, float]], dict[str, float]] = with_zeros(clock)
 
     def send(table: TaskTable) -> None:
         ages = backlog.oldest_ages(table)
         metrics.gauge(m.OLDEST_AGE, max(ages.values(), default=0.0))
-        for topic, age in with_zeros(ages).items():
+        for topic, age in padded(ages).items():
             metrics.gauge(m.TOPIC_OLDEST_AGE, age, topic=topic)
 
     return send
