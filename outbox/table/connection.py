@@ -11,13 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from google.api_core.exceptions import (
-    ClientError,
-    DeadlineExceeded,
-    InternalServerError,
-    ResourceExhausted,
-    ServiceUnavailable,
-)
+from google.api_core import exceptions as google
 from google.api_core.retry import Retry, if_exception_type
 from google.cloud import spanner
 from google.cloud.spanner_v1 import BurstyPool, SpannerClient
@@ -29,7 +23,7 @@ from outbox.program.settings import DatabaseSettings, emulator_address
 
 #: Seconds for a whole Commit with its retries. After that its outcome is unknown.
 COMMIT_SECONDS = 10.0
-_TRANSIENT = if_exception_type(ServiceUnavailable, ResourceExhausted)
+_TRANSIENT = if_exception_type(google.ServiceUnavailable, google.ResourceExhausted)
 
 #: For the relay's reads, together with a Deadline. Without a Retry, the client restarts an unavailable stream forever.
 STREAM_RETRY = Retry(predicate=_TRANSIENT, initial=0.1, maximum=1.0, timeout=3.0)
@@ -57,7 +51,7 @@ class Deadline:
                 remaining = self._end - self._clock()
             self._calls = min(self._calls + 1, 10)
             if remaining <= 0:
-                raise DeadlineExceeded("no answer in time")
+                raise google.DeadlineExceeded("no answer in time")
             return function(*arguments, timeout=remaining, **keywords)
 
         return limited
@@ -170,7 +164,7 @@ def _without_emulator() -> Iterator[None]:
 UNANSWERED = "after an attempt without an answer"
 
 
-class _InternalNotRetried(InternalServerError):
+class _InternalNotRetried(google.InternalServerError):
     """INTERNAL in a class of our own, because the client retries exactly InternalServerError for two minutes."""
 
 
@@ -180,10 +174,10 @@ def _limited(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         retry = Retry(predicate=_TRANSIENT, initial=0.1, maximum=2.0, timeout=seconds, on_error=failed.append)
         try:
             return call(*arguments, **{"retry": retry, "timeout": seconds, **keywords})
-        except InternalServerError as error:
+        except google.InternalServerError as error:
             raise _InternalNotRetried(error.message, errors=error.errors) from error  # type: ignore[no-untyped-call]  # as its base
-        except ClientError as error:
-            if any(isinstance(each, ServiceUnavailable) for each in failed):
+        except google.ClientError as error:
+            if any(isinstance(each, google.ServiceUnavailable) for each in failed):
                 error.add_note(UNANSWERED)
             raise
 

@@ -8,19 +8,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import Delivered, State, Unmarked
 from publishworker.delivery.marking import Marking, Settling
 from publishworker.delivery.retry_policy import RetryPolicy, should_record
-from publishworker.delivery.rules import (
-    deferred_behind,
-    expired,
-    in_order,
-    skip_reasons,
-    stops_key,
-    to_publish,
-    to_release,
-)
 from publishworker.host import Host
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.pubsub.messages import trace_id
@@ -119,9 +111,9 @@ class Delivery:
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         eligible = self._check(self.claim, rows, now)
-        self._expire(to_publish(eligible, self._answers), now)
-        self._publish(to_publish(eligible, self._answers), now)
-        marks = self._marks([*eligible, *deferred_behind(self.claim, rows)], now)
+        self._expire(rules.to_publish(eligible, self._answers), now)
+        self._publish(rules.to_publish(eligible, self._answers), now)
+        marks = self._marks([*eligible, *rules.deferred_behind(self.claim, rows)], now)
         return marks | self._releases(self.claim, rows, marks, now)
 
     def _check(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
@@ -134,14 +126,14 @@ class Delivery:
         for row in rows:
             if isinstance(self._answers.get(row.id), Failed) and self._tried.get(row.id) != Version.of(row):
                 del self._answers[row.id]
-        self._outcomes |= skip_reasons(claim, rows, now, self._published(), skip_dead=self._tools.skip_dead)
+        self._outcomes |= rules.skip_reasons(claim, rows, now, self._published(), skip_dead=self._tools.skip_dead)
         excluded = {*self._outcomes, *(task.id for task in claim.releases)}
-        eligible = [row for row in in_order(claim, rows) if row.id not in excluded]
+        eligible = [row for row in rules.in_order(claim, rows) if row.id not in excluded]
         self._tried |= {row.id: Version.of(row) for row in eligible if row.id not in self._answers}
         return eligible
 
     def _expire(self, rows: Sequence[LockedRow], now: datetime) -> None:
-        self._answers |= {row.id: expired(row) for row in rows if row.is_expired(now)}
+        self._answers |= {row.id: rules.expired(row) for row in rows if row.is_expired(now)}
 
     def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
         """Publish rows locked at `now`. One that failed before, or is a suspect, gets its own request."""
@@ -180,7 +172,7 @@ class Delivery:
                 blocks_nothing = recorded is not None and recorded.dead and self._tools.skip_dead
                 if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
                     continue  # this dead task blocks nothing, and the later tasks of its key have answers of their own
-                if row.ordering_key is not None and stops_key(answer):
+                if row.ordering_key is not None and rules.stops_key(answer):
                     stopped[row.ordering_key] = self._deferrals_behind(row, None if blocks_nothing else recorded, now)
         return marks
 
@@ -200,7 +192,7 @@ class Delivery:
         self, claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
     ) -> dict[str, Mark]:
         """Return a mark for each deferred task that this commit makes a key head. The mark releases the task."""
-        heads = to_release(claim, rows, marks, now, skip_dead=self._tools.skip_dead)
+        heads = rules.to_release(claim, rows, marks, now, skip_dead=self._tools.skip_dead)
         return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
 
     def _marks_again(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:

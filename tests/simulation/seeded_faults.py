@@ -7,8 +7,7 @@ from itertools import repeat
 from typing import Any
 
 from outbox.admin.reshard import Snapshot
-from publishworker.delivery import delivery, marking, retry_policy
-from publishworker.delivery import rules as eligibility
+from publishworker.delivery import delivery, marking, retry_policy, rules
 from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.mark_first import MarkFirst
@@ -74,10 +73,10 @@ def late_mark(real: Any) -> Any:
 
 #: What the relay no longer does, the attribute that does it, and how the attribute is replaced.
 DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
-    "SentAt is read again under the lock": (delivery, "skip_reasons", without("sent")),
-    "a task that is not due is skipped under the lock": (delivery, "skip_reasons", without("not_due")),
-    "a task behind a blocked one is skipped under the lock": (delivery, "skip_reasons", without("blocked")),
-    "a transaction attempt remembers outcomes": (delivery, "to_publish", lambda _: lambda rows, _outcomes: rows),
+    "SentAt is read again under the lock": (rules, "skip_reasons", without("sent")),
+    "a task that is not due is skipped under the lock": (rules, "skip_reasons", without("not_due")),
+    "a task behind a blocked one is skipped under the lock": (rules, "skip_reasons", without("blocked")),
+    "a transaction attempt remembers outcomes": (rules, "to_publish", lambda _: lambda rows, _outcomes: rows),
     "a later attempt marks what an earlier one published": (Delivery, "_published", always({})),
     "only published tasks are marked": (Delivery, "_marks", late_mark),
     "a failed commit is remembered": (Delivery, "_fail", always(None)),
@@ -107,7 +106,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         )
     ),
     "a circuit closes again": (CircuitBreakers, "suspended", never_closes),
-    "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
+    "at-most-once tasks are marked first": (rules, "_skip_reason", always(None)),
     "an at-most-once task whose publish is refused is not lost": (MarkFirst, "_undo_marks", always({})),
     "only a probe fails for its topic": (
         CircuitBreakers, "start",
