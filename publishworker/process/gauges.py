@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any
 
 from outbox import __version__
 from outbox.admin import backlog
@@ -22,7 +22,6 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 
 _log = logging.getLogger("publishworker")
-K = TypeVar("K")
 
 #: Seconds between two reports, and between two counts of the backlog.
 INTERVAL = 15.0
@@ -42,11 +41,11 @@ BUILD_TAGS = {
 }
 
 
-def with_zeros(clock: Callable[[], float]) -> Callable[[Mapping[K, float]], dict[K, float]]:
+def with_zeros(clock: Callable[[], float]) -> Callable[[Mapping[Any, float]], dict[Any, float]]:
     """Return a function that adds a 0 for each key that had a value within ZERO_SECONDS."""
-    seen: dict[K, float] = {}
+    seen: dict[Any, float] = {}
 
-    def add(values: Mapping[K, float]) -> dict[K, float]:
+    def add(values: Mapping[Any, float]) -> dict[Any, float]:
         nonlocal seen
         now = clock()
         seen = {key: at for key, at in seen.items() if now - at < ZERO_SECONDS} | dict.fromkeys(values, now)
@@ -66,7 +65,7 @@ class WorkerGauges:
         self._relay = relay
         self._clock = clock
         self._at = float("-inf")
-        self._circuits: Callable[[Mapping[str, float]], dict[str, float]] = with_zeros(clock)
+        self._circuits = with_zeros(clock)
 
     def __call__(self) -> None:
         """Send the gauges if they are due."""
@@ -90,7 +89,7 @@ def backlog_counts(
     metrics: Metrics, topics: Callable[[], Collection[str]], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[TaskTable], None]:
     """Return a function that sends the numbers of unsent tasks. It sends 0 pending tasks for `topics` without any."""
-    padded: Callable[[Mapping[tuple[str, str], float]], dict[tuple[str, str], float]] = with_zeros(clock)
+    padded = with_zeros(clock)
 
     def send(table: TaskTable) -> None:
         found = backlog.read_unsent_stale(table)
@@ -113,7 +112,7 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
 
 def oldest_ages(metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> Callable[[TaskTable], None]:
     """Return a function that sends the age of the oldest pending task, of all topics and of each."""
-    padded: Callable[[Mapping[str, float]], dict[str, float]] = with_zeros(clock)
+    padded = with_zeros(clock)
 
     def send(table: TaskTable) -> None:
         ages = backlog.oldest_ages(table)

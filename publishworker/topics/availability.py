@@ -39,7 +39,7 @@ class Topics:
         self._controls = TopicControls()
 
     def apply(self, controls: TopicControls, workers: int) -> None:
-        """Apply the valid topic controls: each worker has a part of a limit, and the end of a pause makes a probe due."""
+        """Apply the valid controls. Each worker gets a part of a limit. The end of a pause makes a probe due."""
         controls, wrong = valid(controls)
         for (kind, topic), sentence in wrong.items():
             self._throttled_log.log(kind, topic, sentence)
