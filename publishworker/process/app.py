@@ -3,7 +3,6 @@
 Its caller, a command or a Spark task, handles signals, configures logs and names the process.
 """
 
-import logging
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
+from publishworker.log import log
 from publishworker.process import exits
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.process.info import worker_info
@@ -43,7 +43,6 @@ from publishworker.turn.relay import Options, Relay
 from publishworker.turn.worker import Worker
 from publishworker.types import Turn
 
-_log = logging.getLogger("publishworker")
 #: Seconds between checks of the thread of the worker.
 _CHECK_SECONDS = 0.2
 
@@ -100,7 +99,7 @@ class App:
     def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, timeout_exit_code: int) -> int:
         """Run the worker until `stop` or `until(turn)`. Return the exit code; after a timeout the given one."""
         where = (self._settings.project, self._settings.instance, self._settings.database)
-        _log.info(
+        log.info(
             "relaying %s/%s/%s, %s", *where, counted(self.store.layouts[0].shards, "shard"), extra={"action": "start"}
         )
         for each in self._background:
@@ -112,29 +111,29 @@ class App:
         except StuckBatch as error:
             for batch in error.claims:
                 self._metrics.count(m.STUCK, 1, topic=batch.topic)
-            _log.critical(
+            log.critical(
                 "%s. This exceeds all time limits, so the worker exits and another one takes over its tasks.", error,
                 extra={"action": "stuck"},
             )  # fmt: skip
             return exits.FAILED
         except DatabaseMissing as error:
-            _log.critical(
+            log.critical(
                 "The worker exits, because the database, the instance or a table has been missing for five minutes: %s",
                 error,
                 extra={"action": "missing"},
             )
             return exits.NOT_REACHED
         except Exception:
-            _log.critical(
+            log.critical(
                 "The worker failed with an unexpected error. Please report it.", exc_info=True, extra={"action": "died"}
             )
             return exits.FAILED
         else:
             if in_time:
-                _log.info("stopped", extra={"action": "stopped"})
+                log.info("stopped", extra={"action": "stopped"})
                 return exits.DONE
             self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
-            _log.error(
+            log.error(
                 "Stopped after --shutdown-timeout with batches in flight. Their tasks are not marked as sent, so "
                 "another worker may publish them again.", extra={"action": "shutdown_timeout"},
             )  # fmt: skip
@@ -229,7 +228,7 @@ def verified_layout(database: LimitedDatabase) -> Layout:
         if not isinstance(error.__cause__, DeadlineExceeded):
             raise
         # Start anyway. In a database with very many objects, the comparison may never end in time.
-        _log.warning("The schema was not compared with the DDL: %s", error, extra={"action": "schema_not_compared"})
+        log.warning("The schema was not compared with the DDL: %s", error, extra={"action": "schema_not_compared"})
     if wrong:
         raise NotReached(f"database {database.name}: " + "; ".join(wrong) + ". See `outbox schema apply`.")
     return layout

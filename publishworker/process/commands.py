@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import gc
-import logging
 import os
 import signal
 import socket
@@ -17,15 +16,13 @@ from outbox.program import logs
 from outbox.program.settings import unknown_variables
 from outbox.program.signals import handled
 from outbox.program.terminal import say
+from publishworker.log import ThrottledLog, log
 from publishworker.process import exits
 from publishworker.process.app import App, until_drained
 from publishworker.process.settings import WorkerSettings
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
-from publishworker.throttled_log import ThrottledLog
-
-_log = logging.getLogger("publishworker")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,7 +62,7 @@ def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
     """Configure this process. Yield the worker, and an event that a signal sets; until then, it ends the process."""
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
-        _log.warning("%s", sentence, extra={"action": "unknown_variable"})
+        log.warning("%s", sentence, extra={"action": "unknown_variable"})
     metrics = Metrics(client(settings.metrics))
     with contextlib.ExitStack() as stack:
         stack.callback(metrics.stop)
@@ -90,7 +87,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
             os._exit(128 + number)
         stop.set()
         name = signal.Signals(number).name
-        _log.info("%s: stopping. A second signal ends the process at once.", name, extra={"action": "stopping"})
+        log.info("%s: stopping. A second signal ends the process at once.", name, extra={"action": "stopping"})
 
     with handled((signal.SIGTERM, signal.SIGINT), on_signal):
         yield stop

@@ -1,6 +1,5 @@
 """Metrics that a worker sends every 15 s: its heartbeat and load and, if it polls shard 0, the backlog."""
 
-import logging
 import platform
 import threading
 import time
@@ -15,13 +14,11 @@ from outbox.admin.backlog import Backlog
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.table.states import UNSENT
+from publishworker.log import ThrottledLog, log
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.throttled_log import ThrottledLog
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-
-_log = logging.getLogger("publishworker")
 
 #: Seconds between two reports, and between two counts of the backlog.
 INTERVAL = 15.0
@@ -164,7 +161,7 @@ class BacklogSampler:
             )
             return INTERVAL
         except Exception:
-            _log.exception(
+            log.exception(
                 "Counting the backlog failed with an unexpected error. Please report it.", extra={"action": "backlog"}
             )
             return INTERVAL

@@ -9,7 +9,6 @@ they take turns.
 """
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -23,9 +22,8 @@ from google.cloud.spanner_v1 import param_types
 
 from outbox.table.connection import STREAM_RETRY, Deadline
 from publishworker.backoff import Backoff
+from publishworker.log import log
 from publishworker.spanner import statements
-
-_log = logging.getLogger("publishworker")
 
 #: If a partition, which sends a record each second, is silent for this long, the worker polls at --poll-interval.
 MAX_SILENCE_SECONDS = 3.0
@@ -100,7 +98,7 @@ class ChangeStream:
                 self._heard = {}
                 if not (self._failed or self._stopped.is_set()):
                     self._failed = True
-                    _log.warning(
+                    log.warning(
                         "The change stream cannot be read; polling at --poll-interval until it can: %s", error,
                         extra={"action": "change_stream_failed"},
                     )  # fmt: skip
@@ -150,7 +148,7 @@ class ChangeStream:
         self._retry.reset()
         if self._failed:
             self._failed = False
-            _log.info("The change stream can be read again", extra={"action": "change_stream_works"})
+            log.info("The change stream can be read again", extra={"action": "change_stream_works"})
 
     def _read_all(self, attempt: _Attempt) -> None:
         """Read the partition that has waited longest, one request after the other."""

@@ -9,9 +9,8 @@ from typing import Any
 from outbox import __version__
 from outbox.errors import SettingError
 from outbox.program.settings import one_of
+from publishworker.log import log
 from publishworker.telemetry.metrics import METRICS, PIPELINE, Client, Metric
-
-_log = logging.getLogger("publishworker")
 
 #: An agent is configured if any of these is set. The client reads them, and DD_ENV, DD_SERVICE and DD_VERSION as tags.
 AGENT_VARIABLES = ("DD_DOGSTATSD_URL", "DD_AGENT_HOST", "DD_DOGSTATSD_PORT")
@@ -172,10 +171,10 @@ class _LostMetrics(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self._begun:
             text = "A variable of the metrics is wrong: %s"
-            _log.warning(text, record.getMessage(), extra={"action": "metrics"})
+            log.warning(text, record.getMessage(), extra={"action": "metrics"})
         elif time.monotonic() - self._logged_at >= LOST_SECONDS:
             self._logged_at = time.monotonic()
-            _log.warning(
+            log.warning(
                 "Metrics are lost, and publishing continues: %s does not accept them: %s",
                 self._receiver, record.getMessage().partition("\n")[0], extra={"action": "metrics"},
             )  # fmt: skip

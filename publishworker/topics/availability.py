@@ -1,6 +1,5 @@
 """May a topic be published to now? Topic controls, circuit breakers and rate limits, asked together."""
 
-import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -9,13 +8,11 @@ from typing import NamedTuple
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivered import Delivered
 from publishworker.host import Host
-from publishworker.throttled_log import ThrottledLog
+from publishworker.log import ThrottledLog, log
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
 from publishworker.topics.controls import valid
 from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import NO_POLICY, Candidate, CircuitState, TopicControls
-
-_log = logging.getLogger("publishworker")
 
 #: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit: an
 #: operator may end that, and workers apply each change within 10 s.
@@ -47,10 +44,10 @@ class Topics:
         for topic in sorted(topic for topic, _ in before.routes.items() ^ controls.routes.items()):
             self._circuits.forget(topic)
             to = controls.routes.get(topic, topic)
-            _log.info("Messages of topic %s go to %s", topic, to, extra={"action": "routed"})
+            log.info("Messages of topic %s go to %s", topic, to, extra={"action": "routed"})
         for topic in sorted(before.paused ^ controls.paused):
             what = "paused" if topic in controls.paused else "resumed"
-            _log.info("Topic %s is %s", topic, what, extra={"action": what})
+            log.info("Topic %s is %s", topic, what, extra={"action": what})
             if what == "resumed":
                 self._circuits.probe_now(topic)
         self._limits.apply(controls.limits, workers)

@@ -4,14 +4,12 @@ A limit applies to all live workers together. Each worker gets an equal part, bu
 task in flight.
 """
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from publishworker.log import log
 from publishworker.types import TopicLimit
-
-_log = logging.getLogger("publishworker")
 
 #: Tasks of a topic start only when its bucket has collected the tokens of this many seconds, or is full. Batches are
 #: then fewer and larger.
@@ -88,5 +86,5 @@ class RateLimits:
             if (limit := limits.get(topic, TopicLimit())) != self._limits.get(topic):
                 parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
                 text = ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None) or "no limit"
-                _log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})
+                log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})
         self._limits = limits

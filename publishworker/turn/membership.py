@@ -6,7 +6,6 @@ Correctness depends only on the row locks.
 """
 
 import hashlib
-import logging
 import math
 import time
 from collections import Counter
@@ -16,12 +15,10 @@ from itertools import product
 
 from outbox.program.terminal import counted
 from outbox.table.layouts import Layout
+from publishworker.log import ThrottledLog, log
 from publishworker.spanner.errors import StoreError
 from publishworker.spanner.store import Store
-from publishworker.throttled_log import ThrottledLog
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
-
-_log = logging.getLogger("publishworker")
 
 #: Seconds between two heartbeats of a worker.
 HEARTBEAT_INTERVAL_SECONDS = 7.5
@@ -149,7 +146,7 @@ class Membership:
             self._divide(living, tuple(sorted({*layouts, *self.layouts})))
             self._write(layouts)
             columns = " and ".join(each.column for each in layouts)
-            _log.info("This worker polls %s", columns, extra={"action": "reshard"})
+            log.info("This worker polls %s", columns, extra={"action": "reshard"})
         self._divide(living, layouts)
         self._is_assigned = True
 
@@ -160,7 +157,7 @@ class Membership:
             self.shards = divide(living, _ids(layouts))[self._worker]
             shards = ", ".join(map(str, self.shards))
             workers = counted(len(living), "live worker")
-            _log.info("%s; this one polls shards %s", workers, shards, extra={"action": "assigned"})
+            log.info("%s; this one polls shards %s", workers, shards, extra={"action": "assigned"})
 
     def delete_heartbeat(self) -> None:
         """Delete the heartbeat, so that others take over at once, and not only after the liveness timeout."""

@@ -12,8 +12,8 @@ from random import Random
 from typing import TypeVar
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind
+from publishworker.log import ThrottledLog
 from publishworker.spanner.store import Store
-from publishworker.throttled_log import ThrottledLog
 from publishworker.turn.batching import Limits
 from publishworker.turn.read_size import ReadSize
 from publishworker.types import Candidate, Key, QueuedTask

@@ -1,19 +1,17 @@
 """The worker's loop: when the next turn runs, what happens while Spanner is unavailable, how it stops."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from random import Random
 
 from publishworker.backoff import Backoff
+from publishworker.log import log
 from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Next, Turn
-
-_log = logging.getLogger("publishworker")
 
 #: Seconds of the first wait after work. Each further wait is twice as long, up to the poll interval.
 FIRST_WAIT = 0.05
@@ -134,7 +132,7 @@ class Worker:
         """Log the beginning of an outage. Raise the error if the database has been missing for too long."""
         if not self._unavailable:
             self._unavailable = True
-            _log.error("A request to Spanner failed; retrying: %s", error, extra={"action": "spanner_unavailable"})
+            log.error("A request to Spanner failed; retrying: %s", error, extra={"action": "spanner_unavailable"})
         since = self._clock() if self._missing_since is None else self._missing_since
         self._missing_since = since if isinstance(error, DatabaseMissing) else None
         if self._missing_since is not None and self._clock() - since >= MAX_MISSING_SECONDS:
@@ -145,4 +143,4 @@ class Worker:
         if self._unavailable:
             self._unavailable = False
             self._outage.reset()
-            _log.info("Spanner is available again", extra={"action": "spanner_available"})
+            log.info("Spanner is available again", extra={"action": "spanner_available"})

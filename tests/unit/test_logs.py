@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from outbox.program.logs import JsonFormatter, TextFormatter
-from publishworker.throttled_log import ThrottledLog
+from publishworker.log import ThrottledLog
 
 
 def test_a_log_line_is_one_json_object_without_empty_fields() -> None:

@@ -1,10 +1,10 @@
-"""Log lines about a repeating problem: the first at once, and then only some a minute."""
+"""The log of the worker, and lines about a repeating problem: the first at once, and then only some a minute."""
 
 import logging
 import time
 from collections.abc import Callable, Mapping
 
-_log = logging.getLogger("publishworker")
+log = logging.getLogger("publishworker")
 
 #: Seconds between two lines about the same thing.
 INTERVAL = 60.0
@@ -28,5 +28,5 @@ class ThrottledLog:
         if times >= max_lines:
             return False
         self._seen[action, about] = since, times + 1
-        _log.warning("%s", sentence, extra={"action": action, "fields": fields or {}})
+        log.warning("%s", sentence, extra={"action": action, "fields": fields or {}})
         return True
