@@ -80,10 +80,7 @@ def test_a_value_that_the_client_cannot_send_is_refused() -> None:
             lambda transaction: transaction.read("Orders", ["Id", "Cents"], KeySet(all_=True)),
             "RecordingTransaction has no rows of Orders: use a database of the emulator",
         ),
-        (
-            lambda transaction: transaction.execute_sql("SELECT 1"),
-            "RecordingTransaction has no session, and so no '_",
-        ),
+        (lambda transaction: transaction.execute_sql("SELECT 1"), "RecordingTransaction has no session, and so no '_"),
         (
             lambda transaction: transaction.rollback() or transaction.commit(),
             "RecordingTransaction has no session, and so no '_database': use a database of the emulator",
