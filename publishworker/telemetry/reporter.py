@@ -1,6 +1,5 @@
 """Metrics and log lines about finished batches. Nothing else in the relay counts or logs them."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -34,7 +33,7 @@ _SUMMARY = {
 class Reporter:
     """Counts and logs. Repeated failures are throttled: one line a minute, or FAILURE_LINES if tasks failed."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._throttled_log = ThrottledLog(clock)
         self._clock = clock

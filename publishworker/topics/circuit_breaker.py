@@ -9,7 +9,6 @@ A suspect is a task whose publish failed in the topic's last outage. If it fails
 tasks, it may be the cause, so a failed attempt is recorded.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,7 +73,7 @@ class CircuitChange:
 class CircuitBreakers:
     """The circuits of all topics, based on this worker's own results. It belongs to the relay's thread."""
 
-    def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
+    def __init__(self, random: Random, clock: Callable[[], float], *, places: int) -> None:
         """`places` batches may be in flight. Probes in an outage may time out, so they get a quarter of these."""
         self._random = random
         self._clock = clock

@@ -4,7 +4,6 @@ A limit applies to all live workers together. Each worker gets an equal part, bu
 task in flight.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -36,7 +35,7 @@ class _Bucket:
 class RateLimits:
     """The limits of all topics, as last read. It belongs to the relay's thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
         self._in_flight: dict[str, int] = {}

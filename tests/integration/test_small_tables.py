@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_no_limit_of_a_topic_stops_the_commands_or_the_workers(
         *((f"in flight {number}", False, None, None, number) for number in INTEGERS),
     ]
     insert(database, "Topics", "Topic Paused RatePerSecond Burst MaxInFlight", *rows)
-    limits = RateLimits()
+    limits = RateLimits(time.monotonic)
     limits.apply(valid(store.discover(range(10), ()).controls)[0].limits, 3)
     assert set(limits.allowances({})) == {"rate 1e+308", "burst 1", "in flight 1"}
     limits.seconds_to_next()
