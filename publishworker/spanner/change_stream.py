@@ -107,11 +107,7 @@ class ChangeStream:
 
     def _follow(self, attempt: _Attempt) -> None:
         """Find the partitions, and read them on several threads, until one fails. Raises its error."""
-        self._heard = {}
-        self._database = self._open()
-        [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
-        self._began = now, self._clock()
-        waiting = self._read(attempt, "", now, None)
+        waiting = self._first_partitions(attempt)
         unread = set(waiting)  # the partitions that have not ended
         began, readers = self._clock(), 0
         while not self._stopped.is_set():
@@ -122,11 +118,7 @@ class ChangeStream:
                 if readers < MAX_STREAMS:
                     readers += 1
                     threading.Thread(target=self._read_all, args=(attempt,), name="change-stream", daemon=True).start()
-            # One that waits is not silent.
-            heard = [self._heard.get(token, self._clock()) for token in list(attempt.reading)]
-            silence = self._clock() - min(heard, default=self._clock() if self._heard else float("-inf"))
-            if silence > STUCK_SECONDS:
-                raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
+            self._raise_if_stuck(attempt)
             if self.works and self._clock() - began > STUCK_SECONDS:
                 self._note_success()
             try:
@@ -143,6 +135,20 @@ class ChangeStream:
             del self._heard[token]
             waiting |= {child: each for child, each in children.items() if child not in unread}  # each parent names it
             unread |= children.keys()
+
+    def _first_partitions(self, attempt: _Attempt) -> Children:
+        self._heard = {}
+        self._database = self._open()
+        [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
+        self._began = now, self._clock()
+        return self._read(attempt, "", now, None)
+
+    def _raise_if_stuck(self, attempt: _Attempt) -> None:
+        # One that waits is not silent.
+        heard = [self._heard.get(token, self._clock()) for token in list(attempt.reading)]
+        silence = self._clock() - min(heard, default=self._clock() if self._heard else float("-inf"))
+        if silence > STUCK_SECONDS:
+            raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
 
     def _note_success(self) -> None:
         self._retry.reset()
