@@ -236,10 +236,7 @@ def _field_size(size: int) -> int:
 
 
 def _traced(built: Any, topic: str) -> bytes | None:
-    """Return the message with the current trace context in its attributes. None if there is none or it has one.
-
-    Also if it does not fit, because tracing must not make a message invalid.
-    """
+    """Return the message with the current trace context, or None if there is none, it has one, or it does not fit."""
     context = tracing.current()
     if not context or context.keys() & built.attributes.keys():
         return None

@@ -8,7 +8,6 @@ class Backoff:
     """Waits that double from `first` to `longest` seconds, with jitter, so that workers do not act in step."""
 
     def __init__(self, first: float, longest: float | Callable[[], float], random: Random) -> None:
-        """Begin with `first`."""
         self._first = first
         self._longest = longest if callable(longest) else lambda: longest
         self._random = random

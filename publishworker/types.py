@@ -96,10 +96,7 @@ class PollRequest:
 
 @dataclass(frozen=True, slots=True)
 class TopicLimit:
-    """The limits of a topic for all live workers together. None means no limit.
-
-    `rate` is tasks per second, `burst` is tasks that may start at once, and `in_flight` is tasks in flight.
-    """
+    """Limits for all live workers: tasks per second, tasks that start at once, tasks in flight. None: no limit."""
 
     rate: float | None = None
     burst: int | None = None

@@ -53,7 +53,6 @@ class Child:
         return os.pread(self.output.fileno(), TAIL_BYTES, max(0, end - TAIL_BYTES)).decode(errors="replace")
 
     def _last_lines(self) -> str:
-        """Return the end of a sentence with the last lines of the output."""
         lines = self.written().splitlines()[-TAIL_LINES:]
         return "\n  ".join([". Its last lines:", *lines]) if lines else " and wrote nothing"
 
@@ -84,10 +83,7 @@ class Child:
 
 @contextlib.contextmanager
 def running(title: str, command: Sequence[str], port: int = 0) -> Iterator[Child]:
-    """Run `command` for the time of the block; `{port}` in its words becomes the port, 0 takes a free one.
-
-    Raises NotReached with `title`: port taken, ended at start, no answer in time.
-    """
+    """Run `command` in the block; `{port}` becomes the port, 0 takes a free one. Raises NotReached with `title`."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile("a+b"))
         with _reserved(title, port) as reserved:

@@ -92,11 +92,7 @@ def without_proxy(*addresses: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running(spanner_port: int = 0, pubsub_port: int = 0, spanner_flags: Sequence[str] = ()) -> Iterator[Emulators]:
-    """Run both emulators for the time of the block; port 0 takes a free one.
-
-    On Linux they also end when the *thread* that started them ends, however it ends. Raises NotReached: not
-    installed, port taken, ended at start, no answer. Raises SettingError: a variable is no address.
-    """
+    """Run both emulators in the block; port 0 takes a free one. Raises NotReached; SettingError for a variable."""
     # Check for both before starting either, so that one error names everything that is missing.
     own = ((SPANNER, spanner_port or spanner_flags), (PUBSUB, pubsub_port))
     check_installed(*[program for program, wanted in own if wanted or not os.environ.get(program.variable)])

@@ -78,8 +78,8 @@ def register_once(
 ) -> bool:
     """Insert the task unless a row with `task_id` exists; return whether it was inserted.
 
-    See `outbox.register_once`. If a replay finds another answer than the first execution, the connection raises its
-    RetryAborted, and the caller has to run its transaction again.
+    See `outbox.register_once`. Call it once in a transaction, before any `register`. If a replay finds another answer
+    than the first execution, the connection raises its RetryAborted, and the caller has to run its transaction again.
 
     Raises:
         InvalidMessage: see `outbox.register`.

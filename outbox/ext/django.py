@@ -28,13 +28,8 @@ def register(
 ) -> str:
     """Insert one task in the atomic block of the database `using` and return its ID.
 
-    The task is committed or rolled back with the other statements. The other arguments are those of `outbox.register`.
-
-    Raises:
-        InvalidMessage: see `outbox.register`.
-        InvalidTransaction: there is no atomic block, it has failed, or it would not commit the task.
-        IntegrityError: Django's; a task with this `task_id` exists.
-        TypeError: `message` has another type, or `using` names another kind of database.
+    See `outbox.ext.dbapi.register`. InvalidTransaction is also raised if there is no atomic block, or it has failed.
+    TypeError: `using` names another kind of database.
     """
     with _atomic(using) as connection:
         return dbapi.register(connection, topic, message, attributes, task_id=task_id, **options)
@@ -49,21 +44,13 @@ def register_once(
     task_id: str,
     **options: Unpack[Options],
 ) -> bool:
-    """Insert the task unless a row with `task_id` exists; return whether it was inserted.
-
-    Call it once in a transaction, before any `register`. The errors are those of `register`, and OperationalError if
-    the answer to the INSERT was lost: let the block fail.
-    """
+    """Insert the task unless a row with `task_id` exists; return whether. See `outbox.ext.dbapi.register_once`."""
     with _atomic(using) as connection:
         return dbapi.register_once(connection, topic, message, attributes, task_id=task_id, **options)
 
 
 def register_many(tasks: Iterable[Task], *, using: str = DEFAULT_DB_ALIAS) -> list[str]:
-    """Insert all tasks in the atomic block and return their IDs in the same order.
-
-    Executes one INSERT for each 100 tasks, or 7.5 MB of messages. The errors are those of `register`, and
-    InvalidMessage names the index of the task.
-    """
+    """Insert all tasks in the atomic block and return their IDs. See `outbox.ext.dbapi.register_many`."""
     with _atomic(using) as connection:
         return dbapi.register_many(connection, tasks)
 
@@ -73,25 +60,15 @@ def process_once(
 ) -> bool:
     """Record the task of `message` as processed, and return whether this is the first time.
 
-    Call it once in an atomic block, change your own rows if it returns True, and acknowledge the message after the
-    block. The other arguments and the errors are those of `outbox.inbox.process_once`. InvalidTransaction is also
-    raised if the transaction has a record already, and OperationalError as by `register_once`.
+    See `outbox.ext.dbapi.process_once`. Change your own rows if it returns True, and acknowledge the message after the
+    block.
     """
     with _atomic(using) as connection:
         return dbapi.process_once(connection, message, consumer=consumer, key=key)
 
 
 def cancel(task_id: str, *, using: str = DEFAULT_DB_ALIAS) -> bool:
-    """Delete an unsent task in the atomic block, and return whether it did.
-
-    False: the task is sent, or does not exist. See `outbox.cancel`: the call waits for a batch that holds the task, and
-    a task that is in doubt may have been published. Call it before any registration in the block.
-
-    Raises:
-        InvalidMessage: `task_id` is not 1 to 64 characters.
-        InvalidTransaction: see `register`, or the block has registered a task before.
-        TypeError: `using` names another kind of database.
-    """
+    """Delete an unsent task in the atomic block, and return whether it did. See `outbox.ext.dbapi.cancel`."""
     with _atomic(using) as connection:
         return dbapi.cancel(connection, task_id)
 

@@ -30,14 +30,8 @@ def register(
 ) -> str:
     """Insert one task in the open transaction of a session or connection and return its ID.
 
-    The task is committed or rolled back with the other statements. A session with several engines needs
-    `session.connection(bind_arguments=...)`. The other arguments are those of `outbox.register`.
-
-    Raises:
-        InvalidMessage: see `outbox.register`.
-        InvalidTransaction: no transaction is open, it has failed, or it would not commit the task.
-        IntegrityError: the driver's; a task with this `task_id` exists.
-        TypeError: `session` or `message` has another type.
+    See `outbox.ext.dbapi.register`. InvalidTransaction is also raised if no transaction is open, or it has failed. A
+    session with several engines needs `session.connection(bind_arguments=...)`.
     """
     return dbapi.register(_connection(session), topic, message, attributes, task_id=task_id, **options)
 
@@ -51,44 +45,26 @@ def register_once(
     task_id: str,
     **options: Unpack[Options],
 ) -> bool:
-    """Insert the task unless a row with `task_id` exists; return whether it was inserted.
-
-    Call it once in a transaction, before any `register`. The errors are those of `register`, and OperationalError if
-    the answer to the INSERT was lost: roll back.
-    """
+    """Insert the task unless a row with `task_id` exists; return whether. See `outbox.ext.dbapi.register_once`."""
     return dbapi.register_once(_connection(session), topic, message, attributes, task_id=task_id, **options)
 
 
 def register_many(session: AnySession, tasks: Iterable[Task]) -> list[str]:
-    """Insert all tasks in the open transaction and return their IDs in the same order.
-
-    Executes one INSERT for each 100 tasks, or 7.5 MB of messages. The errors are those of `register`, and
-    InvalidMessage names the index of the task.
-    """
+    """Insert all tasks in the open transaction and return their IDs. See `outbox.ext.dbapi.register_many`."""
     return dbapi.register_many(_connection(session), tasks)
 
 
 def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str, key: Key = "task_id") -> bool:
     """Record the task of `message` as processed, and return whether this is the first time.
 
-    Call it once in a transaction, change your own rows if it returns True, and acknowledge the message after the
-    commit. The other arguments and the errors are those of `outbox.inbox.process_once`. InvalidTransaction is also
-    raised if the transaction has a record already, and OperationalError as by `register_once`.
+    See `outbox.ext.dbapi.process_once`. Change your own rows if it returns True, and acknowledge the message after the
+    commit.
     """
     return dbapi.process_once(_connection(session), message, consumer=consumer, key=key)
 
 
 def cancel(session: AnySession, task_id: str) -> bool:
-    """Delete an unsent task in the open transaction, and return whether it did.
-
-    False: the task is sent, or does not exist. See `outbox.cancel`: the call waits for a batch that holds the task, and
-    a task that is in doubt may have been published. Call it before any registration in the transaction.
-
-    Raises:
-        InvalidMessage: `task_id` is not 1 to 64 characters.
-        InvalidTransaction: see `register`, or the transaction has registered a task before.
-        TypeError: `session` has another type.
-    """
+    """Delete an unsent task in the open transaction, and return whether it did. See `outbox.ext.dbapi.cancel`."""
     return dbapi.cancel(_connection(session), task_id)
 
 

@@ -10,10 +10,7 @@ from outbox.program.settings import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts only whole flags, and suggests the nearest name for a misspelled flag or command.
-
-    The parsers of commands have the same class. Parsing raises SettingError for an unknown flag or command.
-    """
+    """Accepts only whole flags, and suggests the nearest name for a misspelled one or a command (SettingError)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})

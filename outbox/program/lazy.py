@@ -7,10 +7,7 @@ from typing import Any
 
 
 def importer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: `modules` has the names of each module, separated by spaces.
-
-    The names of the module "" are modules of the package itself.
-    """
+    """Return the `__getattr__` of a package: the names of each module, or of modules of the package for ""."""
     places = {name: module for module, names in modules.items() for name in names.split()}
 
     def find(name: str) -> Any:

@@ -7,10 +7,7 @@ from outbox.program.settings import PubSubSettings, emulator_address
 
 
 def open_pubsub(settings: PubSubSettings) -> PublisherGrpcTransport:
-    """Return the transport to --pubsub-endpoint. Sends nothing. Raises NotReached, SettingError.
-
-    Without this setting, PUBSUB_EMULATOR_HOST is respected.
-    """
+    """Return the transport to --pubsub-endpoint or PUBSUB_EMULATOR_HOST. Raises NotReached, SettingError."""
     endpoint = settings.pubsub_endpoint
     plaintext = endpoint if settings.pubsub_plaintext else emulator_host(settings)
     return PublisherGrpcTransport(
@@ -26,10 +23,7 @@ def emulator_host(settings: PubSubSettings) -> str | None:
 
 
 def create_topic_command(settings: PubSubSettings, topic: str) -> str:
-    """Return the command that creates the topic whose full name is `topic`.
-
-    `gcloud` ignores the emulator's variable, so on the emulator it would create the topic in Google Cloud.
-    """
+    """Return the command that creates the topic of a full name. `gcloud` ignores the emulator's variable."""
     if emulator_host(settings) is None:
         return f"gcloud pubsub topics create {topic}"
     _, project, _, topic_id = topic.split("/")

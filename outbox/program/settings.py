@@ -61,17 +61,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for each variable that begins with PREFIX and is no setting of any command."""
-    return [
-        f"{name} is set, but no setting has this name.{_nearest(name)}"
-        for name in sorted(environment)
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in NAMES and not _OF_KUBERNETES.fullmatch(name)
-    ]
-
-
-def _nearest(variable: str) -> str:
-    # Compared without the prefix, because the prefix alone would make short names similar.
-    near = difflib.get_close_matches(variable.removeprefix(PREFIX).upper(), sorted(NAMES), n=1)
-    return f" Did you mean {PREFIX + near[0]}?" if near else ""
+    found = []
+    for variable in sorted(environment):
+        name = variable.removeprefix(PREFIX)
+        if variable.startswith(PREFIX) and name not in NAMES and not _OF_KUBERNETES.fullmatch(variable):
+            # Compared without the prefix, because the prefix alone would make short names similar.
+            near = difflib.get_close_matches(name.upper(), sorted(NAMES), n=1)
+            hint = f" Did you mean {PREFIX + near[0]}?" if near else ""
+            found.append(f"{variable} is set, but no setting has this name.{hint}")
+    return found
 
 
 def whole_number(low: int, high: int) -> SettingType:
@@ -218,7 +216,6 @@ class DatabaseSettings(Settings):
     )
 
     def __post_init__(self) -> None:
-        """Check values that depend on each other. Raises SettingError."""
         if self.spanner_plaintext and not self.spanner_endpoint:
             raise SettingError("--spanner-plaintext needs --spanner-endpoint. Pass both")
 
@@ -235,7 +232,6 @@ class PubSubSettings(DatabaseSettings):
     pubsub_plaintext: bool = setting("false", SWITCH, "Reach --pubsub-endpoint without TLS and credentials.")
 
     def __post_init__(self) -> None:
-        """Check values that depend on each other. Raises SettingError."""
         DatabaseSettings.__post_init__(self)
         if self.pubsub_plaintext and not self.pubsub_endpoint:
             raise SettingError("--pubsub-plaintext needs --pubsub-endpoint. Pass both")

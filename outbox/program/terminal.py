@@ -64,10 +64,7 @@ def complain(program: str, text: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Let stdout and stderr escape characters that their encoding does not have, in a form that JSON has, too.
-
-    A stream that the parent process has closed becomes one that discards what is written.
-    """
+    """Let stdout and stderr escape what their encoding lacks, as JSON does. A closed stream discards."""
     sys.stdin = sys.stdin or _DISCARD.open()
     sys.stdout, sys.stderr = (stream or _DISCARD.open("w") for stream in (sys.stdout, sys.stderr))
     codecs.register_error("json_escape", _replacement)

@@ -11,13 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from google.api_core.exceptions import (
-    ClientError,
-    DeadlineExceeded,
-    InternalServerError,
-    ResourceExhausted,
-    ServiceUnavailable,
-)
+from google.api_core import exceptions as google
 from google.api_core.retry import Retry, if_exception_type
 from google.cloud import spanner
 from google.cloud.spanner_v1 import BurstyPool, SpannerClient
@@ -29,7 +23,7 @@ from outbox.program.settings import DatabaseSettings, emulator_address
 
 #: Seconds for a whole Commit with its retries. After that its outcome is unknown.
 COMMIT_SECONDS = 10.0
-_TRANSIENT = if_exception_type(ServiceUnavailable, ResourceExhausted)
+_TRANSIENT = if_exception_type(google.ServiceUnavailable, google.ResourceExhausted)
 
 #: For the relay's reads, together with a Deadline. Without a Retry, the client restarts an unavailable stream forever.
 STREAM_RETRY = Retry(predicate=_TRANSIENT, initial=0.1, maximum=1.0, timeout=3.0)
@@ -57,7 +51,7 @@ class Deadline:
                 remaining = self._end - self._clock()
             self._calls = min(self._calls + 1, 10)
             if remaining <= 0:
-                raise DeadlineExceeded("no answer in time")
+                raise google.DeadlineExceeded("no answer in time")
             return function(*arguments, timeout=remaining, **keywords)
 
         return limited
@@ -78,13 +72,9 @@ SESSIONS = 110
 
 
 class _Sessions(BurstyPool):
-    """The client's pool without its check of the session before each transaction, which costs one request in four.
-
-    A lost session is noticed when it is used; see `LimitedDatabase.renewed`.
-    """
+    """The client's pool, which notices a lost session when it is used. A check before costs one request in four."""
 
     def get(self) -> Any:
-        """Return an unused session, or a new one."""
         try:
             return self._sessions.get(block=False)
         except queue.Empty:
@@ -104,7 +94,6 @@ class LimitedDatabase(Database):
         role: str = "",
         api: SpannerClient | None = None,
     ) -> None:
-        """Use `api`, or a new one, for all calls, with the database role `role` if it is not empty."""
         pool: Any = _Sessions(target_size=SESSIONS)  # type: ignore[no-untyped-call]  # the client has no types
         super().__init__(database_id, instance, pool=pool, database_role=role or None)  # type: ignore[no-untyped-call]  # the same
         self._role = role
@@ -117,11 +106,7 @@ class LimitedDatabase(Database):
         return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role, self._limited_api)
 
     def on_own_connection(self) -> "LimitedDatabase":
-        """Return the same database on a new connection.
-
-        A server limits the concurrent requests of a connection, Spanner to 100. Further requests wait in the client,
-        so requests that must not wait need a connection without others.
-        """
+        """Return the same database on a new connection, because Spanner limits the requests of one to 100."""
         return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role)
 
     @property
@@ -131,10 +116,7 @@ class LimitedDatabase(Database):
 
 
 def open_database(settings: DatabaseSettings, commit_seconds: float = COMMIT_SECONDS) -> LimitedDatabase:
-    """Return the database that the settings name. Sends nothing. Raises NotReached, SettingError.
-
-    It is reached at --spanner-endpoint. Without this setting, SPANNER_EMULATOR_HOST is respected.
-    """
+    """Return the database at --spanner-endpoint or SPANNER_EMULATOR_HOST. Raises NotReached, SettingError."""
     endpoint = settings.spanner_endpoint
     emulator = None if endpoint else emulator_address("SPANNER_EMULATOR_HOST")
     plaintext = endpoint if settings.spanner_plaintext else emulator
@@ -182,7 +164,7 @@ def _without_emulator() -> Iterator[None]:
 UNANSWERED = "after an attempt without an answer"
 
 
-class _InternalNotRetried(InternalServerError):
+class _InternalNotRetried(google.InternalServerError):
     """INTERNAL in a class of our own, because the client retries exactly InternalServerError for two minutes."""
 
 
@@ -192,10 +174,10 @@ def _limited(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         retry = Retry(predicate=_TRANSIENT, initial=0.1, maximum=2.0, timeout=seconds, on_error=failed.append)
         try:
             return call(*arguments, **{"retry": retry, "timeout": seconds, **keywords})
-        except InternalServerError as error:
+        except google.InternalServerError as error:
             raise _InternalNotRetried(error.message, errors=error.errors) from error  # type: ignore[no-untyped-call]  # as its base
-        except ClientError as error:
-            if any(isinstance(each, ServiceUnavailable) for each in failed):
+        except google.ClientError as error:
+            if any(isinstance(each, google.ServiceUnavailable) for each in failed):
                 error.add_note(UNANSWERED)
             raise
 

@@ -17,7 +17,6 @@ class Bounds(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        """Return text such as `a whole number from 1 to 1,000`."""
         number = "a whole number" if self.kind is int else "a number"
         return f"{number} from {self.low:,.12g} to {self.high:,.12g}"
 

@@ -148,10 +148,7 @@ _STREAM = re.compile(r"CREATE CHANGE STREAM (\w+)\s+FOR \w+\(\w+\)\s+OPTIONS \([
 
 
 def parse(statement: str) -> tuple[str, dict[str, str]]:
-    """Return the title and the parts of the object that a statement of schema.sql creates.
-
-    Each column has a line of its own. Raises ValueError for DDL that schema.sql does not use.
-    """
+    """Return the title and the parts of the object that a statement of schema.sql creates. Raises ValueError."""
     if match := _TABLE.fullmatch(statement):
         name, elements, key, policy = match.groups()
         parts = {"primary key": key}

@@ -22,10 +22,7 @@ _NAMES = re.compile(r"\b(Shard|AsynchronousTasksToSend|AsynchronousTasksInOrder)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The number of shards, and the end of the names: empty for the first layout, otherwise the number.
-
-    Layouts are sorted by the names of their columns.
-    """
+    """The number of shards, and the end of the names: "" for the first layout. Sorted by the column's name."""
 
     shards: int
     suffix: str = ""
@@ -58,7 +55,7 @@ class Layout:
     @property
     def ids(self) -> range:
         """Return the IDs of the shards."""
-        begin = _first_id(self.suffix)
+        begin = int(self.suffix or 0) * MAX_SHARDS
         return range(begin, begin + self.shards)
 
     def sql(self, statement: str) -> str:
@@ -68,41 +65,27 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutShards:
-    """Some of the shards of one layout. `numbers` are the values of its column."""
+    """Some of the shards of one layout, whose first shard has this ID. `numbers` are the values of its column."""
 
     numbers: list[int]
-    _suffix: str
+    first_id: int
 
     def __contains__(self, shard: int) -> bool:
-        """Tell whether a shard ID is one of this layout."""
-        return _suffix_of(shard) == self._suffix
-
-    @property
-    def first_id(self) -> int:
-        """Return the ID of the first shard of the layout."""
-        return _first_id(self._suffix)
+        return shard // MAX_SHARDS * MAX_SHARDS == self.first_id
 
     def sql(self, statement: str) -> str:
         """Return a statement, or a name, for this layout."""
-        return _renamed(statement, self._suffix)
+        return _renamed(statement, str(self.first_id // MAX_SHARDS or ""))
 
 
 def by_layout(shards: Iterable[int]) -> list[LayoutShards]:
     """Divide shard IDs by their layout. The IDs of a layout keep their order."""
-    found: dict[str, list[int]] = defaultdict(list)
+    found: dict[int, list[int]] = defaultdict(list)
     for shard in shards:
-        found[_suffix_of(shard)].append(shard % MAX_SHARDS)
-    return [LayoutShards(numbers, suffix) for suffix, numbers in found.items()]
+        found[shard // MAX_SHARDS * MAX_SHARDS].append(shard % MAX_SHARDS)
+    return [LayoutShards(numbers, first_id) for first_id, numbers in found.items()]
 
 
 @lru_cache(maxsize=256)
 def _renamed(statement: str, suffix: str) -> str:
     return _NAMES.sub(rf"\g<1>{suffix}", statement) if suffix else statement
-
-
-def _first_id(suffix: str) -> int:
-    return int(suffix or 0) * MAX_SHARDS
-
-
-def _suffix_of(shard: int) -> str:
-    return str(shard // MAX_SHARDS) if shard >= MAX_SHARDS else ""

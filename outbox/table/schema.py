@@ -52,10 +52,7 @@ def problems(database: Database, layout: Layout, *, relay_only: bool, **request:
 
 
 def layout(database: Database, **request: Any) -> Layout:
-    """Return a complete layout of the table: one that contains all tasks. Raises NotReached, SchemaDiffers.
-
-    While the number of shards changes, there may be two. If none is complete, return any.
-    """
+    """Return a layout with all tasks, or any if none is complete. Raises NotReached, SchemaDiffers."""
     found = layouts(database, **request)
     return next(iter(complete(found) or found))
 
@@ -73,10 +70,7 @@ def complete(found: Mapping[Layout, Mapping[str, str]]) -> list[Layout]:
 
 
 def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
-    """Return each layout with the states of its existing indexes, by index name.
-
-    A new index has the state READ_WRITE when it contains all rows. Raises NotReached, SchemaDiffers.
-    """
+    """Return the layouts with the states of their indexes (READ_WRITE: complete). Raises NotReached, SchemaDiffers."""
     [[columns, indexes]] = _query(database, _LAYOUTS, request)
     if not columns:
         raise NotReached(f"{database.name}: table AsynchronousTasks is missing; run `outbox schema apply`")
@@ -208,7 +202,6 @@ def _read(database: Database, titles: Iterable[str], request: Mapping[str, Any])
 
 
 def _query(database: Database, sql: str, request: Mapping[str, Any], **parameters: Any) -> list[Any]:
-    """Return the rows of one statement. Raises NotReached, SchemaDiffers, OutboxError."""
     request = {**retry_and_timeout(SCHEMA_SECONDS), "timeout": Deadline(SCHEMA_SECONDS), **request}
     types = {name: param_types.Array(param_types.STRING) for name in parameters}
 

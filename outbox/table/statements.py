@@ -132,11 +132,7 @@ RELEASED = ("AvailableAt", "BlockedBy")
 
 
 def by_ids(columns: str, *, lock: bool = False) -> str:
-    """Return the statement for `columns` of the tasks @ids. The plan has one seek for each, so it locks no other rows.
-
-    With `lock` the locks are exclusive. Two transactions that read with shared locks and then write would abort each
-    other.
-    """
+    """Return the statement for `columns` of the tasks @ids, by one seek each, with exclusive locks if `lock`."""
     hint = _EXCLUSIVE if lock else ""
     return f"{hint}\nSELECT {columns}\nFROM UNNEST(@ids) AS wanted\n{SEEK} {BY_ID} AS task ON task.Id = wanted"
 

@@ -4,16 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from google.api_core.exceptions import (
-    Aborted,
-    AlreadyExists,
-    FailedPrecondition,
-    GoogleAPICallError,
-    GoogleAPIError,
-    InvalidArgument,
-    OutOfRange,
-    ServiceUnavailable,
-)
+from google.api_core import exceptions as google
 from google.api_core.retry import Retry, if_exception_type
 from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import TransactionOptions
@@ -21,7 +12,7 @@ from google.cloud.spanner_v1 import TransactionOptions
 T = TypeVar("T")
 
 #: Errors about the content of a request, such as a value that a constraint forbids. Spanner has not executed it.
-CONTENT = (AlreadyExists, FailedPrecondition, InvalidArgument, OutOfRange)
+CONTENT = (google.AlreadyExists, google.FailedPrecondition, google.InvalidArgument, google.OutOfRange)
 
 #: Options of `transact`: serializable and pessimistic, whatever the client's defaults are. Otherwise the hint
 #: LOCK_SCANNED_RANGES=exclusive locks nothing.
@@ -49,18 +40,17 @@ def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
 
     try:
         result: T = database.run_in_transaction(attempt, **options)
-    except GoogleAPICallError as error:
-        if transaction is not None and (isinstance(error, CONTENT) or (working and not isinstance(error, Aborted))):
-            with contextlib.suppress(GoogleAPIError, GoogleAuthError):
+    except google.GoogleAPICallError as error:
+        if transaction is not None and (
+            isinstance(error, CONTENT) or (working and not isinstance(error, google.Aborted))
+        ):
+            with contextlib.suppress(google.GoogleAPIError, GoogleAuthError):
                 transaction.rollback()
         raise
     return result
 
 
 def retry_and_timeout(seconds: float) -> dict[str, Any]:
-    """Return `retry` and `timeout` for one call of the Spanner client.
-
-    Without a Retry of our own, the client repeats a read or a query forever while the service is unavailable.
-    """
-    retry = Retry(predicate=if_exception_type(ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
+    """Return `retry` and `timeout` for one call, because the client would repeat it for ever in an outage."""
+    retry = Retry(predicate=if_exception_type(google.ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
     return {"retry": retry, "timeout": seconds}

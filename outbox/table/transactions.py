@@ -129,11 +129,7 @@ def _converted(columns: tuple[str, ...]) -> Sequence[str]:
 def insert_once(
     transaction: SupportsReadInsert, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, key: Key, tag: str
 ) -> bool:
-    """Add an insert unless the table or the transaction has a row with this key; return whether it was added.
-
-    The read locks the key for the transaction. `tag` is its request tag. Raises RetryError or DeadlineExceeded after
-    READ_SECONDS.
-    """
+    """Add an insert unless the table or the transaction has the key; tell whether. Locks the key, for READ_SECONDS."""
     if is_inserted(transaction, key):
         return False
     options = {"request_options": {"request_tag": tag}, **retry_and_timeout(READ_SECONDS)}

@@ -26,10 +26,7 @@ def in_utc(time: datetime) -> datetime:
 def chunked(
     values: Iterable[T], size: int, max_bytes: float = math.inf, bytes_of: Callable[[T], int] = lambda _: 0
 ) -> Iterator[list[T]]:
-    """Yield `values` in lists of at most `size` and `max_bytes`, by `bytes_of`.
-
-    Requests and commits have such limits. A value that is larger than `max_bytes` is alone.
-    """
+    """Yield `values` in lists of at most `size` and `max_bytes` by `bytes_of`. A larger value is alone."""
     chunk: list[T] = []
     total = 0
     for value in values:

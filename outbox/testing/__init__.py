@@ -7,8 +7,7 @@
 `outbox.testing.faults` has the aborts. The pytest plugin `publishworker.testing` has the emulators and a relay.
 """
 
-from outbox.testing.assertions import assert_registered
-from outbox.testing.fakes import Mutation, RecordingTransaction, RegisteredTask, Statement
+from outbox.testing.recording import Mutation, RecordingTransaction, RegisteredTask, Statement, assert_registered
 from outbox.testing.subscriber import RedeliveringSubscriber
 
 __all__ = [

@@ -47,10 +47,7 @@ class Delivered:
         return [id for id, outcome in self.answers.items() if isinstance(outcome, Sent)]
 
     def uncommitted(self) -> list[str]:
-        """Return the IDs of the published tasks that are not marked.
-
-        They are in doubt, or their rows were deleted after an aborted attempt that published them.
-        """
+        """Return the IDs of published tasks that are in doubt, or whose rows were deleted after an aborted attempt."""
         gone = Skipped("gone")
         return [id for id in self.published() if id in self.unmarked or self.outcomes.get(id) == gone]
 
@@ -63,10 +60,7 @@ class Delivered:
         return {id: outcome for id, outcome in self.answers.items() if isinstance(outcome, Failed)}
 
     def at_most_once(self) -> Claim | None:
-        """Return a claim of the tasks that must be marked first, or None.
-
-        Tasks behind one of their ordering key that failed or was not tried are left out.
-        """
+        """Return a claim of the tasks that must be marked first, without those behind a failure, or None."""
         skipped = self._skipped("at_most_once")
         tried = {*self.published(), *self.outcomes}.difference(self.failed())
         stopped = {task.ordering_key for task in self.claim.tasks if task.id not in tried and skipped} - {None}
@@ -80,10 +74,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """A row that cannot be written, although other transactions commit. The batch tries again later.
-
-    With `given_up` it does not try again, whether or not others commit. Another batch may claim the tasks.
-    """
+    """A row that cannot be written, although others are. With `given_up` the batch does not try again."""
 
     claim: Claim
     error: str

@@ -8,19 +8,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import Delivered, State, Unmarked
 from publishworker.delivery.marking import Marking, Settling
 from publishworker.delivery.retry_policy import RetryPolicy, should_record
-from publishworker.delivery.rules import (
-    deferred_behind,
-    expired,
-    in_order,
-    skip_reasons,
-    stops_key,
-    to_publish,
-    to_release,
-)
 from publishworker.host import Host
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.pubsub.messages import trace_id
@@ -68,7 +60,6 @@ class Delivery:
     """
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
-        """Deliver the tasks of `claim`."""
         self.claim = claim
         #: The tasks whose marks are not written; before the result, all tasks.
         self.unsettled = frozenset(claim.ids)
@@ -119,11 +110,10 @@ class Delivery:
         return "published" if all(isinstance(self._answers.get(id), Sent) for id in claim.ids) else "unpublished"
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Publish, under the lock, and return the marks."""
         eligible = self._check(self.claim, rows, now)
-        self._expire(to_publish(eligible, self._answers), now)
-        self._publish(to_publish(eligible, self._answers), now)
-        marks = self._marks([*eligible, *deferred_behind(self.claim, rows)], now)
+        self._expire(rules.to_publish(eligible, self._answers), now)
+        self._publish(rules.to_publish(eligible, self._answers), now)
+        marks = self._marks([*eligible, *rules.deferred_behind(self.claim, rows)], now)
         return marks | self._releases(self.claim, rows, marks, now)
 
     def _check(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
@@ -136,21 +126,17 @@ class Delivery:
         for row in rows:
             if isinstance(self._answers.get(row.id), Failed) and self._tried.get(row.id) != Version.of(row):
                 del self._answers[row.id]
-        self._outcomes |= skip_reasons(claim, rows, now, self._published(), skip_dead=self._tools.skip_dead)
+        self._outcomes |= rules.skip_reasons(claim, rows, now, self._published(), skip_dead=self._tools.skip_dead)
         excluded = {*self._outcomes, *(task.id for task in claim.releases)}
-        eligible = [row for row in in_order(claim, rows) if row.id not in excluded]
+        eligible = [row for row in rules.in_order(claim, rows) if row.id not in excluded]
         self._tried |= {row.id: Version.of(row) for row in eligible if row.id not in self._answers}
         return eligible
 
     def _expire(self, rows: Sequence[LockedRow], now: datetime) -> None:
-        """Note the failure of each row whose ExpiresAt has passed."""
-        self._answers |= {row.id: expired(row) for row in rows if row.is_expired(now)}
+        self._answers |= {row.id: rules.expired(row) for row in rows if row.is_expired(now)}
 
     def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
-        """Publish rows. A row that failed before, or is a suspect, gets its own request: no other row fails with it.
-
-        `now` was the database's time when the rows were locked.
-        """
+        """Publish rows locked at `now`. One that failed before, or is a suspect, gets its own request."""
         if not rows:
             return
         alone = {row.id for row in rows if row.attempts or row.id in self.claim.hints.suspects}
@@ -186,12 +172,11 @@ class Delivery:
                 blocks_nothing = recorded is not None and recorded.dead and self._tools.skip_dead
                 if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
                     continue  # this dead task blocks nothing, and the later tasks of its key have answers of their own
-                if row.ordering_key is not None and stops_key(answer):
+                if row.ordering_key is not None and rules.stops_key(answer):
                     stopped[row.ordering_key] = self._deferrals_behind(row, None if blocks_nothing else recorded, now)
         return marks
 
     def _record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
-        """Note a failed attempt, and the trace of its message."""
         recorded = self._recorded[row.id] = self._retries.record(row, failure, now)
         if (trace := trace_id(row.data)) is not None:
             self._traces[row.id] = trace
@@ -207,15 +192,11 @@ class Delivery:
         self, claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
     ) -> dict[str, Mark]:
         """Return a mark for each deferred task that this commit makes a key head. The mark releases the task."""
-        heads = to_release(claim, rows, marks, now, skip_dead=self._tools.skip_dead)
+        heads = rules.to_release(claim, rows, marks, now, skip_dead=self._tools.skip_dead)
         return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
 
     def _marks_again(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of published tasks, and those that Spanner has refused to write if their rows are as before.
-
-        Another worker may have deferred or released a published task, or recorded a failed attempt. That changes
-        nothing about its message.
-        """
+        """Return the marks of published tasks, and the refused marks of rows that are as they were."""
         marks: dict[str, Mark] = {}
         published = self._published()
         for row in rows:
@@ -228,10 +209,7 @@ class Delivery:
         return marks | self._releases(claim, rows, marks, now)
 
     def _transact(self, claim: Claim, decide: Decide) -> datetime:
-        """Lock the rows of `claim`, write the marks that `decide` returns, commit, and return the commit timestamp.
-
-        Raises StoreError.
-        """
+        """Lock the rows of `claim`, write the marks of `decide` and commit. Return when. Raises StoreError."""
         since, phase = self._clock(), CLAIM
         marks: Mapping[str, Mark] = {}
         locked: Sequence[LockedRow] = ()
@@ -285,7 +263,6 @@ class Delivery:
                 each.pop(id, None)
 
     def _published(self) -> dict[str, Version]:
-        """Return the published rows as they were then."""
         return {id: self._tried[id] for id, answer in self._answers.items() if isinstance(answer, Sent)}
 
     def _delivered(self) -> Delivered:

@@ -12,20 +12,16 @@ from publishworker.delivery.retry_policy import last_error
 from publishworker.delivery.rules import in_order, to_publish
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
-from publishworker.types import MARKED, Failed, Key, LockedRow, Mark, NotSent, Outcome, Sent
+from publishworker.types import MARKED, Failed, LockedRow, Mark, NotSent, Outcome, Sent
 
 #: Seconds for which a task whose mark Spanner refuses is not tried again.
 HOLD_SECONDS = 60.0
 
 
 class MarkFirst(Delivery):
-    """A batch whose tasks can be lost but are never published twice.
-
-    If Pub/Sub certainly did not accept a message, a second transaction clears SentAt again: it undoes the mark.
-    """
+    """Tasks that can be lost but are never published twice: if Pub/Sub refuses one, its mark is undone."""
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
-        """Deliver the tasks of `claim`."""
         super().__init__(claim, tools, marking)
         #: The rows before their marks, and the commit timestamps of these.
         self._marked: dict[str, tuple[LockedRow, datetime]] = {}
@@ -33,7 +29,7 @@ class MarkFirst(Delivery):
         self._held: dict[Claim, Refused] = {}
         self._hold_until = float("inf")
         #: The ordering keys of parts that failed. Their later tasks wait.
-        self._stopped: set[Key] = set()
+        self._stopped: set[str] = set()
 
     def run(self) -> Delivered:
         """Mark and publish. Halve what Spanner refuses to mark, so that other tasks do not wait for a refused row."""
@@ -64,7 +60,6 @@ class MarkFirst(Delivery):
         return "unpublished" if self._marked.keys().isdisjoint(claim.ids) else "marked"
 
     def _send(self, part: Claim) -> None:
-        """Mark a part, commit and publish it. Raises StoreError."""
         marked: dict[str, LockedRow] = {}
         locked_time: datetime
 
@@ -73,7 +68,7 @@ class MarkFirst(Delivery):
             locked_time = now
             for id in part.ids:
                 self._answers.pop(id, None)
-            eligible = [row for row in self._check(part, rows, now) if _key_of(row) not in self._stopped]
+            eligible = [row for row in self._check(part, rows, now) if row.ordering_key not in self._stopped]
             self._expire(eligible, now)
             publishable = [row for row in eligible if row.id not in self._answers]
             self._answers |= self._tools.publisher.refusals(part.destination, publishable)
@@ -90,7 +85,7 @@ class MarkFirst(Delivery):
         self._marked |= {id: (row, committed) for id, row in marked.items()}
 
     def _stop(self, part: Claim, error: StoreError) -> None:
-        self._stopped |= part.keys
+        self._stopped |= {key.ordering_key for key in part.keys}
         if isinstance(error, Refused):
             self._held[part] = error
             self._marking.refused += len(part.tasks)
@@ -124,10 +119,6 @@ class MarkFirst(Delivery):
             row.id: self._recorded.get(row.id) or _restored(row, self._answers.get(row.id)) for row in before
         }
         return marks | self._releases(claim, rows, marks, now)
-
-
-def _key_of(row: LockedRow) -> Key | None:
-    return None if row.ordering_key is None else Key(row.topic, row.ordering_key)
 
 
 def _is_surely_not_published(outcome: Outcome | None) -> bool:

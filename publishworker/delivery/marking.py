@@ -28,7 +28,6 @@ class Marking:
     """What the batches of a worker share: whether transactions commit now, and how long to mark at exit."""
 
     def __init__(self, host: Host) -> None:
-        """Begin without a commit."""
         self.random, self.clock = host.random, host.clock
         #: Two threads may count at the same time, and one count is lost. It matters only whether the number changes.
         self.commits = 0

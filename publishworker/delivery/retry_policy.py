@@ -43,9 +43,13 @@ class RetryPolicy:
     def record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Return the values to write to the row of a task that failed at `now`, the database's time."""
         attempts = min(max(row.attempts, 0) + 1, MAX_INT64)  # another writer may have set the column to any number
-        dead = self._is_last(row, attempts, kind_of(failure.reason), now)
-        available_at = NEVER if dead else now + timedelta(seconds=self._wait(attempts))
-        return NotSent(attempts, available_at, row.expires_at, last_error(failure))
+        kind, age = kind_of(failure.reason), now - row.created_at
+        may_die = kind is not FailureKind.TARGET or age >= timedelta(seconds=self.dead_after)
+        if kind is FailureKind.CONTENT or (may_die and attempts >= self.max_attempts):
+            return NotSent(attempts, NEVER, row.expires_at, last_error(failure))
+        doublings = min(attempts - 1, 60)  # 2**60 cannot overflow a float, and exceeds any `longest`
+        wait = min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
+        return NotSent(attempts, now + timedelta(seconds=wait), row.expires_at, last_error(failure))
 
     def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
         """Yield the values to write to each task behind `head`, which is not due before `available_at`.
@@ -61,17 +65,6 @@ class RetryPolicy:
             available_at = min(available_at, max(head.expires_at, now))
         for longest in chain([min(CHECK_SECONDS, self.longest)] * 2, repeat(self.longest)):
             yield Deferred(min(available_at, now + timedelta(seconds=longest)), head.id)
-
-    def _is_last(self, row: LockedRow, attempts: int, kind: FailureKind, now: datetime) -> bool:
-        if kind is FailureKind.CONTENT:
-            return True
-        if kind is FailureKind.TARGET and now - row.created_at < timedelta(seconds=self.dead_after):
-            return False
-        return attempts >= self.max_attempts
-
-    def _wait(self, attempts: int) -> float:
-        doublings = max(0, min(attempts - 1, 60))  # 2**60 cannot overflow a float, and exceeds any `longest`
-        return min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
 
 
 def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts: bool) -> bool:

@@ -15,12 +15,7 @@ from publishworker.types import Failed, LockedRow, Mark, NotSent, Outcome, Sent,
 
 
 def skip_reasons(
-    claim: Claim,
-    rows: Sequence[LockedRow],
-    now: datetime,
-    published: Mapping[str, Version],
-    *,
-    skip_dead: bool,
+    claim: Claim, rows: Sequence[LockedRow], now: datetime, published: Mapping[str, Version], *, skip_dead: bool
 ) -> dict[str, Outcome]:
     """Return the skip reason of each task of the claim that this transaction must not publish.
 

@@ -3,7 +3,6 @@
 Its caller, a command or a Spark task, handles signals, configures logs and names the process.
 """
 
-import logging
 import os
 import threading
 import time
@@ -22,10 +21,11 @@ from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
+from publishworker.log import log
 from publishworker.process import exits
+from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.process.info import worker_info
 from publishworker.process.settings import RelaySettings
-from publishworker.process.stopping import run_on_thread
 from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.spanner.change_stream import ChangeStream
@@ -35,7 +35,6 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import StuckBatch
@@ -44,7 +43,8 @@ from publishworker.turn.relay import Options, Relay
 from publishworker.turn.worker import Worker
 from publishworker.types import Turn
 
-_log = logging.getLogger("publishworker")
+#: Seconds between checks of the thread of the worker.
+_CHECK_SECONDS = 0.2
 
 
 class App:
@@ -97,12 +97,9 @@ class App:
         return max(interval, self._settings.idle_interval) if self._stream and self._stream.works else interval
 
     def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, timeout_exit_code: int) -> int:
-        """Run the worker until `stop` is set or `until(turn)` is true; return the exit code.
-
-        It is `timeout_exit_code` if the batches in flight do not end within --shutdown-timeout after `stop`.
-        """
+        """Run the worker until `stop` or `until(turn)`. Return the exit code; after a timeout the given one."""
         where = (self._settings.project, self._settings.instance, self._settings.database)
-        _log.info(
+        log.info(
             "relaying %s/%s/%s, %s", *where, counted(self.store.layouts[0].shards, "shard"), extra={"action": "start"}
         )
         for each in self._background:
@@ -114,29 +111,29 @@ class App:
         except StuckBatch as error:
             for batch in error.claims:
                 self._metrics.count(m.STUCK, 1, topic=batch.topic)
-            _log.critical(
+            log.critical(
                 "%s. This exceeds all time limits, so the worker exits and another one takes over its tasks.", error,
                 extra={"action": "stuck"},
             )  # fmt: skip
             return exits.FAILED
         except DatabaseMissing as error:
-            _log.critical(
+            log.critical(
                 "The worker exits, because the database, the instance or a table has been missing for five minutes: %s",
                 error,
                 extra={"action": "missing"},
             )
             return exits.NOT_REACHED
         except Exception:
-            _log.critical(
+            log.critical(
                 "The worker failed with an unexpected error. Please report it.", exc_info=True, extra={"action": "died"}
             )
             return exits.FAILED
         else:
             if in_time:
-                _log.info("stopped", extra={"action": "stopped"})
+                log.info("stopped", extra={"action": "stopped"})
                 return exits.DONE
             self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
-            _log.error(
+            log.error(
                 "Stopped after --shutdown-timeout with batches in flight. Their tasks are not marked as sent, so "
                 "another worker may publish them again.", extra={"action": "shutdown_timeout"},
             )  # fmt: skip
@@ -144,6 +141,29 @@ class App:
         finally:
             for each in self._background:
                 each.stop()
+
+
+def run_on_thread(
+    work: Callable[[], None], stop: threading.Event, shutdown_timeout: float, on_stop: Callable[[], None]
+) -> bool:
+    """Call `work` on a thread. Return whether it ended in time after `stop`. Raise its exception here."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="worker", daemon=True)
+    thread.start()
+    while thread.is_alive() and not stop.is_set():
+        thread.join(_CHECK_SECONDS)
+    on_stop()
+    thread.join(shutdown_timeout)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
 
 
 def relay_of(
@@ -208,7 +228,7 @@ def verified_layout(database: LimitedDatabase) -> Layout:
         if not isinstance(error.__cause__, DeadlineExceeded):
             raise
         # Start anyway. In a database with very many objects, the comparison may never end in time.
-        _log.warning("The schema was not compared with the DDL: %s", error, extra={"action": "schema_not_compared"})
+        log.warning("The schema was not compared with the DDL: %s", error, extra={"action": "schema_not_compared"})
     if wrong:
         raise NotReached(f"database {database.name}: " + "; ".join(wrong) + ". See `outbox schema apply`.")
     return layout

@@ -22,8 +22,7 @@ from publishworker.spanner.errors import describe
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
-from publishworker.topics.overrides import policy_problem, route_problem
-from publishworker.topics.rate_limit import problem
+from publishworker.topics.controls import valid
 
 #: Seconds for one request about a topic.
 _TOPIC_SECONDS = 5.0
@@ -38,10 +37,7 @@ Finding = tuple[str, str]
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print the findings; return 0 if all is well.
-
-    Return 3 if a service cannot be reached, or the table or a permission is missing. Otherwise return 1.
-    """
+    """Print the findings. Return 0 if all is well, 3 if something is missing or not reached, otherwise 1."""
     settings = WorkerSettings.read(vars(options))
     verdicts = set()
     for verdict, text in _findings(settings, options.topics):
@@ -83,19 +79,12 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
         names = ", ".join(sorted(ordered))
         yield "warning", f"tasks have ordering keys (topics {names}), but --pubsub-endpoint is not set. {_ONE_REGION}"
     controls = store.discover((), ()).controls
+    right, invalid = valid(controls)
     for topic in sorted(controls.paused):
         yield "ok", f"topic {topic} is paused: no task is sent until `outbox resume {topic}`"
-    for topic, limit in sorted(controls.limits.items()):
-        if error := problem(limit):
-            yield "wrong", f"invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {error}"
-    for topic, to in sorted(controls.routes.items()):
-        if error := route_problem(to):
-            yield "wrong", f"topic {topic} counts as paused, because its route is invalid: {error}"
-        else:
-            yield "ok", f"messages of topic {topic} go to {to}"
-    for topic, policy in sorted(controls.policies.items()):
-        if error := policy_problem(policy):
-            yield "wrong", f"the retry policy of topic {topic} in AsynchronousTaskTopics is ignored: {error}"
+    yield from (("wrong", sentence) for sentence in invalid.values())
+    for topic, to in sorted(right.routes.items()):
+        yield "ok", f"messages of topic {topic} go to {to}"
     used = topics_to_send | controls.paused | controls.limits.keys()
     topics |= {controls.routes.get(topic, topic) for topic in used | controls.routes.keys()}
 

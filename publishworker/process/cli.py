@@ -39,15 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with exit_on(*numbers, code=code):
             return _main(given)
     finally:
-        _release_stderr()
-
-
-def _release_stderr() -> None:
-    # If the disk for the logs is full, Python would exit with a code of its own, 120.
-    try:
-        sys.stderr.flush()
-    except OSError:
-        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - Python closes it
+        try:
+            sys.stderr.flush()
+        except OSError:  # the disk for the logs is full, and Python would exit with a code of its own, 120
+            sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - Python closes it
 
 
 def _main(arguments: Sequence[str]) -> int:
@@ -67,7 +62,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from publishworker.verify.command import verify  # noqa: PLC0415 - only this command needs it
+    from publishworker.process.verify.command import verify  # noqa: PLC0415 - only this command needs it
 
     return verify(options)
 
@@ -103,6 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     checks.add_argument(
         "topics", nargs="*", metavar="TOPIC", help="Check these topics as well as those with pending tasks."
     )
-    add_verify_flags(add("verify", _verify, "Verify plans, locks, roles, limits and speed on a scratch database."))
+    add_verify_flags(add("verify", _verify, "Verify plans, locks, roles and speed on a scratch database."))
     subparsers.add_parser("healthcheck", help="Exit 0 while the worker is alive: for liveness probes.")
     return parser

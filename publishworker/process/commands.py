@@ -3,26 +3,26 @@
 import argparse
 import contextlib
 import gc
-import logging
+import os
+import signal
 import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from outbox.program import logs
 from outbox.program.settings import unknown_variables
+from outbox.program.signals import handled
 from outbox.program.terminal import say
+from publishworker.log import ThrottledLog, log
 from publishworker.process import exits
 from publishworker.process.app import App, until_drained
 from publishworker.process.settings import WorkerSettings
-from publishworker.process.stopping import stop_on_signals
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
-from publishworker.throttled_log import ThrottledLog
-
-_log = logging.getLogger("publishworker")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,11 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Publish until a strong read finds no pending or retrying task that may be sent; return the exit code.
-
-    Tasks of paused topics may not, nor those of topics with an invalid route. Then print the number of tasks that
-    remain.
-    """
+    """Publish until a strong read finds no pending or retrying task that may be sent, and print what remains."""
     settings = WorkerSettings.read(vars(options))
     with _worker(settings) as (worker, stop):
         if options.deadline is not None:
@@ -63,22 +59,38 @@ def drain(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
-    """Configure this process for a worker. Yield the worker, and an event that a signal sets. Raises NotReached.
-
-    Until the worker is ready, a signal ends the process (see `cli`), because a request may block for long.
-    """
+    """Configure this process. Yield the worker, and an event that a signal sets; until then, it ends the process."""
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
-        _log.warning("%s", sentence, extra={"action": "unknown_variable"})
+        log.warning("%s", sentence, extra={"action": "unknown_variable"})
     metrics = Metrics(client(settings.metrics))
     with contextlib.ExitStack() as stack:
         stack.callback(metrics.stop)
-        worker = App(
-            settings, id=worker_id(), metrics=metrics, touch_file=heartbeat_file(Path(settings.heartbeat_file))
-        )
+        # Unique for all time. People recognize the host name.
+        id = f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"
+        worker = App(settings, id=id, metrics=metrics, touch_file=heartbeat_file(Path(settings.heartbeat_file)))
         collect_garbage_rarely()
         with stop_on_signals() as stop, stack.pop_all():
             yield worker, stop
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """Yield an event that the first SIGTERM or SIGINT sets. A second one ends the process with code 128 + signal.
+
+    The default handlers are not enough, because a process with ID 1, as in a container, has none.
+    """
+    stop = threading.Event()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+        name = signal.Signals(number).name
+        log.info("%s: stopping. A second signal ends the process at once.", name, extra={"action": "stopping"})
+
+    with handled((signal.SIGTERM, signal.SIGINT), on_signal):
+        yield stop
 
 
 def heartbeat_file(path: Path) -> Callable[[], None]:
@@ -89,24 +101,13 @@ def heartbeat_file(path: Path) -> Callable[[], None]:
         try:
             path.touch()
         except OSError as error:
-            throttled_log.log(
-                "heartbeat",
-                "",
-                f"Heartbeat file {path} cannot be written ({error.strerror}). `publishworker healthcheck` will fail.",
-            )
+            reason = f"Heartbeat file {path} cannot be written ({error.strerror})"
+            throttled_log.log("heartbeat", "", f"{reason}. `publishworker healthcheck` will fail.")
 
     return touch
 
 
 def collect_garbage_rarely() -> None:
-    """Let the cyclic garbage collector skip the objects of start-up, and run once per 50,000 new objects.
-
-    Scanning imported objects takes 30 ms of CPU. The relay's own objects are freed by their reference counts.
-    """
+    """Let the garbage collector skip the objects of start-up, whose scan takes 30 ms of CPU, and run rarely."""
     gc.freeze()
     gc.set_threshold(50_000)
-
-
-def worker_id() -> str:
-    """Return an ID that is unique for all time: the host name, so that people recognize it, and a random suffix."""
-    return f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"

@@ -3,12 +3,13 @@
 import itertools
 import json
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from outbox import __version__
 from outbox.program.settings import fields_of
 from publishworker.process.settings import RelaySettings
+from publishworker.turn.relay import Relay
 from publishworker.types import CircuitState
 
 #: Max bytes of the JSON. The row is written every few seconds, and read by each status.
@@ -19,37 +20,19 @@ MAX_SHARD_BYTES = 2_000
 MAX_CHARACTERS = 200
 
 
-class WorkerView(Protocol):
-    """What a heartbeat shows of a relay."""
-
-    @property
-    def in_flight(self) -> int:
-        """Return the number of batches in flight."""
-
-    @property
-    def utilization(self) -> float:
-        """Return the part of the places that batches take, from 0 to 1."""
-
-    def circuit_states(self) -> Mapping[str, CircuitState]:
-        """Return the circuits that are not closed, by topic."""
-
-
-def worker_info(settings: RelaySettings, worker: WorkerView, shards: Sequence[int]) -> dict[str, object]:
-    """Return the JSON. Circuits and shards that do not fit are counted in `circuits_left_out`, `shards_left_out`.
-
-    Seconds count from the commit of the heartbeat, so that the clock of the worker does not matter.
-    """
+def worker_info(settings: RelaySettings, relay: Relay, shards: Sequence[int]) -> dict[str, object]:
+    """Return the JSON. Seconds count from the heartbeat. What does not fit is counted in `..._left_out`."""
     runs = list(_fitting(_runs(shards), MAX_SHARD_BYTES))
     info: dict[str, object] = {
         "host": socket.gethostname()[:MAX_CHARACTERS],
         "version": __version__,
         "shards": runs,
         "shards_left_out": len(shards) - sum(1 + last - first for first, last in runs),
-        "in_flight": worker.in_flight,
-        "utilization": round(worker.utilization, 2),
+        "in_flight": relay.in_flight,
+        "utilization": round(relay.utilization, 2),
         "settings": dict(_changed(settings)),
     }
-    circuits = [_circuit(topic, state) for topic, state in sorted(worker.circuit_states().items())]
+    circuits = [_circuit(topic, state) for topic, state in sorted(relay.circuit_states().items())]
     info |= {"circuits": [], "circuits_left_out": len(circuits)}
     fitting = list(_fitting(circuits, MAX_BYTES - _size(info)))
     return info | {"circuits": fitting, "circuits_left_out": len(circuits) - len(fitting)}

@@ -79,7 +79,6 @@ class RelaySettings(PubSubSettings):
     log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "Min level of log lines.")
 
     def __post_init__(self) -> None:
-        """Check values that depend on each other. Raises SettingError."""
         PubSubSettings.__post_init__(self)
         if self.backoff_initial > self.backoff_max:
             raise SettingError(
@@ -114,7 +113,7 @@ def add_verify_flags(parser: argparse.ArgumentParser) -> None:
     WorkerSettings.add_flags(parser)
     rows = argparse_type("--rows", whole_number(100, 10**9))
     parser.add_argument("--rows", type=rows, default=100_000, help="Tasks to load, at least 100; default 100000.")
-    parser.add_argument("--keep", action="store_true", help="Keep the database and the topic for inspection.")
-    parser.add_argument("--yes", action="store_true", help="Create the database and the topic without confirmation.")
+    parser.add_argument("--keep", action="store_true", help="Keep the database for inspection.")
+    parser.add_argument("--yes", action="store_true", help="Create the database without confirmation.")
     parser.add_argument("--json", action="store_true", help="Print the result as one line of JSON.")
     parser.add_argument("--report", metavar="FILE", help="Write an HTML page with the figures and the plans.")

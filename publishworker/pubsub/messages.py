@@ -33,10 +33,7 @@ def topic_name(topic: str, project: str) -> str:
 
 
 def topic_filter(patterns: str, project: str) -> Callable[[str], bool]:
-    """Return a function that tells whether a full topic name matches one of the comma-separated `patterns`.
-
-    In a pattern, * is any text without a slash. A pattern without a project means a topic of `project`.
-    """
+    """Return a test of full names: in `patterns`, * is text without a slash, and a bare ID is in `project`."""
     names = [topic_name(pattern, project) for pattern in patterns.split(",")]
     alternatives = "|".join("[^/]*".join(map(re.escape, name.split("*"))) for name in names)
     matches = re.compile(alternatives).fullmatch

@@ -45,11 +45,7 @@ class Publisher(Protocol):
 
 
 class PubSubPublisher:
-    """The publisher on Pub/Sub, to topics whose full names are `allowed`.
-
-    A topic ID without a project is in `project`. `create_command` returns the command that creates the topic of a full
-    name.
-    """
+    """Publishes to topics whose full names are `allowed`. `create_command` returns how to create one."""
 
     def __init__(
         self,
@@ -108,10 +104,7 @@ class PubSubPublisher:
         return failed
 
     def _prepared(self, name: str, rows: Sequence[LockedRow]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
-        """Return the IDs and messages that may be published to the topic whose full name is `name`, and the failures.
-
-        Rows behind a failed row of the same ordering key are in neither of them.
-        """
+        """Return the messages that may be published, and the failures. Rows behind one of their key are in neither."""
         try:
             check_topic(name)
         except InvalidMessage as error:
@@ -144,11 +137,7 @@ class PubSubPublisher:
                 del self._refused[id]
 
     def _start(self, lane: messages.Lane, call: "_Call", min_seconds: float = 0.0) -> bool:
-        """Send the first request of a lane if more than `min_seconds` remain. Return whether an answer will come.
-
-        The requests of a lane are sent one after the other. A task that is not tried in time has no outcome, so its row
-        does not change.
-        """
+        """Send the next request of a lane if over `min_seconds` remain; tell whether. Untried tasks have no outcome."""
         ids, request = lane.requests[0]
         if failure := messages.too_large(request):
             call.outcomes.update(dict.fromkeys(ids, failure))
@@ -176,11 +165,7 @@ class _Call:
 
 
 def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
-    """Record the answer to the first request of a lane. Return the lanes that have another request to send.
-
-    If a request with several messages is refused as invalid, none of them is published, although perhaps only one is
-    invalid. They are sent again in smaller requests.
-    """
+    """Record the answer to a request, and return the lanes to go on with. An invalid request is sent in parts."""
     ids, request = lane.requests.popleft()
     # `future.result()` would raise the future itself. Its traceback would be a reference cycle, which keeps the
     # messages of the batch in memory until the next garbage collection.

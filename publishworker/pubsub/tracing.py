@@ -5,7 +5,6 @@ provider that fails costs only its spans. Attributes: https://opentelemetry.io/d
 """
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,9 +14,9 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 
 from outbox import __version__
 from outbox.tracing import span_of
+from publishworker.log import log
 from publishworker.types import Failed, Outcome
 
-_log = logging.getLogger("publishworker")
 T = TypeVar("T")
 _failed: set[str] = set()  # classes of errors that were logged
 
@@ -68,7 +67,5 @@ def _guarded(work: Callable[[], T]) -> T | None:
     except Exception as error:
         if (what := type(error).__name__) not in _failed:
             _failed.add(what)
-            _log.warning(
-                "Spans are lost because the tracer provider failed", exc_info=True, extra={"action": "tracing"}
-            )
+            log.warning("Spans are lost because the tracer provider failed", exc_info=True, extra={"action": "tracing"})
         return None

@@ -9,11 +9,11 @@ they take turns.
 """
 
 import contextlib
-import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from random import Random
 from typing import Any
@@ -22,9 +22,8 @@ from google.cloud.spanner_v1 import param_types
 
 from outbox.table.connection import STREAM_RETRY, Deadline
 from publishworker.backoff import Backoff
+from publishworker.log import log
 from publishworker.spanner import statements
-
-_log = logging.getLogger("publishworker")
 
 #: If a partition, which sends a record each second, is silent for this long, the worker polls at --poll-interval.
 MAX_SILENCE_SECONDS = 3.0
@@ -41,63 +40,31 @@ FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 _TYPES = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING}
 
 
-class Partitions:
-    """The partitions that the threads of one attempt to read the stream know.
+#: Partitions by token: the time of the first record of each, and its parents.
+Children = dict[str, tuple[datetime, frozenset[str]]]
 
-    A child can be read after all of its parents have ended.
-    """
 
-    def __init__(self) -> None:
-        #: Set when a thread has failed. The others end then.
-        self.given_up = False
-        #: The token of a partition that has ended, or the error of one that has failed.
-        self.events: queue.SimpleQueue[Exception | str] = queue.SimpleQueue()
-        #: The partitions that wait to be read, and the time of their next record. First in, first out.
-        self.to_read: queue.SimpleQueue[tuple[str, datetime]] = queue.SimpleQueue()
-        #: The tokens of the partitions that are being read.
-        self.reading: set[str] = set()
-        self._lock = threading.Lock()
-        #: The tokens of partitions that have not ended.
-        self._open: set[str] = set()
-        self._waiting: dict[str, tuple[datetime, frozenset[str]]] = {}
+@dataclass(slots=True)
+class _Attempt:
+    """What the threads of one attempt to read the stream share."""
 
-    def add(self, token: str, start: datetime, parents: Iterable[str]) -> None:
-        """Note a child partition. Each of its parents reports it."""
-        with self._lock:
-            if token not in self._open:
-                self._open.add(token)
-                self._waiting[token] = start, frozenset(parents)
-
-    def end(self, token: str) -> None:
-        """Note that a partition has been read to its end."""
-        with self._lock:
-            self._open.discard(token)
-        self.events.put(token)
-
-    def pop(self) -> list[tuple[str, datetime]]:
-        """Return the partitions that can be read from now on, each once, with the time of their first record."""
-        with self._lock:
-            readable = [
-                (token, start) for token, (start, parents) in self._waiting.items() if parents.isdisjoint(self._open)
-            ]
-            for token, _ in readable:
-                del self._waiting[token]
-            return readable
+    #: Set when a thread has failed. The others end then.
+    given_up: bool = False
+    #: The partitions that wait to be read, and the time of their next record. First in, first out.
+    to_read: queue.SimpleQueue[tuple[str, datetime]] = field(default_factory=queue.SimpleQueue)
+    #: Of each request its partition, when it ended, and the children if the partition has ended; or an error.
+    answers: queue.SimpleQueue[Exception | tuple[str, datetime, Children]] = field(default_factory=queue.SimpleQueue)
+    #: The partitions that are being read.
+    reading: set[str] = field(default_factory=set)
 
 
 class ChangeStream:
     """Calls a function after each commit that inserts tasks."""
 
     def __init__(
-        self,
-        database: Callable[[], Any],
-        inserted: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, database: Callable[[], Any], inserted: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read from `database()`, which is called at each attempt to read the stream.
-
-        Call `inserted`, from any thread, soon after a commit, and after each failure.
-        """
+        """Read from `database()`, asked at each attempt. Call `inserted` on any thread after commits and failures."""
         self._open = database
         self._database: Any = None
         self._inserted = inserted
@@ -123,100 +90,105 @@ class ChangeStream:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            partitions = Partitions()
+            attempt = _Attempt()
             try:
-                self._find_partitions(partitions)
-                self._follow(partitions)
+                self._follow(attempt)
             except Exception as error:
-                partitions.given_up = True
+                attempt.given_up = True
                 self._heard = {}
                 if not (self._failed or self._stopped.is_set()):
                     self._failed = True
-                    _log.warning(
+                    log.warning(
                         "The change stream cannot be read; polling at --poll-interval until it can: %s", error,
                         extra={"action": "change_stream_failed"},
                     )  # fmt: skip
             self._inserted()
             self._stopped.wait(self._retry.next())
 
-    def _find_partitions(self, partitions: Partitions) -> None:
+    def _follow(self, attempt: _Attempt) -> None:
+        """Find the partitions, and read them on several threads, until one fails. Raises its error."""
+        waiting = self._first_partitions(attempt)
+        unread = set(waiting)  # the partitions that have not ended
+        began, readers = self._clock(), 0
+        while not self._stopped.is_set():
+            # A child can be read after all of its parents have ended.
+            for token in [each for each, (_, parents) in waiting.items() if parents.isdisjoint(unread)]:
+                self._heard[token] = self._clock()
+                attempt.to_read.put((token, waiting.pop(token)[0]))
+                if readers < MAX_STREAMS:
+                    readers += 1
+                    threading.Thread(target=self._read_all, args=(attempt,), name="change-stream", daemon=True).start()
+            self._raise_if_stuck(attempt)
+            if self.works and self._clock() - began > STUCK_SECONDS:
+                self._note_success()
+            try:
+                answer = attempt.answers.get(timeout=MAX_SILENCE_SECONDS)
+            except queue.Empty:
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            token, end, children = answer
+            if not children:
+                attempt.to_read.put((token, end))
+                continue
+            unread.discard(token)
+            del self._heard[token]
+            waiting |= {child: each for child, each in children.items() if child not in unread}  # each parent names it
+            unread |= children.keys()
+
+    def _first_partitions(self, attempt: _Attempt) -> Children:
         self._heard = {}
         self._database = self._open()
         [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
         self._began = now, self._clock()
-        self._read(partitions, "", now, None)
+        return self._read(attempt, "", now, None)
 
-    def _follow(self, partitions: Partitions) -> None:
-        """Read the partitions, on several threads, until one fails. Raises its error."""
-        began, readers = self._clock(), 0
-        while not self._stopped.is_set():
-            for each in partitions.pop():
-                self._heard[each[0]] = self._clock()
-                partitions.to_read.put(each)
-                if readers < MAX_STREAMS:
-                    readers += 1
-                    threading.Thread(
-                        target=self._read_all, args=(partitions,), name="change-stream", daemon=True
-                    ).start()
-            # One that waits is not silent.
-            heard = [self._heard.get(token, self._clock()) for token in list(partitions.reading)]
-            silence = self._clock() - min(heard, default=self._clock() if self._heard else float("-inf"))
-            if silence > STUCK_SECONDS:
-                raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
-            if self.works and self._clock() - began > STUCK_SECONDS:
-                self._note_success()
-            try:
-                event = partitions.events.get(timeout=MAX_SILENCE_SECONDS)
-            except queue.Empty:
-                continue
-            if isinstance(event, Exception):
-                raise event
-            del self._heard[event]  # its children follow
+    def _raise_if_stuck(self, attempt: _Attempt) -> None:
+        # One that waits is not silent.
+        heard = [self._heard.get(token, self._clock()) for token in list(attempt.reading)]
+        silence = self._clock() - min(heard, default=self._clock() if self._heard else float("-inf"))
+        if silence > STUCK_SECONDS:
+            raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
 
     def _note_success(self) -> None:
         self._retry.reset()
         if self._failed:
             self._failed = False
-            _log.info("The change stream can be read again", extra={"action": "change_stream_works"})
+            log.info("The change stream can be read again", extra={"action": "change_stream_works"})
 
-    def _read_all(self, partitions: Partitions) -> None:
+    def _read_all(self, attempt: _Attempt) -> None:
         """Read the partition that has waited longest, one request after the other."""
         try:
-            while not (partitions.given_up or self._stopped.is_set()):
+            while not (attempt.given_up or self._stopped.is_set()):
                 with contextlib.suppress(queue.Empty):
-                    self._read_next(partitions, *partitions.to_read.get(timeout=MAX_SILENCE_SECONDS))
+                    self._read_next(attempt, *attempt.to_read.get(timeout=MAX_SILENCE_SECONDS))
         except Exception as error:
-            partitions.events.put(error)
+            attempt.answers.put(error)
 
-    def _read_next(self, partitions: Partitions, token: str, start: datetime) -> None:
+    def _read_next(self, attempt: _Attempt, token: str, start: datetime) -> None:
         self._hear(token)
-        partitions.reading.add(token)
+        attempt.reading.add(token)
         now = self._began[0] + timedelta(seconds=self._clock() - self._began[1])
-        seconds = REQUEST_SECONDS if partitions.to_read.empty() else TURN_SECONDS
+        seconds = REQUEST_SECONDS if attempt.to_read.empty() else TURN_SECONDS
         end = max(start, now) + timedelta(seconds=seconds)
-        has_ended = self._read(partitions, token, start, end)
-        partitions.reading.discard(token)
-        if has_ended:
-            partitions.end(token)
-        else:
-            partitions.to_read.put((token, end))
+        children = self._read(attempt, token, start, end)
+        attempt.reading.discard(token)
+        attempt.answers.put((token, end, children))
 
-    def _read(self, partitions: Partitions, token: str, start: datetime, end: datetime | None) -> bool:
-        """Send one request, for a partition or for the first tokens; return whether the partition has ended."""
-        has_ended = False
+    def _read(self, attempt: _Attempt, token: str, start: datetime, end: datetime | None) -> Children:
+        """Send one request, for a partition or for the first tokens; return the children of one that has ended."""
+        found: Children = {}
         values = {"start": start, "end": end, "token": token or None}
         for [records] in self._query(statements.CHANGES, values, _TYPES, REQUEST_SECONDS + STUCK_SECONDS):
-            if partitions.given_up or self._stopped.is_set():
+            if attempt.given_up or self._stopped.is_set():
                 break
             self._hear(token)
             for changes, _heartbeats, children in records:
                 if changes:
                     self._inserted()
                 for begins, _sequence, tokens in children:
-                    has_ended = True
-                    for child, parents in tokens:
-                        partitions.add(child, begins, parents)
-        return has_ended
+                    found |= {child: (begins, frozenset(parents)) for child, parents in tokens}
+        return found
 
     def _hear(self, token: str) -> None:
         if token in self._heard:  # not in that of a later attempt

@@ -2,15 +2,7 @@
 
 import re
 
-from google.api_core.exceptions import (
-    Aborted,
-    DeadlineExceeded,
-    GoogleAPICallError,
-    NotFound,
-    PermissionDenied,
-    RetryError,
-    Unauthenticated,
-)
+from google.api_core import exceptions as google
 from google.auth.exceptions import GoogleAuthError
 from google.rpc.error_details_pb2 import ResourceInfo
 
@@ -19,9 +11,9 @@ from outbox.table.connection import UNANSWERED
 from outbox.table.transact import CONTENT
 
 #: The errors that the client raises for a request.
-SERVICE_ERRORS = (GoogleAPICallError, RetryError, GoogleAuthError)
+SERVICE_ERRORS = (google.GoogleAPICallError, google.RetryError, GoogleAuthError)
 #: Errors by which Spanner certainly has not executed a request. After all other errors the outcome is unknown.
-_NOT_EXECUTED = (*CONTENT, Aborted, NotFound, PermissionDenied, Unauthenticated)
+_NOT_EXECUTED = (*CONTENT, google.Aborted, google.NotFound, google.PermissionDenied, google.Unauthenticated)
 
 
 class StoreError(NotReached):
@@ -46,20 +38,17 @@ class TimedOut(StoreError):
 
 def kind_of(error: Exception) -> type[StoreError]:
     """Return what an error of the client says about the rows: whether they may have been written."""
-    is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, Aborted)
+    is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, google.Aborted)
     if is_unanswered or not isinstance(error, _NOT_EXECUTED):
-        return TimedOut if isinstance(error, DeadlineExceeded) else StoreError
-    if isinstance(error, NotFound) and not is_lost_session(error):
+        return TimedOut if isinstance(error, google.DeadlineExceeded) else StoreError
+    if isinstance(error, google.NotFound) and not is_lost_session(error):
         return DatabaseMissing
     return Refused if isinstance(error, CONTENT) else NotWritten
 
 
 def is_lost_session(error: BaseException | None) -> bool:
-    """Tell whether Spanner has no such session. Spanner words this error differently from case to case.
-
-    https://github.com/googleapis/google-cloud-cpp/pull/9183
-    """
-    if not isinstance(error, NotFound):
+    """Tell whether Spanner has no such session. Its words differ: googleapis/google-cloud-cpp#9183."""
+    if not isinstance(error, google.NotFound):
         return False
     resources = (detail.resource_type for detail in error.details if isinstance(detail, ResourceInfo))
     return any(name.endswith("google.spanner.v1.Session") for name in resources) or "Session not found" in str(error)

@@ -57,7 +57,6 @@ _TOPICS = f"""
     SELECT Topic FROM {TO_SEND}
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
     LIMIT 1)) AS found"""
-# The number of shards of each layout to poll.
 #: Unknown topics, workers, layouts and topic controls in one request. The last three are whole small tables, with one
 #: row for each worker, up to two rows for layouts, and one for each topic that an operator has paused or limited.
 _REST = ", ".join(map(as_structs, (WORKERS, LAYOUTS, CONTROLS)))

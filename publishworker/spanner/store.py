@@ -5,25 +5,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import datetime
 from typing import Any, Protocol
 
-from google.api_core.exceptions import (
-    Aborted,
-    GoogleAPICallError,
-)
+from google.api_core.exceptions import Aborted, GoogleAPICallError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, RequestOptions
 
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.layouts import Layout, LayoutShards, by_layout
 from outbox.table.statements import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transact import PESSIMISTIC, transact
-from publishworker.spanner import marks, rows, statements
-from publishworker.spanner.errors import (
-    SERVICE_ERRORS,
-    NotWritten,
-    StoreError,
-    describe,
-    is_lost_session,
-    kind_of,
-)
+from publishworker.spanner import rows, statements
+from publishworker.spanner.errors import SERVICE_ERRORS, NotWritten, StoreError, describe, is_lost_session, kind_of
 from publishworker.types import (
     NO_POLICY,
     Candidate,
@@ -73,22 +63,13 @@ class Store(Protocol):
         """
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
-
-        A task that is due already counts, because it may have become due after the last poll.
-        """
+        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be."""
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """Return the first unsent tasks of each key in order, at most `per_key`. Takes no locks.
-
-        `keys` maps each key to its shard. With `skip_dead` dead tasks are left out.
-        """
+        """Return the first unsent tasks of each key (with its shard), at most `per_key`, in order. Takes no locks."""
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """Lock the rows, call `decide`, write its marks and commit. All of it runs again after an abort.
-
-        Returns the commit timestamp, which is the SentAt of the tasks that are marked as sent.
-        """
+        """Lock the rows, call `decide`, write its marks, commit, and return when. Does it all again after an abort."""
 
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
         """Write a heartbeat. Delete the rows of the workers in `remove`."""
@@ -107,10 +88,7 @@ class SpannerStore:
         priority: str = "medium",
         heartbeats: LimitedDatabase | None = None,
     ) -> None:
-        """Poll the table in `database`, which has `layout`, with the request priority `low`, `medium` or `high`.
-
-        `heartbeats` is the same database for heartbeats, on a connection without the requests of batches.
-        """
+        """Poll a table with this layout and request priority. `heartbeats` is the database on an idle connection."""
         self._database: Any = database  # its methods carry no types
         self._heartbeats: Any = heartbeats or database
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
@@ -147,9 +125,7 @@ class SpannerStore:
         recorded = tuple(sorted(filter(None, (Layout.recorded(column, number) for column, number in layouts))))
         self.layouts = recorded or self.layouts
         return Discovery(
-            _workers(seen, recorded),
-            _controls(controls),
-            frozenset(topic for topics, *_ in found for topic in topics),
+            _workers(seen, recorded), _controls(controls), frozenset(topic for topics, *_ in found for topic in topics)
         )
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
@@ -158,10 +134,7 @@ class SpannerStore:
         return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store. A strong single-use read at the request priority, one request for each layout.
-
-        The claim does not read key heads, because that would lock ranges of the index.
-        """
+        """See Store. A strong single-use read, one request a layout. In a claim it would lock ranges of the index."""
         found: dict[Key, Sequence[QueuedTask]] = {}
         for shards in by_layout(keys.values()):
             of_layout = [key for key, shard in keys.items() if shard in shards]
@@ -191,7 +164,7 @@ class SpannerStore:
         def work(attempt: Any) -> None:
             nonlocal transaction
             locked, now = _lock(attempt, ids, self.request("outbox-claim", LOCK_SECONDS))
-            marks.write(attempt, locked, decide(locked, now))
+            rows.write_marks(attempt, locked, decide(locked, now))
             transaction = attempt
 
         with self._store_errors(), self._transaction_slot(ABORTED_SECONDS) as seconds:
@@ -229,7 +202,6 @@ class SpannerStore:
     def _query_layouts(
         self, statement: str, tag: str, shards: Iterable[int], values: Mapping[str, Any]
     ) -> Iterator[list[Any]]:
-        """Yield the rows of a statement for each layout of `shards`."""
         for each in by_layout(shards):
             yield from self._query(each.sql(statement), tag, {**values, "shards": each.numbers})
 
@@ -265,7 +237,6 @@ class SpannerStore:
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Turn the client's errors into StoreError."""
         used = self._database
         try:
             yield

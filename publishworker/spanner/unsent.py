@@ -27,10 +27,7 @@ _SkipRest = Callable[[UnsentRow], bool]
 
 @dataclass(frozen=True, slots=True)
 class UnsentCount:
-    """The number of tasks of a topic in one state: pending, retrying, scheduled, blocked, dead or paused.
-
-    With `at_least`, the count of the topic stopped early, so there may be more.
-    """
+    """The number of tasks of a topic in one state, or paused. With `at_least`, the count stopped early."""
 
     topic: str
     state: str
@@ -62,10 +59,7 @@ class UnsentTasks:
         return any(each.state(now) in LEFT_TO_SEND and not is_other(each.topic) for each in rows)
 
     def topics(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the topics that have pending or retrying tasks, and the topics that have tasks with ordering keys.
-
-        Only the first unsent tasks of each shard and topic are read.
-        """
+        """Return the topics with pending or retrying tasks, and those with keys, by the first tasks of each shard."""
         now, *_ = self._now_and_held()
         found = list(self._rows(now, lambda _last: True))
         to_send = frozenset(each.topic for each in found if each.state(now) in LEFT_TO_SEND)

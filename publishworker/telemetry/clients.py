@@ -9,9 +9,8 @@ from typing import Any
 from outbox import __version__
 from outbox.errors import SettingError
 from outbox.program.settings import one_of
+from publishworker.log import log
 from publishworker.telemetry.metrics import METRICS, PIPELINE, Client, Metric
-
-_log = logging.getLogger("publishworker")
 
 #: An agent is configured if any of these is set. The client reads them, and DD_ENV, DD_SERVICE and DD_VERSION as tags.
 AGENT_VARIABLES = ("DD_DOGSTATSD_URL", "DD_AGENT_HOST", "DD_DOGSTATSD_PORT")
@@ -90,7 +89,6 @@ def _opentelemetry() -> Client:
 
 
 def _exporter_class() -> Any:
-    """Return the exporter's class for the protocol in the standard variables. Raises SettingError."""
     names = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     name = next(filter(os.environ.get, names), names[1])
     protocol = one_of(*EXPORTERS).value(os.environ.get(name) or next(iter(EXPORTERS)), name)
@@ -155,7 +153,6 @@ class _LostMetrics(logging.Handler):
     """
 
     def __init__(self, receiver: str, *loggers: str) -> None:
-        """Handle `loggers`. `receiver` is the service that does not accept the metrics."""
         super().__init__(logging.WARNING)
         self._receiver = receiver
         self._logged_at = float("-inf")
@@ -167,7 +164,6 @@ class _LostMetrics(logging.Handler):
             logger.setLevel(logging.WARNING)
 
     def begin(self) -> None:
-        """From now on, the client sends metrics."""
         self._begun = True
         for logger in self._loggers:
             logger.setLevel(logging.NOTSET)
@@ -175,10 +171,10 @@ class _LostMetrics(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self._begun:
             text = "A variable of the metrics is wrong: %s"
-            _log.warning(text, record.getMessage(), extra={"action": "metrics"})
+            log.warning(text, record.getMessage(), extra={"action": "metrics"})
         elif time.monotonic() - self._logged_at >= LOST_SECONDS:
             self._logged_at = time.monotonic()
-            _log.warning(
+            log.warning(
                 "Metrics are lost, and publishing continues: %s does not accept them: %s",
                 self._receiver, record.getMessage().partition("\n")[0], extra={"action": "metrics"},
             )  # fmt: skip

@@ -1,6 +1,5 @@
 """The table of all metrics, and `Metrics`, which sends them and never fails the relay."""
 
-import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
@@ -8,9 +7,8 @@ from typing import Literal, Protocol
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
 from outbox.table.states import UNSENT
+from publishworker.log import log
 from publishworker.types import CLAIM, COMMIT, POLL, PUBLISH
-
-_log = logging.getLogger("publishworker")
 
 Type = Literal["count", "gauge", "distribution"]
 #: States of `TOPIC_TASKS`; pending tasks of a paused topic are `paused`.
@@ -179,7 +177,7 @@ class Metrics:
             try:
                 self._client.stop(STOP_SECONDS)
             except Exception:
-                _log.warning("The last metrics could not be sent", exc_info=True, extra={"action": "metrics"})
+                log.warning("The last metrics could not be sent", exc_info=True, extra={"action": "metrics"})
 
     def _send(self, method: str, metric: Metric, value: float, tags: dict[str, str], **more: float) -> None:
         if self._client is None:
@@ -190,7 +188,7 @@ class Metrics:
         except Exception:  # metrics must not stop the relay
             if not self._logged:
                 self._logged = True
-                _log.warning("Metrics are lost because the client failed", exc_info=True, extra={"action": "metrics"})
+                log.warning("Metrics are lost because the client failed", exc_info=True, extra={"action": "metrics"})
 
 
 @lru_cache(maxsize=4096)

@@ -1,21 +1,17 @@
 """Metrics and log lines about finished batches. Nothing else in the relay counts or logs them."""
 
-import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from outbox.program.terminal import counted, listed
 from publishworker.delivery.claim import Kind
 from publishworker.delivery.delivered import Delivered, Unmarked
+from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.throttled_log import ThrottledLog
 from publishworker.topics.circuit_breaker import CircuitChange
 from publishworker.types import POLL, PUBLISH, Turn
-
-_log = logging.getLogger("publishworker")
 
 #: Seconds between two summaries.
 SUMMARY_SECONDS = 60.0
@@ -37,7 +33,7 @@ _SUMMARY = {
 class Reporter:
     """Counts and logs. Repeated failures are throttled: one line a minute, or FAILURE_LINES if tasks failed."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._throttled_log = ThrottledLog(clock)
         self._clock = clock
@@ -99,7 +95,7 @@ class Reporter:
         if failure is None:
             if topic in self._logged_open:
                 self._logged_open.remove(topic)
-                _log.info(
+                log.info(
                     "Circuit closed for topic %s after %.1f s: publishing resumes.", topic, change.seconds,
                     extra={"action": "circuit_closed"},
                 )  # fmt: skip
@@ -123,7 +119,7 @@ class Reporter:
         """Log a turn: in full at DEBUG if it reports batches, and once a minute as a summary."""
         numbers = Counter({name: getattr(turn, name) for name in _SUMMARY})
         if worked:
-            _log.debug("Turn: %s", turn, extra={"action": "turn", "fields": numbers})
+            log.debug("Turn: %s", turn, extra={"action": "turn", "fields": numbers})
         if not self._work:
             self._work_since = self._clock()
         self._work += numbers  # without zeros
@@ -138,7 +134,7 @@ class Reporter:
                 f"{counted(number, _SUMMARY[name][0])} {_SUMMARY[name][1]}" for name, number in self._work.items()
             )
             fields = {**self._work, "seconds": round(seconds, 1)}
-            _log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
+            log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
             self._work.clear()
 
     def _unconfirmed(self, topic: str, ids: Sequence[str]) -> None:
@@ -163,7 +159,7 @@ class Reporter:
             if id in delivered.traces:
                 fields["trace_id"] = delivered.traces[id]
             if (mark := recorded.get(id)) is None:
-                _log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
+                log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
                 continue
             next_step = ""
             if mark.dead:

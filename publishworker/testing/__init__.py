@@ -11,14 +11,17 @@ fixture is used. A test whose emulator is not installed is skipped. If the varia
 
 import contextlib
 import os
+import secrets
+import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Client, Connection, Listener
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
+from outbox.devtools.child_process import LOOPBACK
 from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one, without_proxy
 from outbox.errors import NotReached
-from publishworker.testing.sharing import Sharing, ask
 
 if TYPE_CHECKING:
     from google.cloud.spanner_v1.database import Database
@@ -26,7 +29,57 @@ if TYPE_CHECKING:
 
     from publishworker.testing.relay import OutboxRelay
 
-_SHARING = pytest.StashKey[Sharing]()
+#: Host and port of the controller of pytest-xdist, and its key.
+_Address: TypeAlias = tuple[str, int, str]
+
+
+class _Sharing:
+    """Emulators that the processes of pytest-xdist share: the controller starts each when the first one needs it."""
+
+    def __init__(self) -> None:
+        key = secrets.token_hex()
+        self._listener = Listener((LOOPBACK, 0), authkey=key.encode())
+        host, port = self._listener.address
+        self.address: _Address = (str(host), int(port), key)
+        # The emulators end with the thread that has started them.
+        self._thread = threading.Thread(target=self._serve, name="outbox-emulators", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        with _connected(self.address) as connection:
+            connection.send("")
+        self._thread.join()
+
+    def _serve(self) -> None:
+        hosts: dict[str, str] = {}
+        with self._listener, contextlib.ExitStack() as stack:
+            while True:
+                with self._listener.accept() as connection:
+                    if not (title := connection.recv()):
+                        return
+                    program = SPANNER if title == SPANNER.title else PUBSUB
+                    try:
+                        hosts[title] = hosts.get(title) or stack.enter_context(running_one(program))
+                        connection.send((hosts[title], ""))
+                    except NotReached as error:
+                        connection.send(("", str(error)))
+
+
+def _ask(address: _Address, program: Program) -> str:
+    with _connected(address) as connection:
+        connection.send(program.title)
+        host, missing = connection.recv()
+    if missing:
+        raise NotReached(missing)
+    return str(host)
+
+
+def _connected(address: _Address) -> Connection:
+    host, port, key = address
+    return Client((host, port), authkey=key.encode())
+
+
+_SHARING = pytest.StashKey[_Sharing]()
 _ADDRESS = "outbox_emulators"
 
 
@@ -40,7 +93,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Share the emulators of a run with pytest-xdist: its controller starts each when the first process needs it."""
-    sharing = node.config.stash.setdefault(_SHARING, None) or Sharing()
+    sharing = node.config.stash.setdefault(_SHARING, None) or _Sharing()
     node.config.stash[_SHARING] = sharing
     node.workerinput[_ADDRESS] = sharing.address
 
@@ -70,7 +123,7 @@ def _running(config: pytest.Config, program: Program) -> Iterator[str]:
     address = getattr(config, "workerinput", {}).get(_ADDRESS)
     with contextlib.ExitStack() as stack:
         try:
-            host = ask(address, program) if address else stack.enter_context(running_one(program))
+            host = _ask(address, program) if address else stack.enter_context(running_one(program))
         except NotReached as error:
             if os.environ.get("CI"):
                 pytest.fail(str(error), pytrace=False)

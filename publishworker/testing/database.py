@@ -23,10 +23,7 @@ FROM INFORMATION_SCHEMA.TABLES WHERE TABLE_TYPE = 'BASE TABLE'"""
 
 @contextlib.contextmanager
 def created(files: Sequence[Path]) -> Iterator[Database]:
-    """Create a database in a project of its own, with the DDL in `files`, and drop it at the end.
-
-    Processes that share an emulator have different projects. Raises OutboxError: the emulator refuses the DDL.
-    """
+    """Create a database in its own project, with the DDL in `files`, and drop it at the end. Raises OutboxError."""
     names = {"project": f"test-{uuid.uuid4().hex[:12]}", "instance": "test-instance", "database": "outbox"}
     statements = [each for file in files for each in ddl.cut(file.read_text(encoding="utf-8-sig"))]
     settings = DatabaseSettings.read(names)
@@ -46,10 +43,7 @@ def created(files: Sequence[Path]) -> Iterator[Database]:
 
 
 def empty(database: Database) -> None:
-    """Delete all rows, and forget what an earlier test has left in the client.
-
-    Interleaved tables come before their parents. Foreign keys are checked for the whole commit, in whatever order.
-    """
+    """Delete all rows, children before parents, and forget what an earlier test has left in the client."""
     # A transaction that got no session leaves it set, and then all later ones of this thread are refused:
     # https://github.com/googleapis/google-cloud-python/issues/18375
     database._local.transaction_running = False  # noqa: SLF001 - nothing public resets it

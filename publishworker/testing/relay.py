@@ -18,6 +18,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.program.channels import channel
 from outbox.program.pubsub import emulator_host, open_pubsub
+from outbox.table.controls import problems
 from outbox.table.values import plain
 from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
@@ -26,7 +27,6 @@ from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.metrics import Metrics
-from publishworker.topics.overrides import route_problem
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Failed, LockedRow, Outcome, Sent
@@ -75,7 +75,7 @@ class OutboxRelay:
         """
         routes = self._store.discover((), ()).controls.routes
         for topic in UnsentTasks(self._store).topics()[0]:
-            if not route_problem(to := routes.get(topic, topic)):
+            if not problems({"PublishTo": (to := routes.get(topic, topic))}):
                 self._subscribe(topic_name(to, self._settings.project))
         relay, published, failed = self._relay(), 0, 0
         while True:
@@ -135,7 +135,6 @@ class OutboxRelay:
         return relay
 
     def _subscribe(self, topic: str) -> None:
-        """Create the topic if it does not exist, and once a subscription."""
         if topic in self._subscriptions:
             return
         with contextlib.suppress(AlreadyExists):

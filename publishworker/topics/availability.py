@@ -1,19 +1,18 @@
 """May a topic be published to now? Topic controls, circuit breakers and rate limits, asked together."""
 
-import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivered import Delivered
 from publishworker.host import Host
+from publishworker.log import ThrottledLog, log
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
-from publishworker.topics.overrides import Overrides
+from publishworker.topics.controls import valid
 from publishworker.topics.rate_limit import RateLimits
-from publishworker.types import Candidate, CircuitState, TopicControls
-
-_log = logging.getLogger("publishworker")
+from publishworker.types import NO_POLICY, Candidate, CircuitState, TopicControls
 
 #: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit: an
 #: operator may end that, and workers apply each change within 10 s.
@@ -31,29 +30,33 @@ class Topics:
     """What this worker has seen of its topics, and what it may send to them. It belongs to the relay's thread."""
 
     def __init__(self, host: Host, *, places: int = 8) -> None:
-        """Begin with closed circuits and without limits; `places` is how many batches may be in flight."""
         self._circuits = CircuitBreakers(host.random, host.clock, places=places)
         self._limits = RateLimits(host.clock)
-        self._overrides = Overrides(host.clock)
-        self.paused: frozenset[str] = frozenset()
+        self._throttled_log = ThrottledLog(host.clock)
+        self._controls = TopicControls()
 
     def apply(self, controls: TopicControls, workers: int) -> None:
-        """Apply all topic controls. Each of the live `workers` gets an equal part of a limit.
-
-        A topic with an invalid route counts as paused, because its messages must not go to the wrong topic. The end of
-        a pause also makes a probe due.
-        """
-        for topic in self._overrides.apply(controls):
+        """Apply the valid controls. Each worker gets a part of a limit. The end of a pause makes a probe due."""
+        controls, wrong = valid(controls)
+        for (kind, topic), sentence in wrong.items():
+            self._throttled_log.log(kind, topic, sentence)
+        before, self._controls = self._controls, controls
+        for topic in sorted(topic for topic, _ in before.routes.items() ^ controls.routes.items()):
             self._circuits.forget(topic)
-        paused = controls.paused | self._overrides.unknown_destination
-        for topics, what in ((paused - self.paused, "paused"), (self.paused - paused, "resumed")):
-            for topic in sorted(topics):
-                _log.info("Topic %s is %s", topic, what, extra={"action": what})
-        for topic in self.paused - paused:
-            self._circuits.probe_now(topic)
-        self.paused = paused
+            to = controls.routes.get(topic, topic)
+            log.info("Messages of topic %s go to %s", topic, to, extra={"action": "routed"})
+        for topic in sorted(before.paused ^ controls.paused):
+            what = "paused" if topic in controls.paused else "resumed"
+            log.info("Topic %s is %s", topic, what, extra={"action": what})
+            if what == "resumed":
+                self._circuits.probe_now(topic)
         self._limits.apply(controls.limits, workers)
         self._circuits.forget_old()
+
+    @property
+    def paused(self) -> frozenset[str]:
+        """Return the paused topics, and those with an invalid route."""
+        return self._controls.paused
 
     def unavailable(self, in_flight: Mapping[str, int]) -> frozenset[str]:
         """Return the topics that a poll does not read: paused, circuit open, or at a limit with `in_flight` tasks."""
@@ -63,10 +66,7 @@ class Topics:
     def admit(
         self, candidates: Sequence[Candidate], in_flight: Mapping[str, int], cut_off: Collection[str]
     ) -> Admitted:
-        """Return the candidates that may start beside `in_flight` tasks. For an open circuit, that is a drawn probe.
-
-        The poll has left tasks of the topics in `cut_off`.
-        """
+        """Return which candidates may start; of an open circuit, a drawn probe. `cut_off`: topics with more tasks."""
         candidates, probes = self._circuits.draw_probes(candidates, cut_off)
         allowed = self._limits.allowances(in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
@@ -78,7 +78,7 @@ class Topics:
 
     def start(self, claim: Claim) -> Claim:
         """Use tokens of its rate limit. Return the claim with its destination, and as a probe or with its suspects."""
-        claim = self._overrides.given(claim)
+        claim = self._with_controls(claim)
         if claim.kind is Kind.DEFER:
             return claim
         self._limits.take(claim.topic, len(claim.tasks))
@@ -90,9 +90,13 @@ class Topics:
         if claim.kind is Kind.DEFER:
             return None
         self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back the untried
-        if self._overrides.given(claim).destination != claim.destination:
+        if self._with_controls(claim).destination != claim.destination:
             return None  # the batch tells nothing about the Pub/Sub topic that messages go to now
         return self._circuits.observe(delivered)
+
+    def _with_controls(self, claim: Claim) -> Claim:
+        policy = self._controls.policies.get(claim.topic, NO_POLICY)
+        return replace(claim, publish_to=self._controls.routes.get(claim.topic), policy=policy)
 
     def at_most_once_to_start(self, delivered: Delivered) -> Claim | None:
         """Return a claim of the at-most-once tasks that a finished batch has found, or None while they must wait."""
@@ -114,9 +118,6 @@ class Topics:
 
     @property
     def max_wait(self) -> float:
-        """Return the seconds after which the topic controls must be read again, to notice the end of a pause or limit.
-
-        An idle worker need not notice the beginning: each turn reads the controls first.
-        """
+        """Return after how many seconds the controls are read again, to notice the end of a pause or limit."""
         waits = self.paused or self.seconds_until_available() is not None
         return CONTROLS_SECONDS if waits else math.inf

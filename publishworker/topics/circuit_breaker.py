@@ -9,7 +9,6 @@ A suspect is a task whose publish failed in the topic's last outage. If it fails
 tasks, it may be the cause, so a failed attempt is recorded.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,16 +58,12 @@ class _OpenCircuit:
 
     @property
     def is_outage(self) -> bool:
-        """Tell whether the service is unavailable. Otherwise the topic is missing or refuses messages."""
         return kind_of(self.failure.reason) is FailureKind.OUTAGE
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitChange:
-    """The circuit of a topic has opened or stays open because of `failure`, or has closed if there is none.
-
-    `seconds` is the time since it opened.
-    """
+    """A circuit has opened or stays open because of `failure`, or has closed, so long after it opened."""
 
     topic: str
     failure: Failed | None
@@ -78,11 +73,8 @@ class CircuitChange:
 class CircuitBreakers:
     """The circuits of all topics, based on this worker's own results. It belongs to the relay's thread."""
 
-    def __init__(self, random: Random, clock: Callable[[], float] = time.monotonic, *, places: int = 8) -> None:
-        """Begin with closed circuits. `places` is how many batches may be in flight.
-
-        Probes in an outage may time out, so they get at most a quarter of the places.
-        """
+    def __init__(self, random: Random, clock: Callable[[], float], *, places: int) -> None:
+        """`places` batches may be in flight. Probes in an outage may time out, so they get a quarter of these."""
         self._random = random
         self._clock = clock
         self._max_probes = max(1, places // 4)
@@ -168,10 +160,7 @@ class CircuitBreakers:
         }
 
     def start(self, claim: Claim) -> Claim:
-        """Return the claim as a probe, which begins, if the circuit is not closed. Otherwise add its suspects.
-
-        Only tasks that failed in the topic's last outage are suspects. A used-up quota counts as an outage here.
-        """
+        """Return the claim as a probe if the circuit is not closed, else with the suspects of its last outage."""
         if (circuit := self._open.get(claim.topic)) is not None:
             circuit.probing = True
             return replace(claim, hints=TopicHints(probe=True))
@@ -215,7 +204,6 @@ class CircuitBreakers:
         return self._fail(topic, failed[about_topic[0]], probe=probe) if about_topic else None
 
     def _fail(self, topic: str, failure: Failed, *, probe: bool) -> CircuitChange | None:
-        """Open the circuit, or double the delay after a failed probe."""
         now, circuit = self._clock(), self._open.get(topic)
         if circuit is None:
             circuit = self._open[topic] = _OpenCircuit(failure, now)
@@ -231,10 +219,7 @@ class CircuitBreakers:
         return CircuitChange(topic, failure, now - circuit.since)
 
     def _update_suspects(self, topic: str, published: Iterable[str], failed: Sequence[str], *, is_new: bool) -> None:
-        """Remove published tasks, and add those that `failed` in an outage. A new outage replaces all suspects.
-
-        Batches that fail while the circuit is open belong to the same outage.
-        """
+        """Remove published tasks, and add those that failed. A new outage replaces all suspects."""
         suspects = self._suspects.pop(topic, {})
         for id in published:
             suspects.pop(id, None)

@@ -1,6 +1,5 @@
 """Which topics a poll reads: those that have unsent tasks, as far as this process has seen."""
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -21,8 +20,7 @@ class _Topic:
 class KnownTopics:
     """A memory in the process, because the database has no list of topics."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know none."""
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._topics: dict[str, _Topic] = {}
 

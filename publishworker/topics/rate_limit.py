@@ -4,17 +4,11 @@ A limit applies to all live workers together. Each worker gets an equal part, bu
 task in flight.
 """
 
-import logging
-import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from outbox.table.ddl import MIN_RATE
-from publishworker.throttled_log import ThrottledLog
+from publishworker.log import log
 from publishworker.types import TopicLimit
-
-_log = logging.getLogger("publishworker")
 
 #: Tasks of a topic start only when its bucket has collected the tokens of this many seconds, or is full. Batches are
 #: then fewer and larger.
@@ -31,7 +25,6 @@ class _Bucket:
     at: float
 
     def filled(self, now: float) -> float:
-        """Return the tokens at `now`."""
         return min(self.burst, self.tokens + (now - self.at) * self.rate)
 
     def missing(self, now: float) -> float:
@@ -42,29 +35,18 @@ class _Bucket:
 class RateLimits:
     """The limits of all topics, as last read. It belongs to the relay's thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without limits."""
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._throttled_log = ThrottledLog(clock)
         self._buckets: dict[str, _Bucket] = {}
         self._in_flight: dict[str, int] = {}
         self._limits: Mapping[str, TopicLimit] = {}
 
     def apply(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
-        """Apply the limits. Each of the live `workers`, of which this is one, gets an equal part.
-
-        The limits of an invalid row do not apply, and are logged once a minute.
-        """
+        """Apply the limits. Each of the live `workers`, of which this is one, gets an equal part."""
         now = self._clock()
-        invalid = {topic: sentence for topic, limit in limits.items() if (sentence := problem(limit))}
-        for topic, sentence in invalid.items():
-            self._throttled_log.log(
-                "limits", topic, f"Invalid limits of topic {topic} in AsynchronousTaskTopics are ignored: {sentence}"
-            )
-        valid = {topic: limit for topic, limit in limits.items() if topic not in invalid}
-        self._log_changes(valid)
+        self._log_changes(limits)
         buckets: dict[str, _Bucket] = {}
-        for topic, limit in valid.items():
+        for topic, limit in limits.items():
             if limit.rate is not None and limit.burst is not None:
                 burst = max(1.0, limit.burst / workers)
                 before = self._buckets.get(topic)
@@ -72,7 +54,7 @@ class RateLimits:
                 buckets[topic] = _Bucket(limit.rate / workers, burst, tokens, now)
         self._buckets = buckets
         self._in_flight = {
-            topic: max(1, limit.in_flight // workers) for topic, limit in valid.items() if limit.in_flight is not None
+            topic: max(1, limit.in_flight // workers) for topic, limit in limits.items() if limit.in_flight is not None
         }
 
     def allowances(self, in_flight: Mapping[str, int]) -> dict[str, int]:
@@ -103,17 +85,5 @@ class RateLimits:
             if (limit := limits.get(topic, TopicLimit())) != self._limits.get(topic):
                 parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
                 text = ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None) or "no limit"
-                _log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})
+                log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})
         self._limits = limits
-
-
-def problem(limit: TopicLimit) -> str:
-    """Return why a limit is invalid, or ""."""
-    if (limit.rate is None) != (limit.burst is None):
-        return "RatePerSecond and Burst go together. Set both, or both to NULL"
-    if limit.rate is not None and not (math.isfinite(limit.rate) and limit.rate >= MIN_RATE):
-        return f"RatePerSecond is {limit.rate:g}. It must be at least {MIN_RATE:g}. To send nothing, pause the topic"
-    for name, value in (("Burst", limit.burst), ("MaxInFlight", limit.in_flight)):
-        if value is not None and value < 1:
-            return f"{name} is {value}. It must be at least 1"
-    return ""

@@ -74,7 +74,10 @@ def _most_urgent_first(candidates: Sequence[Candidate], limits: Limits, random: 
     for priority in sorted(by_priority, reverse=True):
         ready, due = by_priority[priority]
         max_tasks = -(-limits.batch_size // 2) if ready and due else limits.batch_size
-        yield from _in_halves([deque(_shuffled(_slices(pile), max_tasks, random)) for pile in (ready, due)], random)
+        piles = [[piece for slice in _slices(pile) for piece in _pieces(slice, max_tasks)] for pile in (ready, due)]
+        for pile in piles:
+            random.shuffle(pile)
+        yield from _in_halves([deque(pile) for pile in piles], random)
 
 
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
@@ -85,13 +88,6 @@ def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
     for slice in slices.values():
         slice.sort(key=lambda each: (each.available_at or each.created_at, each.id))
     return slices.values()
-
-
-def _shuffled(slices: Iterable[list[Candidate]], max_tasks: int, random: Random) -> list[list[Candidate]]:
-    """Cut slices into pieces of about `max_tasks` tasks, and shuffle the pieces."""
-    pieces = [piece for slice in slices for piece in _pieces(slice, max_tasks)]
-    random.shuffle(pieces)
-    return pieces
 
 
 def _pieces(slice: Sequence[Candidate], max_tasks: int) -> Iterator[list[Candidate]]:
@@ -137,9 +133,6 @@ class _Packing:
             self.releases.append(ClaimedTask(task.releases, task.ordering_key))
         self.bytes += task.bytes
 
-    def to_claim(self) -> Claim:
-        return Claim(self.topic, tuple(self.tasks), releases=tuple(self.releases), bytes=self.bytes)
-
 
 def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:
     """Fill batches of one topic each, in the order of the pieces, with at most the `allowed` tasks of each topic."""
@@ -149,7 +142,9 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
         left = allowed.get(candidate.topic, candidate.task_count)
         if not left:
             continue
-        task = candidate if candidate.task_count <= left else _shortened(candidate, left)
+        task = candidate
+        if task.task_count > left:  # only the first tasks of a prefix; the next one is released if it is deferred
+            task = task._replace(behind=task.behind[: left - 1], releases=task.behind[left - 1])
         batch = last_of_topic.get(task.topic)
         if batch is None or not batch.has_room(task, limits):
             batch = last_of_topic[task.topic] = _Packing(task.topic, task.priority)
@@ -158,11 +153,6 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
         if task.topic in allowed:
             allowed[task.topic] -= task.task_count
     return packed
-
-
-def _shortened(prefix: Candidate, tasks: int) -> Candidate:
-    """Return the first tasks of a sendable prefix. The next task is released with them if it is deferred."""
-    return prefix._replace(behind=prefix.behind[: tasks - 1], releases=prefix.behind[tasks - 1])
 
 
 def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str], *, leaves_place: bool) -> list[Claim]:
@@ -181,4 +171,4 @@ def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str],
     if leaves_place and chosen and places > 1 and len(topics) == 1:
         other = next((batch for batch in rest if batch.topic not in topics), None)
         chosen[-1:] = [other or chosen[-1]]
-    return [batch.to_claim() for batch in chosen]
+    return [Claim(each.topic, tuple(each.tasks), releases=tuple(each.releases), bytes=each.bytes) for each in chosen]

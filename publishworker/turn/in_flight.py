@@ -2,13 +2,14 @@
 
 import queue
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from outbox.program.terminal import listed
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivered import Delivered, Unmarked
+from publishworker.delivery.delivery import Delivery
 from publishworker.host import Host, Queue, Thread
 from publishworker.turn.batching import Limits
 from publishworker.types import Key
@@ -27,21 +28,6 @@ WATCH_SECONDS: float | None = 1.0
 MAX_ASIDE = 100
 
 
-class Batch(Protocol):
-    """What this module needs from a delivery."""
-
-    claim: Claim
-    unsettled: frozenset[str]
-    aside: bool
-    transactions: int
-
-    def run(self) -> Delivered:
-        """Claim, publish and mark."""
-
-    def settle(self) -> Iterator[Unmarked]:
-        """Mark again what is not marked. Yield what cannot be marked."""
-
-
 #: What a batch reports: first a Delivered, then an Unmarked for each row that cannot be written.
 Report: TypeAlias = Delivered | Unmarked
 
@@ -50,7 +36,6 @@ class StuckBatch(Exception):
     """Some batches do not end. Their threads cannot be stopped, but their process can."""
 
     def __init__(self, claims: Sequence[Claim], seconds: float) -> None:
-        """Name the batches; the first has been in flight for `seconds`."""
         first = claims[0]
         others = f" (and {len(claims) - 1} more batches)" if len(claims) > 1 else ""
         super().__init__(
@@ -65,7 +50,7 @@ class StuckBatch(Exception):
 class _Entry:
     """One in-flight batch. Two entries may have equal claims."""
 
-    batch: Batch
+    batch: Delivery
     seconds: float = 0.0  # since its last transaction began, as of the last check
     transactions: int = 0
     straggler: bool = False  # a turn has ended while the batch was in flight
@@ -82,13 +67,8 @@ class InFlight:
     session can never run a transaction again (google-cloud-python #18375).
     """
 
-    def __init__(
-        self,
-        batch_of: Callable[[Claim], Batch],
-        host: Host,
-    ) -> None:
-        """Run `batch_of(claim)` for each claim. A wait for batches may take minutes, and shows progress meanwhile."""
-        self._batch_of = batch_of
+    def __init__(self, delivery_of: Callable[[Claim], Delivery], host: Host) -> None:
+        self._delivery_of = delivery_of
         self._host = host
         self._clock = host.clock
         self._running: dict[_Entry, Thread] = {}
@@ -96,13 +76,12 @@ class InFlight:
         self._ended: Queue = host.threads.queue()  # of entries, each with a Report, an exception, or None at its end
 
     def __len__(self) -> int:
-        """Return the number of batches that have been started and have not ended."""
         return len(self._running)
 
     @property
-    def delivering(self) -> int:
-        """Return the number of batches that have not reported what became of their tasks."""
-        return sum(not entry.settling for entry in self._running)
+    def delivering(self) -> list[Claim]:
+        """Return the claims of batches that have not reported what became of their tasks."""
+        return [entry.batch.claim for entry in self._running if not entry.settling]
 
     @property
     def places(self) -> int:
@@ -111,7 +90,8 @@ class InFlight:
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""
-        return frozenset(id for entry in self._running for id in _ids(entry))
+        batches = [(entry.batch, entry.settling) for entry in self._running]
+        return frozenset(id for batch, settling in batches for id in (batch.unsettled if settling else batch.claim.ids))
 
     def by_topic(self) -> Counter[str]:
         """Return the number of places that are taken by topic."""
@@ -121,7 +101,7 @@ class InFlight:
     def tasks_by_topic(self) -> Counter[str]:
         """Return the number of tasks that are being published by topic."""
         tasks: Counter[str] = Counter()
-        for claim in self._delivering_claims():
+        for claim in self.delivering:
             tasks[claim.topic] += 0 if claim.kind is Kind.DEFER else len(claim.tasks)
         return tasks
 
@@ -131,17 +111,14 @@ class InFlight:
 
     def bytes(self) -> int:
         """Return the bytes of all messages in flight."""
-        return sum(claim.bytes for claim in self._delivering_claims())
+        return sum(claim.bytes for claim in self.delivering)
 
     def deferring(self) -> int:
         """Return the number of batches that only defer tasks."""
-        return sum(claim.kind is Kind.DEFER for claim in self._delivering_claims())
+        return sum(claim.kind is Kind.DEFER for claim in self.delivering)
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys in flight. Their other tasks must wait until the batch has ended.
-
-        A batch that still retries a deferral does not block its key.
-        """
+        """Return the ordering keys whose other tasks must wait for a batch. One that retries a deferral blocks none."""
         claims = (
             entry.batch.claim.part(entry.batch.unsettled) if entry.settling else entry.batch.claim
             for entry in self._running
@@ -151,15 +128,12 @@ class InFlight:
 
     def start(self, claim: Claim) -> None:
         """Start a batch."""
-        entry = _Entry(self._batch_of(claim))
+        entry = _Entry(self._delivery_of(claim))
         self._running[entry] = self._host.threads.thread("batch", self._run, entry)
         self._running[entry].start()
 
     def raise_if_stuck(self) -> None:
-        """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS.
-
-        A later call does not report them again.
-        """
+        """Raise StuckBatch, once for each, if batches have begun no transaction for STUCK_SECONDS."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._running:
             moved = entry.transactions != entry.batch.transactions
@@ -176,17 +150,13 @@ class InFlight:
         """Return the reports of batches, without waiting."""
         return self._wait(lambda _reports: True)
 
-    def wait_for_one(self, max_seconds: float | None = None) -> list[Report]:
-        """Wait until a batch reports or ends, at most `max_seconds`, and return the reports."""
+    def wait_for_one(self) -> list[Report]:
+        """Wait until a batch reports or ends, and return the reports."""
         running = len(self._running)
-        return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running, max_seconds)
+        return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
 
     def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Report]:
-        """Wait until a batch has reported and at most `max_left` batches are being delivered. Return the reports.
-
-        The wait lasts at most `max_seconds`. The batches that are left become stragglers, which later calls do not
-        count.
-        """
+        """Wait for a report, and until at most `max_left` batches are delivered. The rest are stragglers then."""
 
         def enough(reports: Sequence[Report]) -> bool:
             waited = sum(not (entry.straggler or entry.settling) for entry in self._running)
@@ -196,9 +166,6 @@ class InFlight:
         for entry in self._running:
             entry.straggler = True
         return reports
-
-    def _delivering_claims(self) -> list[Claim]:
-        return [entry.batch.claim for entry in self._running if not entry.settling]
 
     def _wait(self, enough: Callable[[Sequence[Report]], bool], max_seconds: float | None = None) -> list[Report]:
         """Wait until the reports are `enough`, no batch is in flight, or `max_seconds` seconds have passed.
@@ -223,7 +190,9 @@ class InFlight:
                 continue
             if isinstance(report, BaseException):
                 del self._running[entry]
-                self._join()
+                end = self._clock() + JOIN_SECONDS
+                for thread in self._running.values():
+                    thread.join(max(0.0, end - self._clock()))
                 raise report
             if report is None or (isinstance(report, Delivered) and not report.unmarked):
                 del self._running[entry]
@@ -239,12 +208,3 @@ class InFlight:
             self._ended.put((entry, None))
         except BaseException as error:
             self._ended.put((entry, error))
-
-    def _join(self) -> None:
-        end = self._clock() + JOIN_SECONDS
-        for thread in self._running.values():
-            thread.join(max(0.0, end - self._clock()))
-
-
-def _ids(entry: _Entry) -> Sequence[str] | frozenset[str]:
-    return entry.batch.unsettled if entry.settling else entry.batch.claim.ids

@@ -6,7 +6,6 @@ Correctness depends only on the row locks.
 """
 
 import hashlib
-import logging
 import math
 import time
 from collections import Counter
@@ -16,12 +15,10 @@ from itertools import product
 
 from outbox.program.terminal import counted
 from outbox.table.layouts import Layout
+from publishworker.log import ThrottledLog, log
 from publishworker.spanner.errors import StoreError
 from publishworker.spanner.store import Store
-from publishworker.throttled_log import ThrottledLog
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
-
-_log = logging.getLogger("publishworker")
 
 #: Seconds between two heartbeats of a worker.
 HEARTBEAT_INTERVAL_SECONDS = 7.5
@@ -44,7 +41,6 @@ class Membership:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begin as if no other worker were live. `wall_clock` need not be right: see `seconds_to_heartbeat`."""
         self._store = store
         self._worker = worker
         #: Whether the worker has no tasks and waits for the change stream. It then writes its heartbeat less often.
@@ -56,7 +52,7 @@ class Membership:
         self._liveness_timeout = LIVENESS_TIMEOUT_SECONDS
         #: The layouts that this worker polls.
         self.layouts = tuple(store.layouts)
-        self._clock, self._wall_clock = clock, wall_clock
+        self._clock, self._wall_clock = clock, wall_clock  # the wall clock need not be right
         self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
         self._was_seen = True
@@ -83,11 +79,7 @@ class Membership:
 
     @property
     def seconds_to_heartbeat(self) -> float:
-        """Return the seconds until the next heartbeat.
-
-        Idle workers write theirs at the same time if their clocks agree. Then one discovery serves for all their
-        liveness timeouts.
-        """
+        """Return the seconds until the next heartbeat. Idle workers write at the same time, for one discovery."""
         may_be_late = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
         interval = self._idle_interval if may_be_late else HEARTBEAT_INTERVAL_SECONDS
         seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
@@ -104,10 +96,7 @@ class Membership:
         return self._clock() - max(self._heartbeat_at, self._assigned_at) > self._liveness_timeout
 
     def heartbeat(self) -> None:
-        """Write the heartbeat if it is due. After a lapse, write none before `assign`: the layouts may have changed.
-
-        A failure is not raised. If failures go on, other workers take over the shards, and row locks keep them apart.
-        """
+        """Write the heartbeat if it is due and the worker has not lapsed. If writes fail, others take over."""
         if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
         self._heartbeat_at = self._clock()
@@ -138,11 +127,8 @@ class Membership:
         """
         self._assigned_at = self._clock()
         if self._failure is not None:  # only the heartbeat failed, because the read succeeded. `Worker` logs outages
-            self._throttled_log.log(
-                "heartbeat_failed",
-                "",
-                f"Heartbeat failed: {self._failure}. If this goes on, other workers take over the shards.",
-            )
+            sentence = f"Heartbeat failed: {self._failure}. If this goes on, other workers take over the shards."
+            self._throttled_log.log("heartbeat_failed", "", sentence)
         self._gone = workers.gone - {self._worker}
         seen = self._worker in workers.live
         if self._was_seen and not seen:
@@ -159,9 +145,8 @@ class Membership:
         if layouts != self.layouts:
             self._divide(living, tuple(sorted({*layouts, *self.layouts})))
             self._write(layouts)
-            _log.info(
-                "This worker polls %s", " and ".join(each.column for each in layouts), extra={"action": "reshard"}
-            )
+            columns = " and ".join(each.column for each in layouts)
+            log.info("This worker polls %s", columns, extra={"action": "reshard"})
         self._divide(living, layouts)
         self._is_assigned = True
 
@@ -172,18 +157,15 @@ class Membership:
             self.shards = divide(living, _ids(layouts))[self._worker]
             shards = ", ".join(map(str, self.shards))
             workers = counted(len(living), "live worker")
-            _log.info("%s; this one polls shards %s", workers, shards, extra={"action": "assigned"})
+            log.info("%s; this one polls shards %s", workers, shards, extra={"action": "assigned"})
 
     def delete_heartbeat(self) -> None:
         """Delete the heartbeat, so that others take over at once, and not only after the liveness timeout."""
         try:
             self._store.delete_heartbeat(self._worker)
         except StoreError as error:
-            self._throttled_log.log(
-                "heartbeat_failed",
-                "",
-                f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}",
-            )
+            sentence = f"The heartbeat row was not deleted; other workers take over after the liveness timeout: {error}"
+            self._throttled_log.log("heartbeat_failed", "", sentence)
 
 
 def _ids(layouts: Sequence[Layout]) -> tuple[int, ...]:
@@ -196,7 +178,11 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
     Rendezvous hashing with bounded loads: pairs of worker and shard are assigned by descending hash while both have
     room. If there are more workers than shards, each worker has one shard, and a shard has several workers.
     """
-    pairs = sorted(product(workers, shards), key=lambda pair: _score(*pair), reverse=True)
+    hashes = {
+        pair: hashlib.blake2b("{}/{}".format(*pair).encode(), digest_size=8).digest()
+        for pair in product(workers, shards)
+    }
+    pairs = sorted(hashes, key=hashes.__getitem__, reverse=True)
     # `many` is the index in a pair of whatever is more numerous, workers or shards. `few` is the other index.
     many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)
     min_load, rest = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
@@ -208,7 +194,3 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
                 assigned[pair[many]] = pair
                 load[pair[few]] += 1
     return {worker: tuple(sorted(shard for it, shard in assigned.values() if it == worker)) for worker in workers}
-
-
-def _score(worker: str, shard: int) -> bytes:
-    return hashlib.blake2b(f"{worker}/{shard}".encode(), digest_size=8).digest()

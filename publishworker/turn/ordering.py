@@ -5,7 +5,6 @@ each key, and only these may be sent (docs/guide/ordering.md). A task that is co
 CreatedAt than all tasks in it, so it belongs behind the prefix.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -13,8 +12,8 @@ from random import Random
 from typing import TypeVar
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind
+from publishworker.log import ThrottledLog
 from publishworker.spanner.store import Store
-from publishworker.throttled_log import ThrottledLog
 from publishworker.turn.batching import Limits
 from publishworker.turn.read_size import ReadSize
 from publishworker.types import Candidate, Key, QueuedTask
@@ -32,10 +31,7 @@ _T = TypeVar("_T", Candidate, QueuedTask)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKeys:
-    """The candidates that may be sent, and the batches that defer tasks behind blocked heads.
-
-    `busy` says that some polled tasks belong to keys in flight.
-    """
+    """The candidates that may be sent, deferrals behind blocked heads, and whether keys in flight were left out."""
 
     candidates: Sequence[Candidate]
     blocked: Sequence[Claim] = ()
@@ -46,27 +42,17 @@ class Ordering:
     """Reads the heads of ordering keys. It belongs to the relay's thread."""
 
     def __init__(
-        self,
-        store: Store,
-        limits: Limits,
-        random: Random,
-        *,
-        skip_dead: bool,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: Store, limits: Limits, random: Random, *, skip_dead: bool, clock: Callable[[], float]
     ) -> None:
-        """Cut prefixes to the `limits` of a batch. With `skip_dead` a dead task does not block its key."""
         self._store = store
         self._limits = limits
         self._random = random
         self._skip_dead = skip_dead
-        self._throttled_log = ThrottledLog()
+        self._throttled_log = ThrottledLog(clock)
         self._size = ReadSize(MAX_KEYS, clock)
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
-        """Replace the tasks of each key by its sendable prefix. Raises StoreError.
-
-        Keys in flight are left out, because a key's next publish request must wait for the answer to the one before.
-        """
+        """Replace the tasks of each key that is not in flight by its sendable prefix. Raises StoreError."""
         unordered = [each for each in candidates if each.ordering_key is None]
         by_key: dict[Key, list[Candidate]] = {}
         for each in candidates:
@@ -74,8 +60,8 @@ class Ordering:
                 by_key.setdefault(Key(each.topic, each.ordering_key), []).append(each)
         keys = {key: tasks for key, tasks in by_key.items() if key not in in_flight}
         # A later poll reads the keys that are not chosen.
-        chosen = self._random.sample([*keys], self._size.limit) if len(keys) > self._size.limit else keys
-        keys = {key: keys[key] for key in chosen}
+        if len(keys) > self._size.limit:
+            keys = {key: keys[key] for key in self._random.sample([*keys], self._size.limit)}
         busy = len(keys) < len(by_key)
         if not keys:
             return ResolvedKeys(unordered, busy=busy)

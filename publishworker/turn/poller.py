@@ -1,6 +1,5 @@
 """What each poll reads: which shards, topics and ranges, and how many rows."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,17 +39,11 @@ class Poller:
         self,
         store: Store,
         membership: Membership,
-        *,
+        clock: Callable[[], float],
         target_rows: int,
         discovery_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Poll this worker's shards for about `target_rows` rows.
-
-        `discover` reads every `discovery_seconds`. It reads earlier if the worker's shards have changed, if the last
-        read returned an unknown topic, or if a turn after `wake` had nothing to start. After each read, the next poll
-        also reads due tasks.
-        """
+        """Poll this worker's shards for about `target_rows` rows."""
         self._store = store
         self._membership = membership
         self._size = PollSize(target_rows, len(membership.shards))
@@ -91,10 +84,11 @@ class Poller:
     ) -> Discovery | None:
         """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
 
-        With `now` it is never too early, and a topic that polls have given up is read again if it has unsent tasks.
-        Polls have not read the `unavailable` topics. `found_nothing` says that this turn had nothing to start, although
-        it could. If there are unknown topics, the next call reads again, because one read may find only one unknown
-        topic in each gap between the names of known ones.
+        It reads every `discovery_seconds`, and earlier if the worker's shards have changed, or if a turn after `wake`
+        had nothing to start although it could (`found_nothing`). After it, the next poll also reads due tasks. If there
+        are unknown topics, the next call reads again, because one read may find only one unknown topic in each gap
+        between the names of known ones. With `now` it is never too early, and a topic that polls have given up is read
+        again if it has unsent tasks. Polls have not read the `unavailable` topics.
         """
         shards = self._membership.shards
         is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
@@ -184,15 +178,13 @@ class Poller:
     def _read(
         self, request: PollRequest, room: int, in_flight: Collection[str], depths: Mapping[str, int]
     ) -> tuple[list[Candidate], frozenset[str]]:
-        """Return the candidates, and the topics that may have more tasks in the table.
-
-        A topic in `depths` is read alone if it needs more rows than the others. If all topics were read to the same
-        depth, their candidates could fill the memory.
-        """
+        """Return the candidates, and the topics with more. Topics in `depths` are read alone, because of the memory."""
         deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
         others = replace(request, topics=request.topics - deep.keys())
         candidates = list(self._store.poll(others)) if others.topics else []
-        self._size.adapt(_by_range(candidates), _startable(candidates, in_flight), room)
+        highest = max((each.priority for each in candidates), default=0)
+        startable = {each.id for each in candidates if each.priority == highest}.difference(in_flight)
+        self._size.adapt(_by_range(candidates), len(startable), room)
         cut_off = self._size.cut_off
         for topic, depth in sorted(deep.items()):
             shards = self._next_shards("deep", request.shards, DEEP_ROWS // depth)
@@ -203,10 +195,7 @@ class Poller:
         return candidates, cut_off
 
     def _next_part(self, request: PollRequest) -> PollRequest:
-        """Return the request if one read may have all of its ranges. Otherwise return the part after the last one.
-
-        A part has some of the shards or, if the topics of one shard are too many, some of the topics of one shard.
-        """
+        """Return the request, or the next part: some of the shards, or some of the topics of one shard."""
         pairs = max(1, self._ranges.limit * request.pairs // max(1, request.ranges))
         topics = sorted(request.topics)
         if request.pairs <= pairs:
@@ -228,14 +217,7 @@ class Poller:
 
 
 def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]:
-    """Count candidates by range: topic, shard, and whether they are ready or due."""
     return Counter((each.topic, each.shard, each.available_at is None) for each in candidates)
-
-
-def _startable(candidates: Sequence[Candidate], in_flight: Collection[str]) -> int:
-    """Count the candidates of the highest priority that are not in flight."""
-    highest = max((each.priority for each in candidates), default=0)
-    return len({each.id for each in candidates if each.priority == highest} - set(in_flight))
 
 
 class PollSize:
@@ -248,9 +230,8 @@ class PollSize:
     """
 
     def __init__(self, target: int, shards: int) -> None:
-        """Expect at first that one topic has the `target` rows, spread over the shards."""
         self._target = target
-        self.per_range = max(1, -(-target // max(1, shards)))
+        self.per_range = max(1, -(-target // max(1, shards)))  # at first, one topic may have all of them
         #: The topics that may have more tasks than the last poll read.
         self.cut_off: frozenset[str] = frozenset()
 

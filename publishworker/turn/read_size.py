@@ -1,6 +1,5 @@
 """How many index ranges one read asks for. A read that timed out is never repeated unchanged."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,8 +15,7 @@ CAUTIOUS_SECONDS = 600.0
 class ReadSize:
     """Limits reads to `limit` ranges: a quarter of a read that timed out, and twice as many after each quick one."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with `most`, which is never exceeded."""
+    def __init__(self, most: int, clock: Callable[[], float]) -> None:
         self.limit = self._most = self._ceiling = most
         self._clock = clock
         self._timed_out_at = float("-inf")

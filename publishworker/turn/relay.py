@@ -47,7 +47,6 @@ class Relay:
     """Moves tasks from a store to their topics. Not thread-safe: one turn at a time."""
 
     def __init__(self, tools: Tools, metrics: Metrics, membership: Membership, options: Options) -> None:
-        """Send the tasks of the shards of `membership`."""
         host, store, limits = tools.host, tools.store, options.limits
         self._options = options
         self._clock, self._progress = host.clock, host.progress
@@ -55,9 +54,8 @@ class Relay:
         self._membership = membership
         self._topics = Topics(host, places=limits.batches)
         self._poller = Poller(
-            store, membership, target_rows=limits.batches * limits.batch_size,
-            discovery_seconds=options.discovery_seconds, clock=host.clock,
-        )  # fmt: skip
+            store, membership, host.clock, limits.batches * limits.batch_size, options.discovery_seconds
+        )
         self._ordering = Ordering(store, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
         self._selector = Selector(limits, self._topics, host.random, options.fair_share)
         #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
@@ -77,14 +75,17 @@ class Relay:
         Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. After a
         StoreError, batches in flight go on, and a later turn reports them.
         """
-        self._take_wake_up()
+        if self.woken.is_set():
+            self.woken.clear()  # before the poll, so that an insert during the turn starts another one
+            self._poller.wake()
         reports = self._in_flight.collect()
         changed = self._observe(reports)  # circuits, limits, metrics and logs
         self._in_flight.raise_if_stuck()
         has_discovered = self._begin_reads()
         self._start_at_most_once(reports, stopping)
         polled = self._poll()  # reads nothing while no batch may start
-        ready = self._resolve(polled)  # key heads, sendable prefixes, blocked keys
+        self._progress()
+        ready = self._ordering.resolve(polled.candidates, self._in_flight.keys())  # sendable prefixes, blocked keys
         selection = self._select(polled, ready, stopping)
         started = self._start(selection.claims)
         if not has_discovered:  # live workers, controls, unknown topics
@@ -101,17 +102,11 @@ class Relay:
         self.woken.set()
 
     def find_next_due(self) -> float | None:
-        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
-
-        Tasks of topics that are unavailable now do not count. Raises StoreError.
-        """
+        """Return the seconds until a task of an available topic is due (0: one is), or None. Raises StoreError."""
         return self._poller.find_next_due(self._topics.unavailable(self._in_flight.tasks_by_topic()))
 
     def finish(self) -> Turn:
-        """Wait for all batches in flight, which mark their tasks for a limited time, and return the numbers.
-
-        Raises StuckBatch if a batch does not end.
-        """
+        """Wait for all batches in flight, which mark for a limited time. Raises StuckBatch if one does not end."""
         reports: list[Report] = []
         self.marking.shut_down(self._options.shutdown_seconds)
         try:
@@ -143,10 +138,7 @@ class Relay:
         return self._topics.circuit_states()
 
     def _observe(self, reports: Sequence[Report]) -> bool:
-        """Report what batches did, and update circuits and limits.
-
-        Returns whether the circuit of a topic has opened or closed, or a probe has failed.
-        """
+        """Report what batches did, update circuits and limits, and tell whether a circuit changed or a probe failed."""
         changed = False
         for report in reports:
             if not isinstance(report, Delivered):
@@ -159,10 +151,7 @@ class Relay:
         return changed
 
     def _start_at_most_once(self, reports: Sequence[Report], stopping: Callable[[], bool]) -> None:
-        """Start MARK_FIRST batches for the at-most-once tasks that other batches have skipped.
-
-        A poll cannot tell which tasks are at-most-once, but the lock query can.
-        """
+        """Start MARK_FIRST batches for tasks that others have skipped: only the lock query shows the column."""
         if stopping():
             return
         delivered = (each for each in reports if isinstance(each, Delivered))
@@ -172,16 +161,8 @@ class Relay:
             self._refresh()
             self._start(claims)
 
-    def _take_wake_up(self) -> None:
-        if self.woken.is_set():
-            self.woken.clear()  # before the poll, so that an insert during the turn starts another one
-            self._poller.wake()
-
     def _begin_reads(self) -> bool:
-        """Discover now if the last read is outdated. Return whether this turn needs no further discovery.
-
-        If a read of the last turn failed, read no topics: a reshard may have dropped the index.
-        """
+        """Discover now if the last read is outdated or failed, and tell whether that was enough for this turn."""
         failed, self._reads_incomplete = self._reads_incomplete, True  # `turn` resets it if no read raises StoreError
         if failed:
             self._read_at = float("-inf")
@@ -229,10 +210,6 @@ class Relay:
         self._reporter.poll(self._clock() - began)
         return polled
 
-    def _resolve(self, polled: Polled) -> ResolvedKeys:
-        self._progress()
-        return self._ordering.resolve(polled.candidates, self._in_flight.keys())
-
     def _select(self, polled: Polled, ready: ResolvedKeys, stopping: Callable[[], bool]) -> Selection:
         self._progress()
         if polled.no_room or stopping():
@@ -249,17 +226,13 @@ class Relay:
         return bool(started)
 
     def _wait(self, selection: Selection) -> list[Report]:
-        """Wait until a batch has reported and at most `stragglers` of this turn's batches are in flight.
-
-        If no tasks are left to start, wait for all of these batches, because another poll would find nothing.
-        """
+        """Wait for a report, until at most `stragglers` batches of this turn are left, or none if no task is left."""
         max_left = self._options.stragglers if selection.left_tasks else 0
         return self._in_flight.wait_for_most(max_left, MAX_TURN_WAIT_SECONDS)
 
     def _turn_of(
         self, polled: Polled, reports: Sequence[Report], *, waits: bool = False, changed: bool = False
     ) -> Turn:
-        """Return the numbers of a turn, and log them."""
         finished = [each for each in reports if isinstance(each, Delivered)]
         published = sum(len(each.published()) for each in finished)
         uncommitted = sum(len(each.uncommitted()) for each in finished)

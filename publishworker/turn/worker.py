@@ -1,20 +1,17 @@
 """The worker's loop: when the next turn runs, what happens while Spanner is unavailable, how it stops."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
 
 from publishworker.backoff import Backoff
-from publishworker.host import Event
+from publishworker.log import log
 from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
 from publishworker.types import Next, Turn
-
-_log = logging.getLogger("publishworker")
 
 #: Seconds of the first wait after work. Each further wait is twice as long, up to the poll interval.
 FIRST_WAIT = 0.05
@@ -24,33 +21,12 @@ MAX_OUTAGE_WAIT_SECONDS = 5.0
 MAX_MISSING_SECONDS = 300.0
 
 
-class TurnRunner(Protocol):
-    """What the worker needs from a relay."""
-
-    woken: Event
-
-    def turn(self, stopping: Callable[[], bool]) -> Turn:
-        """Run one turn. Start no batch once `stopping()` is true.
-
-        Raises StoreError if the store does not answer, StuckBatch if a batch does not end.
-        """
-
-    def find_next_due(self) -> float | None:
-        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
-
-        Raises StoreError.
-        """
-
-    def finish(self) -> Turn:
-        """Wait for the batches in flight."""
-
-
 class Worker:
     """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`."""
 
     def __init__(
         self,
-        relay: TurnRunner,
+        relay: Relay,
         membership: Membership,
         *,
         poll_interval: float,
@@ -60,10 +36,7 @@ class Worker:
         random: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wait at most `poll_interval` seconds between polls, or `idle_interval()` if new tasks wake the relay.
-
-        `touch_file` and `report` are called at each turn, even while Spanner is unavailable.
-        """
+        """Wait at most `poll_interval` seconds between polls, or `idle_interval()` if new tasks wake the relay."""
         self._relay = relay
         self._membership = membership
         self._touch_file = touch_file
@@ -79,11 +52,7 @@ class Worker:
         self._missing_since: float | None = None
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
-        """Run turns until `stop` is set or `until(turn)` is true. Then finish the batches in flight.
-
-        Raises StuckBatch, after the other batches have ended, and DatabaseMissing if the database or a table has been
-        gone for five minutes.
-        """
+        """Run turns until `stop` or `until(turn)`, and finish. Raises StuckBatch; DatabaseMissing after 5 minutes."""
         try:
             self._turn_until(stop, until)
         except StuckBatch as stuck:
@@ -111,12 +80,10 @@ class Worker:
                 seconds = self._seconds_to_next(turn)
             except StoreError as error:
                 self._touch_file()  # the poll alone may have taken 30 s
-                self._log_unavailable(error)
-                self._raise_if_missing_too_long(error)
+                self._note_outage(error)
                 stop.wait(self._outage.next())
                 continue
-            self._log_available()
-            self._missing_since = None
+            self._note_success()
             if finished or stop.is_set():
                 return
             began = self._clock()
@@ -139,10 +106,7 @@ class Worker:
         return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
 
     def _limit_long_pause(self, seconds: float, turn: Turn) -> float:
-        """Shorten `seconds` to the next event that the change stream does not report.
-
-        A batch may end, a task may become due, and another worker may crash.
-        """
+        """Shorten the pause to the next event that the change stream does not report: a due task, a crash."""
         if turn.next is Next.SOON:
             return self._poll_interval
         due = self._relay.find_next_due()
@@ -152,10 +116,7 @@ class Worker:
         return min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
 
     def _pause(self, stop: threading.Event, began: float, seconds: float) -> None:
-        """Wait until `seconds` after `began`, or until the relay is woken, and send heartbeats.
-
-        If the change stream fails meanwhile, the pause is cut to the poll interval.
-        """
+        """Wait for so long after `began`, or until woken, and send heartbeats. A failing stream ends the wait."""
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile
@@ -167,21 +128,19 @@ class Worker:
                 return
             self._membership.heartbeat()
 
-    def _raise_if_missing_too_long(self, error: StoreError) -> None:
-        if not isinstance(error, DatabaseMissing):
-            self._missing_since = None
-            return
-        self._missing_since = self._clock() if self._missing_since is None else self._missing_since
-        if self._clock() - self._missing_since >= MAX_MISSING_SECONDS:
-            raise error
-
-    def _log_unavailable(self, error: StoreError) -> None:
+    def _note_outage(self, error: StoreError) -> None:
+        """Log the beginning of an outage. Raise the error if the database has been missing for too long."""
         if not self._unavailable:
             self._unavailable = True
-            _log.error("A request to Spanner failed; retrying: %s", error, extra={"action": "spanner_unavailable"})
+            log.error("A request to Spanner failed; retrying: %s", error, extra={"action": "spanner_unavailable"})
+        since = self._clock() if self._missing_since is None else self._missing_since
+        self._missing_since = since if isinstance(error, DatabaseMissing) else None
+        if self._missing_since is not None and self._clock() - since >= MAX_MISSING_SECONDS:
+            raise error
 
-    def _log_available(self) -> None:
+    def _note_success(self) -> None:
+        self._missing_since = None
         if self._unavailable:
             self._unavailable = False
             self._outage.reset()
-            _log.info("Spanner is available again", extra={"action": "spanner_available"})
+            log.info("Spanner is available again", extra={"action": "spanner_available"})

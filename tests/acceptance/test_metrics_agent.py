@@ -5,7 +5,7 @@ from pathlib import Path
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from publishworker.telemetry import gauges
+from publishworker.process import gauges
 from publishworker.telemetry import metrics as m
 from tests.support.container import altered, settings
 from tests.support.dogstatsd import UnixAgent
@@ -13,7 +13,7 @@ from tests.support.relays import insert_undecodable, register
 from tests.support.waiting import eventually
 
 #: Reports come every 15 s; here every second.
-OFTEN = "from publishworker.telemetry import gauges; gauges.INTERVAL = 1.0"
+OFTEN = "from publishworker.process import gauges; gauges.INTERVAL = 1.0"
 SERVICE = {"DD_ENV": "test", "DD_SERVICE": "publishworker", "DD_VERSION": "1.2.3"}
 TABLE = {metric.name: metric for metric in m.METRICS}
 #: The metrics of every worker that sends tasks and polls shard 0.

@@ -17,8 +17,9 @@ from outbox.program.settings import Field, fields_of
 from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as worker
 from publishworker.process.settings import WorkerSettings
+from publishworker.topics.controls import valid
 from publishworker.topics.rate_limit import RateLimits
-from publishworker.types import TopicLimit
+from publishworker.types import TopicControls, TopicLimit
 from tests.fuzz.conftest import Fuzz
 
 FIELDS = {field.name: field for field in fields_of(WorkerSettings)}
@@ -120,7 +121,7 @@ def _limited(applied: list[dict[str, TopicLimit]], workers: int, steps: list[flo
     now = 0.0
     throttle = RateLimits(lambda: now)
     for step, limits_now in zip(steps, applied, strict=False):
-        throttle.apply(limits_now, workers)
+        throttle.apply(valid(TopicControls(limits=limits_now))[0].limits, workers)
         allowed = throttle.allowances({})
         assert set(allowed) <= set(limits_now)
         for topic, tasks in allowed.items():

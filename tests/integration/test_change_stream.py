@@ -15,14 +15,12 @@ import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from outbox.table.connection import open_database
-from publishworker.spanner.change_stream import MAX_SILENCE_SECONDS, ChangeStream, Partitions
+from publishworker.spanner.change_stream import MAX_SILENCE_SECONDS, ChangeStream
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
 from tests.support.relays import register, wait_until_all_sent, worker
 from tests.support.spanner import fresh_database, place
 from tests.support.waiting import eventually
-
-NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 @pytest.fixture(scope="module")
@@ -157,17 +155,3 @@ def test_the_first_task_of_a_topic_is_found_soon_after_a_wake_up_in_vain(
             time.sleep(0.3)
         register(streamed, topic, 1)
         subscription.pull_until(1, seconds=25)
-
-
-def test_a_child_partition_begins_when_all_its_parents_have_ended() -> None:
-    partitions = Partitions()
-    for token in ("a", "b"):
-        partitions.add(token, NOON, [])
-    assert partitions.pop() == [("a", NOON), ("b", NOON)]
-    for _ in range(2):  # each parent names the merged child
-        partitions.add("ab", NOON, ["a", "b"])
-    partitions.end("a")
-    assert partitions.pop() == []
-    partitions.end("b")
-    assert partitions.pop() == [("ab", NOON)]
-    assert partitions.pop() == []

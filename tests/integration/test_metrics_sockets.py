@@ -133,7 +133,7 @@ def counted(lines: list[str]) -> int:
 def test_a_slow_agent_gets_every_count(silent_socket: socket.socket) -> None:
     """Its socket holds ten packets: other packets wait, and latencies do not crowd them out."""
     metrics = Metrics(client("datadog"))
-    reporter = Reporter(metrics)
+    reporter = Reporter(metrics, time.monotonic)
     lines: list[str] = []
 
     def listen() -> None:

@@ -9,19 +9,16 @@ from typing import Any
 import pytest
 from google.api_core.exceptions import PermissionDenied
 from google.cloud.spanner_v1.instance import Instance
-from google.pubsub_v1 import PublisherClient
 
 from outbox.devtools.emulators import Emulators
 from publishworker.process import cli
-from publishworker.verify import checks
-from publishworker.verify.checks import CHECKS
-from tests.support.pubsub import PubSub
+from publishworker.process.verify import checks
+from publishworker.process.verify.checks import CHECKS
 from tests.support.spanner import INSTANCE, PROJECT
 
 #: Each process of the test run has one, because all share the emulators.
 NAME = f"verify-{os.getpid()}"
 FLAGS = ("verify", "--project", PROJECT, "--instance", INSTANCE, "--database", NAME, "--rows", "200")
-TOPIC = f"projects/{PROJECT}/topics/{NAME}"
 
 
 @pytest.fixture(autouse=True)
@@ -29,20 +26,14 @@ def small(emulators: Emulators, spanner_instance: Instance, monkeypatch: pytest.
     """Few tasks and short waits; afterwards no database and no topic is left, whatever a test did."""
     for name, value in emulators.environment().items():
         monkeypatch.setenv(name, value)
-    for name, number in {"BATCH_SIZES": (10, 50), "SWEPT_TASKS": 50, "TIMED": 5, "HELD_SECONDS": 0.5}.items():
+    for name, number in {"BATCH_SIZES": (10, 50), "SWEPT_TASKS": 50, "HELD_SECONDS": 0.5}.items():
         monkeypatch.setattr(checks, name, number)
     yield
     spanner_instance.database(NAME).drop()
 
 
-def is_gone(instance: Instance, pubsub: PubSub) -> bool:
-    project = f"projects/{PROJECT}"
-    topics = [each.name for each in pubsub.publisher.list_topics(project=project, timeout=10)]
-    return not instance.database(NAME).exists() and TOPIC not in topics
-
-
 def test_all_checks_run_and_nothing_is_left(
-    spanner_instance: Instance, pubsub: PubSub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spanner_instance: Instance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the emulator cannot show is not available, and never counts as passed."""
     report = tmp_path / "report.html"
@@ -52,18 +43,18 @@ def test_all_checks_run_and_nothing_is_left(
     assert list(found) == list(CHECKS)
     assert {name: each["verdict"] for name, each in found.items()} == {
         **dict.fromkeys(("schema", "load", "locks", "batch sizes"), "passed"),
-        **dict.fromkeys(("roles", "plans", "registrations", "Pub/Sub limits"), "not available"),
+        **dict.fromkeys(("roles", "plans"), "not available"),
     }
     assert found["load"]["figures"]["rows"] == 200
     assert [line.split(": ")[1] for line in err.splitlines()] == [
         f"{name} ({number} of {len(CHECKS)})" for number, name in enumerate(CHECKS, 1)
     ]
     assert all(f"<td>{name}</td>" in report.read_text(encoding="utf-8") for name in CHECKS)
-    assert is_gone(spanner_instance, pubsub)
+    assert not spanner_instance.database(NAME).exists()
 
 
 def test_a_failed_check_is_named_and_the_others_run(
-    spanner_instance: Instance, pubsub: PubSub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    spanner_instance: Instance, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(_scratch: object) -> Any:
         raise PermissionDenied("no spanner.databases.updateDdl")
@@ -71,9 +62,9 @@ def test_a_failed_check_is_named_and_the_others_run(
     monkeypatch.setitem(CHECKS, "roles", missing)
     assert cli.main([*FLAGS, "--yes"]) == 1
     out = capsys.readouterr().out
-    assert "roles           failed         PermissionDenied: 403 no spanner.databases.updateDdl" in out
-    assert out.endswith("1 failed, 3 not available\n") or "1 failed" in out.splitlines()[-1]
-    assert is_gone(spanner_instance, pubsub)
+    assert "roles        failed         PermissionDenied: 403 no spanner.databases.updateDdl" in out
+    assert "1 failed" in out.splitlines()[-1]
+    assert not spanner_instance.database(NAME).exists()
 
 
 def test_a_database_that_exists_is_not_touched(spanner_instance: Instance, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,41 +77,20 @@ def test_a_database_that_exists_is_not_touched(spanner_instance: Instance, capsy
 
 
 @pytest.mark.parametrize("moment", ["schema", "locks"])
-def test_ctrl_c_leaves_nothing(
-    moment: str, spanner_instance: Instance, pubsub: PubSub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_nothing(moment: str, spanner_instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_scratch: object) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(CHECKS, moment, interrupted)
     assert cli.main([*FLAGS, "--yes"]) == 130
-    assert is_gone(spanner_instance, pubsub)
+    assert not spanner_instance.database(NAME).exists()
 
 
-def test_a_missing_permission_of_pubsub_is_a_sentence(
-    spanner_instance: Instance, pubsub: PubSub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The database was created first, and is dropped."""
-
-    def refused(*_arguments: object, **_more: object) -> None:
-        raise PermissionDenied("denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PublisherClient, "create_topic", refused)
-        assert cli.main([*FLAGS, "--yes"]) == 3
-    assert capsys.readouterr().err == (
-        f"publishworker: topic {TOPIC} cannot be created: 403 denied. verify needs pubsub.topics.create\n"
-    )
-    assert is_gone(spanner_instance, pubsub)
-
-
-def test_it_asks_before_it_creates_anything(
-    spanner_instance: Instance, pubsub: PubSub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_asks_before_it_creates_anything(spanner_instance: Instance, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*FLAGS]) == 2
     err = capsys.readouterr().err
     assert f"This creates database {NAME} in instance {INSTANCE}" in err
     assert "Not a terminal. Pass --yes to confirm" in err
-    assert is_gone(spanner_instance, pubsub)
+    assert not spanner_instance.database(NAME).exists()
     assert cli.main([*FLAGS, "--yes", "--rows", "7"]) == 2
     assert "--rows: '7' is not allowed" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import yaml
 
 from outbox.admin.backlog import COUNT_LIMIT, STALENESS
 from outbox.cli.schema import DEFAULT_SHARDS
-from publishworker.telemetry.gauges import INTERVAL
+from publishworker.process.gauges import INTERVAL
 from tests.manifests.rendering import OVERLAYS, ROOT, rendered, the, worker
 
 TEXT = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from outbox.admin.backlog import COUNT_LIMIT, STALENESS
+from publishworker.process.gauges import INTERVAL
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import INTERVAL
 from tests.simulation.world import Node, World
 
 FOLDER = Path(__file__).parents[2] / "k8s/components/autoscaling"

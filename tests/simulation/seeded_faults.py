@@ -7,18 +7,17 @@ from itertools import repeat
 from typing import Any
 
 from outbox.admin.reshard import Snapshot
-from publishworker.delivery import delivery, marking, retry_policy
-from publishworker.delivery import rules as eligibility
+from publishworker.delivery import delivery, marking, retry_policy, rules
 from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.mark_first import MarkFirst
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
-from publishworker.topics import overrides
+from publishworker.topics import controls
+from publishworker.topics.availability import Topics
 from publishworker.topics.circuit_breaker import CircuitBreakers
 from publishworker.topics.discovery import KnownTopics
-from publishworker.topics.overrides import Overrides
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
@@ -74,10 +73,10 @@ def late_mark(real: Any) -> Any:
 
 #: What the relay no longer does, the attribute that does it, and how the attribute is replaced.
 DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
-    "SentAt is read again under the lock": (delivery, "skip_reasons", without("sent")),
-    "a task that is not due is skipped under the lock": (delivery, "skip_reasons", without("not_due")),
-    "a task behind a blocked one is skipped under the lock": (delivery, "skip_reasons", without("blocked")),
-    "a transaction attempt remembers outcomes": (delivery, "to_publish", lambda _: lambda rows, _outcomes: rows),
+    "SentAt is read again under the lock": (rules, "skip_reasons", without("sent")),
+    "a task that is not due is skipped under the lock": (rules, "skip_reasons", without("not_due")),
+    "a task behind a blocked one is skipped under the lock": (rules, "skip_reasons", without("blocked")),
+    "a transaction attempt remembers outcomes": (rules, "to_publish", lambda _: lambda rows, _outcomes: rows),
     "a later attempt marks what an earlier one published": (Delivery, "_published", always({})),
     "only published tasks are marked": (Delivery, "_marks", late_mark),
     "a failed commit is remembered": (Delivery, "_fail", always(None)),
@@ -107,7 +106,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         )
     ),
     "a circuit closes again": (CircuitBreakers, "suspended", never_closes),
-    "at-most-once tasks are marked first": (eligibility, "_skip_reason", always(None)),
+    "at-most-once tasks are marked first": (rules, "_skip_reason", always(None)),
     "an at-most-once task whose publish is refused is not lost": (MarkFirst, "_undo_marks", always({})),
     "only a probe fails for its topic": (
         CircuitBreakers, "start",
@@ -137,11 +136,13 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         Poller, "_read", lambda real: lambda self, request, *a: real(self, replace(request, due=False), *a)
     ),
     "a worker goes on after an outage": (
-        Worker, "_log_unavailable", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
+        Worker, "_note_outage", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()
     ),
     "workers that do not poll the new layout are waited for": (Snapshot, "not_polling", always([])),
-    "messages follow the route of their topic": (Overrides, "given", lambda _: lambda _self, claim: claim),
-    "a topic with an invalid route waits": (overrides, "route_problem", always("")),
+    "messages follow the route of their topic": (Topics, "_with_controls", lambda _: lambda _self, claim: claim),
+    "a topic with an invalid route waits": (
+        controls, "problems", lambda real: lambda row: {} if "PublishTo" in row else real(row)
+    ),
     "workers poll the recorded layouts": (
         Membership, "assign", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
     ),

@@ -20,16 +20,7 @@ from outbox.table.layouts import Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.errors import NotWritten, StoreError, TimedOut
 from publishworker.spanner.store import Decide
-from publishworker.types import (
-    Candidate,
-    Discovery,
-    Heartbeat,
-    Key,
-    KeyHeads,
-    Mark,
-    PollRequest,
-    QueuedTask,
-)
+from publishworker.types import Candidate, Discovery, Heartbeat, Key, KeyHeads, Mark, PollRequest, QueuedTask
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process
 from tests.support.fakes import NO_SEQUENCE, FakeStore, StoredTask, candidate
@@ -431,14 +422,7 @@ class Connection:
         self._only, self._max_deferral = only, max_deferral
 
     def _call(
-        self,
-        kind: str,
-        median: float,
-        execute: Callable[[], Any],
-        limit: float,
-        *,
-        rows: int = 0,
-        urgent: bool = False,
+        self, kind: str, median: float, execute: Callable[[], Any], limit: float, *, rows: int = 0, urgent: bool = False
     ) -> Any:
         """Send a request, wait for its answer. Raises StoreError, Aborted."""
         clockwork, spanner = self._clockwork, self._spanner

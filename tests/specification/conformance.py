@@ -13,8 +13,8 @@ from unittest import mock
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind
-from publishworker.delivery.deferral import Deferral
 from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.kinds import Deferral
 from publishworker.types import Deferred, Failed, LockedRow, Mark, Sent, Version
 from tests.specification import state as spec
 from tests.specification.protocol import Protocol

@@ -34,7 +34,7 @@ def correct(transaction: Transaction, batch: Batch, group: MutationGroup, messag
 
 
 def correct_test(database: Database) -> int:
-    transaction = RecordingTransaction(["t"], rows={"Orders": [{"OrderId": "1", "Cents": 5}]}, execute=lambda *_: 1)
+    transaction = RecordingTransaction(["t"])
     correct(transaction, Batch(None), MutationGroup(None), PubsubMessage.pb(PubsubMessage()))
     assert_registered(transaction, topic="orders", attributes={"kind": "placed"}, times=2)
     [task] = assert_registered(database)
@@ -78,8 +78,7 @@ def correct_annotations(transaction: Transaction, batch: Batch) -> None:
 
 
 def wrong_test(batch: Batch) -> None:
-    RecordingTransaction(rows=["Orders"])  # error
-    RecordingTransaction(execute=1)  # error
+    RecordingTransaction(1)  # error
     assert_registered(batch, topic="orders")  # error
     assert_registered(RecordingTransaction(), topics="orders")  # error
     assert_registered(RecordingTransaction(), attributes={"kind": 1})  # error

@@ -22,22 +22,14 @@ Main = Callable[[Sequence[str]], int]
         ),
         (worker.main, "run --poll-int=2", "publishworker: unknown flag '--poll-int'. Did you mean '--poll-interval'?"),
         (worker.main, "drain now", "publishworker: unexpected argument 'now'. See `publishworker drain --help`"),
-        (
-            operators.main,
-            "status --projct x",
-            "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox s",
-        ),
+        (operators.main, "status --projct x", "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox s"),
         (
             operators.main,
             "--projct x status",
             "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox --help`",
         ),
         (operators.main, "retry --zzz", "outbox: unknown flag '--zzz'. `outbox retry --help` lists the flags"),
-        (
-            pipeline.main,
-            "archvie",
-            "outbox-pipeline: unknown job 'archvie'. Did you mean 'archive'?",
-        ),
+        (pipeline.main, "archvie", "outbox-pipeline: unknown job 'archvie'. Did you mean 'archive'?"),
     ],
 )
 def test_a_misspelled_command_or_flag_is_refused_with_the_nearest_name(

@@ -32,6 +32,9 @@ class Scripted:
         self.errors: dict[str, BaseException] = {}
         self.starts: list[datetime] = []
         self.attempts = 0
+        #: When these partitions end. Each names the child ab.
+        self.ends: dict[str, threading.Event] = {}
+        self.read: list[str] = []
         self.closed = threading.Event()
 
     def __call__(self) -> "Scripted":
@@ -50,13 +53,16 @@ class Scripted:
             self.starts.append(values["start"])
             yield [[([], [], [(values["start"], "1", [("a", []), ("b", [])])])]]
         else:
-            sent = 0
-            while not self.closed.is_set():
+            self.read.append(values["token"])
+            sent, end = 0, self.ends.get(values["token"], self.closed)
+            while not end.is_set():
                 if sent >= self.first and values["token"] in self.errors:
                     raise self.errors[values["token"]]
                 yield [[([], [NOON], [])]]
                 sent += 1
-                self.closed.wait(0.01)
+                end.wait(0.01)
+            if values["token"] in self.ends:
+                yield [[([], [], [(NOON, "1", [("ab", ["a", "b"])])])]]
 
 
 @pytest.fixture
@@ -121,6 +127,19 @@ def test_a_partition_that_cannot_be_read_is_logged_once_until_it_can(
         eventually(lambda: len(lines) == 3, seconds=20)
     assert lines == ["change_stream_failed", "change_stream_works", "change_stream_failed"]
     assert sorted(set(database.starts)) == database.starts
+
+
+def test_a_child_partition_is_read_once_after_all_its_parents_have_ended(database: Scripted) -> None:
+    """Each parent names it."""
+    database.ends = {"a": threading.Event(), "b": threading.Event()}
+    with reading(database) as stream:
+        eventually(lambda: {"a", "b"} == stream._heard.keys(), seconds=20)
+        for token in "ab":
+            assert "ab" not in database.read
+            database.ends[token].set()
+            eventually(lambda token=token: token not in stream._heard, seconds=20)
+        eventually(lambda: database.read.count("ab") == 1 and stream.works, seconds=20)
+    assert database.read.count("ab") == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

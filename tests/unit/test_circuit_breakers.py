@@ -30,7 +30,7 @@ class Clock:
 class Watch(CircuitBreakers):
     def __init__(self) -> None:
         self.seconds = 1000.0
-        super().__init__(Random(3), lambda: self.seconds)
+        super().__init__(Random(3), lambda: self.seconds, places=8)
 
     def ended(self, batch: Claim, *recorded: str, **outcomes: Outcome) -> bool:
         """Learn of a batch, of which some tasks are recorded; return whether its topic's state has changed."""

@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from publishworker.turn import relay
-from publishworker.turn.fair_share import FairShare
 from publishworker.turn.relay import Relay
+from publishworker.turn.selection import FairShare
 from publishworker.types import Candidate
 from tests.support.relay_bench import Bench, SlowPublisher
 

@@ -11,9 +11,9 @@ import pytest
 from outbox.admin import backlog
 from outbox.admin.backlog import Backlog, Line
 from outbox.errors import NotReached
-from publishworker.telemetry import gauges
+from publishworker.process import gauges
+from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, by_topic_and_state, oldest_ages
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.gauges import BacklogSampler, WorkerGauges, backlog_counts, by_topic_and_state, oldest_ages
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.types import CircuitState, Failed

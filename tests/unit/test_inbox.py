@@ -16,6 +16,7 @@ import pytest
 from google.cloud.pubsub_v1.publisher import futures as pubsub_future
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.batch import Batch
+from google.cloud.spanner_v1.streamed import StreamedResultSet
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
@@ -35,9 +36,8 @@ def message(task_id: str | None = "task-1", **more: Any) -> Any:
     )  # fmt: skip
 
 
-def recording(*processed: str, **options: Any) -> RecordingTransaction:
-    rows = [{"Consumer": "billing", "TaskId": id} for id in processed]
-    return RecordingTransaction(rows={"ProcessedTasks": rows}, **options)
+def recording(*processed: str) -> RecordingTransaction:
+    return RecordingTransaction(processed)
 
 
 class FakeDatabase:
@@ -50,7 +50,7 @@ class FakeDatabase:
     def run_in_transaction(self, work: Any, **options: Any) -> Any:
         self.options = options
         for _ in range(self.attempts):
-            transaction = recording(*self.processed, execute=lambda *_: [{"Id": "a"}])
+            transaction = RecordingTransaction(self.processed)
             result = work(transaction)
         self.committed += transaction.mutations
         return result
@@ -182,7 +182,7 @@ def fails(_transaction: Any, _message: Any) -> None:
     ("handle", "error"),
     [
         *((function, TypeError) for function in UNFINISHED),
-        (lambda transaction, _: transaction.execute_sql("INSERT ... THEN RETURN Id"), TypeError),
+        (lambda *_: StreamedResultSet(iter(())), TypeError),
         (commits, outbox.InvalidTransaction),
         (rolls_back, outbox.InvalidTransaction),
         (fails, LookupError),

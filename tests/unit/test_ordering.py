@@ -1,5 +1,6 @@
 """The order of a key, between fakes: how far the first tasks of keys are read, and which of them go in one request."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from random import Random
@@ -34,7 +35,7 @@ class Recording(FakeStore):
 
     def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
         found = self.poll(poll_request("orders"))
-        parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, skip_dead=False)
+        parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, skip_dead=False, clock=time.monotonic)
         candidates = parts.resolve(found, frozenset()).candidates
         return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
 
@@ -133,7 +134,7 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     bench.line("a", priority=0, created_at=at)
     bench.line("b", priority=100, created_at=at + timedelta(seconds=1))
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
-    ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), skip_dead=False)
+    ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), skip_dead=False, clock=time.monotonic)
     seen = bench.store.poll(poll_request("orders"))
     key_heads = ordering.resolve(seen, frozenset())
     [key] = key_heads.candidates

@@ -20,9 +20,7 @@ class Watch:
         self.store = FakeStore()
         self.seconds = 100.0
         self.membership = Membership(self.store, "me", clock=lambda: self.seconds)
-        self.poller = Poller(
-            self.store, self.membership, target_rows=100, discovery_seconds=1.0, clock=lambda: self.seconds
-        )
+        self.poller = Poller(self.store, self.membership, lambda: self.seconds, 100, 1.0)
 
     def turn(self, unavailable: Collection[str] = ()) -> Polled:
         """Poll, and discover if it is time."""

@@ -1,13 +1,12 @@
 """The limits of topics: rates over time, each worker's part, and rows that make no sense."""
 
-import logging
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.topics.rate_limit import RateLimits, problem
+from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import TopicLimit
 
 BEGIN = 1000.0
@@ -130,7 +129,7 @@ def test_changed_limits_apply_at_once_and_keep_saved_tokens(throttle: Timed) -> 
 
 
 def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
-    """There is none, it was removed, or the row is invalid now. A topic that is limited again has a full burst."""
+    """There is none, or it was removed. A topic that is limited again has a full burst."""
     assert throttle.allowances({"orders": 10**6}) == {}
     throttle.limit(1, 5, 2)
     throttle.take("invoices", 100)
@@ -144,8 +143,6 @@ def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
     throttle.take("orders", 5)
     throttle.limit(1, 5)
     assert throttle.allowed(in_flight=100) == 5
-    throttle.limit(-1, 5, 2)
-    assert throttle.allowed() is None
     throttle.limit(1, 5, 2)
     assert throttle.allowed() == 2
 
@@ -194,41 +191,3 @@ def test_the_wait_is_that_of_the_first_topic_to_be_allowed(throttle: Timed) -> N
     assert throttle.seconds_to_next() == pytest.approx(0.5)
     throttle.apply({"slow": TopicLimit(0.1, 1)}, 4)
     assert throttle.seconds_to_next() == pytest.approx(40)
-
-
-RATES = {0.0: "0", -2.5: "-2.5", math.nan: "nan", math.inf: "inf", -math.inf: "-inf", 5e-324: "4.94066e-324"}
-LEAST = "It must be at least 1e-09. To send nothing, pause the topic"
-PAIR = "RatePerSecond and Burst go together. Set both, or both to NULL"
-
-
-@pytest.mark.parametrize(
-    ("limit", "sentence"),
-    [
-        (TopicLimit(5.0, None), PAIR),
-        (TopicLimit(None, 5), PAIR),
-        (TopicLimit(None, 5, 3), PAIR),
-        *((TopicLimit(rate, 5), f"RatePerSecond is {shown}. {LEAST}") for rate, shown in RATES.items()),
-        (TopicLimit(5.0, 0), "Burst is 0. It must be at least 1"),
-        (TopicLimit(5.0, -(2**63)), "Burst is -9223372036854775808. It must be at least 1"),
-        (TopicLimit(None, None, 0), "MaxInFlight is 0. It must be at least 1"),
-        (TopicLimit(5.0, 5, -7), "MaxInFlight is -7. It must be at least 1"),
-    ],
-)
-def test_invalid_limits_are_ignored_and_logged(
-    throttle: Timed, caplog: pytest.LogCaptureFixture, limit: TopicLimit, sentence: str
-) -> None:
-    assert problem(limit) == sentence
-    line = f"Invalid limits of topic wrong in AsynchronousTaskTopics are ignored: {sentence}"
-    with caplog.at_level(logging.WARNING, "publishworker"):
-        for seconds in (0.0, 1.0, 58.9):
-            throttle.now += seconds
-            throttle.apply({"wrong": limit, "right": TopicLimit(1, 3)}, 2)
-            assert throttle.allowances({"wrong": 10**6}) == {"right": 1}
-            assert throttle.seconds_to_next() is None
-        assert caplog.messages == [line]
-        throttle.now += 0.2
-        throttle.apply({"wrong": limit, "also wrong": limit}, 2)
-        assert caplog.messages[1:] == [
-            f"{line} [and 2 more times since the last such line]",
-            line.replace("topic wrong", "topic also wrong"),
-        ]

@@ -1,6 +1,7 @@
 """Reads are bounded before they are sent, and a read that timed out is not repeated unchanged; on the fakes."""
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_one_poll_has_an_upper_bound_of_rows() -> None:
     names = [f"topic-{number:02}" for number in range(22)]
     for id, name in itertools.product(range(1_000), names):
         store.insert(f"{name}/{id}", name)
-    poller = Poller(store, Membership(store, "me"), target_rows=2_000, discovery_seconds=1.0)
+    poller = Poller(store, Membership(store, "me"), time.monotonic, 2_000, 1.0)
     poller._size.per_range = 1_000
     poller.discover()
     for _ in range(3):

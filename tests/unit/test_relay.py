@@ -184,19 +184,6 @@ def test_a_stop_during_the_poll_claims_no_task(bench: Bench) -> None:
     assert bench.publisher.ids() == []
 
 
-def test_a_topic_without_tasks_is_forgotten_and_found_again(bench: Bench) -> None:
-    """A name that was used once does not cost every poll for ever."""
-    bench.insert("o")
-    bench.turns()
-    assert bench.store.polls[-1].topics == {"orders"}
-    bench.seconds += 601
-    bench.relay.turn(), bench.relay.turn()
-    assert bench.relay.topics == set()
-    bench.insert("o2")
-    bench.turns()
-    assert bench.publisher.ids() == ["o", "o2"]
-
-
 def test_a_store_that_does_not_answer_and_a_defect_are_raised(bench: Bench) -> None:
     """The worker decides: nothing is claimed, and a half-working worker is worse than a dead one."""
     bench.insert("a")

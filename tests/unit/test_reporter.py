@@ -121,7 +121,6 @@ def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> Non
     assert watch.actions() == ["publish_failed"] * 100
     watch.seconds += 60
     watch.reporter.delivered(failing(["late"]))
-    assert watch.caplog.messages[0].endswith("[and 9900 more times since the last such line]")
     assert watch.actions() == ["publish_failed"]
 
 

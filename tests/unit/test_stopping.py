@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from publishworker.process.stopping import run_on_thread, stop_on_signals
+from publishworker.process.app import run_on_thread
+from publishworker.process.commands import stop_on_signals
 
 
 def test_a_worker_on_a_thread_ends_in_time_and_raises_its_defect() -> None:

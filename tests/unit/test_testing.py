@@ -1,32 +1,27 @@
 """`outbox.testing`: a transaction that records, and assertions about registered tasks."""
 
 import inspect
-from collections.abc import Iterator
 from datetime import UTC, datetime
-from enum import Enum
 from typing import Any
-from zoneinfo import ZoneInfo
 
 import pytest
-from google.api_core.exceptions import NotFound
-from google.cloud.spanner_v1 import KeyRange, KeySet
+from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
 from outbox.testing import RecordingTransaction, assert_registered
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-LINES = [{"Order": order, "Line": line, "Cents": 100 * line} for order in ("a", "b") for line in (1, 2, 3)]
 RECORDED = ["insert", "update", "insert_or_update", "replace", "delete", "read", "execute_sql", "execute_update"]
 
 
-@pytest.mark.parametrize("method", ["insert", "delete", "read", "execute_sql", "execute_update", "batch_update"])
+@pytest.mark.parametrize("method", ["insert", "delete", "read", "execute_update", "batch_update"])
 def test_a_method_has_the_parameters_of_the_client(method: str) -> None:
     """It accepts each of them by name, and refuses others."""
-    given = {"table": "Lines", "columns": ["Line"], "keyset": KeySet(), "sql": "", "dml": ""}
+    given = {"table": "ProcessedTasks", "columns": ["Line"], "keyset": KeySet(), "dml": ""}
     names = list(inspect.signature(getattr(Transaction, method)).parameters)[1:]
     options = {name: given.get(name, [] if name in {"values", "statements"} else None) for name in names}
-    call = getattr(RecordingTransaction(rows={"Lines": LINES}, execute=lambda _sql, _params: []), method)
+    call = getattr(RecordingTransaction(), method)
     call(**options)
     with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'"):
         call(**options, wrong=1)
@@ -79,103 +74,22 @@ def test_a_value_that_the_client_cannot_send_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keyset", "lines"),
-    [
-        (KeySet(all_=True), "a1 a2 a3 b1 b2 b3"),
-        (KeySet(keys=[["a", 2], ["b", 1]]), "a2 b1"),
-        (KeySet(keys=[["b"]]), "b1 b2 b3"),
-        (KeySet(keys=[["c"]]), ""),
-        (KeySet(ranges=[KeyRange(start_closed=["a", 2], end_open=["b", 2])]), "a2 a3 b1"),
-        (KeySet(ranges=[KeyRange(start_open=["a", 2], end_closed=["b"])]), "a3 b1 b2 b3"),
-        (KeySet(ranges=[KeyRange(start_open=["a"])]), "b1 b2 b3"),
-        (KeySet(keys=[["a", 1]], ranges=[KeyRange(end_open=["a", 2])]), "a1"),
-    ],
-)
-def test_a_read_returns_the_prepared_rows_of_its_keys(keyset: KeySet, lines: str) -> None:
-    transaction = RecordingTransaction(rows={"Lines": LINES})
-    assert " ".join(f"{order}{line}" for line, order in transaction.read("Lines", ["Line", "Order"], keyset)) == lines
-
-
-def test_a_result_is_like_that_of_the_client() -> None:
-    by_price = [{"Cents": 100, "Order": "b"}, {"Cents": 200, "Order": "a"}]
-    transaction: Transaction = RecordingTransaction(
-        rows={"Lines": LINES, "LinesByPrice": by_price}, execute=lambda sql, params: [{"Sum": params["n"]}] * len(sql)
-    )
-    everything, none = KeySet(all_=True), KeySet()
-    assert transaction.read("Lines", ["Order"], KeySet(keys=[["b", 3]])).one() == ["b"]
-    assert transaction.read("Lines", ["Order"], none).one_or_none() is None
-    assert list(transaction.read("Lines", ["Order"], everything, index="LinesByPrice", limit=1)) == [["b"]]
-    with pytest.raises(NotFound):
-        transaction.read("Lines", ["Order"], none).one()
-    assert transaction.execute_sql("ab", {"n": 7}).to_dict_list() == [{"Sum": 7}, {"Sum": 7}]
-    assert list(transaction.execute_sql("", params={"n": 7})) == []
-
-
-def test_the_number_of_changed_rows_can_be_prepared() -> None:
-    transaction = RecordingTransaction(execute=lambda _sql, params: len(params))
-    assert transaction.execute_update("UPDATE", {}) == 0
-    assert transaction.batch_update([("UPDATE", {"a": 1, "b": 2}, {}), "UPDATE"])[1] == [2, 0]
-
-
-async def coroutine(*_of: object) -> int:
-    return 2
-
-
-def generator(*_of: object) -> Iterator[dict[str, int]]:
-    yield {"Id": 1}
-
-
-@pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
-def test_a_prepared_function_that_is_not_finished_is_a_type_error() -> None:
-    for execute, method in ((coroutine, "execute_sql"), (coroutine, "execute_update"), (generator, "execute_update")):
-        with pytest.raises(TypeError, match=r"execute returned a (coroutine|generator), so its work may not be done"):
-            getattr(RecordingTransaction(execute=execute), method)("")
-    assert RecordingTransaction(execute=generator).execute_sql("").one() == [1]
-
-
-BERLIN = ZoneInfo("Europe/Berlin")
-#: Half an hour apart, although clocks on the wall show 02:45 first.
-EARLY, LATE = datetime(2026, 10, 25, 2, 45, tzinfo=BERLIN), datetime(2026, 10, 25, 2, 15, tzinfo=BERLIN, fold=1)
-
-
-class Name(str, Enum):  # noqa: UP042 - not a StrEnum: its hash is that of its name
-    TABLE, COLUMN = "Events", "At"
-
-
-def test_times_of_one_zone_are_ordered_in_utc_and_names_are_plain() -> None:
-    transaction = RecordingTransaction(rows={Name.TABLE: [{Name.COLUMN: EARLY}, {"At": LATE}]})
-    for keyset, expected in (
-        (KeySet(ranges=[KeyRange(start_open=[EARLY], end_closed=[LATE])]), [LATE]),
-        (KeySet(keys=[[EARLY.replace(fold=1)]]), []),
-        (KeySet(keys=[[EARLY.astimezone(UTC)]]), [EARLY]),
-    ):
-        assert list(transaction.read("Events", [Name.COLUMN], keyset)) == [[each] for each in expected]
-
-
-@pytest.mark.parametrize(
     ("use", "sentence"),
     [
         (
             lambda transaction: transaction.read("Orders", ["Id", "Cents"], KeySet(all_=True)),
-            "no rows of Orders are prepared: use RecordingTransaction(rows={'Orders': [{'Id': ..., 'Cents': ...}]})",
+            "RecordingTransaction has no rows of Orders: use a database of the emulator",
         ),
-        (
-            lambda transaction: transaction.read("Lines", ["Order", "Weight"], KeySet(keys=[["a", 1]])),
-            "the row {'Order': 'a', 'Line': 1, 'Cents': 100} of Lines has no Weight: add it to `rows`",
-        ),
-        (
-            lambda transaction: transaction.execute_sql("SELECT 1"),
-            "no rows of the query 'SELECT 1' are prepared: use RecordingTransaction(execute=...)",
-        ),
+        (lambda transaction: transaction.execute_sql("SELECT 1"), "RecordingTransaction has no session, and so no '_"),
         (
             lambda transaction: transaction.rollback() or transaction.commit(),
             "RecordingTransaction has no session, and so no '_database': use a database of the emulator",
         ),
     ],
 )
-def test_what_is_not_prepared_is_an_error_with_the_remedy(use: Any, sentence: str) -> None:
+def test_what_needs_a_database_is_an_error_with_the_remedy(use: Any, sentence: str) -> None:
     with pytest.raises((LookupError, AttributeError)) as caught:
-        use(RecordingTransaction(rows={"Lines": LINES}))
+        use(RecordingTransaction())
     assert str(caught.value).startswith(sentence)
 
 

@@ -1,6 +1,7 @@
 """Routes and retry policies of topics: where a batch publishes, and how its failures are recorded; on the fakes."""
 
 import logging
+import math
 from datetime import timedelta
 from random import Random
 
@@ -12,8 +13,8 @@ from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
 from publishworker.topics.availability import CONTROLS_SECONDS, Topics
 from publishworker.topics.circuit_breaker import TARGET_PROBE_TASKS
-from publishworker.topics.overrides import policy_problem, route_problem
-from publishworker.types import NO_POLICY, Failed, TopicControls, TopicPolicy
+from publishworker.topics.controls import valid
+from publishworker.types import NO_POLICY, Failed, TopicControls, TopicLimit, TopicPolicy
 from tests.support.relay_bench import Bench
 
 NEW = "projects/other/topics/orders-v2"
@@ -154,7 +155,7 @@ def test_a_deferral_ends_within_the_max_backoff_of_its_topic(bench: Bench) -> No
 
 
 @pytest.mark.parametrize(
-    ("policy", "sentence"),
+    ("control", "sentence"),
     [
         (TopicPolicy(max_attempts=0), "MaxAttempts is 0. It must be a whole number from 1 to 1,000,000"),
         (TopicPolicy(initial=float("nan")), "BackoffInitialSeconds is nan. It must be a number from 0.05 to 3,600"),
@@ -164,21 +165,32 @@ def test_a_deferral_ends_within_the_max_backoff_of_its_topic(bench: Bench) -> No
             TopicPolicy(initial=60.0, longest=5.0),
             "BackoffInitialSeconds is 60.0. It must not exceed BackoffMaxSeconds, which is 5.0",
         ),
+        (TopicLimit(5.0, None), "RatePerSecond and Burst go together. Set both or neither"),
+        (TopicLimit(None, 5, 3), "RatePerSecond and Burst go together. Set both or neither"),
+        (TopicLimit(5.0, 0), "Burst is 0. It must be a whole number from 1 to 1,000,000,000"),
+        (TopicLimit(None, None, -7), "MaxInFlight is -7. It must be a whole number from 1 to 1,000,000,000"),
+        *(
+            (TopicLimit(rate, 5), f"RatePerSecond is {rate!r}. It must be a number from 1e-09 to 1.79769313486e+308")
+            for rate in (0.0, -2.5, math.nan, math.inf, -math.inf, 5e-324)
+        ),
     ],
 )
-def test_an_invalid_policy_is_ignored_and_logged(
-    policy: TopicPolicy, sentence: str, caplog: pytest.LogCaptureFixture
+def test_an_invalid_control_is_ignored_and_logged(
+    control: TopicPolicy | TopicLimit, sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker's policy applies instead. One line a minute for each topic."""
-    assert policy_problem(policy) == sentence
-    found = topics(policies={"orders": policy, "invoices": TopicPolicy(max_attempts=3)})
-    found.apply(TopicControls(policies={"orders": policy}), 1)
+    """Those of other topics apply. One line a minute for each topic."""
+    kind, good = ("limits", TopicLimit(1, 3)) if isinstance(control, TopicLimit) else ("policies", TopicPolicy(3))
+    found = topics(**{kind: {"orders": control, "invoices": good}})
+    found.apply(TopicControls(**{kind: {"orders": control}}), 1)
     assert found.start(claim()).policy == NO_POLICY
-    [line] = [each for each in caplog.messages if "is ignored" in each]
-    assert line.startswith(f"The retry policy of topic orders is ignored: {sentence}")
+    assert found.admit((), {}, ()).allowed == {}
+    [line] = [each for each in caplog.messages if "ignored" in each]
+    what = "The limits of topic orders are" if kind == "limits" else "The retry policy of topic orders is"
+    assert line == f"{what} ignored: {sentence}. See AsynchronousTaskTopics"
 
 
 @pytest.mark.parametrize("to", ["", "ab", "goog-x", "projects/p/topics/", "a b c", "orders\n"])
 def test_a_name_that_pubsub_refuses_is_no_destination(to: str) -> None:
-    assert route_problem(to).startswith("PublishTo is ")
-    assert route_problem("orders") == route_problem(NEW) == ""
+    right, wrong = valid(TopicControls(routes={"bad": to, "good": NEW, "short": "orders"}))
+    assert (right.routes, right.paused) == ({"good": NEW, "short": "orders"}, {"bad"})
+    assert wrong["route", "bad"].startswith("Topic bad counts as paused: PublishTo is ")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
-from publishworker.verify.plans import lines, problems, scans
+from publishworker.process.verify.plans import lines, problems, scans
 
 INDEX, TABLE = "AsynchronousTasksToSend", "AsynchronousTasks"
 POLL = f"SELECT Id FROM {TABLE}@{{FORCE_INDEX={INDEX}}} WHERE Shard = 1"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from publishworker.backoff import Backoff
 from publishworker.delivery.claim import Claim
 from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
@@ -150,10 +149,11 @@ def test_with_a_change_stream_the_wait_doubles_up_to_the_idle_interval() -> None
     assert script.stop.seconds == pytest.approx(5 + 4, rel=0.3)
 
 
-def test_a_task_that_is_due_already_is_polled_after_the_poll_interval() -> None:
-    """The poll may have just missed it. It may also wait for something else, so polls at once would be many."""
-    script = Script(*[IDLE] * 8)
-    script.due = 0.0
+@pytest.mark.parametrize(("turn", "due"), [(IDLE, 0.0), (Turn(next=Next.SOON), None)])
+def test_a_task_that_is_due_already_or_left_is_polled_after_the_poll_interval(turn: Turn, due: float | None) -> None:
+    """The change stream does not report it. It may wait for something else, so polls at once would be many."""
+    script = Script(*[turn] * 8)
+    script.due = due
     script.run(idle=lambda: 15.0)
     assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1 + 1, rel=0.15)
 
@@ -177,11 +177,6 @@ def test_an_idle_worker_polls_when_another_one_may_no_longer_be_live() -> None:
     script = Script(*[IDLE] * 20)
     script.run(idle=lambda: 15.0, live={"other": 0.2})
     assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 14 * 1, rel=0.15)
-
-
-def test_two_workers_poll_at_different_times() -> None:
-    one, other = (Backoff(1, 1, Random(seed)) for seed in (1, 2))
-    assert [one.next() for _ in range(5)] != [other.next() for _ in range(5)]
 
 
 def test_an_outage_is_logged_once_and_followed_by_growing_waits(caplog: pytest.LogCaptureFixture) -> None:
@@ -288,28 +283,16 @@ def test_a_worker_that_waits_for_the_change_stream_writes_its_heartbeat_row_less
     assert script.store.liveness_timeout == {"me": IDLE_LIVENESS_TIMEOUT_SECONDS}
 
 
-def test_a_worker_with_scheduled_tasks_is_not_idle() -> None:
-    """The change stream does not report that they become due, so others must take over its shards earlier."""
-    script = Script(*[IDLE] * 14)
-    script.due = 1000.0
+@pytest.mark.parametrize(
+    ("turn", "due"), [(IDLE, 1000.0), (Turn(next=Next.SOON), None), (Turn(seconds_to_retry=1000.0), None)]
+)
+def test_a_worker_with_unsent_tasks_is_not_idle(turn: Turn, due: float | None) -> None:
+    """If it crashes, others must send the tasks of its batches, of topics whose circuit was open, and due ones."""
+    script = Script(*[turn] * 14)
+    script.due = due
     script.run(idle=lambda: 15.0, beats=True)
     assert script.store.heartbeats >= script.stop.seconds / (HEARTBEAT_INTERVAL_SECONDS + 1)
     assert script.store.liveness_timeout == {"me": LIVENESS_TIMEOUT_SECONDS}
-
-
-@pytest.mark.parametrize("turn", [Turn(next=Next.SOON), Turn(seconds_to_retry=1000.0)])
-def test_a_worker_with_unsent_tasks_is_not_idle(turn: Turn) -> None:
-    """If it crashes, other workers must send the tasks of its batches, and of topics whose circuit was open."""
-    script = Script(*[turn] * 14)
-    script.run(idle=lambda: 15.0, beats=True)
-    assert script.store.liveness_timeout == {"me": LIVENESS_TIMEOUT_SECONDS}
-
-
-def test_with_unfinished_tasks_no_pause_exceeds_the_poll_interval() -> None:
-    """The change stream does not report that a batch has ended, or that a task can be tried again."""
-    script = Script(*[Turn(next=Next.SOON)] * 8)
-    script.run(idle=lambda: 15.0)
-    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1 + 1, rel=0.15)
 
 
 def test_a_worker_that_is_never_idle_writes_its_heartbeat_row() -> None:

@@ -1,20 +1,18 @@
-"""The scratch database and topic of a verification: created, filled, and dropped."""
+"""The scratch database of a verification: created, filled, and dropped."""
 
 import base64
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from google.api_core.exceptions import GoogleAPIError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
-from google.pubsub_v1 import PublisherClient, PubsubMessage
+from google.pubsub_v1 import PubsubMessage
 
 import outbox
-from outbox.errors import NotReached, OutboxError
-from outbox.program.pubsub import open_pubsub
+from outbox.errors import OutboxError
 from outbox.program.terminal import complain
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
@@ -31,13 +29,10 @@ SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """The database and the topic."""
+    """The database, into which a check can load `rows` tasks."""
 
     settings: WorkerSettings
     database: LimitedDatabase
-    topics: PublisherClient
-    #: Full name of the topic.
-    topic: str
     rows: int
 
     @property
@@ -74,33 +69,24 @@ class Scratch:
 
 @contextlib.contextmanager
 def scratch(settings: WorkerSettings, rows: int, *, keep: bool) -> Iterator[Scratch]:
-    """Create the database and the topic, and drop them at the end unless `keep`. Raises OutboxError, NotReached.
-
-    A database that exists is never touched. What could not be dropped is named on stderr.
-    """
+    """Create the database, never one that exists, and drop it unless `keep`. Raises OutboxError, NotReached."""
     database: Any = open_database(settings)  # its methods carry no types
-    topics = PublisherClient(transport=open_pubsub(settings))
-    topic = f"projects/{settings.project}/topics/{settings.database}"
     with schema.service_errors(f"instance {settings.instance}"):
         if database.exists():
             raise OutboxError(f"database {settings.database} exists. `verify` creates a new one: omit --database")
-    with contextlib.ExitStack() as stack:
-        with schema.service_errors(f"instance {settings.instance}"):
-            stack.callback(_drop, f"database {settings.database}", database.drop, keep=keep)
-            database.create().result(timeout=SECONDS)
-        try:
-            topics.create_topic(name=topic, timeout=30)
-        except GoogleAPIError as error:
-            raise NotReached(f"topic {topic} cannot be created: {error}. verify needs pubsub.topics.create") from error
-        stack.callback(_drop, f"topic {topic}", lambda: topics.delete_topic(topic=topic, timeout=30), keep=keep)
-        yield Scratch(settings, database, topics, topic, rows)
-
-
-def _drop(name: str, drop: Callable[[], object], *, keep: bool) -> None:
-    if keep:
-        complain("publishworker", f"{name} was kept")
-        return
     try:
-        drop()
+        with schema.service_errors(f"instance {settings.instance}"):
+            database.create().result(timeout=SECONDS)
+        yield Scratch(settings, database, rows)
+    finally:
+        if keep:
+            complain("publishworker", f"database {settings.database} was kept")
+        else:
+            _drop(database, settings.database)
+
+
+def _drop(database: Any, name: str) -> None:
+    try:
+        database.drop()
     except Exception as error:  # whatever happens, the user must know what is left
-        complain("publishworker", f"{name} could not be dropped. Drop it yourself: {error}")
+        complain("publishworker", f"database {name} could not be dropped. Drop it yourself: {error}")

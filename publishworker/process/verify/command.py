@@ -15,8 +15,8 @@ from outbox.errors import SettingError
 from outbox.program.terminal import Escaped, complain, say
 from publishworker.process import exits
 from publishworker.process.settings import WorkerSettings
-from publishworker.verify.checks import CHECKS, FAILED, Finding, run
-from publishworker.verify.scratch import scratch
+from publishworker.process.verify.checks import CHECKS, FAILED, Finding, run
+from publishworker.process.verify.scratch import scratch
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -27,9 +27,9 @@ def verify(options: argparse.Namespace) -> int:
     name = options.database or f"outbox-verify-{uuid.uuid4().hex[:8]}"
     settings = WorkerSettings.read(vars(options) | {"database": name})
     confirm(
-        f"This creates database {settings.database} in instance {settings.instance} and a topic of the same name in "
-        f"project {settings.project}, loads {options.rows:,} tasks, and takes minutes. Both are "
-        f"{'kept (--keep)' if options.keep else 'deleted at the end'}. No other database is changed. Continue?",
+        f"This creates database {settings.database} in instance {settings.instance}, loads {options.rows:,} tasks, and "
+        f"takes minutes. The database is {'kept (--keep)' if options.keep else 'deleted at the end'}. No other one is "
+        "changed. Continue?",
         yes=options.yes,
     )
     with scratch(settings, options.rows, keep=options.keep) as target:
@@ -42,7 +42,7 @@ def verify(options: argparse.Namespace) -> int:
     else:
         say(_as_table(found))
     if options.report:
-        pages = Environment(loader=PackageLoader("publishworker.verify", ""), autoescape=True, trim_blocks=True)
+        pages = Environment(loader=PackageLoader("publishworker.process.verify", ""), autoescape=True, trim_blocks=True)
         page = pages.get_template("report.html.jinja").render(checks=found, settings=settings)
         Path(options.report).write_text(page, encoding="utf-8")
     return exits.FAILED if any(each.verdict == FAILED for each in found.values()) else exits.DONE

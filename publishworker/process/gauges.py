@@ -1,13 +1,12 @@
 """Metrics that a worker sends every 15 s: its heartbeat and load and, if it polls shard 0, the backlog."""
 
-import logging
 import platform
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from outbox import __version__
 from outbox.admin import backlog
@@ -15,13 +14,11 @@ from outbox.admin.backlog import Backlog
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.table.states import UNSENT
+from publishworker.log import ThrottledLog, log
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.throttled_log import ThrottledLog
-from publishworker.types import CircuitState
-
-_log = logging.getLogger("publishworker")
-K = TypeVar("K")
+from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Relay
 
 #: Seconds between two reports, and between two counts of the backlog.
 INTERVAL = 15.0
@@ -41,66 +38,31 @@ BUILD_TAGS = {
 }
 
 
-class WorkerView(Protocol):
-    """What the gauges show of a relay."""
+def with_zeros(clock: Callable[[], float]) -> Callable[[Mapping[Any, float]], dict[Any, float]]:
+    """Return a function that adds a 0 for each key that had a value within ZERO_SECONDS."""
+    seen: dict[Any, float] = {}
 
-    @property
-    def in_flight(self) -> int:
-        """Return the number of batches in flight."""
+    def add(values: Mapping[Any, float]) -> dict[Any, float]:
+        nonlocal seen
+        now = clock()
+        seen = {key: at for key, at in seen.items() if now - at < ZERO_SECONDS} | dict.fromkeys(values, now)
+        return {key: values.get(key, 0) for key in seen}
 
-    @property
-    def topics(self) -> Collection[str]:
-        """Return the topics that have, or recently had, unsent tasks."""
-
-    def circuit_states(self) -> Mapping[str, CircuitState]:
-        """Return the circuits that are not closed, by topic."""
-
-
-class MembershipView(Protocol):
-    """What the gauges show of the live workers."""
-
-    shards: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Return the number of live workers."""
-
-    @property
-    def counts_backlog(self) -> bool:
-        """Tell whether this worker is the one that counts the backlog."""
-
-
-class WithZeros(Generic[K]):
-    """Adds a 0 for each key that had a value within ZERO_SECONDS."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._seen: dict[K, float] = {}
-
-    def __call__(self, values: Mapping[K, float]) -> dict[K, float]:
-        """Return `values` and the zeros."""
-        now = self._clock()
-        self._seen = {key: at for key, at in self._seen.items() if now - at < ZERO_SECONDS}
-        self._seen |= dict.fromkeys(values, now)
-        return {key: values.get(key, 0) for key in self._seen}
+    return add
 
 
 class WorkerGauges:
     """Sends the gauges of this worker. It runs on the worker's thread, so a hung worker sends none."""
 
     def __init__(
-        self,
-        metrics: Metrics,
-        membership: MembershipView,
-        worker: WorkerView,
-        clock: Callable[[], float] = time.monotonic,
+        self, metrics: Metrics, membership: Membership, relay: Relay, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._metrics = metrics
         self._membership = membership
-        self._worker = worker
+        self._relay = relay
         self._clock = clock
         self._at = float("-inf")
-        self._circuits = WithZeros[str](clock)
+        self._circuits = with_zeros(clock)
 
     def __call__(self) -> None:
         """Send the gauges if they are due."""
@@ -111,10 +73,10 @@ class WorkerGauges:
         self._metrics.gauge(m.BUILD, 1, **BUILD_TAGS)
         self._metrics.gauge(m.SHARDS, len(self._membership.shards))
         self._metrics.gauge(m.WORKERS, self._membership.size)
-        self._metrics.sample(m.IN_FLIGHT, self._worker.in_flight)
-        for topic in self._worker.topics:  # so that "nothing is published" is visible
+        self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight)
+        for topic in self._relay.topics:  # so that "nothing is published" is visible
             self._metrics.zero(m.PUBLISHED, topic=topic)
-        circuits = self._worker.circuit_states()
+        circuits = self._relay.circuit_states()
         states = {topic: m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits.items()}
         for topic, state in self._circuits(states).items():
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
@@ -124,13 +86,13 @@ def backlog_counts(
     metrics: Metrics, topics: Callable[[], Collection[str]], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[TaskTable], None]:
     """Return a function that sends the numbers of unsent tasks. It sends 0 pending tasks for `topics` without any."""
-    with_zeros = WithZeros[tuple[str, str]](clock)
+    padded = with_zeros(clock)
 
     def send(table: TaskTable) -> None:
         found = backlog.read_unsent_stale(table)
         metrics.gauge(m.PENDING, found.total.pending)
         none = {(topic, "pending"): 0 for topic in topics()}
-        for (topic, state), number in (none | with_zeros(by_topic_and_state(found))).items():
+        for (topic, state), number in (none | padded(by_topic_and_state(found))).items():
             metrics.gauge(m.TOPIC_TASKS, number, topic=topic, state=state)
 
     return send
@@ -147,12 +109,12 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
 
 def oldest_ages(metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> Callable[[TaskTable], None]:
     """Return a function that sends the age of the oldest pending task, of all topics and of each."""
-    with_zeros = WithZeros[str](clock)
+    padded = with_zeros(clock)
 
     def send(table: TaskTable) -> None:
         ages = backlog.oldest_ages(table)
         metrics.gauge(m.OLDEST_AGE, max(ages.values(), default=0.0))
-        for topic, age in with_zeros(ages).items():
+        for topic, age in padded(ages).items():
             metrics.gauge(m.TOPIC_OLDEST_AGE, age, topic=topic)
 
     return send
@@ -165,7 +127,7 @@ class BacklogSampler:
         self,
         sample: Callable[[TaskTable], None],
         open_table: Callable[[], TaskTable],
-        membership: MembershipView,
+        membership: Membership,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sample = sample
@@ -199,7 +161,7 @@ class BacklogSampler:
             )
             return INTERVAL
         except Exception:
-            _log.exception(
+            log.exception(
                 "Counting the backlog failed with an unexpected error. Please report it.", extra={"action": "backlog"}
             )
             return INTERVAL

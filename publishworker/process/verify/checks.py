@@ -1,6 +1,5 @@
 """The checks of a verification. Each returns a verdict, a sentence and its figures."""
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 from google.api_core.exceptions import GoogleAPIError, PermissionDenied
 from google.cloud.spanner_v1 import ExecuteSqlRequest
 from google.cloud.spanner_v1.types import ResultSetStats
-from google.pubsub_v1 import PubsubMessage
 
 import outbox
 from outbox.admin import backlog, changes, tasks
@@ -21,28 +19,24 @@ from outbox.admin import topics as topic_controls
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
-from outbox.message import MAX_ATTRIBUTES, MAX_REQUEST_BYTES
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from publishworker.host import Host
 from publishworker.process.app import open_store, relay_of
-from publishworker.pubsub.messages import MAX_REQUEST_MESSAGES
+from publishworker.process.verify import plans
+from publishworker.process.verify.scratch import TOPICS, Scratch
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Failed, Key, LockedRow, Mark, Outcome, PollRequest, Sent
-from publishworker.verify import plans
-from publishworker.verify.scratch import TOPICS, Scratch
 
 PASSED, FAILED, NOT_AVAILABLE = "passed", "failed", "not available"
 #: Batch sizes of the sweep, and tasks that are sent with each.
 BATCH_SIZES, SWEPT_TASKS = (10, 25, 50, 100, 200, 500), 1_000
 #: Seconds for which the first of two claims holds its locks.
 HELD_SECONDS = 2.0
-#: Registrations that are timed alone, and again beside a relay.
-TIMED = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +71,7 @@ def _roles(scratch: Scratch) -> Finding:
         return Finding(NOT_AVAILABLE, "the emulator has no roles")
     database: Any = scratch.database
     installed = files("outbox") / "ddl" / "roles.sql"
-    source = installed if installed.is_file() else Path(__file__).parents[2] / "schema" / "roles.sql"
+    source = installed if installed.is_file() else Path(__file__).parents[3] / "schema" / "roles.sql"
     database.update_ddl(ddl.cut(source.read_text(encoding="utf-8"))).result(timeout=300)
     verify_grants(open_database(replace(scratch.settings, database_role="publishworker")))
     application: Any = open_database(replace(scratch.settings, database_role="outbox_application"))
@@ -182,51 +176,13 @@ def _locks(scratch: Scratch) -> Finding:
     return Finding(PASSED if good else FAILED, text, {"waited, s": round(waited, 2), "attempts": len(attempts)})
 
 
-def _registrations(scratch: Scratch) -> Finding:
-    """Time registrations alone, and beside a relay that sends a backlog. Registrations must not wait for its locks."""
-    alone = _registering_ms(scratch)
-    scratch.register(scratch.settings.database, SWEPT_TASKS)
-    relay, stop = _relay(scratch, 200), threading.Event()
-
-    def turns() -> None:
-        while not stop.is_set():
-            relay.turn(stop.is_set)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(turns)
-        try:
-            beside = _registering_ms(scratch)
-        finally:
-            stop.set()
-        running.result(60)
-    relay.finish()
-    figures = {
-        f"{name}, {part} ms": round(value, 1)
-        for name, times in (("alone", alone), ("beside a relay", beside))
-        for part, value in (("median", statistics.median(times)), ("99th percentile", times[int(0.99 * len(times))]))
-    }
-    if scratch.is_emulator:
-        return Finding(NOT_AVAILABLE, "the emulator runs one transaction at a time", figures)
-    text = "compare the 99th percentiles: a registration inserts other rows, so it waits for no lock of the relay"
-    return Finding(PASSED, text, figures)
-
-
-def _registering_ms(scratch: Scratch) -> list[float]:
-    times = []
-    for _ in range(TIMED):
-        began = time.monotonic()
-        scratch.register(TOPICS[1], 1)
-        times.append((time.monotonic() - began) * 1000)
-    return sorted(times)
-
-
 def _batch_sizes(scratch: Scratch) -> Finding:
     """Send tasks with each batch size, with a publisher that answers at once, so that only Spanner counts."""
-    others = [*TOPICS, scratch.settings.database]  # unsent tasks of earlier checks
-    topic_controls.change(TaskTable(scratch.database), "pause", others, {"Paused": True})
+    earlier = list(TOPICS)  # they have unsent tasks
+    topic_controls.change(TaskTable(scratch.database), "pause", earlier, {"Paused": True})
     speeds = {}
     for size in BATCH_SIZES:
-        topic = f"{scratch.settings.database}-{size}"
+        topic = f"verify-{size}"
         count = min(SWEPT_TASKS, max(size, scratch.rows // 10))
         scratch.register(topic, count)
         relay, sent, began = _relay(scratch, size), 0, time.monotonic()
@@ -241,51 +197,17 @@ def _batch_sizes(scratch: Scratch) -> Finding:
 
 
 def _relay(scratch: Scratch, batch_size: int) -> Relay:
-    """Return a relay that publishes nowhere."""
     store = open_store(scratch.settings)
     settings, membership = replace(scratch.settings, batch_size=batch_size), Membership(store, "verify")
     return relay_of(settings, store, _InstantPublisher(), membership, metrics=Metrics(), host=Host())
 
 
 class _InstantPublisher:
-    """Answers each publish at once."""
-
     def publish(self, _topic: str, rows: Sequence[LockedRow], *_more: Any) -> dict[str, Outcome]:
         return {row.id: Sent("verify") for row in rows}
 
     def refusals(self, _topic: str, _rows: Sequence[LockedRow]) -> dict[str, Failed]:
         return {}
-
-
-def _pubsub_limits(scratch: Scratch) -> Finding:
-    """Publish at and beyond each limit, and compare the answers with what the library allows."""
-    refused, accepted = [], []
-    for name, messages, allowed in _limit_cases():
-        try:
-            scratch.topics.publish(topic=scratch.topic, messages=messages, timeout=60, retry=None)
-        except GoogleAPIError:
-            if allowed:
-                refused.append(f"{name} is refused, and `register` or the relay allows it")
-        else:
-            if not allowed:
-                accepted.append(f"{name} is accepted, and `register` or the relay refuses it")
-    if accepted and not refused and scratch.is_emulator:
-        return Finding(NOT_AVAILABLE, f"the emulator does not enforce all limits: {'; '.join(accepted)}")
-    wrong = "; ".join(refused + accepted)
-    return Finding(FAILED if wrong else PASSED, wrong or "the library and Pub/Sub agree")
-
-
-def _limit_cases() -> Iterator[tuple[str, list[PubsubMessage], bool]]:
-    """Yield requests by name, each with whether `register` and the relay would send it."""
-    for count in (MAX_REQUEST_MESSAGES, MAX_REQUEST_MESSAGES + 1):
-        yield f"a request of {count:,} messages", [PubsubMessage(data=b"x")] * count, count == MAX_REQUEST_MESSAGES
-    for size, allowed in ((MAX_REQUEST_BYTES - 200, True), (MAX_REQUEST_BYTES + 1, False)):
-        yield f"a message of {size:,} bytes", [PubsubMessage(data=b"x" * size)], allowed
-    for count in (MAX_ATTRIBUTES, MAX_ATTRIBUTES + 1):
-        attributes = {f"a{number}": "" for number in range(count)}
-        message = PubsubMessage(data=b"x", attributes=attributes)
-        yield f"a message with {count} attributes", [message], count == MAX_ATTRIBUTES
-    yield "an attribute that begins with goog", [PubsubMessage(data=b"x", attributes={"goog-reserved": ""})], False
 
 
 CHECKS: dict[str, Callable[[Scratch], Finding]] = {
@@ -294,7 +216,5 @@ CHECKS: dict[str, Callable[[Scratch], Finding]] = {
     "load": _load,
     "plans": _plans,
     "locks": _locks,
-    "registrations": _registrations,
     "batch sizes": _batch_sizes,
-    "Pub/Sub limits": _pubsub_limits,
 }
