@@ -51,7 +51,7 @@ REASONS = {
     "expired": "ExpiresAt has passed",
     "pending": "a pending task needs no retry",
     "blocked": "a blocked task waits for the head of its ordering key",
-    "missing": "they are not in the table",
+    "missing": "not in the table",
 }
 
 

@@ -95,7 +95,7 @@ def test_some_tasks_are_selected(database: Database, table: TaskTable, jane: Tes
     insert(database, [row("a", **DEAD), row("b", **DEAD), row("old", **DEAD, ExpiresAt=PAST), row("pending")])
     page = jane.get("/tasks/retry?id=a&id=old&id=pending&id=gone").text
     assert "Retry 1 task" in page
-    for reason in ("ExpiresAt has passed", "a pending task needs no retry", "they are not in the table"):
+    for reason in ("ExpiresAt has passed", "a pending task needs no retry", "not in the table"):
         assert f"1 is not changed: {reason}" in page
     [link] = [html.unescape(each) for each in re.findall(r'href="(/tasks/retry[^"]+)"', page)]
     assert finished(table, begun(jane, link, reason="")).tasks == 2
@@ -230,7 +230,7 @@ def test_an_operation_goes_on_when_spanner_is_back(
     page = jane.get("/operations").text
     assert "These figures could not be read again: Spanner did not answer" in page
     assert re.search(r"As of <time>[^<]+</time>, [\d.]+s ago", page)
-    assert id in page or "Nobody has changed anything yet" in page
+    assert id in page or "No operation is recorded yet" in page
     answer = jane.get("/tasks")
     assert (answer.status_code, "Spanner did not answer" in answer.text) == (503, True)
     outage.away.clear()

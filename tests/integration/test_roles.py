@@ -107,6 +107,11 @@ def test_operators_stay_within_their_role(database: Database) -> None:
         lambda: list(changes.cancel(table, TaskSelection(state="dead", ids=("dead too",)))),
         lambda: list(changes.purge(table, TaskSelection(state="sent", until=datetime.now(UTC)))),
         lambda: topics.change(table, "pause", ["orders"], {"Paused": True}),
+        lambda: changes.begin(table, "cancel", TaskSelection(state="blocked"), operations.UNNAMED, id="1", selected=1),
+        lambda: operations.stop(table, "1", operations.UNNAMED),
+        lambda: operations.proceed(table, "1", operations.UNNAMED),
+        lambda: list(changes.resume(table, "1")),
+        lambda: operations.viewed(table, "behind", operations.UNNAMED),
     ]
     for work in works:
         before = len(heard.commits)
