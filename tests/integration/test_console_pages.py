@@ -165,6 +165,7 @@ def test_a_hundred_tabs_cost_what_one_costs(
         assert options.request_tag in (console.application.TAG, "outbox-schema")
 
 
+@pytest.mark.extended
 def test_an_outage_keeps_the_last_figures_and_ends(
     emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
