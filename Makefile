@@ -14,24 +14,29 @@ TESTS  ?= --numprocesses 2 --dist loadgroup
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-# pip installs uv, which then installs the pinned versions twice as fast.
+# pip installs uv, by its hash in constraints.txt. uv installs everything else.
 $(BIN)/uv: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": set PYTHON=python3.11")'
 	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed. On Debian: apt-get install python3-venv"; exit 1; }
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt uv 2> .venv/install.log || $(FAILED)
+	@sed -n '/^uv==/,/[^\\]$$/p' constraints.txt > .venv/uv.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --requirement .venv/uv.txt 2> .venv/install.log || $(FAILED)
 	@touch $@
 
 FAILED = { echo "Installing into .venv failed: $$({ grep -m1 '^ERROR' .venv/install.log || grep -v '^ *$$' .venv/install.log | tail -1; } | sed 's/^[^[:alnum:]]*//') (full log: .venv/install.log). Check the connection to the package index and run make again."; exit 1; }
-INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
+# Choose the packages for the Python $(1) and the flags $(2) within constraints.txt, then install files whose hash is there.
+INSTALL = { $(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(1) --constraint constraints.txt $(2) > .venv/chosen.txt && \
+  $(BIN)/uv pip install --quiet --python $(1) --require-hashes --constraint constraints.txt --build-constraint constraints.txt \
+    --requirement .venv/chosen.txt; }
+EDITABLE = $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --build-constraint constraints.txt --editable .
 
 $(DEMO): $(BIN)/uv pyproject.toml outbox/_version.py
 	@echo "Installing the demo's dependencies into .venv (pinned by constraints.txt) ..."
-	@$(INSTALL) --group demo --editable '.[worker]' 2> .venv/install.log || $(FAILED)
+	@{ $(call INSTALL,$(BIN)/python,pyproject.toml --extra worker --group demo) && $(EDITABLE); } 2> .venv/install.log || $(FAILED)
 	@touch $@
 
 $(STAMP): $(BIN)/uv pyproject.toml outbox/_version.py
 	@echo "Installing all dependencies into .venv (pinned by constraints.txt) ..."
-	@$(INSTALL) --group dev --editable '.[worker,spark]' 2> .venv/install.log || $(FAILED)
+	@{ $(call INSTALL,$(BIN)/python,pyproject.toml --extra worker --extra spark --group dev) && $(EDITABLE); } 2> .venv/install.log || $(FAILED)
 	@touch $(DEMO) $@
 
 demo: $(DEMO) ## run an order service, two workers and a subscriber on the emulators (TASKS=1000)
@@ -74,7 +79,7 @@ coverage: $(STAMP) ## measure branch coverage of outbox and publishworker, inclu
 		--deselect tests/integration/test_imports.py::test_the_health_check_imports_the_standard_library_only
 
 mutants: $(STAMP) ## run mutation tests of the core; writes mutants (docs/acceptance.md)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutants
+	@$(call INSTALL,$(BIN)/python,--group mutants)
 	@PATH=$(CURDIR)/$(BIN):$$PATH mutmut run --max-children 2
 	@$(BIN)/mutmut results
 
@@ -108,31 +113,32 @@ bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, in about 27
 pictures: $(STAMP) ## take the pictures of the documentation from runs on the emulators; writes docs/pictures
 	@PYTHONPATH=docs/examples $(BIN)/python docs/pictures.py $(ONLY)
 
-audit: ## find known vulnerabilities of the pinned packages; needs access to the advisories
-	@$(PYTHON) -m venv .venv-audit
-	@.venv-audit/bin/python -m pip install --quiet pip-audit
+audit: $(BIN)/uv ## find known vulnerabilities of the pinned packages; needs access to the advisories
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-audit
+	@$(call INSTALL,.venv-audit/bin/python,--group audit)
 	@.venv-audit/bin/python tests/support/advisories.py constraints.txt
 	@rm -rf .venv-audit
 
 dist: $(STAMP) ## build wheel and source distribution, check both, run the quick start from the wheel; writes dist
 	@rm -rf dist build/release build/wheel
-	@$(BIN)/uv build --quiet --build-constraint constraints.txt --out-dir dist
+	@$(BIN)/uv build --quiet --require-hashes --build-constraint constraints.txt --out-dir dist
 	@$(BIN)/uv venv --quiet --python $(BIN)/python build/release
-	@$(BIN)/uv pip install --quiet --python build/release/bin/python --constraint constraints.txt --group release
+	@$(call INSTALL,build/release/bin/python,--group release)
 	@build/release/bin/twine check --strict dist/*
 	@$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel
-	@$(BIN)/uv pip install --quiet --python build/wheel/bin/python --constraint constraints.txt dist/*.whl
+	@$(call INSTALL,build/wheel/bin/python,pyproject.toml)
+	@$(BIN)/uv pip install --quiet --python build/wheel/bin/python --no-deps dist/*.whl
 	@DIST=$(CURDIR)/dist INSTALLED=$(CURDIR)/build/wheel/bin/python $(PYTEST) tests/acceptance/test_wheel.py \
 	  tests/acceptance/test_readme.py::test_the_quick_start_runs_as_written
 
 release-check: ## compare TAG=v1.2.3 and REPOSITORY=URL with version, changelog and pyproject.toml
 	@$(PYTHON) tests/support/release.py "$(TAG)" "$(REPOSITORY)"
 
-constraints: $(BIN)/uv ## resolve the newest versions; writes constraints.txt
-	@{ echo '# Written by `make constraints`: every version that the targets of the Makefile install.'; \
-	   $(BIN)/uv pip compile --quiet --upgrade --no-header --no-annotate --python $(BIN)/python \
-	   --group dev --group release --extra worker --extra spark pyproject.toml; } > constraints.txt.new
-	@mv constraints.txt.new constraints.txt
+# KEEP=1 keeps the versions and only adds what pyproject.toml needs in addition. 3.11.5: a package needs it.
+constraints: $(BIN)/uv ## resolve the newest versions; writes constraints.txt, with hashes (KEEP=1)
+	@$(BIN)/uv pip compile --quiet $(if $(KEEP),,--upgrade) --universal --python-version 3.11.5 --generate-hashes --no-annotate \
+	   --no-emit-index-url --custom-compile-command 'make constraints' --all-extras --group dev --group build --group release --group mutants --group audit \
+	   pyproject.toml --output-file constraints.txt > /dev/null
 
 clean: ## remove .venv and caches
 	@rm -rf .venv dist build mutants .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

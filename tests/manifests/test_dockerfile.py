@@ -68,7 +68,8 @@ def test_the_pods_have_the_user_of_the_image() -> None:
 
 def test_every_package_of_the_images_is_in_the_constraints() -> None:
     """A constraint that is missing lets pip take the newest version of a dependency of a dependency."""
-    pinned = {canonicalize_name(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().split("\n")}
+    lines = (ROOT / "constraints.txt").read_text().split("\n")
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
     found: set[tuple[str, str]] = set()
     left = [("spanner-outbox", extra) for extra in ("", "worker", "opentelemetry", "spark")]
     while left:
@@ -79,6 +80,14 @@ def test_every_package_of_the_images_is_in_the_constraints() -> None:
             left += {(name, extra) for extra in ("", *need.extras)} - found
     assert {name for name, _ in found} - pinned == {"spanner-outbox"}
     assert {"pyspark", "grpcio", "numpy"} <= pinned & {name for name, _ in found}
+
+
+def test_the_images_install_only_files_with_a_locked_hash() -> None:
+    """Except the wheel that the build itself has made."""
+    assert {variables("build")[name] for name in ("UV_CONSTRAINT", "UV_BUILD_CONSTRAINT")} == {"/src/constraints.txt"}
+    installs = re.findall(r"(?:uv|-m) pip install [^&]+|uv build [^&]+", TEXT.replace("\n", " && "))
+    assert len(installs) == 8
+    assert [each for each in installs if "--require-hashes" not in each and "--no-deps /opt/wheel/" not in each] == []
 
 
 def test_the_ignore_file_allows_only_copied_files() -> None:

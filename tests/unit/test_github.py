@@ -24,6 +24,7 @@ STEPS = [step for job in JOBS.values() for step in job["steps"]]
         ("github-workflows", "workflows/*.yml"),
         ("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml"),
         ("github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+        ("dependabot", "dependabot.yml"),
     ],
 )
 def test_each_file_matches_the_schema_of_github(schema: str, pattern: str) -> None:
@@ -67,6 +68,16 @@ def test_a_change_of_the_public_surface_needs_a_changelog_line() -> None:
     assert missing_line(["schema/schema.sql", "CHANGELOG.md"]) == missing_line(["docs/tutorial.md"]) == ""
     called = (ROOT / ".github/workflows/changelog.yml").read_text(encoding="utf-8")
     assert (ROOT / re.findall(r"python3 (tests/\S+\.py)", called)[0]).exists()
+
+
+def test_a_bot_proposes_all_updates_of_a_kind_in_one_change_a_week() -> None:
+    """Packages, base images, the emulators of the compose file, and actions."""
+    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))["updates"]
+    assert {each["package-ecosystem"] for each in updates} == {"pip", "docker", "docker-compose", "github-actions"}
+    for each in updates:
+        assert each["schedule"]["interval"] == "weekly"
+        assert [group["patterns"] for group in each["groups"].values()] == [["*"]]
+        assert (ROOT / each["directory"].strip("/")).is_dir()
 
 
 def test_a_release_needs_the_version_in_tag_and_changelog_and_its_own_repository(tmp_path: Path) -> None:
