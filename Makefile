@@ -119,7 +119,7 @@ audit: $(BIN)/uv ## find known vulnerabilities of the pinned packages; needs acc
 	@.venv-audit/bin/python tests/support/advisories.py constraints.txt
 	@rm -rf .venv-audit
 
-dist: $(STAMP) ## build wheel and source distribution, check both, run the quick start from the wheel; writes dist
+dist: $(STAMP) ## build wheel, source distribution and SBOM, check them, run the quick start from the wheel; writes dist
 	@rm -rf dist build/release build/wheel
 	@$(BIN)/uv build --quiet --require-hashes --build-constraint constraints.txt --out-dir dist
 	@$(BIN)/uv venv --quiet --python $(BIN)/python build/release
@@ -127,8 +127,9 @@ dist: $(STAMP) ## build wheel and source distribution, check both, run the quick
 	@build/release/bin/twine check --strict dist/*
 	@$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel
 	@$(call INSTALL,build/wheel/bin/python,pyproject.toml)
-	@$(BIN)/uv pip install --quiet --python build/wheel/bin/python --no-deps dist/*.whl
-	@DIST=$(CURDIR)/dist INSTALLED=$(CURDIR)/build/wheel/bin/python $(PYTEST) tests/acceptance/test_wheel.py \
+	@$(BIN)/uv pip install --quiet --python build/wheel/bin/python --no-deps --no-index --find-links dist spanner-outbox
+	@build/release/bin/cyclonedx-py environment --output-reproducible --output-file build/spanner_outbox.cdx.json build/wheel/bin/python
+	@DIST=$(CURDIR)/dist SBOM=$(CURDIR)/build/spanner_outbox.cdx.json INSTALLED=$(CURDIR)/build/wheel/bin/python $(PYTEST) tests/acceptance/test_wheel.py \
 	  tests/acceptance/test_readme.py::test_the_quick_start_runs_as_written
 
 release-check: ## compare TAG=v1.2.3 and REPOSITORY=URL with version, changelog and pyproject.toml

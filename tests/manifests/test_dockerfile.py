@@ -36,13 +36,13 @@ def variables(stage: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def test_stages_build_on_one_pinned_image() -> None:
+def test_stages_build_on_one_image_pinned_by_digest() -> None:
     """`docker build` without a target makes the worker; wheels are for the Python version that the tests run on."""
     assert list(STAGES) == [
         "build", "runtime", "demo", "pipeline-build", "pipeline", "dataproc-build", "dataproc", "worker",
     ]  # fmt: skip
     [base] = {base for base, _ in STAGES.values()} - STAGES.keys()
-    version = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+", base)
+    version = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
     assert version is not None
     assert version[1] == f"{sys.version_info.major}.{sys.version_info.minor}" or not os.environ.get("CI")
     assert f"/opt/pipeline/lib/python{version[1]}/site-packages/pyspark" == variables("pipeline")["SPARK_HOME"]

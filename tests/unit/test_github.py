@@ -50,6 +50,19 @@ def test_the_workflow_calls_make_targets_and_files_that_exist() -> None:
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
+def test_each_image_has_two_architectures_an_sbom_and_provenance() -> None:
+    """The stages that someone runs on a cluster."""
+    job = JOBS["image"]
+    targets = {each["target"] for each in job["strategy"]["matrix"]["include"]}
+    stages = set(re.findall(r"AS (\S+)$", (ROOT / "k8s/Dockerfile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert targets == stages - {"build", "runtime", "demo", "pipeline-build", "dataproc-build"}
+    [build] = [step["run"] for step in job["steps"] if "buildx build" in step.get("run", "")]
+    for flag in ("--platform linux/amd64,linux/arm64", "--sbom true", "--provenance mode=max"):
+        assert flag in build
+    used = [step.get("uses", "").partition("@")[0] for step in JOBS["dist"]["steps"]]
+    assert {"actions/attest-build-provenance", "actions/attest-sbom"} <= set(used)
+
+
 def test_actions_are_pinned_and_only_publishing_jobs_may_write() -> None:
     """A tag of an action can be moved to other code; a commit cannot. No job writes to the repository."""
     lines = re.findall(r"uses: (.+)", WORKFLOW.read_text(encoding="utf-8"))
