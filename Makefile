@@ -94,6 +94,7 @@ format: $(STAMP) ## format the code and apply ruff's fixes
 
 docs: $(STAMP) ## generate the reference pages and build the site, strictly; writes build/site
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python docs/licences.py
 	@$(BIN)/python docs/site.py
 
 docs-serve: docs ## show the site on http://127.0.0.1:8000
