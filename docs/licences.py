@@ -1,6 +1,5 @@
 """Write the page of the dependencies' licences, from their installed metadata: `make docs`."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata
@@ -81,4 +80,4 @@ def licence(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
