@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 TESTS  ?= --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline unit test test-all test-real test-long test-versions soak coverage mutants lint format docs docs-serve bench \
+.PHONY: help demo demo-pipeline unit test test-all test-real test-long rehearsal test-versions soak coverage mutants lint format docs docs-serve bench \
 	bench-simulation bench-pipeline pictures audit dist release-check constraints clean
 
 help: ## show this list
@@ -63,6 +63,9 @@ test-real: $(STAMP) ## test the store, the relay and faults on another Spanner: 
 
 test-long: $(STAMP) ## run long fault and load tests, an hour of random histories and 121,000 random inputs, for hours
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
+
+rehearsal: $(STAMP) ## build the current commit as a release, install it with hashes, upgrade from it under load and roll back
+	@$(PYTEST) --long tests/acceptance/test_release.py
 
 # Not part of CI, because it takes long. RUN=oldest runs one row of the page.
 test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients; prints the rows of docs/reference/versions.md
