@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 TESTS  ?= --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline unit test test-all test-real test-long rehearsal test-versions soak coverage mutants lint format docs docs-serve bench \
+.PHONY: help demo demo-pipeline unit test test-all test-real test-long rehearsal test-versions soak coverage mutants lint format docs chart docs-serve bench \
 	bench-simulation bench-pipeline pictures audit dist release-check constraints clean
 
 help: ## show this list
@@ -99,6 +99,9 @@ docs: $(STAMP) ## generate the reference pages and build the site, strictly; wri
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python docs/licences.py
 	@$(BIN)/python docs/site.py
+
+chart: $(STAMP) ## generate the Helm chart from the kustomize base; needs kubectl; writes k8s/helm
+	@$(BIN)/python k8s/chart.py
 
 docs-serve: docs ## show the site on http://127.0.0.1:8000
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000

@@ -266,8 +266,9 @@ def _schema() -> str:
         "$comment": "Written by `make docs` from the settings classes. The programs also check ranges.",
         "type": "object",
         "properties": {name: _property(found[name]) for name in sorted(found)} | {"OUTBOX_MAX_AGE": max_age},
-        "patternProperties": {"^(?!OUTBOX_)": {"type": "string"}},
-        "additionalProperties": False,
+        # Not a pattern that begins with (?!, because Helm's schemas have no such patterns.
+        "propertyNames": {"anyOf": [{"enum": [*sorted(found), "OUTBOX_MAX_AGE"]}, {"not": {"pattern": "^OUTBOX_"}}]},
+        "additionalProperties": {"type": "string"},
     }
     return json.dumps(schema, indent=2) + "\n"
 
