@@ -22,7 +22,7 @@ $(BIN)/uv: constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --requirement .venv/uv.txt 2> .venv/install.log || $(FAILED)
 	@touch $@
 
-FAILED = { echo "Installing into .venv failed: $$({ grep -m1 '^ERROR' .venv/install.log || grep -v '^ *$$' .venv/install.log | tail -1; } | sed 's/^[^[:alnum:]]*//') (full log: .venv/install.log). Check the connection to the package index and run make again."; exit 1; }
+FAILED = { echo "Installing into .venv failed: $$(grep -iE '^ *(error|cause):' .venv/install.log | tr -s '[:space:]' ' ')(full log: .venv/install.log). Check the connection to the package index and run make again."; exit 1; }
 # Choose the packages for the Python $(1) and the flags $(2) within constraints.txt, then install files whose hash is there.
 INSTALL = { $(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(1) --constraint constraints.txt $(2) > .venv/chosen.txt && \
   $(BIN)/uv pip install --quiet --python $(1) --require-hashes --constraint constraints.txt --build-constraint constraints.txt \
