@@ -139,7 +139,7 @@ class Delivery:
         """Publish rows locked at `now`. One that failed before, or is a suspect, gets its own request."""
         if not rows:
             return
-        alone = {row.id for row in rows if row.attempts or row.id in self.claim.hints.suspects}
+        alone = {row.id for row in rows if row.attempts or row.id in self.claim.hints.suspects}  # OUT-DELAY-1
         began = self._clock()
         answers = self._tools.publisher.publish(self.claim.destination, rows, self._tools.publish_seconds, alone)
         ended = self._clock()
@@ -160,7 +160,7 @@ class Delivery:
             answer = self._answers.get(row.id)
             if answer is not None:
                 self._outcomes[row.id] = answer
-            if isinstance(answer, Sent):
+            if isinstance(answer, Sent):  # OUT-LOSS-3
                 marks[row.id] = answer
             elif row.ordering_key in stopped:
                 if deferral := next(stopped[row.ordering_key], None):

@@ -110,7 +110,8 @@ class Relay:
         reports: list[Report] = []
         self.marking.shut_down(self._options.shutdown_seconds)
         try:
-            while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
+            # OUT-LOSS-5. One by one, so that each is reported even if another one is stuck.
+            while len(self._in_flight):
                 ended = self._in_flight.wait_for_one()
                 self._observe(ended)
                 reports += ended

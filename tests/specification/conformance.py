@@ -11,14 +11,14 @@ from datetime import datetime
 from typing import Any
 from unittest import mock
 
+from outbox.specification import state as spec
+from outbox.specification.protocol import Protocol
+from outbox.specification.state import NO_ANSWER, ORPHAN, PUBLISHED, Batch, Row, Seen, State, Worker
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.kinds import Deferral
 from publishworker.types import Deferred, Failed, LockedRow, Mark, Sent, Version
-from tests.specification import state as spec
-from tests.specification.protocol import Protocol
-from tests.specification.state import NO_ANSWER, ORPHAN, PUBLISHED, Batch, Row, Seen, State, Worker
 
 PUBLISH = frozenset({"publish", NO_ANSWER, spec.RETRYING, spec.DEAD})
 #: The steps of a transaction, by the step of the batch before it.
