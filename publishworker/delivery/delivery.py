@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim
@@ -38,6 +38,19 @@ from publishworker.types import (
 SEARCH_SECONDS = 20.0
 
 
+class Tracer(Protocol):
+    """Records the steps of a worker (`telemetry.trace`)."""
+
+    def reading(self, store: Store) -> Store:
+        """Return the store that reads key heads."""
+
+    def of_batch(self, claim: Claim, tools: "Tools") -> "Tools":
+        """Return the tools of one batch."""
+
+    def give_up(self, ids: Sequence[str]) -> None:
+        """Record that these tasks are in doubt no longer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
     """What every delivery works with."""
@@ -50,6 +63,7 @@ class Tools:
     #: A dead task does not block its ordering key.
     skip_dead: bool
     host: Host = field(default_factory=Host)
+    trace: Tracer | None = None
 
 
 class Delivery:

@@ -38,4 +38,6 @@ _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferr
 
 def delivery_of(claim: Claim, tools: Tools, marking: Marking) -> Delivery:
     """Return the delivery of a claim."""
+    if tools.trace is not None:
+        tools = tools.trace.of_batch(claim, tools)
     return _KINDS[claim.kind](claim, tools, marking)

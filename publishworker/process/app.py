@@ -18,7 +18,7 @@ from outbox.program.terminal import counted
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
-from publishworker.delivery.delivery import Tools
+from publishworker.delivery.delivery import Tools, Tracer
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
 from publishworker.log import log
@@ -55,7 +55,13 @@ class App:
     """
 
     def __init__(
-        self, settings: RelaySettings, *, id: str, metrics: Metrics, touch_file: Callable[[], None] = lambda: None
+        self,
+        settings: RelaySettings,
+        *,
+        id: str,
+        metrics: Metrics,
+        touch_file: Callable[[], None] = lambda: None,
+        trace: Tracer | None = None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
@@ -68,7 +74,7 @@ class App:
             create_command=partial(create_topic_command, settings),
         )
         host = Host(progress=touch_file)
-        self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host)
+        self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host, trace=trace)
         self.membership.info = partial(worker_info, settings, self.relay)
         self._stream = (
             ChangeStream(self.store.database.on_own_connection().renewed, self.relay.wake)
@@ -174,6 +180,7 @@ def relay_of(
     *,
     metrics: Metrics,
     host: Host,
+    trace: Tracer | None = None,
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
     retries = RetryPolicy(
@@ -191,6 +198,7 @@ def relay_of(
             publish_seconds=settings.publish_timeout,
             skip_dead=settings.on_ordering_failure == "skip",
             host=host,
+            trace=trace,
         ),
         metrics,
         membership,
