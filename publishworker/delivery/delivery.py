@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim
@@ -19,6 +19,7 @@ from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide, Store
+from publishworker.telemetry.trace import Trace
 from publishworker.types import (
     CLAIM,
     COMMIT,
@@ -38,19 +39,6 @@ from publishworker.types import (
 SEARCH_SECONDS = 20.0
 
 
-class Tracer(Protocol):
-    """Records the steps of a worker (`telemetry.trace`)."""
-
-    def reading(self, store: Store) -> Store:
-        """Return the store that reads key heads."""
-
-    def of_batch(self, claim: Claim, tools: "Tools") -> "Tools":
-        """Return the tools of one batch."""
-
-    def give_up(self, ids: Sequence[str]) -> None:
-        """Record that these tasks are in doubt no longer."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
     """What every delivery works with."""
@@ -63,7 +51,7 @@ class Tools:
     #: A dead task does not block its ordering key.
     skip_dead: bool
     host: Host = field(default_factory=Host)
-    trace: Tracer | None = None
+    trace: Trace | None = None
 
 
 class Delivery:

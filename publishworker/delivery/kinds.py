@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from datetime import datetime
 
+from dataclasses import replace
+
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.mark_first import MarkFirst
@@ -39,5 +41,6 @@ _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferr
 def delivery_of(claim: Claim, tools: Tools, marking: Marking) -> Delivery:
     """Return the delivery of a claim."""
     if tools.trace is not None:
-        tools = tools.trace.of_batch(claim, tools)
+        store, publisher = tools.trace.of_batch(claim, tools.store, tools.publisher, skips_dead=tools.skip_dead)
+        tools = replace(tools, store=store, publisher=publisher)
     return _KINDS[claim.kind](claim, tools, marking)

@@ -18,7 +18,7 @@ from outbox.program.terminal import counted
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
-from publishworker.delivery.delivery import Tools, Tracer
+from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
 from publishworker.log import log
@@ -36,6 +36,7 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.trace import Trace
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import Membership
@@ -61,7 +62,7 @@ class App:
         id: str,
         metrics: Metrics,
         touch_file: Callable[[], None] = lambda: None,
-        trace: Tracer | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
@@ -180,7 +181,7 @@ def relay_of(
     *,
     metrics: Metrics,
     host: Host,
-    trace: Tracer | None = None,
+    trace: Trace | None = None,
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
     retries = RetryPolicy(

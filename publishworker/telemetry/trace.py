@@ -1,14 +1,13 @@
 """The steps of the relay, for `outbox conform`: poll, claim, lock, publish, answer, mark, commit, fail, give up.
 
-A trace has IDs and states of tasks, but no message. Without a trace nothing here is called: a batch gets the tools of a
-trace only if there is one.
+A trace has IDs and states of tasks, but no message. Without a trace nothing here is called: a batch gets another
+store and another publisher only if there is one.
 """
 
 import itertools
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +17,6 @@ from outbox.errors import SettingError
 from outbox.specification.state import DEAD, DEFERRED, READY, RETRYING, SCHEDULED, SENT
 from outbox.table.states import is_dead
 from publishworker.delivery.claim import Claim, ClaimedTask
-from publishworker.delivery.delivery import Tools
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.spanner.store import Decide, Store
@@ -59,8 +57,10 @@ class Trace:
         """Return the store for reads of key heads, which begin the claims of ordering keys."""
         return cast(Store, _Reading(store, self._step))
 
-    def of_batch(self, claim: Claim, tools: Tools) -> Tools:
-        """Begin a batch, and return its tools."""
+    def of_batch(
+        self, claim: Claim, store: Store, publisher: Publisher, *, skips_dead: bool
+    ) -> tuple[Store, Publisher]:
+        """Begin a batch, and return the store and the publisher that it uses."""
         number = next(self._batches)
 
         def step(name: str, **values: Any) -> None:
@@ -68,9 +68,8 @@ class Trace:
 
         kind = claim.kind.name.lower().replace("_", " ")
         tasks, releases = ([[task.id, _key(task)] for task in each] for each in (claim.tasks, claim.releases))
-        step("claim", kind=kind, topic=claim.topic, tasks=tasks, releases=releases, skips_dead=tools.skip_dead)
-        store, publisher = _Store(tools.store, step), _Publisher(tools.publisher, step)
-        return replace(tools, store=cast(Store, store), publisher=publisher)
+        step("claim", kind=kind, topic=claim.topic, tasks=tasks, releases=releases, skips_dead=skips_dead)
+        return cast(Store, _Store(store, step)), _Publisher(publisher, step)
 
     def give_up(self, ids: Sequence[str]) -> None:
         """Note tasks in doubt that are published again."""
