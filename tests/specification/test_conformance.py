@@ -5,16 +5,24 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from outbox import cli
+from outbox.errors import SettingError
 from outbox.specification.conformance import Conformance, conform
+from publishworker.delivery.delivery import Tools
+from publishworker.delivery.kinds import delivery_of
+from publishworker.delivery.marking import Marking
+from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.telemetry.trace import File, Trace
 from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import Plan, World
+from tests.support.fakes import FakePublisher, FakeStore
+from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench
 
 
@@ -117,6 +125,17 @@ def test_a_trace_has_no_message_and_no_ordering_key(tmp_path: Path) -> None:
     assert steps == ["poll", "claim", "lock", "publish", "answer", "mark", "commit"]
     assert "personal" not in text
     assert "data" not in text
+
+
+def test_a_trace_needs_a_file() -> None:
+    with pytest.raises(SettingError, match="--trace: '/' cannot be written: Is a directory"):
+        File("/")
+
+
+def test_a_batch_without_a_trace_uses_the_store_itself() -> None:
+    retries = RetryPolicy(initial=1, longest=60, max_attempts=10, dead_after=0, random=Random(1))
+    tools = Tools(store=FakeStore(), publisher=FakePublisher(), retries=retries, publish_seconds=5, skip_dead=False)
+    assert delivery_of(claim_of("orders", "a"), tools, Marking(tools.host))._tools is tools
 
 
 def test_a_full_disk_ends_the_trace_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
