@@ -55,41 +55,44 @@ class _Batch:
     """A batch, and what its worker remembers of it."""
 
     claim: Step
-    answers: dict[str, str] = field(default_factory=dict)
-    tried: dict[str, Any] = field(default_factory=dict)  # the versions of the rows then
+    answers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # with the version of the row then
     path: str = "polled"
     is_refused: bool = False
     lock: Step = field(default_factory=dict)  # of the current transaction attempt
-    before: tuple[dict[str, str], dict[str, Any]] = ({}, {})  # what it remembered at the lock
+    before: dict[str, tuple[str, Any]] = field(default_factory=dict)  # the answers at the lock
     marks: Mapping[str, str] = field(default_factory=dict)
+
+    def is_published(self, id: str) -> bool:
+        """Tell whether Pub/Sub has accepted the task."""
+        return id in self.answers and self.answers[id][0] == PUBLISHED
 
     def lanes(self) -> list[Lane]:
         """Return what the current transaction locks. One that marks again locks published tasks and those behind."""
         tasks, releases = self.claim["tasks"], self.claim["releases"]
         if self.path == "doubt":
             keys, ids = dict([*tasks, *releases]), self.lock["ids"]
-            tasks = [(id, keys[id]) for id in ids if self.answers.get(id) == PUBLISHED]
-            releases = [(id, keys[id]) for id in ids if self.answers.get(id) != PUBLISHED]
+            tasks = [(id, keys[id]) for id in ids if self.is_published(id)]
+            releases = [(id, keys[id]) for id in ids if not self.is_published(id)]
         return _lanes(tasks, releases)
 
     def state(self, lane: Lane) -> tuple[tuple[str | None, ...], State]:
         """Return the keys of a lane and the state before the transaction. The marks tell what a failure counted as."""
-        ids, (answers, tried) = (*lane[0], *lane[1]), self.before
+        ids = (*lane[0], *lane[1])
         rows = [self.lock["rows"].get(id, {"state": GONE, "times_sent": 0, "version": [None]}) for id in ids]
         seen: list[Seen] = []
         for n, (id, row) in enumerate(zip(lane[0], rows, strict=False)):
-            answer, version = answers.get(id), row["version"]
+            answer, version = self.before.get(id, ("", None))
             if answer == PUBLISHED:
-                seen.append(Seen(n, READY, row["times_sent"] if version[0] == tried[id][0] else -1, PUBLISHED))
-            elif answer is not None and version == tried[id]:
+                seen.append(Seen(n, READY, row["times_sent"] if row["version"][0] == version[0] else -1, PUBLISHED))
+            elif answer and row["version"] == version:
                 end = self.marks.get(id)
                 seen.append(Seen(n, row["state"], row["times_sent"], end if end in (RETRYING, DEAD) else NO_ANSWER))
                 break  # the later tasks of the request have no answer of their own
         places, defers = tuple(range(len(ids))), self.claim["kind"] == "defer"
         batch = Batch(places[: len(lane[0])], defers, places[len(lane[0]) :], self.path, answered=tuple(seen))
         known = tuple(Row(row["state"], row["times_sent"], messages=1, fresh=True) for row in rows)
-        keys = (dict(self.claim["tasks"]).get(lane[0][0]),) * len(ids) if len(ids) == 1 else ("key",) * len(ids)
-        return keys, State(known, (spec.Worker((batch,)),), _LEFT)
+        is_keyed = len(ids) > 1 or dict(self.claim["tasks"]).get(ids[0]) is not None
+        return ("key" if is_keyed else None,) * len(ids), State(known, (spec.Worker((batch,)),), _LEFT)
 
 
 def conform(steps: Iterable[Step]) -> Conformance:
@@ -144,16 +147,16 @@ class _Replay:
                         self._differ(step["batch"], f"claims {lane[0]} and releases {lane[1]} after a poll of {queue}")
 
     def _lock(self, batch: _Batch, step: Step) -> None:
-        batch.before = dict(batch.answers), dict(batch.tried)
+        batch.before = dict(batch.answers)
         batch.lock, batch.marks = {**step, "rows": {row["id"]: row for row in step["rows"]}}, {}
         for row in step["rows"]:  # a failure counts only for the row as it was
-            if batch.answers.get(row["id"], PUBLISHED) != PUBLISHED and batch.tried[row["id"]] != row["version"]:
-                del batch.answers[row["id"]]
+            if not batch.is_published(row["id"]) and batch.answers.get(row["id"], ("",))[-1] != row["version"]:
+                batch.answers.pop(row["id"], None)
 
     def _answer(self, batch: _Batch, results: Mapping[str, str]) -> None:
         for id, answer in results.items() if batch.lock else ():  # after the commit, if the tasks are marked first
             version = batch.lock["rows"][id]["version"]
-            batch.answers[id], batch.tried[id] = answer, version
+            batch.answers[id] = answer, version
             if answer == PUBLISHED:
                 if self._knows.get(id) == version[0]:
                     self._differ(batch.claim["batch"], f"publishes {id} again. {AGAIN}")
@@ -168,11 +171,11 @@ class _Replay:
                 continue
             self._found.transactions += 1
             keys, before = batch.state(lane)
-            published = frozenset(n for n, id in enumerate(lane[0]) if batch.answers.get(id) == PUBLISHED)
+            published = frozenset(n for n, id in enumerate(lane[0]) if batch.is_published(id))
             after = tuple(marks.get(id, row.state) for id, row in zip(chain(*lane), before.rows, strict=True))
             ends = _ends(keys, batch.claim["skips_dead"], before, batch.path, published)
             if after not in ends:
-                answers = {id: batch.answers[id] for id in lane[0] if id in batch.answers}
+                answers = {id: batch.answers[id][0] for id in lane[0] if id in batch.answers}
                 allowed = " or ".join(_shown(lane, end) for end in sorted(ends)) or "no commit with these answers"
                 self._differ(
                     batch.claim["batch"],
@@ -219,11 +222,8 @@ def _is_polled(queue: Sequence[tuple[str, str]], lane: Lane, *, defers: bool) ->
             named = tuple(ids[n] for n in batch.ids if n < len(ids))
             behind = tuple(ids[n] for n in batch.release if n < len(ids))
             # A shortened prefix may name the next task although it is not deferred, and a deferral more tasks.
-            return (
-                named[0] == lane[0][0]
-                if defers
-                else named == lane[0] and lane[1] in (behind, (*ids[len(named) :][:1],))
-            )
+            following = (*ids[len(named) :][:1],)
+            return named[0] == lane[0][0] if defers else named == lane[0] and lane[1] in (behind, following)
     return False
 
 
@@ -260,18 +260,22 @@ def _later(state: str, times_sent: int) -> frozenset[tuple[str, int]]:
 
 def _between(transactions: Iterable[Transaction]) -> Iterator[str]:
     """Yield the changes of rows between transactions that are no steps of the specification."""
-    known: dict[str, tuple[str, set[tuple[str, int]]]] = {}  # CreatedAt, and what the row may be
+    #: CreatedAt, the row after its last commit, and what commits without an answer may have made of it at any time.
+    known: dict[str, tuple[str, set[tuple[str, int]], set[tuple[str, int]]]] = {}
     for each in transactions:
         for id, row in each.rows.items():
             if row["state"] == GONE or not row["is_specified"]:
                 known.pop(id, None)
                 continue
-            now, (created, states) = (row["state"], row["times_sent"]), known.get(id, ("", set()))
+            now, (created, last, unknown) = (row["state"], row["times_sent"]), known.get(id, ("", set(), set()))
             if created != row["created"]:  # or it is registered again
-                states = set()
-            if each.is_committed and states and not any(now in _later(*state) for state in states):
-                yield f"{each.who}: reads {id} as {now} at {each.at}\nby the steps in all files: {sorted(states)}"
-            known[id] = row["created"], {each.after[id]} if each.is_committed else states | {now, each.after[id]}
+                last, unknown = set(), set()
+            if not each.is_committed:
+                unknown = unknown | {now, each.after[id]}
+            elif last and not any(now in _later(*state) for state in last | unknown):
+                before = sorted(last | unknown)
+                yield f"{each.who}: reads {id} as {now} at {each.at}\nby the steps in all files: {before}"
+            known[id] = row["created"], {each.after[id]} if each.is_committed else last, unknown
 
 
 def _shown(lane: Lane, states: Iterable[str]) -> str:
