@@ -61,7 +61,6 @@ def test_every_transaction_is_allowed_by_the_specification(first: int, seconds: 
         "a transaction attempt remembers outcomes",
         "only published tasks are marked",
         "deferred tasks are released",
-        "tasks in doubt are not claimed",
         "a key is sent from its head on",
     ],
 )
