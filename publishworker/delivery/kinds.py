@@ -1,9 +1,8 @@
 """Which kind of delivery a claim gets, and the deferral, which publishes nothing."""
 
 from collections.abc import Sequence
-from datetime import datetime
-
 from dataclasses import replace
+from datetime import datetime
 
 from publishworker.delivery.claim import Claim, Kind
 from publishworker.delivery.delivery import Delivery, Tools

@@ -6,7 +6,6 @@ store and another publisher only if there is one.
 
 import itertools
 import json
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from hashlib import blake2b
@@ -17,12 +16,11 @@ from outbox.errors import SettingError
 from outbox.specification.state import DEAD, DEFERRED, READY, RETRYING, SCHEDULED, SENT
 from outbox.table.states import is_dead
 from publishworker.delivery.claim import Claim, ClaimedTask
+from publishworker.log import log
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.spanner.store import Decide, Store
 from publishworker.types import Deferred, Key, KeyHeads, LockedRow, Mark, Outcome, QueuedTask, Sent, Version
-
-_log = logging.getLogger("publishworker")
 
 
 class File:
@@ -42,7 +40,7 @@ class File:
                 self._file.write(json.dumps(step).encode() + b"\n")
         except OSError as error:
             self._ended = True
-            _log.warning("The trace %s ends: %s", self._file.name, error.strerror, extra={"action": "trace_ended"})
+            log.warning("The trace %s ends: %s", self._file.name, error.strerror, extra={"action": "trace_ended"})
 
 
 class Trace:
