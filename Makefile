@@ -8,30 +8,35 @@ PYTEST := $(BIN)/python -m pytest
 TESTS  ?= --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline unit test test-all test-real test-long test-versions soak coverage mutants lint format docs docs-serve bench \
+.PHONY: help demo demo-pipeline unit test test-all test-real test-long rehearsal test-versions soak coverage mutants lint format docs chart docs-serve bench \
 	bench-simulation bench-pipeline pictures audit dist release-check constraints clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-# pip installs uv, which then installs the pinned versions twice as fast.
+# pip installs uv, by its hash in constraints.txt. uv installs everything else.
 $(BIN)/uv: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": set PYTHON=python3.11")'
 	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed. On Debian: apt-get install python3-venv"; exit 1; }
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt uv 2> .venv/install.log || $(FAILED)
+	@sed -n '/^uv==/,/[^\\]$$/p' constraints.txt > .venv/uv.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --requirement .venv/uv.txt 2> .venv/install.log || $(FAILED)
 	@touch $@
 
-FAILED = { echo "Installing into .venv failed: $$({ grep -m1 '^ERROR' .venv/install.log || grep -v '^ *$$' .venv/install.log | tail -1; } | sed 's/^[^[:alnum:]]*//') (full log: .venv/install.log). Check the connection to the package index and run make again."; exit 1; }
-INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
+FAILED = { echo "Installing into .venv failed: $$(grep -iE '^ *(error|cause):' .venv/install.log | tr -s '[:space:]' ' ')(full log: .venv/install.log). Check the connection to the package index and run make again."; exit 1; }
+# Choose the packages for the Python $(1) and the flags $(2) within constraints.txt, then install files whose hash is there.
+INSTALL = { $(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(1) --constraint constraints.txt $(2) > .venv/chosen.txt && \
+  $(BIN)/uv pip install --quiet --python $(1) --require-hashes --constraint constraints.txt --build-constraint constraints.txt \
+    --requirement .venv/chosen.txt; }
+EDITABLE = $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --build-constraint constraints.txt --editable .
 
 $(DEMO): $(BIN)/uv pyproject.toml outbox/_version.py
 	@echo "Installing the demo's dependencies into .venv (pinned by constraints.txt) ..."
-	@$(INSTALL) --group demo --editable '.[worker,console]' 2> .venv/install.log || $(FAILED)
+	@{ $(call INSTALL,$(BIN)/python,pyproject.toml --extra worker --extra console --group demo) && $(EDITABLE); } 2> .venv/install.log || $(FAILED)
 	@touch $@
 
 $(STAMP): $(BIN)/uv pyproject.toml outbox/_version.py
 	@echo "Installing all dependencies into .venv (pinned by constraints.txt) ..."
-	@$(INSTALL) --group dev --editable '.[worker,spark]' 2> .venv/install.log || $(FAILED)
+	@{ $(call INSTALL,$(BIN)/python,pyproject.toml --extra worker --extra spark --group dev) && $(EDITABLE); } 2> .venv/install.log || $(FAILED)
 	@touch $(DEMO) $@
 
 demo: $(DEMO) ## run an order service, two workers and a subscriber on the emulators (TASKS=1000, CONSOLE=1)
@@ -59,6 +64,9 @@ test-real: $(STAMP) ## test the store, the relay and faults on another Spanner: 
 test-long: $(STAMP) ## run long fault and load tests, an hour of random histories and 121,000 random inputs, for hours
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
+rehearsal: $(STAMP) ## build the current commit as a release, install it with hashes, upgrade from it under load and roll back
+	@$(PYTEST) --long tests/acceptance/test_release.py
+
 # Not part of CI, because it takes long. RUN=oldest runs one row of the page.
 test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients; prints the rows of docs/reference/versions.md
 	@nice -n 19 $(BIN)/python -m tests.support.versions $(RUN) --pytest="$(TESTS)"
@@ -74,7 +82,7 @@ coverage: $(STAMP) ## measure branch coverage of outbox and publishworker, inclu
 		--deselect tests/integration/test_imports.py::test_the_health_check_imports_the_standard_library_only
 
 mutants: $(STAMP) ## run mutation tests of the core; writes mutants (docs/acceptance.md)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutants
+	@$(call INSTALL,$(BIN)/python,--group mutants)
 	@PATH=$(CURDIR)/$(BIN):$$PATH mutmut run --max-children 2
 	@$(BIN)/mutmut results
 
@@ -89,7 +97,11 @@ format: $(STAMP) ## format the code and apply ruff's fixes
 
 docs: $(STAMP) ## generate the reference pages and build the site, strictly; writes build/site
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python docs/licences.py
 	@$(BIN)/python docs/site.py
+
+chart: $(STAMP) ## generate the Helm chart from the kustomize base; needs kubectl; writes k8s/helm
+	@$(BIN)/python k8s/chart.py
 
 docs-serve: docs ## show the site on http://127.0.0.1:8000
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
@@ -108,31 +120,33 @@ bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, in about 27
 pictures: $(STAMP) ## take the pictures of the documentation from runs on the emulators; writes docs/pictures
 	@PYTHONPATH=docs/examples $(BIN)/python docs/pictures.py $(ONLY)
 
-audit: ## find known vulnerabilities of the pinned packages; needs access to the advisories
-	@$(PYTHON) -m venv .venv-audit
-	@.venv-audit/bin/python -m pip install --quiet pip-audit
+audit: $(BIN)/uv ## find known vulnerabilities of the pinned packages; needs access to the advisories
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-audit
+	@$(call INSTALL,.venv-audit/bin/python,--group audit)
 	@.venv-audit/bin/python tests/support/advisories.py constraints.txt
 	@rm -rf .venv-audit
 
-dist: $(STAMP) ## build wheel and source distribution, check both, run the quick start from the wheel; writes dist
+dist: $(STAMP) ## build wheel, source distribution and SBOM, check them, run the quick start from the wheel; writes dist
 	@rm -rf dist build/release build/wheel
-	@$(BIN)/uv build --quiet --build-constraint constraints.txt --out-dir dist
+	@$(BIN)/uv build --quiet --require-hashes --build-constraint constraints.txt --out-dir dist
 	@$(BIN)/uv venv --quiet --python $(BIN)/python build/release
-	@$(BIN)/uv pip install --quiet --python build/release/bin/python --constraint constraints.txt --group release
+	@$(call INSTALL,build/release/bin/python,--group release)
 	@build/release/bin/twine check --strict dist/*
 	@$(BIN)/uv venv --quiet --python $(BIN)/python build/wheel
-	@$(BIN)/uv pip install --quiet --python build/wheel/bin/python --constraint constraints.txt dist/*.whl
-	@DIST=$(CURDIR)/dist INSTALLED=$(CURDIR)/build/wheel/bin/python $(PYTEST) tests/acceptance/test_wheel.py \
+	@$(call INSTALL,build/wheel/bin/python,pyproject.toml)
+	@$(BIN)/uv pip install --quiet --python build/wheel/bin/python --no-deps --no-index --find-links dist spanner-outbox
+	@build/release/bin/cyclonedx-py environment --output-reproducible --output-file build/spanner_outbox.cdx.json build/wheel/bin/python
+	@DIST=$(CURDIR)/dist SBOM=$(CURDIR)/build/spanner_outbox.cdx.json INSTALLED=$(CURDIR)/build/wheel/bin/python $(PYTEST) tests/acceptance/test_wheel.py \
 	  tests/acceptance/test_readme.py::test_the_quick_start_runs_as_written
 
 release-check: ## compare TAG=v1.2.3 and REPOSITORY=URL with version, changelog and pyproject.toml
 	@$(PYTHON) tests/support/release.py "$(TAG)" "$(REPOSITORY)"
 
-constraints: $(BIN)/uv ## resolve the newest versions; writes constraints.txt
-	@{ echo '# Written by `make constraints`: every version that the targets of the Makefile install.'; \
-	   $(BIN)/uv pip compile --quiet --upgrade --no-header --no-annotate --python $(BIN)/python \
-	   --group dev --group release --extra worker --extra spark pyproject.toml; } > constraints.txt.new
-	@mv constraints.txt.new constraints.txt
+# KEEP=1 keeps the versions and only adds what pyproject.toml needs in addition. 3.11.5: a package needs it.
+constraints: $(BIN)/uv ## resolve the newest versions; writes constraints.txt, with hashes (KEEP=1)
+	@$(BIN)/uv pip compile --quiet $(if $(KEEP),,--upgrade) --universal --python-version 3.11.5 --generate-hashes --no-annotate \
+	   --no-emit-index-url --custom-compile-command 'make constraints' --all-extras --group dev --group build --group release --group mutants --group audit \
+	   pyproject.toml --output-file constraints.txt > /dev/null
 
 clean: ## remove .venv and caches
 	@rm -rf .venv dist build mutants .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -46,13 +47,15 @@ A flag overrides its environment variable, and the variable overrides the defaul
 with 2 and prints the source of the value, the value and the allowed values. An empty variable is a value, so unset the
 variable to get the default. `outbox` and `publishworker` report unknown variables that begin with `OUTBOX_`.
 
-Variables of other programs keep their names: [Environment of others](#environment-of-others)."""
+Variables of other programs keep their names: [Environment of others](#environment-of-others).
+[settings.schema.json](settings.schema.json) is a JSON Schema of the variables, for example for a ConfigMap."""
 
 OTHER_FLAGS = f"""\
 ## Other flags
 
 | command | flag | meaning |
 |---|---|---|
+| `publishworker run` | `--trace FILE` | Append each [step](../architecture/specification.md#check-a-trace) to a file. |
 | `publishworker drain` | `--deadline SECONDS` | Stop after this time with exit code 4. The default is no limit. |
 | `publishworker check` | `TOPIC ...` | Topics to check in addition to those of pending tasks. |
 | `publishworker verify` | `--database`, `--rows`, `--keep`, `--yes`, `--json` | \
@@ -191,7 +194,9 @@ def pages() -> dict[Path, str]:
         REFERENCE / "metrics.md": _metrics(),
         REFERENCE / "errors.md": _errors(),
         REFERENCE / "python.md": _python(),
+        REFERENCE / "settings.schema.json": _schema(),
         METADATA: _metadata(),
+        REFERENCE.parent / "llms.txt": _for_machines(),
     }
 
 
@@ -253,6 +258,58 @@ def _row(field: Field) -> tuple[str, ...]:
     names = [field.flag, field.variable, *([field.fallback_variable] if field.fallback_variable else [])]
     default = "required" if field.default is None else f"`{field.default}`" if field.default else "empty"
     return "<br>".join(f"`{each}`" for each in names), field.help, default, field.kind.allowed
+
+
+def _schema() -> str:
+    """Return a JSON Schema of environment variables, as in the data of a ConfigMap: all values are strings."""
+    settings = (EmulatorSettings, OutputSettings, AuditSettings, ReplaySettings, ArchiveSettings, RegisterSettings)
+    found = {field.variable: field for each in (*settings, DrainSettings, WorkerSettings) for field in fields_of(each)}
+    max_age = {"type": "string", "pattern": r"^[0-9.]+$", "description": f"Max heartbeat age in seconds: {MAX_AGE:g}."}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Environment variables of outbox, publishworker and outbox-pipeline",
+        "$comment": "Written by `make docs` from the settings classes. The programs also check ranges.",
+        "type": "object",
+        "properties": {name: _property(found[name]) for name in sorted(found)} | {"OUTBOX_MAX_AGE": max_age},
+        # Not a pattern that begins with (?!, because Helm's schemas have no such patterns.
+        "propertyNames": {"anyOf": [{"enum": [*sorted(found), "OUTBOX_MAX_AGE"]}, {"not": {"pattern": "^OUTBOX_"}}]},
+        "additionalProperties": {"type": "string"},
+    }
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def _property(field: Field) -> dict[str, object]:
+    kind = field.kind
+    form = {"enum": [*kind.choices]} if kind.choices else {"pattern": f"^(?:{kind.pattern})$"} if kind.pattern else {}
+    default = {"default": field.default} if field.default else {}
+    return {"type": "string", **form, **default, "description": f"{field.help} Allowed: {kind.allowed}."}
+
+
+_NAVIGATION = r"^( +)- ([^:\n]+):(?: (\S+\.md))?$"
+
+
+def _for_machines() -> str:
+    """Return the index of the pages in the form of https://llmstxt.org, from the navigation of the site."""
+    site = (REFERENCE.parents[1] / "mkdocs.yml").read_text(encoding="utf-8")
+    [name], [about], [repository] = (
+        re.findall(rf"^{key}: (.+)$", site, re.MULTILINE) for key in ("site_name", "site_description", "repo_name")
+    )
+    lines = [f"# {name}", "", f"> {about}", ""]
+    for indent, title, page in re.findall(_NAVIGATION, site.partition("\nnav:")[2], re.MULTILINE):
+        if page:
+            address = f"https://raw.githubusercontent.com/{repository}/main/docs/{page}"
+            lines.append(f"- [{title}]({address}): {_first_sentence(REFERENCE.parent / page)}".rstrip(": "))
+        elif indent == "  ":
+            lines += ["", f"## {title}", ""]
+    return "\n".join(lines) + "\n"
+
+
+def _first_sentence(page: Path) -> str:
+    """Return the first sentence of a page, without its links."""
+    paragraphs = page.read_text(encoding="utf-8").split("\n\n")
+    first = next((each for each in paragraphs if re.match(r"\s*[\w*\[]", each)), "")
+    sentence = re.split(r"(?<=[.:]) ", " ".join(first.split()))[0]
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", sentence)
 
 
 def _metrics() -> str:

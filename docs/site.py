@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "build/site-source"
 #: To which the links to the repository lead.
 BRANCH = "main"
-#: What the site itself shows.
-SHOWN = {".md", ".png", ".svg"}
+#: What the site itself shows. `llms.txt` is for programs that read.
+SHOWN = {".md", ".png", ".svg", ".txt"}
 #: Folders and pages of `docs` for contributors. The site links to them in the repository.
 NOT_SHOWN = {"examples", "decisions.md", "acceptance.md"}
 #: Draws the diagrams. Zensical's own scripts expect this major version.

@@ -120,7 +120,7 @@ def register(
         expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
     )  # fmt: skip
     row = task_row(task)
-    insert(transaction, TABLE, *_used([row]))
+    insert(transaction, TABLE, *_used([row]))  # OUT-LOSS-1
     id: str = row[0]
     if task_id is not None:
         remember(transaction, (id,))

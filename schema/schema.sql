@@ -46,7 +46,7 @@ CREATE TABLE AsynchronousTasks (
   -- An unordered task has NULL, never an empty text, which Pub/Sub would take for no key.
   CONSTRAINT AsynchronousTasksOrderingKey CHECK (OrderingKey != '')
 ) PRIMARY KEY (Id),
-  -- Only sent tasks are deleted: a SentAt of NULL never becomes old, so unsent and dead tasks stay.
+  -- OUT-LOSS-7: only sent tasks are deleted: a SentAt of NULL never becomes old, so unsent and dead tasks stay.
   ROW DELETION POLICY (OLDER_THAN(SentAt, INTERVAL 7 DAY));
 
 -- Everything that the poll and the counts by state read, without a join back to the table. For each shard and topic,

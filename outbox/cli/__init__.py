@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from outbox._version import __version__
 from outbox.cli import (
     changes,
+    conform,
     console,
     emulators,
     flags,
@@ -33,7 +34,7 @@ from outbox.program.terminal import Escaped, prepare_streams, say
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
-COMMANDS = (emulators, schema, status, tasks, changes, topic_list, topics, workers, operations, console)
+COMMANDS = (emulators, schema, status, tasks, changes, topic_list, topics, workers, operations, console, conform)
 
 COMPLETION_DESCRIPTION = """\
 Print a script that completes the commands and flags of `outbox`. It needs the extra

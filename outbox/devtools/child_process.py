@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from outbox.errors import NotReached
@@ -56,10 +56,10 @@ class Child:
         lines = self.written().splitlines()[-TAIL_LINES:]
         return "\n  ".join([". Its last lines:", *lines]) if lines else " and wrote nothing"
 
-    def wait_until_ready(self) -> None:
-        """Return when the port answers. Raises NotReached."""
+    def wait_until(self, ready: Callable[[str], bool]) -> None:
+        """Return when `ready` says so of the address. Raises NotReached."""
         deadline = time.monotonic() + START_SECONDS
-        while not answers(self.host):
+        while not ready(self.host):
             if ended := self.ended():
                 raise NotReached(f"could not start it: {ended}")
             if time.monotonic() > deadline:
@@ -81,12 +81,31 @@ class Child:
             os.killpg(self.process.pid, number)
 
 
+def answers(host: str) -> bool:
+    """Return whether something listens at `host`, HOST:PORT or [IPV6]:PORT."""
+    with contextlib.suppress(OSError):
+        socket.create_connection(host_and_port(host), timeout=1).close()
+        return True
+    return False
+
+
 @contextlib.contextmanager
-def running(title: str, command: Sequence[str], port: int = 0) -> Iterator[Child]:
-    """Run `command` in the block; `{port}` becomes the port, 0 takes a free one. Raises NotReached with `title`."""
+def running(
+    title: str,
+    command: Sequence[str],
+    port: int = 0,
+    *,
+    ready: Callable[[str], bool] = answers,
+    afterwards: Sequence[str] = (),
+) -> Iterator[Child]:
+    """Run `command` in the block; `{port}` becomes the port, 0 takes a free one. Raises NotReached with `title`.
+
+    `afterwards` is a command for the end of the block. It also runs if this process is killed.
+    """
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile("a+b"))
         with _reserved(title, port) as reserved:
+            end = _at_our_end(afterwards) if afterwards else contextlib.nullcontext
             process = subprocess.Popen(  # noqa: S603 - the command is ours
                 tied([word.replace("{port}", str(reserved)) for word in command]),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -94,16 +113,18 @@ def running(title: str, command: Sequence[str], port: int = 0) -> Iterator[Child
             )  # fmt: skip
             child = Child(title, reserved, process, output)
             stack.callback(child.stop)
-            child.wait_until_ready()
+            stack.callback(end)  # before the child is stopped
+            child.wait_until(ready)
         yield child
 
 
-def answers(host: str) -> bool:
-    """Return whether something listens at `host`, HOST:PORT or [IPV6]:PORT."""
-    with contextlib.suppress(OSError):
-        socket.create_connection(host_and_port(host), timeout=1).close()
-        return True
-    return False
+def _at_our_end(command: Sequence[str]) -> Callable[[], object]:
+    """Return a function that runs `command`. Without the call, the command runs when this process ends."""
+    # A shell waits until the pipe closes, which the kernel does for a killed process too. It has a group of its own, so
+    # that a second Ctrl-C does not cut the command short.
+    words = ["/bin/sh", "-c", 'read _; exec "$@" > /dev/null 2>&1', "sh", *command]
+    shell = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0)  # noqa: S603 - the command is ours
+    return lambda: shell.communicate(timeout=STOP_SECONDS)
 
 
 def tied(command: Sequence[str]) -> list[str]:

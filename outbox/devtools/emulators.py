@@ -1,10 +1,11 @@
-"""The Cloud SDK's Spanner and Pub/Sub emulators as child processes that always end again. Standard library only.
+"""The Spanner and Pub/Sub emulators as child processes that always end again. Standard library only.
 
     with running() as emulators:
         os.environ |= emulators.environment()
 
 An emulator that `SPANNER_EMULATOR_HOST` or `PUBSUB_EMULATOR_HOST` names is used as it is, unless a port or flags are
-asked for. Otherwise the binaries themselves are started, not the `gcloud` wrapper, which leaves its children behind.
+asked for. Otherwise the binaries of the Cloud SDK are started, not the `gcloud` wrapper, which leaves its children
+behind. Without a Cloud SDK that has them, Docker or Podman runs Google's images.
 """
 
 import contextlib
@@ -15,8 +16,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from outbox.devtools import child_process
+from outbox.devtools import child_process, containers
 from outbox.devtools.child_process import LOOPBACK, Child
+from outbox.devtools.containers import Container
 from outbox.errors import NotReached
 from outbox.program.settings import emulator_address, host_and_port
 
@@ -41,6 +43,7 @@ class Program:
     variable: str
     path: str
     arguments: tuple[str, ...]
+    container: Container
 
 
 SPANNER = Program(
@@ -48,12 +51,24 @@ SPANNER = Program(
     "SPANNER_EMULATOR_HOST",
     "bin/cloud_spanner_emulator/emulator_main",
     ("--host_port", LOOPBACK + ":{port}"),
+    Container(
+        "gcr.io/cloud-spanner-emulator/emulator:1.5.58"
+        "@sha256:c6f3402f2599684f295a0fdefb6fbbbfb18a0e43e309ff5456ccb452a4570a79",
+        9010,
+        ("./emulator_main", "--host_port", "0.0.0.0:9010"),
+    ),
 )
 PUBSUB = Program(
     "Pub/Sub emulator",
     "PUBSUB_EMULATOR_HOST",
     "platform/pubsub-emulator/bin/cloud-pubsub-emulator",
     (f"--host={LOOPBACK}", "--port={port}"),
+    Container(
+        "gcr.io/google.com/cloudsdktool/google-cloud-cli:587.0.0-emulators"
+        "@sha256:8d8573471c489a409f03891d2c24d177fa531276184f7002b9a2d853d1b3ed54",
+        8085,
+        ("gcloud", "beta", "emulators", "pubsub", "start", "--host-port=0.0.0.0:8085"),
+    ),
 )
 
 
@@ -116,8 +131,13 @@ def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator
     host = emulator_address(program.variable)
     if port or flags or not host:
         check_installed(program)
-        command = [str(_executable(program)), *program.arguments, *flags]
-        with child_process.running(program.title, command, port) as child:
+        executable = _executable(program)
+        starting = (
+            child_process.running(program.title, [str(executable), *program.arguments, *flags], port)
+            if executable
+            else containers.running(program.title, program.container, port, flags)
+        )
+        with starting as child:
             yield child.host, (child,)
         return
     deadline = time.monotonic() + REACH_SECONDS
@@ -131,14 +151,15 @@ def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator
 
 
 def check_installed(*programs: Program) -> None:
-    """Return if these are installed here. Raises NotReached: what is missing, how to get it."""
+    """Return if these can be started here. Raises NotReached: what is missing, how to get it."""
     missing = [program for program in programs if _executable(program) is None]
-    if missing:
+    if missing and not containers.engine():
         what = " and ".join(f"the {program.title}" for program in missing)
         unset = " and ".join(program.variable for program in missing)
         raise NotReached(
             f"{what} not found: {unset} not set, and no Cloud SDK (CLOUDSDK_ROOT_DIR, or gcloud in PATH) "
-            f"has {' or '.join(program.path for program in missing)}. {HOW_TO_GET_THEM}"
+            f"has {' or '.join(program.path for program in missing)}, and neither Docker nor Podman is running. "
+            f"{HOW_TO_GET_THEM}"
         )
 
 

@@ -36,11 +36,15 @@ _OF_KUBERNETES = re.compile(r"OUTBOX_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PO
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingType:
-    """How a text becomes a value. `parse` raises ValueError, and `allowed` says in an error what is allowed."""
+    """How a text becomes a value. `parse` raises ValueError, and `allowed` says in an error what is allowed.
+
+    `pattern` is for the JSON Schema of the settings: `parse` may refuse more, for example a number out of its range.
+    """
 
     parse: Callable[[str], Any]
     allowed: str
     choices: tuple[str, ...] = ()
+    pattern: str = ""
 
     def value(self, text: str, source: str) -> Any:
         """Return the parsed `text`. Raises SettingError, which begins with `source`, a flag or a variable."""
@@ -72,19 +76,25 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     return found
 
 
+_DECIMAL = r"[0-9]+(\.[0-9]+)?"
+
+
 def whole_number(low: int, high: int) -> SettingType:
     """Return the type of integers from `low` to `high`."""
-    return SettingType(lambda text: _between(int(text), low, high), f"a whole number from {low:,} to {high:,}")
+    allowed = f"a whole number from {low:,} to {high:,}"
+    return SettingType(lambda text: _between(int(text), low, high), allowed, pattern=r"[0-9]+")
 
 
 def seconds(low: float, high: float) -> SettingType:
     """Return the type of durations in seconds from `low` to `high`."""
-    return SettingType(lambda text: _between(float(text), low, high), f"seconds from {low:,.12g} to {high:,.12g}")
+    allowed = f"seconds from {low:,.12g} to {high:,.12g}"
+    return SettingType(lambda text: _between(float(text), low, high), allowed, pattern=_DECIMAL)
 
 
 def fraction(low: float, high: float) -> SettingType:
     """Return the type of fractions from `low` to `high`."""
-    return SettingType(lambda text: _between(float(text), low, high), f"a number from {low:g} to {high:g}")
+    allowed = f"a number from {low:g} to {high:g}"
+    return SettingType(lambda text: _between(float(text), low, high), allowed, pattern=_DECIMAL)
 
 
 def one_of(*choices: str) -> SettingType:
@@ -101,7 +111,7 @@ def matching(pattern: str, allowed: str) -> SettingType:
             raise ValueError(text)
         return text
 
-    return SettingType(parse, allowed)
+    return SettingType(parse, allowed, pattern=pattern)
 
 
 def _between(value: float, low: float, high: float) -> Any:
@@ -126,7 +136,7 @@ def argparse_type(name: str, kind: SettingType) -> Callable[[str], Any]:
 
 
 #: A switch is a flag without a value. Its variable is true or false.
-SWITCH = SettingType(lambda text: ("false", "true").index(text) == 1, "true or false")
+SWITCH = SettingType(lambda text: ("false", "true").index(text) == 1, "true or false", pattern="true|false")
 _ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[^]]*)\]|(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?))(?::(?P<port>[1-9][0-9]{0,4}))?"
 )

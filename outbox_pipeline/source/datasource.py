@@ -214,7 +214,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
                 f"{too_old(until)}. To continue, start with a new checkpoint and the option since={shown(since)}. The "
                 "stream then repeats the tasks sent since that time"
             )
-        found = parts.sent_parts(table.layout.ids, since, until, self._options.partitions, after=True)
+        found = parts.sent_parts(table.layout.ids, since, until, self._options.partitions, after=True)  # OUT-SPARK-2
         selection = RowFilter(topic=self._options.topic)
         return [InputPartition((part, selection, until, table.layout)) for part in found]
 

@@ -19,6 +19,7 @@ from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide, Store
+from publishworker.telemetry.trace import Trace
 from publishworker.types import (
     CLAIM,
     COMMIT,
@@ -50,6 +51,7 @@ class Tools:
     #: A dead task does not block its ordering key.
     skip_dead: bool
     host: Host = field(default_factory=Host)
+    trace: Trace | None = None
 
 
 class Delivery:
@@ -139,7 +141,7 @@ class Delivery:
         """Publish rows locked at `now`. One that failed before, or is a suspect, gets its own request."""
         if not rows:
             return
-        alone = {row.id for row in rows if row.attempts or row.id in self.claim.hints.suspects}
+        alone = {row.id for row in rows if row.attempts or row.id in self.claim.hints.suspects}  # OUT-DELAY-1
         began = self._clock()
         answers = self._tools.publisher.publish(self.claim.destination, rows, self._tools.publish_seconds, alone)
         ended = self._clock()
@@ -160,7 +162,7 @@ class Delivery:
             answer = self._answers.get(row.id)
             if answer is not None:
                 self._outcomes[row.id] = answer
-            if isinstance(answer, Sent):
+            if isinstance(answer, Sent):  # OUT-LOSS-3
                 marks[row.id] = answer
             elif row.ordering_key in stopped:
                 if deferral := next(stopped[row.ordering_key], None):

@@ -1,6 +1,7 @@
 """Which kind of delivery a claim gets, and the deferral, which publishes nothing."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from publishworker.delivery.claim import Claim, Kind
@@ -38,4 +39,7 @@ _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferr
 
 def delivery_of(claim: Claim, tools: Tools, marking: Marking) -> Delivery:
     """Return the delivery of a claim."""
+    if tools.trace is not None:
+        store, publisher = tools.trace.of_batch(claim, tools.store, tools.publisher, skips_dead=tools.skip_dead)
+        tools = replace(tools, store=store, publisher=publisher)
     return _KINDS[claim.kind](claim, tools, marking)

@@ -77,7 +77,7 @@ def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts:
     match kind_of(failure.reason):
         case FailureKind.TARGET:
             return hints.probe
-        case FailureKind.OUTAGE:
+        case FailureKind.OUTAGE:  # OUT-LOSS-4
             return id in hints.suspects and topic_accepts and not hints.probe and not is_refused(failure.reason)
     return True
 

@@ -39,7 +39,7 @@ def skip_reasons(
             continue
         elif (row.topic, row.ordering_key) != (claim.topic, key):
             reasons[id] = Skipped("moved")
-        elif key in blocked:
+        elif key in blocked:  # OUT-ORDER-1
             reasons[id] = Skipped("blocked")
         elif reason := _skip_reason(row, claim.kind, now):
             reasons[id] = reason
@@ -49,7 +49,7 @@ def skip_reasons(
 
 
 def _skip_reason(row: LockedRow, kind: Kind, now: datetime) -> Skipped | None:
-    if not (row.is_due(now) or (row.ordering_key is not None and row.deferred)):
+    if not (row.is_due(now) or (row.ordering_key is not None and row.deferred)):  # OUT-ORDER-2
         return Skipped("not_due")
     # An at-most-once task is sent later, in a batch of its own. `outbox` refuses such a task with an ordering key, but
     # other writers may insert one, so it may block a key.
@@ -70,7 +70,7 @@ def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Outcome]) -> lis
     unanswered = []
     for row in rows:
         answer = answers.get(row.id)
-        if answer is None and row.ordering_key not in stopped:
+        if answer is None and row.ordering_key not in stopped:  # OUT-TWICE-2, OUT-ORDER-1
             unanswered.append(row)
         elif row.ordering_key is not None and stops_key(answer):
             stopped.add(row.ordering_key)

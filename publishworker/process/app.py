@@ -36,6 +36,7 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.trace import Trace
 from publishworker.turn.batching import Limits
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import Membership
@@ -55,7 +56,13 @@ class App:
     """
 
     def __init__(
-        self, settings: RelaySettings, *, id: str, metrics: Metrics, touch_file: Callable[[], None] = lambda: None
+        self,
+        settings: RelaySettings,
+        *,
+        id: str,
+        metrics: Metrics,
+        touch_file: Callable[[], None] = lambda: None,
+        trace: Trace | None = None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
@@ -68,7 +75,7 @@ class App:
             create_command=partial(create_topic_command, settings),
         )
         host = Host(progress=touch_file)
-        self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host)
+        self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host, trace=trace)
         self.membership.info = partial(worker_info, settings, self.relay)
         self._stream = (
             ChangeStream(self.store.database.on_own_connection().renewed, self.relay.wake)
@@ -174,6 +181,7 @@ def relay_of(
     *,
     metrics: Metrics,
     host: Host,
+    trace: Trace | None = None,
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
     retries = RetryPolicy(
@@ -191,6 +199,7 @@ def relay_of(
             publish_seconds=settings.publish_timeout,
             skip_dead=settings.on_ordering_failure == "skip",
             host=host,
+            trace=trace,
         ),
         metrics,
         membership,

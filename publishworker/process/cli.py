@@ -72,7 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     from outbox.program.arguments import Parser  # noqa: PLC0415 - see main
     from publishworker.process import commands  # noqa: PLC0415 - see main
     from publishworker.process.check import check  # noqa: PLC0415 - see main
-    from publishworker.process.settings import WorkerSettings, add_deadline, add_verify_flags  # noqa: PLC0415 - see main
+    from publishworker.process.settings import (  # noqa: PLC0415 - see main
+        WorkerSettings,
+        add_deadline,
+        add_trace,
+        add_verify_flags,
+    )
 
     parser = Parser(
         prog="publishworker",
@@ -90,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = add("run", commands.run, "Publish tasks until SIGTERM.")
     WorkerSettings.add_flags(run)
+    add_trace(run)
     drain = add("drain", commands.drain, "Publish until nothing is pending or retrying; print what remains.")
     WorkerSettings.add_flags(drain)
     add_deadline(drain)

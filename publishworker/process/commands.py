@@ -23,12 +23,13 @@ from publishworker.process.settings import WorkerSettings
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.trace import File, Trace
 
 
 def run(options: argparse.Namespace) -> int:
     """Publish tasks until a signal; return the exit code."""
     settings = WorkerSettings.read(vars(options))
-    with _worker(settings) as (worker, stop):
+    with _worker(settings, options.trace) as (worker, stop):
         return worker.until_stopped(stop, lambda _turn: False, timeout_exit_code=exits.FAILED)
 
 
@@ -58,7 +59,7 @@ def drain(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
+def _worker(settings: WorkerSettings, trace: str | None = None) -> Iterator[tuple[App, threading.Event]]:
     """Configure this process. Yield the worker, and an event that a signal sets; until then, it ends the process."""
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
@@ -68,7 +69,13 @@ def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
         stack.callback(metrics.stop)
         # Unique for all time. People recognize the host name.
         id = f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"
-        worker = App(settings, id=id, metrics=metrics, touch_file=heartbeat_file(Path(settings.heartbeat_file)))
+        worker = App(
+            settings,
+            id=id,
+            metrics=metrics,
+            touch_file=heartbeat_file(Path(settings.heartbeat_file)),
+            trace=Trace(File(trace).write, id) if trace else None,
+        )
         collect_garbage_rarely()
         with stop_on_signals() as stop, stack.pop_all():
             yield worker, stop

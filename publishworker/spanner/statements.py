@@ -38,6 +38,7 @@ _READY = _tasks("AvailableAt IS NULL")
 _LOWER = _tasks("AvailableAt IS NULL AND Priority < @below")
 # Due tasks by AvailableAt, the order of the index, so that the task that has been due for longest comes first.
 _DUE = _tasks("AvailableAt <= CURRENT_TIMESTAMP()")
+# OUT-LOSS-2: an unsent task is in one of these ranges until its SentAt is committed.
 #: The statements of a poll by two flags: whether the poll also reads due tasks, and whether it reads the ready tasks of
 #: lower priorities separately.
 POLLS = {

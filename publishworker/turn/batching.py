@@ -71,7 +71,7 @@ def _most_urgent_first(candidates: Sequence[Candidate], limits: Limits, random: 
     by_priority: dict[int, tuple[list[Candidate], list[Candidate]]] = defaultdict(lambda: ([], []))
     for each in candidates:
         by_priority[each.priority][each.available_at is not None].append(each)
-    for priority in sorted(by_priority, reverse=True):
+    for priority in sorted(by_priority, reverse=True):  # OUT-ORDER-3
         ready, due = by_priority[priority]
         max_tasks = -(-limits.batch_size // 2) if ready and due else limits.batch_size
         piles = [[piece for slice in _slices(pile) for piece in _pieces(slice, max_tasks)] for pile in (ready, due)]

@@ -129,7 +129,7 @@ class InFlight:
     def start(self, claim: Claim) -> None:
         """Start a batch."""
         entry = _Entry(self._delivery_of(claim))
-        self._running[entry] = self._host.threads.thread("batch", self._run, entry)
+        self._running[entry] = self._host.threads.thread("batch", self._run, entry)  # OUT-DELAY-2
         self._running[entry].start()
 
     def raise_if_stuck(self) -> None:

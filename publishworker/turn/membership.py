@@ -154,7 +154,7 @@ class Membership:
         """Take this worker's part of the shards if the live workers or the layouts have changed."""
         if (living, layouts) != (self._living, self.layouts):
             self._living, self.layouts = living, layouts
-            self.shards = divide(living, _ids(layouts))[self._worker]
+            self.shards = divide(living, _ids(layouts))[self._worker]  # OUT-LOSS-6
             shards = ", ".join(map(str, self.shards))
             workers = counted(len(living), "live worker")
             log.info("%s; this one polls shards %s", workers, shards, extra={"action": "assigned"})

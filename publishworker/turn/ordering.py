@@ -72,7 +72,7 @@ class Ordering:
         blocked: list[Claim] = []
         for key, tasks in keys.items():
             queue = queues.get(key, ())
-            sendable = [*takewhile(lambda each: each.sendable, queue)]
+            sendable = [*takewhile(lambda each: each.sendable, queue)]  # OUT-ORDER-1
             prefix = next(cut(sendable[:longest], self._limits), [])
             if prefix:
                 following = next(iter(sendable[len(prefix) :]), None)

@@ -128,7 +128,7 @@ class Poller:
         """
         request = PollRequest(
             shards=self._membership.shards,
-            topics=self._topics.polled.difference(unavailable),
+            topics=self._topics.polled.difference(unavailable),  # OUT-DELAY-3
             per_range=self._size.per_range,
             due=self._reads_due_tasks,
             below=below,

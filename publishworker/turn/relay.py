@@ -52,11 +52,13 @@ class Relay:
         self._clock, self._progress = host.clock, host.progress
         self._store = store
         self._membership = membership
+        self._trace = tools.trace
         self._topics = Topics(host, places=limits.batches)
         self._poller = Poller(
             store, membership, host.clock, limits.batches * limits.batch_size, options.discovery_seconds
         )
-        self._ordering = Ordering(store, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
+        heads = store if tools.trace is None else tools.trace.reading(store)
+        self._ordering = Ordering(heads, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
         self._selector = Selector(limits, self._topics, host.random, options.fair_share)
         #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
         self._read_at = host.clock()
@@ -110,7 +112,8 @@ class Relay:
         reports: list[Report] = []
         self.marking.shut_down(self._options.shutdown_seconds)
         try:
-            while len(self._in_flight):  # one by one, so that each is reported even if another one is stuck
+            # OUT-LOSS-5. One by one, so that each is reported even if another one is stuck.
+            while len(self._in_flight):
                 ended = self._in_flight.wait_for_one()
                 self._observe(ended)
                 reports += ended
@@ -143,6 +146,8 @@ class Relay:
         for report in reports:
             if not isinstance(report, Delivered):
                 self._reporter.unmarked(report)
+                if report.given_up and self._trace is not None:
+                    self._trace.give_up(report.claim.ids)
                 continue
             self._reporter.delivered(report)
             if (change := self._topics.observe(report)) is not None:

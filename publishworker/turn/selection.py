@@ -49,7 +49,7 @@ class FairShare:
         below = self.below
         if below is None:
             return []
-        lower = [each for each in candidates if each.priority < below]
+        lower = [each for each in candidates if each.priority < below]  # OUT-ORDER-3
         if not lower:
             if self._last is None:
                 self._owed = 0.0  # no lower task waits; try again when the next share is due

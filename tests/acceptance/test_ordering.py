@@ -1,4 +1,4 @@
-"""Ordering keys with real workers: their order while workers are killed and publishes fail, and tasks that block it."""
+"""OUT-ORDER-1: order while real workers are killed and publishes fail, and tasks that block their key."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any

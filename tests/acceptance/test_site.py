@@ -23,6 +23,7 @@ def test_the_working_tree_is_built_strictly(tmp_path: Path) -> None:
     done = build()
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "build/site/tutorial/index.html").exists()
+    assert (tmp_path / "build/site/llms.txt").exists()
     with (tmp_path / "docs/tutorial.md").open("a", encoding="utf-8") as page:
         page.write("\n[broken](nowhere.md)\n")
     done = build()

@@ -12,7 +12,7 @@ from tests.support.spanner import count
 
 def test_a_scheduled_task_is_sent_when_it_is_due_and_not_before(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
-) -> None:
+) -> None:  # OUT-ORDER-2
     """By the publish time that Pub/Sub gave each message; tasks that are scheduled for later stay."""
     register(database, topic, 20, available_at=datetime(2090, 1, 1, tzinfo=UTC))
     with worker(emulators, database) as process:

@@ -1,6 +1,7 @@
 """The published wheel and source distribution. `make dist` sets DIST to the folder of those that it has built."""
 
 import email
+import json
 import os
 import re
 import subprocess
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from outbox import __version__
+
 pytestmark = pytest.mark.xdist_group("wheel")  # the wheel is built and installed once
 
 ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).with_name("uv")
 REPORT = "outbox_pipeline/jobs/audit/report.html.jinja"
-PINS = ("--constraint", ROOT / "constraints.txt")
+PINS = ("--constraint", ROOT / "constraints.txt")  # uv also verifies the hashes that it has
 
 
 def shell(*command: str | Path, cwd: Path) -> str:
@@ -83,6 +86,19 @@ def test_each_link_of_the_index_page_is_absolute(metadata: Message) -> None:
     assert len(files) > 20
     assert [file for file in files if not (ROOT / file).exists()] == []
     assert [link for link in links if not link.startswith("https://")] == []
+
+
+@pytest.mark.skipif("SBOM" not in os.environ, reason="`make dist` writes it")
+def test_the_sbom_names_each_package_with_version_and_licence() -> None:
+    """Those of an environment with the wheel alone, and their licences; no path of the machine that built it."""
+    text = Path(os.environ["SBOM"]).read_text(encoding="utf-8")
+    components = json.loads(text)["components"]
+    pinned = re.findall(r"^([\w.-]+)==(\S+)", PINS[1].read_text(encoding="utf-8"), re.MULTILINE)
+    assert {("grpcio", dict(pinned)["grpcio"]), ("spanner-outbox", __version__)} <= {
+        (each["name"], each["version"]) for each in components
+    }
+    assert [each["name"] for each in components if not each.get("licenses")] == ["protobuf"]  # its metadata has none
+    assert "file:" not in text
 
 
 @pytest.mark.extended

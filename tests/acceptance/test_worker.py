@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 
 def test_sigterm_finishes_the_in_flight_batches(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
-) -> None:
+) -> None:  # OUT-LOSS-5
     """Exit 0, and every task is either published and marked, or neither: no duplicate from the next worker."""
     ids = register(database, topic, 300)
     with worker(emulators, database, "--batch-size", "10") as first:
@@ -107,7 +107,7 @@ def test_a_drain_keeps_its_deadline_while_spanner_is_unavailable(emulators: Emul
 
 def test_a_bad_task_delays_no_other(
     emulators: Emulators, database: Database, topic: str, subscription: Subscription
-) -> None:
+) -> None:  # OUT-DELAY-1
     """Another writer's bytes and an unknown topic: a clear line each, no stack trace, the others are sent."""
     columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
     with database.batch() as batch:

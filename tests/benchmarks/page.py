@@ -11,9 +11,8 @@ SAME = ("machine", "versions", "emulators")
 HEAD = """\
 # Benchmarks
 
-This page has measured costs and speeds of the relay and of the Spark jobs. The emulators ran on the same machine as the
-measured code. So times and tasks per second say nothing about the services. These results are valid for them, too:
-requests, rows, bytes and client CPU for each task, and ratios between variants that were measured in turns.
+The emulators ran on the same machine as the measured code. So times and tasks per second say nothing about Spanner and
+Pub/Sub. Requests, rows, bytes and client CPU of a task are valid for them, too, and so are ratios between variants.
 
 | question | result |
 |---|---|
@@ -23,8 +22,10 @@ requests, rows, bytes and client CPU for each task, and ratios between variants 
 | Does memory grow with the backlog? | no: {small} MB with 5,000 tasks, {large} MB with 100,000 ([memory](#memory)) |
 | What does Spark cost? | between {least} and {most} times the CPU of a loop in one process |
 
-`make bench` and `make bench-pipeline` write this page. Do not edit it. [results.json](benchmarks/results.json) has the
-values of each round; the tables show medians.
+`make bench` and `make bench-pipeline` write this page. Do not edit it. `python -m tests.benchmarks` with the flag at
+the end of a section runs this section alone. The tables show medians. [results.json](benchmarks/results.json) has the
+values of each round, the load of the machine, and the limits that the figures should keep. A section names each limit
+that is not kept.
 
 Unless a section says otherwise: {where}. With Spark, each way has run once before it
 counts. CPU is that of the process, and for Spark also of the JVM and its Python workers. The loop uses one core, and
@@ -86,17 +87,12 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 def _text(name: str, section: Section, where: str) -> str:
     ran = section.ran
     parts = [f"## {section.title}", markdown(*grid(section.figures)).rstrip(), section.conditions]
-    if section.bars:
-        missed = "; ".join(f"**not reached: {_bar(bar)}**" for bar in section.bars if not bar.reached)
-        reached = "; ".join(_bar(bar) for bar in section.bars if bar.reached) if len(section.bars) < 5 else "the others"
-        parts.append(f"Bars: {missed}{'; ' * bool(missed and reached)}{reached}.")
+    if missed := "; ".join(_bar(bar) for bar in section.bars if not bar.reached):
+        parts.append(f"**Not kept:** {missed}.")
     rounds = max(len(figure.values) for figure in section.figures)  # some sections run once, whatever was asked for
     often = f"{rounds} rounds" if rounds > 1 else "once"
     ending = "" if _where(section) == where else f" {_where(section)}."
-    parts.append(
-        f"Valid for the services: {section.transfers} {ran['date']}, {often}, load before {ran['load before']}: "
-        f"`python -m tests.benchmarks --only {name}`.{ending}"
-    )
+    parts.append(f"Valid for the services: {section.transfers} {ran['date']}, {often}: `--only {name}`.{ending}")
     return "\n\n".join(parts) + "\n"
 
 

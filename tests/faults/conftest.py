@@ -16,17 +16,17 @@ from tests.support.trial import Trial
 
 @pytest.fixture
 def trial(
-    request: pytest.FixtureRequest, emulators: Emulators, database: Database, pubsub: PubSub, long: bool
+    request: pytest.FixtureRequest, emulators: Emulators, database: Database, pubsub: PubSub, tmp_path: Path
 ) -> Iterator[Trial]:
     """A database, two topics, their subscribers, and an application; always the same random choices."""
     seed: int = request.config.getoption("--seed")
-    created = Trial(emulators, database, pubsub, seed + crc32(request.node.name.encode()))
+    created = Trial(emulators, database, pubsub, seed + crc32(request.node.name.encode()), tmp_path)
     yield created
     file = request.config.getoption("--figures")
     if file and created.figures:
         parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
         name = parameters.get("scenario", request.node.originalname.removeprefix("test_"))
-        about = {"scenario": name, "seed": seed, "long": long}
+        about = {"scenario": name, "seed": seed, "long": request.config.getoption("--long")}
         with Path(file).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(about | dataclasses.asdict(created.figures) | created.notes) + "\n")
 

@@ -33,17 +33,13 @@ INBOX = "inbox"
 HEAD = """\
 # Reliability
 
-This page shows what happens to tasks while workers are killed and services fail. Each line of the first two tables is a
-test that breaks something under load. It compares the IDs that the application registered with the messages that the
-subscribers received, and fails if there are more duplicates than *allowed*. Workers are processes on both emulators.
+Each line of the first two tables is a test that kills workers or breaks a service under load. It compares the IDs of
+registered tasks with the messages that subscribers received, and fails if there are more duplicates than *allowed*.
+`make test-long` runs each test for a minute. `make soak MINUTES=30` causes all faults at random, and measures the
+memory of one worker.
 
-```console
-$ make test-long              # all scenarios, a minute each; `make test` and `make test-all` run them for seconds
-$ make soak MINUTES=30        # all faults at random, while the memory of one worker is measured
-```
-
-`python -m tests.faults.page` writes this page from [results.json](reliability/results.json). Do not edit it. The
-emulators share two cores with workers and tests, so times are long, but counts are exact.
+`python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
+versions. Do not edit it. Emulators, workers and tests share two cores, so times are long, but counts are exact.
 """
 
 INBOX_SAYS = """\
@@ -105,7 +101,7 @@ def text(results: dict[str, Any]) -> str:
 
 
 def _ran(ran: dict[str, str], command: str) -> str:
-    return f"{ran['date']}, {ran['machine']}, Python and packages as in results.json: `{command}`\n"
+    return f"{ran['date']}, {ran['machine']}: `{command}`\n"
 
 
 @dataclass(frozen=True, slots=True)

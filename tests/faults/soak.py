@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with emulators.running() as created:
         os.environ |= created.environment()
         with spanner.outbox_database(spanner.instance(created.spanner_host)) as database:
-            trial = Trial(created, database, PubSub.on(created.pubsub_host), options.seed)
+            trial = Trial(created, database, PubSub.on(created.pubsub_host), options.seed, options.output)
             _soak(trial, options.minutes * 60, samples, events)
             figures = trial.audit(duplicates=sum(each.duplicates for each in events))
     grown = {name: round(_growth([each[name] for each in samples]), 3) for name in MAY_GROW}

@@ -16,7 +16,7 @@ SKEW, SCHEDULED = 60, 20
 SHIFTED = "tests.support.shifted_clock"
 
 
-def test_workers_killed(trial: Trial, long: bool) -> None:
+def test_workers_killed(trial: Trial, long: bool) -> None:  # OUT-LOSS-2
     """SIGKILL of random workers in the middle of a backlog. Another worker takes the place of each.
 
     Promised: No task is lost. At most the in-flight batches of the killed workers are published again.
@@ -36,7 +36,7 @@ def test_workers_killed(trial: Trial, long: bool) -> None:
 
 
 @pytest.mark.extended
-def test_worker_sleeps(trial: Trial, long: bool) -> None:
+def test_worker_sleeps(trial: Trial, long: bool) -> None:  # OUT-LOSS-6
     """SIGSTOP, and SIGCONT after Spanner's 10 s for an idle transaction and the 14 s of the liveness timeout.
 
     Promised: No task is lost. Other workers take over the shards. The paused worker publishes at most its in-flight

@@ -42,7 +42,7 @@ def once(transaction: Any, task_id: str = "t") -> bool:
     return outbox.register_once(transaction, "orders", b"data", task_id=task_id)
 
 
-def test_business_row_and_task_have_one_commit(own_database: Database) -> None:
+def test_business_row_and_task_have_one_commit(own_database: Database) -> None:  # OUT-LOSS-1
     """CreatedAt is the time of the caller's own commit (A03); before it nothing is readable (A01)."""
     own_database.update_ddl([ORDERS]).result(30)
     available, expires = datetime(2040, 1, 2, 3, 4, 5, 678901, tzinfo=UTC), datetime(2041, 1, 1, tzinfo=UTC)

@@ -128,7 +128,9 @@ def test_everything_registered_is_received_once(database: Database, topic: str, 
     assert account(ids, subscription) == COMPLETE
 
 
-def test_a_task_is_sent_again_by_plain_dml(database: Database, topic: str, subscription: Subscription) -> None:
+def test_a_task_is_sent_again_by_plain_dml(
+    database: Database, topic: str, subscription: Subscription
+) -> None:  # OUT-TWICE-1
     """`SentAt = NULL` alone, with the count of rows as its answer (A41, by hand), also for one that had failed."""
     ids = register(database, topic, 3, data=b"\x00\xffbody")
     with database.batch() as batch:
@@ -260,7 +262,7 @@ def test_two_relays_publish_a_task_once(database: Database, topic: str, subscrip
     assert (published, already, already / (already + published)) == (1, 1, 0.5)
 
 
-def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, topic: str) -> None:
+def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, topic: str) -> None:  # OUT-LOSS-3
     """While Pub/Sub has not answered the row is unsent; with another answer, or none, it stays so (A31, A32)."""
     answered, refused, untried = ids = register(database, topic, 3)
     seen = []

@@ -246,7 +246,7 @@ def with_resource(type: str) -> Any:
 
 def test_a_batch_aborted_at_commit_is_published_and_marked_once(
     mock: SpannerServicer, database: LimitedDatabase
-) -> None:
+) -> None:  # OUT-TWICE-2
     """The transaction runs again: lock, commit; nothing is published again."""
     prepare(mock, 10)
     publisher = FakePublisher("orders", project="p")

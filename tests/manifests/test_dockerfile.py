@@ -36,14 +36,14 @@ def variables(stage: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def test_stages_build_on_one_pinned_image() -> None:
+def test_stages_build_on_one_image_pinned_by_digest() -> None:
     """`docker build` without a target makes the worker; wheels are for the Python version that the tests run on."""
     assert list(STAGES) == [
         "build", "runtime", "demo", "console-build", "console", "pipeline-build", "pipeline", "dataproc-build",
         "dataproc", "worker",
     ]  # fmt: skip
     [base] = {base for base, _ in STAGES.values()} - STAGES.keys()
-    version = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+", base)
+    version = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
     assert version is not None
     assert version[1] == f"{sys.version_info.major}.{sys.version_info.minor}" or not os.environ.get("CI")
     assert f"/opt/pipeline/lib/python{version[1]}/site-packages/pyspark" == variables("pipeline")["SPARK_HOME"]
@@ -72,7 +72,8 @@ def test_the_pods_have_the_user_of_the_image() -> None:
 
 def test_every_package_of_the_images_is_in_the_constraints() -> None:
     """A constraint that is missing lets pip take the newest version of a dependency of a dependency."""
-    pinned = {canonicalize_name(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().split("\n")}
+    lines = (ROOT / "constraints.txt").read_text().split("\n")
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
     found: set[tuple[str, str]] = set()
     left = [("spanner-outbox", extra) for extra in ("", "worker", "console", "opentelemetry", "spark")]
     while left:
@@ -83,6 +84,14 @@ def test_every_package_of_the_images_is_in_the_constraints() -> None:
             left += {(name, extra) for extra in ("", *need.extras)} - found
     assert {name for name, _ in found} - pinned == {"spanner-outbox"}
     assert {"pyspark", "grpcio", "numpy"} <= pinned & {name for name, _ in found}
+
+
+def test_the_images_install_only_files_with_a_locked_hash() -> None:
+    """Except the wheel that the build itself has made."""
+    assert {variables("build")[name] for name in ("UV_CONSTRAINT", "UV_BUILD_CONSTRAINT")} == {"/src/constraints.txt"}
+    installs = re.findall(r"(?:uv|-m) pip install [^&]+|uv build [^&]+", TEXT.replace("\n", " && "))
+    assert len(installs) >= 8
+    assert [each for each in installs if "--require-hashes" not in each and "--no-deps /opt/wheel/" not in each] == []
 
 
 def test_the_ignore_file_allows_only_copied_files() -> None:

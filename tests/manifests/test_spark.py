@@ -59,7 +59,7 @@ def test_a_job_takes_its_arguments_and_variables(name: str) -> None:
 def test_a_job_fits_its_image(name: str) -> None:
     """Spark's version, Python, the main file, the user and the writable working directory are those of the image."""
     template, image = spec(name)["template"], variables("pipeline")
-    pinned = re.search(r"^pyspark==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    pinned = re.search(r"^pyspark==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert pinned is not None
     assert template["sparkVersion"] == pinned[1]
     assert template["sparkConf"]["spark.pyspark.python"] == image["PYSPARK_PYTHON"]

@@ -106,7 +106,9 @@ def register_keys(database: Database, topic: str, keys: int, commits: int) -> li
     return ids
 
 
-def test_every_sendable_task_is_sent_and_the_others_are_counted(drain: Drain, database: Database, pubsub: PubSub):
+def test_every_sendable_task_is_sent_and_the_others_are_counted(
+    drain: Drain, database: Database, pubsub: PubSub
+):  # OUT-SPARK-1
     topics = [pubsub.new_topic() for _ in range(2)]
     subscriptions = [pubsub.new_subscription(topic, ordered=True) for topic in topics]
     expected = [register(database, topic, 60) for topic in topics]

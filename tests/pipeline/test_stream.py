@@ -145,7 +145,7 @@ def query(spark: SparkSession, target: DatabaseSettings, checkpoint: Path, sink:
 
 def test_available_now_reads_everything_after_an_unfinished_batch(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
+):  # OUT-SPARK-2
     sink, checkpoint = tmp_path / "sink", tmp_path / "checkpoint"
     send(database, "a")
     query(spark, target, checkpoint, sink)

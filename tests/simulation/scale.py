@@ -464,7 +464,7 @@ def text(results: dict[str, Section], page: str) -> str:
     for name in TABLES:
         header, rows = grid(results[name].figures)
         ran = results[name].ran
-        line = f"{ran['date']}, {ran['machine']}, load before {ran['load before']}: `{ran['command']}`"
+        line = f"{ran['date']}, {ran['machine']}"
         begin, end = f"<!-- {name}: written from results.json -->\n", "<!-- end -->"
         before, _, rest = page.partition(begin)
         page = before + begin + "\n" + markdown(header, rows) + "\n" + line + "\n\n" + end + rest.partition(end)[2]

@@ -8,7 +8,9 @@ from tests.simulation.world import Plan, World, quiet
 
 
 @pytest.mark.parametrize(("wake", "busy", "seconds"), [(False, False, 15.0), (True, False, 30.0), (True, True, 15.0)])
-def test_idle_workers_take_over_the_shards_of_a_killed_one(wake: bool, busy: bool, seconds: float) -> None:
+def test_idle_workers_take_over_the_shards_of_a_killed_one(
+    wake: bool, busy: bool, seconds: float
+) -> None:  # OUT-LOSS-6
     """The time counts from its last heartbeat. The killed worker was idle, or had a scheduled task.
 
     The change stream reports nothing to the others, as after a retry, and their clocks differ.

@@ -18,6 +18,7 @@ from publishworker.delivery.delivery import Tools
 from publishworker.delivery.retry_policy import RetryPolicy
 from publishworker.host import Host
 from publishworker.telemetry.metrics import Client, Metrics
+from publishworker.telemetry.trace import Trace
 from publishworker.turn.batching import Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Options, Relay
@@ -163,6 +164,7 @@ class Node:
                 publish_seconds=5.0,
                 skip_dead=plan.skip_dead,
                 host=Host(clock=self.clock, random=random, threads=VirtualThreads(world.clockwork, process)),  # type: ignore[arg-type]  # as real threads
+                trace=None if world.steps is None else Trace(world.steps.append, process.name),
             ),
             world.metrics,
             membership,
@@ -209,8 +211,11 @@ class World:
         plan: Plan,
         spanner: Callable[[Clockwork, int, Latencies], Spanner] = Spanner,
         metrics: Client | None = None,
+        steps: list[dict[str, Any]] | None = None,
     ) -> None:
         self.plan = plan
+        #: The trace of all workers, if it is wanted.
+        self.steps = steps
         self.clockwork = Clockwork(plan.seed)
         self.audit = Audit(self.clockwork, plan.skip_dead)
         self.spanner = spanner(self.clockwork, plan.shards, plan.latencies)

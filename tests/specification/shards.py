@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-TAKE_OVER = "Other workers take over the shards of a worker that has crashed."
+TAKE_OVER = "Other workers take over the shards of a worker that has crashed."  # OUT-LOSS-6
 COMMON = "All live workers poll a common layout, and none polls a layout that does not exist."
 #: The layouts that the database tells workers to poll, and those that exist, in each phase of the change.
 TOLD = (("old",), ("old", "new"), ("new",), ("new",))

@@ -1,27 +1,41 @@
-"""What workers of the simulation do is allowed by the specification, transaction by transaction."""
+"""What workers do is allowed by the specification, step by step: workers of the simulation, and in `tests/faults`."""
 
-import dataclasses
 import itertools
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from outbox import cli
+from outbox.errors import SettingError
+from outbox.specification.conformance import Conformance, conform
+from publishworker.delivery.delivery import Tools
+from publishworker.delivery.kinds import delivery_of
+from publishworker.delivery.marking import Marking
+from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.telemetry.trace import File, Trace
 from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import Plan, World
-from tests.specification.conformance import Comparison, compared
+from tests.support.fakes import FakePublisher, FakeStore
+from tests.support.parts import claim_of
+from tests.support.relay_bench import Bench
 
-#: The specification has neither at-most-once tasks nor expiry.
-WITHOUT = {"once": 0.0, "lifetimes": (None,)}
+
+def traced(seed: int) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    World(Plan.of(seed), steps=steps).play(limit=120.0)
+    return steps
 
 
-def played(seeds: Iterator[int]) -> Iterator[tuple[int, Comparison]]:
+def played(seeds: Iterator[int]) -> Iterator[tuple[int, Conformance]]:
     """Play histories by seed."""
     for seed in seeds:
-        with compared() as comparison:
-            World(dataclasses.replace(Plan.of(seed), **WITHOUT)).play(limit=120.0)  # type: ignore[arg-type]
-        yield seed, comparison
+        yield seed, conform(traced(seed))
 
 
 @pytest.mark.parametrize(
@@ -30,13 +44,13 @@ def played(seeds: Iterator[int]) -> Iterator[tuple[int, Comparison]]:
 )
 def test_every_transaction_is_allowed_by_the_specification(first: int, seconds: float) -> None:
     """The first difference is printed with both states."""
-    end, histories, transactions = time.process_time() + seconds, 0, 0
+    end, histories, transactions, skipped = time.process_time() + seconds, 0, 0, 0
     for seed, found in played(itertools.count(first)):
         assert not found.differences, f"seed {seed}: {found.differences[0]}"
-        histories, transactions = histories + 1, transactions + found.transactions
+        histories, transactions, skipped = histories + 1, transactions + found.transactions, skipped + found.skipped
         if time.process_time() > end:
             break
-    print(f"{histories} histories, {transactions:,} transactions")
+    print(f"{histories} histories, {transactions:,} transactions, {skipped:,} not specified")
     assert transactions > 100
 
 
@@ -47,9 +61,84 @@ def test_every_transaction_is_allowed_by_the_specification(first: int, seconds: 
         "a transaction attempt remembers outcomes",
         "only published tasks are marked",
         "deferred tasks are released",
+        "a key is sent from its head on",
     ],
 )
 def test_a_defect_of_the_relay_is_not_allowed(defect: str) -> None:
     owner, name, make = DEFECTS[defect]
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         assert any(found.differences for _, found in played(iter(range(20))))
+
+
+def sent(worker: str, at: int, *, times_sent: int = 0) -> list[dict[str, Any]]:
+    """Return the steps of a batch that sends a task."""
+    row = {"id": "a", "state": "ready", "times_sent": times_sent, "created": "0", "version": [1, 1]}
+    steps: list[dict[str, Any]] = [
+        {"step": "claim", "kind": "publish", "topic": "t", "tasks": [["a", None]], "releases": [], "skips_dead": False},
+        {"step": "lock", "now": f"{at}", "ids": ["a"], "rows": [row | {"is_specified": True}]},
+        {"step": "publish", "ids": ["a"]},
+        {"step": "answer", "results": {"a": "published"}},
+        {"step": "mark", "states": {"a": "sent"}},
+        {"step": "commit", "at": f"{at + 1}"},
+    ]
+    return [{**step, "worker": worker, "batch": 1} for step in steps]
+
+
+def test_a_commit_without_a_trace_is_a_difference() -> None:
+    """Only an operator who sends the task again explains the second batch, and nothing explains a third."""
+    assert not conform([*sent("x", 5, times_sent=1), *sent("y", 1)]).differences
+    [found] = conform([*sent("x", 5, times_sent=2), *sent("y", 1)]).differences
+    assert "x, batch 1: reads a as ('ready', 2) at 6" in found
+    assert "by the steps in all files: [('sent', 1)]" in found
+
+
+def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A killed worker leaves an incomplete line. The first step that is not allowed is printed with both states."""
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    lines = [json.dumps(step) for step in traced(1)]
+    good.write_text("\n".join(lines) + '\n{"step": "lo', encoding="utf-8")
+    bad.write_text("\n".join(lines).replace('"sent"', '"dead"') + "\n", encoding="utf-8")
+    assert cli.main(["conform", str(good)]) == 0
+    assert "1 worker, 4 transactions compared, 0 not specified, 0 differences" in capsys.readouterr().out
+    assert cli.main(["conform", str(bad)]) == 1
+    printed = capsys.readouterr().out
+    assert "before: [" in printed
+    assert "after: [" in printed
+
+
+@pytest.mark.parametrize("text", ["no JSON\n", '{"step": "lock"}\n', "7\n", '{"worker": "w", "step": "lock"}\n'])
+def test_the_command_refuses_other_files(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text(text, encoding="utf-8")
+    assert cli.main(["conform", str(file)]) == 1
+    assert "outbox: " in capsys.readouterr().err
+
+
+def test_a_trace_has_no_message_and_no_ordering_key(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    bench = Bench(trace=Trace(File(str(file)).write, "w"))
+    bench.line("a", key="personal")
+    bench.turns()
+    text = file.read_text(encoding="utf-8")
+    steps = [json.loads(line)["step"] for line in text.splitlines()]
+    assert steps == ["poll", "claim", "lock", "publish", "answer", "mark", "commit"]
+    assert "personal" not in text
+    assert "data" not in text
+
+
+def test_a_trace_needs_a_file() -> None:
+    with pytest.raises(SettingError, match="--trace: '/' cannot be written: Is a directory"):
+        File("/")
+
+
+def test_a_batch_without_a_trace_uses_the_store_itself() -> None:
+    retries = RetryPolicy(initial=1, longest=60, max_attempts=10, dead_after=0, random=Random(1))
+    tools = Tools(store=FakeStore(), publisher=FakePublisher(), retries=retries, publish_seconds=5, skip_dead=False)
+    assert delivery_of(claim_of("orders", "a"), tools, Marking(tools.host))._tools is tools
+
+
+def test_a_full_disk_ends_the_trace_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    file = File("/dev/full")
+    for _ in range(3):
+        file.write({"step": "poll"})
+    assert len(caplog.records) == 1

@@ -42,6 +42,7 @@ def relay_of(
             publish_seconds=5,
             skip_dead=options.pop("skip_dead", False),
             host=host,
+            trace=options.pop("trace", None),
         ),
         Metrics(client),
         membership or Membership(store, "worker"),

@@ -1,6 +1,6 @@
 """A trial of the relay under faults: registered and rolled back tasks, compared with received messages.
 
-trial = Trial(emulators, database, pubsub, seed=1)
+trial = Trial(emulators, database, pubsub, 1, folder)
 with trial.workers(3) as workers, trial.load():
     workers[trial.random.randrange(3)].stop(signal.SIGKILL)
 trial.settle()
@@ -9,6 +9,7 @@ assert trial.audit(duplicates=IN_FLIGHT).kept()
 
 import contextlib
 import dataclasses
+import json
 import threading
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.devtools.emulators import Emulators
+from outbox.specification.conformance import conform
+from tests.specification import checker
 from tests.support.processes import Process
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription
@@ -71,6 +74,7 @@ class Ledger:
     committed: set[str] = dataclasses.field(default_factory=set)
     at: dict[str, datetime] = dataclasses.field(default_factory=dict)
     rolled_back: set[str] = dataclasses.field(default_factory=set)
+    again: list[str] = dataclasses.field(default_factory=list)
     orders: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
@@ -102,13 +106,14 @@ class Trial:
     `spanner_host` and `pubsub_host` are what workers connect to; a scenario may put its proxies there. The application
     and the subscribers always use the emulators themselves: they are the audit.
 
-    `ordered` says whether half of the tasks have ordering keys.
+    `ordered` says whether half of the tasks have ordering keys. `folder` gets the trace of all workers, and the history
+    for the independent checker.
     """
 
     def __init__(
-        self, emulators: Emulators, database: Database, pubsub: PubSub, seed: int, *, ordered: bool = True
+        self, emulators: Emulators, database: Database, pubsub: PubSub, seed: int, folder: Path, *, ordered: bool = True
     ) -> None:
-        self._keys = ordered
+        self._keys, self._folder = ordered, folder
         self.emulators, self.database, self.pubsub, self.seed = emulators, database, pubsub, seed
         self.spanner_host, self.pubsub_host = emulators.spanner_host, emulators.pubsub_host
         self.random = Random(seed)
@@ -144,7 +149,8 @@ class Trial:
         variables: dict[str, Any] = {
             "SPANNER_EMULATOR_HOST": self.spanner_host, "PUBSUB_EMULATOR_HOST": self.pubsub_host, **environment
         }  # fmt: skip
-        with worker(self.emulators, self.database, *OPTIONS, *flags, module=module, **variables) as process:
+        trace = ("--trace", str(self._folder / "trace.jsonl"))
+        with worker(self.emulators, self.database, *OPTIONS, *trace, *flags, module=module, **variables) as process:
             yield process
 
     @contextlib.contextmanager
@@ -253,6 +259,7 @@ class Trial:
     def send_again(self, tasks: int) -> int:
         """Make some sent tasks unsent, as an operator does by SQL; return how many there were."""
         ids = [id for [id] in query(self.database, f"{_ANY_SENT} LIMIT {tasks}")]
+        self.ledger.again += ids
         quoted = ", ".join(f"'{id}'" for id in ids)
         return execute(self.database, f"{_AGAIN} ({quoted})") if ids else 0
 
@@ -286,7 +293,33 @@ class Trial:
             out_of_order=out_of_order(self.ledger.orders, first_deliveries(ordered)),
             recovery=round(self._recovery, 1),
         )
+        self._compare(ordered)
         return self.figures
+
+    def _compare(self, ordered: list[PubsubMessage]) -> None:
+        """Let the independent checker count the same, and compare the traces of the workers with the specification."""
+        history = self._folder / "history.jsonl"
+        others = [each for each in self.received if not each.ordering_key]
+        history.write_text("".join(json.dumps(each) + "\n" for each in self._history(ordered + others)))
+        found, figures = checker.check(checker.read(history)), self.figures
+        assert figures is not None
+        assert (found["lost"], found["order_violations"]) == (figures.lost, figures.out_of_order), found
+        assert found["duplicate_messages"] + len(self.ledger.again) == figures.duplicates, found
+        with (self._folder / "trace.jsonl").open(encoding="utf-8") as lines:
+            compared = conform(json.loads(line) for line in lines if line.endswith("}\n"))
+        print(f"{compared.workers} workers, {compared.transactions:,} transactions, {compared.skipped} not specified")
+        assert not compared.differences, compared.differences[0]
+
+    def _history(self, messages: list[PubsubMessage]) -> Iterator[dict[str, str]]:
+        keys = {id: key for key, ids in self.ledger.orders.items() for id in ids}
+        for id in [*keys, *(self.ledger.committed - keys.keys())]:
+            yield {"event": "register", "task": id, "key": keys.get(id, "")}
+            yield {"event": "commit", "task": id}
+        for id in self.ledger.rolled_back:
+            yield {"event": "register", "task": id}
+            yield {"event": "rollback", "task": id}
+        yield from ({"event": "retry", "task": id} for id in self.ledger.again)
+        yield from ({"event": "receive", "task": id_of(each), "message": each.message_id} for each in messages)
 
 
 @contextlib.contextmanager

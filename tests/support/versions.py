@@ -37,6 +37,7 @@ RUNS = {
     "pinned-3.11": Run("3.11", PINNED),
     "pinned-3.12": Run("3.12", PINNED),
     "pinned-3.13": Run("3.13", PINNED),
+    "pinned-3.14": Run("3.14", PINNED),
     "oldest": Run("3.11", ("--resolution", "lowest-direct")),
     "newest": Run("3.13", ("--upgrade",)),
 }

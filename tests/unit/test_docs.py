@@ -84,9 +84,19 @@ generate, site = functools.partial(script, "generate"), functools.partial(script
 def test_generated_pages_match_the_code() -> None:
     """A new setting or metric without `make docs` fails here."""
     pages = generate().pages()
-    assert {page.name for page in pages} == {"settings.md", "metrics.md", "errors.md", "python.md", "metadata.csv"}
+    for_machines = {"settings.schema.json", "metadata.csv", "llms.txt"}
+    assert {page.name for page in pages} == {"settings.md", "metrics.md", "errors.md", "python.md", *for_machines}
     for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text, "run `make docs`"
+
+
+def test_the_index_for_machines_has_every_page_of_the_site() -> None:
+    text = (ROOT / "docs/llms.txt").read_text(encoding="utf-8")
+    linked = {
+        page.rpartition("/main/docs/")[2] for _, page in re.findall(r"^- \[([^]]+)\]\((\S+)\)", text, re.MULTILINE)
+    }
+    pages = {page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert linked == {str(page) for page in pages if page.parts[0] not in site().NOT_SHOWN}
 
 
 def test_the_python_page_has_every_public_name() -> None:

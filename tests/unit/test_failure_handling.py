@@ -73,7 +73,7 @@ def test_an_error_that_no_retry_can_fix_is_dead_at_once(bench: Bench) -> None:
     assert (attempts(bench), bench.count(m.DEAD)) == (5, 5)
 
 
-def test_an_outage_records_no_attempt_and_affects_no_other_topic(bench: Bench) -> None:
+def test_an_outage_records_no_attempt_and_affects_no_other_topic(bench: Bench) -> None:  # OUT-LOSS-4
     bench.insert(*[f"o{n}" for n in range(50)])
     bench.insert("i0", topic="invoices")
     bench.publisher.down[TOPIC] = AWAY

@@ -60,7 +60,7 @@ def test_ready_and_due_tasks_have_a_share_and_what_is_owed_is_bounded() -> None:
     assert fair.batches == 3
 
 
-def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:
+def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:  # OUT-ORDER-3
     """In all shards, however old the others are. Only batches that are in flight when it is committed go first."""
     bench = Bench(size=50, batches=2)
     bench.insert(*[f"low{n}" for n in range(10_000)], priority=0)

@@ -24,6 +24,7 @@ STEPS = [step for job in JOBS.values() for step in job["steps"]]
         ("github-workflows", "workflows/*.yml"),
         ("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml"),
         ("github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+        ("dependabot", "dependabot.yml"),
     ],
 )
 def test_each_file_matches_the_schema_of_github(schema: str, pattern: str) -> None:
@@ -49,6 +50,19 @@ def test_the_workflow_calls_make_targets_and_files_that_exist() -> None:
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
+def test_each_image_has_two_architectures_an_sbom_and_provenance() -> None:
+    """The stages that someone runs on a cluster."""
+    job = JOBS["image"]
+    targets = {each["target"] for each in job["strategy"]["matrix"]["include"]}
+    stages = set(re.findall(r"AS (\S+)$", (ROOT / "k8s/Dockerfile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert targets == {stage for stage in stages - {"runtime", "demo"} if not stage.endswith("build")}
+    [build] = [step["run"] for step in job["steps"] if "buildx build" in step.get("run", "")]
+    for flag in ("--platform linux/amd64,linux/arm64", "--sbom true", "--provenance mode=max"):
+        assert flag in build
+    used = [step.get("uses", "").partition("@")[0] for step in JOBS["dist"]["steps"]]
+    assert {"actions/attest-build-provenance", "actions/attest-sbom"} <= set(used)
+
+
 def test_actions_are_pinned_and_only_publishing_jobs_may_write() -> None:
     """A tag of an action can be moved to other code; a commit cannot. No job writes to the repository."""
     lines = re.findall(r"uses: (.+)", WORKFLOW.read_text(encoding="utf-8"))
@@ -67,6 +81,16 @@ def test_a_change_of_the_public_surface_needs_a_changelog_line() -> None:
     assert missing_line(["schema/schema.sql", "CHANGELOG.md"]) == missing_line(["docs/tutorial.md"]) == ""
     called = (ROOT / ".github/workflows/changelog.yml").read_text(encoding="utf-8")
     assert (ROOT / re.findall(r"python3 (tests/\S+\.py)", called)[0]).exists()
+
+
+def test_a_bot_proposes_all_updates_of_a_kind_in_one_change_a_week() -> None:
+    """Packages, base images, the emulators of the compose file, and actions."""
+    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))["updates"]
+    assert {each["package-ecosystem"] for each in updates} == {"pip", "docker", "docker-compose", "github-actions"}
+    for each in updates:
+        assert each["schedule"]["interval"] == "weekly"
+        assert [group["patterns"] for group in each["groups"].values()] == [["*"]]
+        assert (ROOT / each["directory"].strip("/")).is_dir()
 
 
 def test_a_release_needs_the_version_in_tag_and_changelog_and_its_own_repository(tmp_path: Path) -> None:

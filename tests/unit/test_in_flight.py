@@ -215,7 +215,7 @@ def bench_of(publisher: SlowPublisher, orders: int, invoices: int = 0, **options
     return bench
 
 
-def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:
+def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:  # OUT-DELAY-2
     bench = bench_of(slow, 200, 1, batches=4, stragglers=1)
     slow.hanging = {"invoices"}
     turns = [bench.relay.turn() for _ in range(40)]

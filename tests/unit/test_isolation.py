@@ -44,7 +44,7 @@ def test_poison_delays_good_tasks_by_one_poll_after_its_first_attempt(large: Ben
     assert sum(id.startswith("good") for id in large.publisher.ids()) == 100
 
 
-def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:
+def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:  # OUT-DELAY-3
     """A thousand urgent tasks of a paused topic cost the poll nothing."""
     large.insert(*[f"p{n}" for n in range(MANY)], topic="invoices", priority=100)
     large.store.paused = {"invoices"}

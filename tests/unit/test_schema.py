@@ -89,7 +89,7 @@ def test_the_number_of_shards_is_in_the_generated_column_only():
 
 
 @pytest.mark.parametrize(("days", "kept"), [(7, "7 days"), (1, "1 days"), (None, "for ever")])
-def test_the_retention_is_of_sent_tasks_only(days: int | None, kept: str):
+def test_the_retention_is_of_sent_tasks_only(days: int | None, kept: str):  # OUT-LOSS-7
     """A policy never deletes an unsent task, and None leaves it out."""
     parts = shapes(retention_days=days)["table AsynchronousTasks"]
 

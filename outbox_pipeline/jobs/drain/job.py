@@ -104,7 +104,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
     workers = min(settings.workers or spark.sparkContext.defaultParallelism, store.layouts[0].shards)
     counts, rounds = Counter(dict.fromkeys(_COUNTED, 0)), 0
     pause = Backoff(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
-    while (work_left := unsent.any_to_send()) and (remaining := end - time.monotonic()) > 0:
+    while (work_left := unsent.any_to_send()) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
         if rounds:
             time.sleep(min(pause.next(), remaining))
         else:

@@ -8,17 +8,17 @@ There is no clock: a task becomes due at any moment, and a lock is lost at any m
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tests.specification.state import (  # isort: skip
+from outbox.specification.state import (  # isort: skip
     ABSENT, DEAD, DEFERRED, EVENTS, FAULTS, GONE, IS_DEFERRED, IS_SENDABLE, NO_ANSWER, NOT_DUE, NOT_UNSENT, ORPHAN,
     PUBLISHED, READY, RETRYING, SCHEDULED, SENT, Batch, Row, Seen, State, Worker, put,
 )  # fmt: skip
 
-# The promises. docs/guarantees.md has the first five, in other words.
-LOST = "A committed task is published at least once."
-MARK = "The worker sets SentAt only after Pub/Sub has returned a message ID."
-AGAIN = "A worker does not publish a task again that it knows to be published."
-ORDER = "Tasks of an ordering key are published in commit order."
-EARLY = "A task is not published before it is due."
+# The promises. Those with a name are in docs/guarantees.md, in other words.
+LOST = "A committed task is published at least once."  # OUT-LOSS-2
+MARK = "The worker sets SentAt only after Pub/Sub has returned a message ID."  # OUT-LOSS-3
+AGAIN = "A worker does not publish a task again that it knows to be published."  # OUT-TWICE-2
+ORDER = "Tasks of an ordering key are published in commit order."  # OUT-ORDER-1
+EARLY = "A task is not published before it is due."  # OUT-ORDER-2
 CAUSE = "Each duplicate has a cause: a fault explains at most one more message of a task."
 CANCELLED = "A cancelled task is not published."
 RELEASED = "The first unsent task of a key is not deferred."
@@ -52,10 +52,12 @@ class Protocol:
         return s._replace(workers=tuple(sorted(workers)), late=tuple(sorted(s.late)))
 
     def begin(self) -> State:
+        """Return the first state."""
         rows = (ABSENT if i >= self.registered else self._new(i) for i in range(len(self.keys)))
         return State(tuple(map(Row, rows)), (Worker(),) * self.workers, tuple(self.events.get(e, 0) for e in EVENTS))
 
     def keeps(self, rule: str) -> bool:
+        """Tell whether the protocol has this rule."""
         return rule != self.without
 
     def steps(self, s: State) -> Iterator[Step]:

@@ -67,20 +67,26 @@ class State(NamedTuple):
     broken: str = ""
 
     def row(self, i: int, **columns: object) -> "State":
+        """Return the state with a changed row."""
         return self._replace(rows=put(self.rows, i, self.rows[i]._replace(**columns)))  # type: ignore[arg-type]
 
     def worker(self, w: int, **values: object) -> "State":
+        """Return the state with a changed worker."""
         return self._replace(workers=put(self.workers, w, self.workers[w]._replace(**values)))  # type: ignore[arg-type]
 
     def batch(self, w: int, old: Batch, *new: Batch) -> "State":
+        """Replace a batch."""
         return self.worker(w, batches=tuple(each for each in self.workers[w].batches if each != old)).start(w, *new)
 
     def start(self, w: int, *batches: Batch) -> "State":
+        """Add batches."""
         return self.worker(w, batches=tuple(sorted((*self.workers[w].batches, *batches))))
 
     def breaks(self, promise: str, is_broken: bool) -> "State":
+        """Note the first promise that is broken."""
         return self._replace(broken=self.broken or promise) if is_broken else self
 
 
 def put(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]
+    """Replace one value."""
     return (*values[:i], value, *values[i + 1 :])

@@ -1,0 +1,127 @@
+locals {
+  # Workload Identity Federation: a role for the Kubernetes service account, without a key or a Google service account.
+  pool   = "projects/${var.project_number}/locations/global/workloadIdentityPools/${var.project}.svc.id.goog"
+  worker = "principal://iam.googleapis.com/${local.pool}/subject/ns/${var.namespace}/sa/publishworker"
+  # Pub/Sub forwards dead letters as this service agent.
+  pubsub = "serviceAccount:service-${var.project_number}@gcp-sa-pubsub.iam.gserviceaccount.com"
+  # Names of subscriptions are unique in a project.
+  subscriptions = merge([for topic, names in var.topics : { for name in names : name => topic }]...)
+}
+
+resource "google_spanner_database_iam_member" "database_users" {
+  for_each = toset(concat([local.worker], tolist(var.applications)))
+
+  project  = var.project
+  instance = var.instance
+  database = var.database
+  role     = "roles/spanner.databaseUser"
+  member   = each.value
+}
+
+resource "google_pubsub_topic" "topics" {
+  for_each = var.topics
+
+  project      = var.project
+  name         = each.key
+  kms_key_name = var.kms_key_name
+}
+
+resource "google_pubsub_topic_iam_member" "worker_publishes" {
+  for_each = google_pubsub_topic.topics
+
+  project = var.project
+  topic   = each.value.name
+  role    = "roles/pubsub.publisher"
+  member  = local.worker
+}
+
+# For `publishworker check`, which verifies that a topic exists.
+resource "google_pubsub_topic_iam_member" "worker_checks" {
+  for_each = google_pubsub_topic.topics
+
+  project = var.project
+  topic   = each.value.name
+  role    = "roles/pubsub.viewer"
+  member  = local.worker
+}
+
+resource "google_pubsub_topic" "dead_letters" {
+  for_each = local.subscriptions
+
+  project      = var.project
+  name         = "${each.key}-dead-letters"
+  kms_key_name = var.kms_key_name
+}
+
+# Without a subscription, Pub/Sub would discard the dead letters.
+resource "google_pubsub_subscription" "dead_letters" {
+  for_each = google_pubsub_topic.dead_letters
+
+  project                    = var.project
+  name                       = each.value.name
+  topic                      = each.value.id
+  message_retention_duration = "604800s"
+
+  expiration_policy {
+    ttl = ""
+  }
+}
+
+resource "google_pubsub_subscription" "subscriptions" {
+  for_each = local.subscriptions
+
+  project                 = var.project
+  name                    = each.key
+  topic                   = google_pubsub_topic.topics[each.value].id
+  enable_message_ordering = true
+
+  dead_letter_policy {
+    dead_letter_topic     = google_pubsub_topic.dead_letters[each.key].id
+    max_delivery_attempts = var.max_delivery_attempts
+  }
+
+  expiration_policy {
+    ttl = ""
+  }
+
+  retry_policy {
+    minimum_backoff = "10s"
+    maximum_backoff = "600s"
+  }
+}
+
+resource "google_pubsub_topic_iam_member" "forwards_dead_letters" {
+  for_each = google_pubsub_topic.dead_letters
+
+  project = var.project
+  topic   = each.value.name
+  role    = "roles/pubsub.publisher"
+  member  = local.pubsub
+}
+
+resource "google_pubsub_subscription_iam_member" "acknowledges_dead_letters" {
+  for_each = google_pubsub_subscription.subscriptions
+
+  project      = var.project
+  subscription = each.value.name
+  role         = "roles/pubsub.subscriber"
+  member       = local.pubsub
+}
+
+# One account for each subscriber, so that it can read its own subscription only.
+resource "google_service_account" "subscribers" {
+  for_each = local.subscriptions
+
+  project      = var.project
+  account_id   = "sub-${each.key}"
+  display_name = "Subscriber ${each.key}"
+}
+
+resource "google_pubsub_subscription_iam_member" "subscribers" {
+  for_each = google_pubsub_subscription.subscriptions
+
+  project      = var.project
+  subscription = each.value.name
+  role         = "roles/pubsub.subscriber"
+  member       = google_service_account.subscribers[each.key].member
+}

@@ -1,0 +1,9 @@
+output "worker" {
+  description = "The identity of the worker, for further roles."
+  value       = local.worker
+}
+
+output "subscribers" {
+  description = "The e-mail address of each subscriber's account, by subscription."
+  value       = { for name, account in google_service_account.subscribers : name => account.email }
+}

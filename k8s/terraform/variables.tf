@@ -1,0 +1,70 @@
+variable "project" {
+  description = "The project of the database, the topics and the cluster."
+  type        = string
+}
+
+variable "project_number" {
+  description = "The number of the project, which is part of the worker's identity."
+  type        = string
+}
+
+variable "instance" {
+  description = "The Spanner instance. It and the database exist already."
+  type        = string
+}
+
+variable "database" {
+  description = "The database with the outbox's tables."
+  type        = string
+}
+
+variable "namespace" {
+  description = "The namespace of the worker's pods, as in k8s/overlays/production."
+  type        = string
+  default     = "outbox"
+}
+
+variable "applications" {
+  description = "IAM members that register tasks, such as serviceAccount:shop@my-project.iam.gserviceaccount.com."
+  type        = set(string)
+  default     = []
+}
+
+variable "topics" {
+  description = "The topics, and for each its subscriptions. A name of a subscription becomes a part of an account's name."
+  type        = map(set(string))
+
+  validation {
+    condition     = alltrue([for name in flatten([for names in values(var.topics) : tolist(names)]) : can(regex("^[a-z][-a-z0-9]{0,24}[a-z0-9]$", name))])
+    error_message = "A subscription has 2 to 26 characters of a-z, 0-9 and -, and begins with a letter."
+  }
+}
+
+variable "max_delivery_attempts" {
+  description = "Deliveries after which Pub/Sub forwards a message to the dead-letter topic: 5 to 100."
+  type        = number
+  default     = 10
+
+  validation {
+    condition     = var.max_delivery_attempts >= 5 && var.max_delivery_attempts <= 100
+    error_message = "Pub/Sub allows 5 to 100."
+  }
+}
+
+variable "kms_key_name" {
+  description = "The Cloud KMS key of the topics, or null. Pub/Sub's service agent must be allowed to use it."
+  type        = string
+  default     = null
+}
+
+variable "env" {
+  description = "The environment in Datadog, or null for no dashboard and monitors."
+  type        = string
+  default     = null
+}
+
+variable "docs_url" {
+  description = "Where your team reads the folder docs; the monitors link to the runbook there."
+  type        = string
+  default     = "https://github.com/my-org/outbox/blob/main/docs"
+}

@@ -1,0 +1,54 @@
+"""`outbox conform`: compare traces of workers with the specification of the relay protocol."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from outbox.cli import flags
+from outbox.errors import OutboxError
+from outbox.program.terminal import counted, joined, say
+
+DESCRIPTION = """\
+Compare what workers did with the specification of the relay protocol. Each FILE is a trace
+that `publishworker run --trace FILE` has written. Pass the files of all workers together,
+because otherwise the commits of the other workers look like changes without a cause. The
+exit code is 1 if a step is not allowed. Then the first such step is printed with the states
+before and after it.
+
+    outbox conform worker-1.jsonl worker-2.jsonl"""
+
+
+def add(commands: Any) -> None:
+    """Add the command to the subparsers `commands`."""
+    parser = flags.command(commands, "conform", "compare traces of workers with the specification", DESCRIPTION, run)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="Traces of workers, as JSON lines.")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was compared, and the first difference; return 1 if there is one. Raises OutboxError."""
+    from outbox.specification.conformance import conform  # noqa: PLC0415 - only this command needs it
+
+    try:
+        found = conform(step for file in options.files for step in _steps(file))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise OutboxError(f"a line is no step of a trace: {type(error).__name__}: {error}") from None
+    compared = f"{counted(found.workers, 'worker')}, {counted(found.transactions, 'transaction')} compared"
+    say(f"{compared}, {found.skipped:,} not specified, {counted(len(found.differences), 'difference')}")
+    if found.differences:
+        say(joined(*found.differences[0].splitlines()))
+    return int(bool(found.differences))
+
+
+def _steps(file: str) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a trace. The last line may be incomplete, because the worker was killed."""
+    try:
+        *lines, _ = Path(file).read_bytes().split(b"\n")
+    except OSError as error:
+        raise OutboxError(f"{file!r} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise OutboxError(f"{file!r}, line {number:,} is not JSON") from None

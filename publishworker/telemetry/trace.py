@@ -1,0 +1,172 @@
+"""The steps of the relay, for `outbox conform`: poll, claim, lock, publish, answer, mark, commit, fail, give up.
+
+A trace has IDs and states of tasks, but no message. Without a trace nothing here is called: a batch gets another
+store and another publisher only if there is one.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from outbox.errors import SettingError
+from outbox.specification.state import DEAD, DEFERRED, READY, RETRYING, SCHEDULED, SENT
+from outbox.table.states import is_dead
+from publishworker.delivery.claim import Claim, ClaimedTask
+from publishworker.log import log
+from publishworker.pubsub.publisher import Publisher
+from publishworker.spanner.errors import NotWritten, Refused, StoreError
+from publishworker.spanner.store import Decide, Store
+from publishworker.types import Deferred, Key, KeyHeads, LockedRow, Mark, Outcome, QueuedTask, Sent, Version
+
+
+class File:
+    """Appends steps to a file, as JSON lines. The constructor raises SettingError."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - open until the process ends
+        except OSError as error:
+            raise SettingError(f"--trace: {path!r} cannot be written: {error.strerror}") from None
+        self._ended = False
+
+    def write(self, step: Mapping[str, Any]) -> None:
+        """Write a step in one system call, so that threads do not mix their lines. A failure ends the trace."""
+        try:
+            if not self._ended:
+                self._file.write(json.dumps(step).encode() + b"\n")
+        except OSError as error:
+            self._ended = True
+            log.warning("The trace %s ends: %s", self._file.name, error.strerror, extra={"action": "trace_ended"})
+
+
+class Trace:
+    """The trace of one worker."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], object], worker: str) -> None:
+        """Pass each step to `write`, which any thread may call."""
+        self._write, self._worker = write, worker
+        self._batches = itertools.count(1)
+
+    def reading(self, store: Store) -> Store:
+        """Return the store for reads of key heads, which begin the claims of ordering keys."""
+        return cast(Store, _Reading(store, self._step))
+
+    def of_batch(
+        self, claim: Claim, store: Store, publisher: Publisher, *, skips_dead: bool
+    ) -> tuple[Store, Publisher]:
+        """Begin a batch, and return the store and the publisher that it uses."""
+        number = next(self._batches)
+
+        def step(name: str, **values: Any) -> None:
+            self._step(name, batch=number, **values)
+
+        kind = claim.kind.name.lower().replace("_", " ")
+        tasks, releases = ([[task.id, _key(task)] for task in each] for each in (claim.tasks, claim.releases))
+        step("claim", kind=kind, topic=claim.topic, tasks=tasks, releases=releases, skips_dead=skips_dead)
+        return cast(Store, _Store(store, step)), _Publisher(publisher, step)
+
+    def give_up(self, ids: Sequence[str]) -> None:
+        """Note tasks in doubt that are published again."""
+        self._step("give up", ids=ids)
+
+    def _step(self, name: str, **values: Any) -> None:
+        self._write({"step": name, "worker": self._worker, **values})
+
+
+Step: TypeAlias = Callable[..., None]
+
+
+class _Reading:
+    def __init__(self, store: Store, step: Step) -> None:
+        self._store, self._step = store, step
+
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+        found = self._store.key_heads(keys, per_key, skip_dead=skip_dead)
+        for key, tasks in found.items():
+            queue = [[each.id, _queued(each)] for each in tasks if not each.expired_before_due]
+            self._step("poll", topic=key.topic, key=_hashed(key.ordering_key), queue=queue)
+        return found
+
+
+class _Store:
+    def __init__(self, store: Store, step: Step) -> None:
+        self._store, self._step = store, step
+
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+        def traced(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+            self._step("lock", now=now.isoformat(), ids=ids, rows=[_row(row, now) for row in rows])
+            marks = decide(rows, now)
+            self._step("mark", states={id: _marked(mark) for id, mark in marks.items()})
+            return marks
+
+        try:
+            committed = self._store.claim(ids, traced)
+        except StoreError as error:
+            written = "refused" if isinstance(error, Refused) else "no" if isinstance(error, NotWritten) else "unknown"
+            self._step("fail", written=written)
+            raise
+        self._step("commit", at=committed.isoformat())
+        return committed
+
+
+class _Publisher:
+    def __init__(self, publisher: Publisher, step: Step) -> None:
+        self._publisher, self._step = publisher, step
+        self.refusals = publisher.refusals
+
+    def publish(
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
+    ) -> dict[str, Outcome]:
+        self._step("publish", ids=[row.id for row in rows])
+        answers = self._publisher.publish(topic, rows, seconds, singly)
+        results = {id: "published" if isinstance(each, Sent) else each.reason for id, each in answers.items()}
+        self._step("answer", results=results)
+        return answers
+
+
+def _hashed(key: str) -> str:
+    """Return a name for an ordering key, which may say something about a person."""
+    return blake2b(key.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+def _key(task: ClaimedTask) -> str | None:
+    return None if task.ordering_key is None else _hashed(task.ordering_key)
+
+
+def _queued(task: QueuedTask) -> str:
+    return DEFERRED if task.deferred else READY if task.sendable else RETRYING
+
+
+def _row(row: LockedRow, now: datetime) -> dict[str, Any]:
+    version = Version.of(row)
+    return {
+        "id": row.id,
+        "state": _state(row, now),
+        "times_sent": row.times_sent,
+        "created": row.created_at.isoformat(),
+        # What was published, and when to try it. Both may be any values, which are equal for equal rows.
+        "version": [hash(version[:5]), hash(version)],
+        "is_specified": row.expires_at is None and not row.at_most_once,
+    }
+
+
+def _state(row: LockedRow, now: datetime) -> str:
+    if row.sent_at is not None:
+        return SENT
+    if row.deferred:  # even if the deferral has ended, because the task may be sent in both states
+        return DEFERRED
+    if row.is_due(now):
+        return READY
+    return DEAD if is_dead(row.available_at) else RETRYING if row.attempts else SCHEDULED
+
+
+def _marked(mark: Mark) -> str:
+    if isinstance(mark, Sent):
+        return SENT
+    if isinstance(mark, Deferred):
+        return DEFERRED
+    return DEAD if mark.dead else READY if mark.available_at is None else RETRYING

@@ -1,0 +1,102 @@
+"""The Helm chart renders the objects of the kustomize base. Helm itself renders it, as a library."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from outbox import __version__
+from tests.manifests.rendering import K8S, Objects, kubectl, rendered
+
+CHART = K8S / "helm"
+SETTINGS = {"OUTBOX_PROJECT": "bank-1", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop", "OUTBOX_WAKE": "off"}
+VALUES = {
+    "image": {"repository": "europe-docker.pkg.dev/bank-1/outbox/publishworker", "tag": "1.2.3"},
+    "env": "staging",
+}
+
+
+@pytest.fixture(scope="module")
+def chart() -> Any:
+    helm = pytest.importorskip("helm_python", reason="its wheels are for few machines")
+    return helm.Chart.load(CHART)
+
+
+def installed(chart: Any, **values: Any) -> Objects:
+    """Return what `helm template` prints, by kind and without the hashes in names."""
+    chart.validate_schema(values)
+    return in_order(list(map(yaml.safe_load, chart.render(values, name="any", namespace="outbox").values())))
+
+
+def in_order(objects: Objects) -> Objects:
+    unhashed = re.sub(r'"publishworker-[0-9a-z]{10}"', '"publishworker-HASH"', json.dumps(objects))
+    return sorted(json.loads(unhashed), key=lambda each: str(each["kind"]))
+
+
+def test_the_files_are_those_that_the_script_writes() -> None:
+    """A change of the base or of the version without `make chart` fails here."""
+    kubectl()
+    spec = importlib.util.spec_from_file_location("chart", K8S / "chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    kept = {str(file.relative_to(CHART)): file.read_text() for file in CHART.rglob("*") if file.is_file()}
+    assert kept == script.files(), "run `make chart`"
+
+
+def test_the_chart_renders_the_base(chart: Any) -> None:
+    unset = {"image": {"repository": "publishworker", "tag": "unset"}, "env": "unset"}
+    assert installed(chart, **unset) == in_order(rendered(K8S / "base"))
+
+
+def test_values_and_an_overlay_have_the_same_effect(chart: Any, tmp_path: Path) -> None:
+    """Image, version, environment, replicas and settings, as in the production overlay but without its components."""
+    overlay = yaml.safe_load((K8S / "overlays/production/kustomization.yaml").read_text(encoding="utf-8"))
+    for key in ("namespace", "components", "patches"):
+        del overlay[key]
+    here = Path("../" * len(tmp_path.parts[1:])) / K8S.relative_to("/") / "base"
+    overlay |= {"resources": [str(here)], "replicas": [{"name": "publishworker", "count": 5}]}
+    overlay["images"][0] |= {"newName": VALUES["image"]["repository"], "newTag": VALUES["image"]["tag"]}
+    overlay["configMapGenerator"][0]["literals"] = [f"{name}={value}" for name, value in SETTINGS.items()]
+    overlay["labels"][0]["pairs"] = {"tags.datadoghq.com/env": VALUES["env"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    assert installed(chart, **VALUES, replicas=5, settings=SETTINGS) == in_order(rendered(tmp_path))
+
+
+def test_the_version_of_the_chart_is_the_default_of_the_image(chart: Any) -> None:
+    [deployment] = [each for each in installed(chart) if each["kind"] == "Deployment"]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == f"publishworker:{__version__}"
+
+
+def test_a_changed_setting_starts_new_pods(chart: Any) -> None:
+    """The name of the ConfigMap has a hash of the settings, and the pods have the name."""
+    names = []
+    for settings in ({}, SETTINGS):
+        text = "".join(chart.render({"settings": settings}).values())
+        [in_map, in_pods] = re.findall(r"name: (publishworker-[0-9a-f]{10})$", text, re.MULTILINE)
+        assert in_map == in_pods
+        names.append(in_map)
+    assert len(set(names)) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"settings": {"OUTBOX_BATCHSIZE": "1"}}, "OUTBOX_BATCHSIZE"),
+        ({"settings": {"OUTBOX_BATCH_SIZE": 8000000}}, "got number, want string"),
+        ({"settings": {"OUTBOX_LOG_FORMAT": "yaml"}}, "value must be one of 'auto', 'json', 'text'"),
+        ({"replicas": "two"}, "got string, want integer"),
+        ({"setting": {}}, "additional properties 'setting' not allowed"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(chart: Any, wrong: dict[str, Any], sentence: str) -> None:
+    """Helm validates values before it renders. A number without quotes would become 8e+06."""
+    with pytest.raises(Exception, match=re.escape(sentence)):
+        chart.validate_schema(chart.merge_values(wrong))

@@ -1,0 +1,84 @@
+"""The Terraform module: its syntax, and the names of its arguments, against an extract of the providers' schemas."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import hcl2
+import pytest
+
+from tests.manifests.rendering import K8S, ROOT
+
+MODULE = K8S / "terraform"
+#: terraform_schema.json names its source.
+SCHEMA: dict[str, Any] = json.loads((ROOT / "tests/manifests/terraform_schema.json").read_text(encoding="utf-8"))
+FILES = {file.name: file.read_text(encoding="utf-8") for file in sorted(MODULE.glob("*.tf"))}
+TEXT = "\n".join(FILES.values())
+#: Arguments that each resource has.
+META = {"for_each", "count"}
+
+
+def parsed(kind: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield the labels and the content of each block of a kind, such as `resource`."""
+    for text in FILES.values():
+        for block in hcl2.loads(text).get(kind, []):
+            yield _unwrapped(block, [])
+
+
+def _unwrapped(block: dict[str, Any], labels: list[str]) -> tuple[list[str], dict[str, Any]]:
+    label = next(iter(block))
+    if label.startswith('"'):
+        return _unwrapped(block[label], [*labels, label.strip('"')])
+    return labels, {name: value for name, value in block.items() if not name.startswith("__")}
+
+
+def differences(given: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
+    blocks = schema.get("blocks", {})
+    yield from sorted(given.keys() - META - {*schema["required"], *schema["optional"], *blocks})
+    yield from sorted({*schema["required"]} - given.keys())
+    for name in given.keys() & blocks.keys():
+        for block in given[name]:
+            yield from differences({key: block[key] for key in block if not key.startswith("__")}, blocks[name])
+
+
+@pytest.mark.parametrize("resource", list(parsed("resource")), ids=lambda resource: ".".join(resource[0]))
+def test_a_resource_has_the_arguments_of_its_provider(resource: tuple[list[str], dict[str, Any]]) -> None:
+    """No unknown argument, and no required one is missing. Types and values are not checked."""
+    [kind, _], given = resource
+    assert list(differences(given, SCHEMA["resources"][kind])) == []
+
+
+def test_an_unknown_and_a_missing_argument_are_found() -> None:
+    schema = SCHEMA["resources"]["google_pubsub_subscription"]
+    wrong = {"name": "a", "ordering": "true", "retry_policy": [{"max_backoff": "1s"}]}
+    assert list(differences(wrong, schema)) == ["ordering", "topic", "max_backoff"]
+
+
+def test_each_reference_has_a_declaration_and_the_other_way_round() -> None:
+    declared = {labels[0] for labels, _ in parsed("variable")}
+    assert set(re.findall(r"\bvar\.(\w+)", TEXT)) == declared
+    named = {name for _, block in parsed("locals") for name in block}
+    assert set(re.findall(r"\blocal\.(\w+)", TEXT)) == named
+    resources = {".".join(labels) for labels, _ in parsed("resource")}
+    assert set(re.findall(r"(?<![.\w])((?:google|datadog)_\w+\.\w+)", TEXT)) <= resources
+
+
+def test_the_worker_has_the_roles_of_the_deploy_page() -> None:
+    page = (ROOT / "docs/operations/deploy.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(roles/[\w.]+)` \|", page, re.MULTILINE))
+    roles = {block["role"].strip('"') for _, block in parsed("resource") if "local.worker" in block.get("member", "")}
+    users = {block["role"].strip('"') for _, block in parsed("resource") if "local.worker" in block.get("for_each", "")}
+    assert roles | users == documented
+    assert re.sub(r"\$(NUMBER|PROJECT)", "N", "projects/$NUMBER/locations/global/workloadIdentityPools/$PROJECT") in (
+        re.sub(r"\$\{var\.\w+\}", "N", TEXT)
+    )
+
+
+def test_the_format_is_that_of_terraform() -> None:
+    if not shutil.which("terraform"):
+        pytest.skip("not in PATH: terraform")
+    done = subprocess.run(["terraform", f"-chdir={MODULE}", "fmt", "-check", "-diff"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout
