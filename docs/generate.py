@@ -262,7 +262,10 @@ def _row(field: Field) -> tuple[str, ...]:
 
 def _schema() -> str:
     """Return a JSON Schema of environment variables, as in the data of a ConfigMap: all values are strings."""
-    settings = (EmulatorSettings, OutputSettings, AuditSettings, ReplaySettings, ArchiveSettings, RegisterSettings)
+    settings = (
+        ConsoleSettings, EmulatorSettings, OutputSettings, AuditSettings, ReplaySettings, ArchiveSettings,
+        RegisterSettings,
+    )  # fmt: skip
     found = {field.variable: field for each in (*settings, DrainSettings, WorkerSettings) for field in fields_of(each)}
     max_age = {"type": "string", "pattern": r"^[0-9.]+$", "description": f"Max heartbeat age in seconds: {MAX_AGE:g}."}
     schema = {
