@@ -220,7 +220,6 @@ def test_the_guide_to_schedules(emulators: Emulators, shop: Database) -> None:
     ]
 
 
-@pytest.mark.usefixtures("topics")
 def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path: Path) -> None:
     """From an empty file, and again after a kill: each task counts once, also one that is sent again."""
     assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
@@ -252,6 +251,7 @@ def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path
             assert running.stdout.count("cents") == {15: 3, 115: 2}[total]
 
 
+@pytest.mark.usefixtures("topics")
 def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: PubSub, tmp_path: Path) -> None:
     """Each block is the file that its first line names. Its test passes; a task that comes twice takes one piece."""
     assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
