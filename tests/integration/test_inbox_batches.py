@@ -116,6 +116,24 @@ def test_two_subscribers_have_one_effect_for_each_task(
     assert outcomes["failed"] >= len(bad)
 
 
+@pytest.mark.extended
+def test_ten_thousand_redeliveries_have_no_second_effect(
+    shop: Database, pubsub: PubSub, outcomes: Counter[str]
+) -> None:
+    """Most batches have each task several times."""
+    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(50)]
+    subscription = pubsub.new_subscription(topic)
+    receive = inbox.Handler(shop, consumer="billing", max_batch=100, default_retry_delay=0.02)(
+        lambda transaction, of: by_mutation(transaction, of.attributes[outbox.TASK_ID_ATTRIBUTE])
+    )
+    for _ in range(10):
+        pubsub.publisher.publish(topic=topic, messages=messages(ids * 20))
+    with pulling(subscription.name, receive):
+        eventually(lambda: outcomes["duplicate"] >= 9_950, seconds=SECONDS)
+    assert outcomes["processed"] == 50
+    assert effects(shop) == dict.fromkeys(ids, 1)
+
+
 def test_a_batch_costs_one_read_and_one_commit(shop: Database, pubsub: PubSub, outcomes: Counter[str]) -> None:
     """Messages of an ordering key come one after the other, in their order."""
     topic, order = pubsub.new_topic(), list[str]()
