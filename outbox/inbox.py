@@ -30,8 +30,17 @@ from outbox.batches import Collector
 from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.metrics import count_delivery
+from outbox.registration import TABLE as TASKS
 from outbox.table.transact import CONTENT, transact
-from outbox.table.transactions import Savepoint, SupportsReadInsert, check_transaction, existing, insert, insert_once
+from outbox.table.transactions import (
+    ANY_TABLE,
+    Savepoint,
+    SupportsReadInsert,
+    check_transaction,
+    existing,
+    insert,
+    insert_once,
+)
 from outbox.table.values import check_finished, plain
 from outbox.tracing import processing
 
@@ -392,7 +401,7 @@ class _EarlierFailed(Exception):
 
 
 class _Singly(Exception):
-    """The messages of a batch must have a transaction each. The cause is the error of one of them."""
+    """The messages of a batch must have a transaction each."""
 
 
 #: Whether the function ran for a message (False: a duplicate), or its error.
@@ -442,7 +451,7 @@ class BatchReceiver(Receiver):
             with table_errors():
                 outcomes: list[Outcome] = self._run(lambda transaction: self._attempt_all(transaction, messages))
         except (_Singly, *CONTENT) as error:
-            self._receive_singly(messages, error.__cause__ if isinstance(error, _Singly) else error)
+            self._receive_singly(messages, error)
         except NotReached:
             raise
         except Exception as error:
@@ -460,12 +469,10 @@ class BatchReceiver(Receiver):
             else:
                 self._acknowledge(message)
 
-    def _receive_singly(self, messages: list[PulledMessage], cause: BaseException | None) -> None:
+    def _receive_singly(self, messages: list[PulledMessage], reason: Exception) -> None:
         """Process messages in a transaction each. Reject the rest while Spanner is unavailable."""
-        _log.warning(
-            "Consumer %s: %d messages get a transaction each, because one failed and cannot be undone alone: %s",
-            self._settings.consumer, len(messages), cause,
-        )  # fmt: skip
+        text = "Consumer %s: %d messages get a transaction each instead of one together: %s"
+        _log.warning(text, self._settings.consumer, len(messages), reason)
         failed, outage = set[str](), None
         for message in messages:
             if error := outage or self._earlier_failed(message, failed):
@@ -484,11 +491,11 @@ class BatchReceiver(Receiver):
         rows = [self._row(message) for message in messages]
         processed = existing(transaction, TABLE, COLUMNS[:2], set(rows), tag="outbox-process-once")
         before, failed, outcomes = set(processed), set[str](), list[Outcome]()
-        with _uncommitted(transaction), _noting_dml(transaction) as statements:
+        with _uncommitted(transaction), _watched(transaction) as watch:
             for message, row in zip(messages, rows, strict=True):
                 outcome: Outcome = self._earlier_failed(message, failed) or row not in processed
                 if outcome is True:
-                    outcome = self._try(transaction, message, statements)
+                    outcome = self._try(transaction, message, watch)
                 if outcome is True:
                     processed.add(row)
                 elif isinstance(outcome, Exception):
@@ -498,55 +505,78 @@ class BatchReceiver(Receiver):
             insert(transaction, TABLE, COLUMNS, [(*row, COMMIT_TIMESTAMP) for row in new])
         return outcomes
 
-    def _try(self, transaction: Transaction, message: ReceivedMessage, statements: list[str]) -> Outcome:
+    def _try(self, transaction: Transaction, message: ReceivedMessage, watch: "_Watch") -> Outcome:
         """Call the function. If it fails, drop what it has buffered. Raises _Singly if that is not enough."""
-        savepoint = Savepoint(transaction)
-        statements.clear()
+        savepoint = watch.begin(transaction)
+        outcome: Outcome = True
         try:
             with processing(self._settings.consumer, message):
                 self._call(transaction, message)
         except Aborted:
             raise
         except Exception as error:
-            if statements or isinstance(error, (GoogleAPIError, NotReached)):
-                raise _Singly from error
+            if watch.has_dml or isinstance(error, (GoogleAPIError, NotReached)):
+                raise _Singly(f"one failed, and only a rollback undoes it: {error}") from error
             savepoint.restore()
-            return error
-        return True
+            outcome = error
+        if watch.reads_stale:
+            raise _Singly(f"{_name(self.handle)} reads what an earlier message may have changed by a mutation")
+        return outcome
 
 
 #: Errors of a message after which the next ones would wait as long.
 _UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
-_DML = re.compile(r"\b(INSERT|UPDATE|DELETE)\b", re.IGNORECASE)
+_DML = re.compile(r"\b(insert|update|delete)\b")
 
 
 def _ordering_key(message: ReceivedMessage) -> str:
     return getattr(message, "ordering_key", "")
 
 
+class _Watch:
+    """Whether the function, for one message of a batch, does what needs a transaction of its own."""
+
+    def begin(self, transaction: Transaction) -> Savepoint:
+        """Begin with the next message."""
+        self.has_dml = self.reads_stale = False
+        self._savepoint = Savepoint(transaction)
+        return self._savepoint
+
+    def read(self, table: str, *_arguments: Any, request_options: Any = None, **_options: Any) -> None:
+        """Note a read. Reads do not see mutations. Those of the library remember what it has inserted."""
+        is_ours = isinstance(request_options, dict) and request_options.get("request_tag") in _OWN_READS
+        self.reads_stale |= not is_ours and not self._savepoint.tables().isdisjoint({table.lower(), ANY_TABLE})
+
+    def execute(self, *statements: object, **options: object) -> None:
+        """Note a statement. It may read any table, also by a view, but tasks only by name."""
+        text = f"{statements[:1]} {[options.get(name) for name in ('sql', 'dml', 'statements')]}".lower()
+        self.has_dml |= bool(_DML.search(text))
+        unread = set() if TASKS.lower() in text else {TASKS.lower()}
+        self.reads_stale |= not self._savepoint.tables() <= unread
+
+
+_OWN_READS = ("outbox-register-once", "outbox-process-once")
+
+
 @contextmanager
-def _noting_dml(transaction: Any) -> Iterator[list[str]]:
-    """Note statements in the block that may be DML, because only a rollback of the transaction undoes them."""
-    noted: list[str] = []
-    methods = ("execute_sql", "execute_update", "batch_update")
+def _watched(transaction: Any) -> Iterator[_Watch]:
+    """Watch the requests of the block."""
+    watch = _Watch()
 
-    def noting(name: str) -> Callable[..., Any]:
-        method = getattr(transaction, name)
-
+    def watching(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            statement = str(arguments[0] if arguments else options.get("sql"))
-            if name != "execute_sql" or _DML.search(statement):
-                noted.append(name)
+            note(*arguments, **options)
             return method(*arguments, **options)
 
         return call
 
-    for name in methods:
-        setattr(transaction, name, noting(name))
+    notes = {"read": watch.read, **dict.fromkeys(("execute_sql", "execute_update", "batch_update"), watch.execute)}
+    for name, note in notes.items():
+        setattr(transaction, name, watching(getattr(transaction, name), note))
     try:
-        yield noted
+        yield watch
     finally:
-        for name in methods:
+        for name in notes:
             delattr(transaction, name)
 
 

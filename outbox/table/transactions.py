@@ -23,6 +23,10 @@ READ_SECONDS = 30.0
 #: The classes of the client whose inserts return nothing.
 _CLIENT = (Transaction, Batch, MutationGroup)
 
+#: Inserts and updates. The other mutations are deletes and those of queues.
+_WRITE = Mutation.Write.pb()
+ANY_TABLE = "*"
+
 #: A primary key.
 Key = tuple[str, ...]
 
@@ -169,6 +173,12 @@ class Savepoint:
         self._transaction = transaction
         self._mutations = len(transaction._mutations)  # noqa: SLF001 - nothing public removes a mutation
         self._inserted, self._deleted = set(_inserted.get(transaction, ())), set(_deleted.get(transaction, ()))
+
+    def tables(self) -> set[str]:
+        """Return the tables that the mutations change, in lower case, and ANY_TABLE for a delete, which may cascade."""
+        raw = map(Mutation.pb, self._transaction._mutations[: self._mutations])  # noqa: SLF001 - see above
+        writes = [getattr(each, each.WhichOneof("operation")) for each in raw]
+        return {each.table.lower() if isinstance(each, _WRITE) else ANY_TABLE for each in writes}
 
     def restore(self) -> None:
         """Drop what was buffered since."""

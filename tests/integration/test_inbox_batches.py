@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from google.cloud.pubsub_v1 import SubscriberClient
 from google.cloud.pubsub_v1.types import FlowControl
-from google.cloud.spanner_v1 import param_types
+from google.cloud.spanner_v1 import KeySet, param_types
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
@@ -152,6 +152,24 @@ def test_a_batch_costs_one_read_and_one_commit(shop: Database, pubsub: PubSub, o
     assert [name for name, _ in requests] == ["streaming_read", "commit"]
     assert sorted(order) == sorted(ids)
     assert effects(shop) == dict.fromkeys(ids, 1)
+
+
+def test_a_function_that_reads_and_writes_one_row_loses_no_change(
+    shop: Database, pubsub: PubSub, outcomes: Counter[str]
+) -> None:
+    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(10)]
+    subscription = pubsub.new_subscription(topic)
+
+    @inbox.Handler(shop, consumer="billing", max_batch=10, max_delay=SECONDS, default_retry_delay=0.02)
+    def receive(transaction: Any, _message: Any) -> None:
+        [*rows] = transaction.read("Effects", ("TaskId",), KeySet(keys=[["count"]]))
+        count = int(rows[0][0]) if rows else 0
+        transaction.insert_or_update("Effects", ("EffectId", "TaskId"), [("count", str(count + 1))])
+
+    pubsub.publisher.publish(topic=topic, messages=messages(ids))
+    with pulling(subscription.name, receive):
+        eventually(lambda: outcomes["processed"] == 10, seconds=SECONDS)
+    assert effects(shop) == {"10": 1}
 
 
 def test_the_messages_of_an_ordering_key_keep_their_order(

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from google.api_core.exceptions import AlreadyExists, DeadlineExceeded, NotFound, ServiceUnavailable
+from google.cloud.spanner_v1 import KeySet
 
 import outbox
 from outbox import inbox
@@ -16,7 +17,6 @@ from outbox.errors import NotReached
 from outbox.table.transactions import is_inserted
 from outbox.testing import RecordingTransaction
 from tests.unit.test_inbox import message as single
-from tests.unit.test_inbox import recording
 
 SECONDS = 30.0
 
@@ -31,6 +31,11 @@ def answer(sql: str, _parameters: Any) -> Any:
     return [{"a": 1}] if "SELECT" in sql or "RETURN" in sql else 1
 
 
+def recording(*processed: str) -> RecordingTransaction:
+    rows = [{"Consumer": "billing", "TaskId": id} for id in processed]
+    return RecordingTransaction(rows={"ProcessedTasks": rows, "Stock": [{"Pieces": 1}]}, execute=answer)
+
+
 class Database:
     """Runs functions as often as an aborting Spanner would. It may refuse the first commit."""
 
@@ -40,7 +45,7 @@ class Database:
 
     def run_in_transaction(self, work: Any, **_options: Any) -> Any:
         for _ in range(self.attempts):
-            transaction = recording(*self.processed, execute=answer)
+            transaction = recording(*self.processed)
             result = work(transaction)
         if self.refuses:
             error, self.refuses = self.refuses, None
@@ -137,6 +142,12 @@ def dml(transaction: Any, of: Any) -> None:
         raise LookupError
 
 
+def named_dml(transaction: Any, of: Any) -> None:
+    transaction.execute_update(dml="UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
+    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
+        raise LookupError
+
+
 def returning(transaction: Any, of: Any) -> None:
     list(transaction.execute_sql("UPDATE Stock SET Pieces = 1 WHERE TRUE THEN RETURN Pieces"))
     if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
@@ -149,7 +160,7 @@ def calls_a_service(transaction: Any, of: Any) -> None:
         raise NotFound("no topic")
 
 
-@pytest.mark.parametrize("handle", [dml, returning, calls_a_service])
+@pytest.mark.parametrize("handle", [dml, named_dml, returning, calls_a_service])
 def test_messages_have_a_transaction_each_if_a_failure_cannot_be_undone(
     handle: Any, outcomes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,7 +170,7 @@ def test_messages_have_a_transaction_each_if_a_failure_cannot_be_undone(
     assert database.rows("ProcessedTasks") == [["a"], ["c"]]
     assert seen(*of) == [["ack"], ["nack"], ["nack"], ["ack"]]
     assert outcomes == ["processed", "failed", "failed", "processed"]
-    assert "4 messages get a transaction each, because one failed and cannot be undone alone" in caplog.text
+    assert "4 messages get a transaction each instead of one together: one failed" in caplog.text
 
 
 def test_a_query_of_a_failed_message_needs_no_other_transaction(outcomes: list[str]) -> None:
@@ -175,6 +186,56 @@ def test_a_query_of_a_failed_message_needs_no_other_transaction(outcomes: list[s
     deliver(database, handle, message("a"), message("bad"))
     assert len(database.committed) == 1
     assert outcomes == ["processed", "failed"]
+
+
+def counts(transaction: Any, _message: Any) -> None:
+    list(transaction.read("Stock", ("Pieces",), KeySet(all_=True)))
+    transaction.update("Stock", ("Article", "Pieces"), [("book", 1)])
+
+
+def counts_by_sql(transaction: Any, _message: Any) -> None:
+    list(transaction.execute_sql("SELECT Pieces FROM Stock"))
+    transaction.update("STOCK", ("Article", "Pieces"), [("book", 1)])
+
+
+def deletes(transaction: Any, _message: Any) -> None:
+    list(transaction.read("Stock", ("Pieces",), KeySet(all_=True)))
+    transaction.delete("Parents", KeySet(keys=[["a"]]))
+
+
+def looks_for_tasks(transaction: Any, _message: Any) -> None:
+    list(transaction.execute_sql("SELECT Id FROM asynchronoustasks"))
+    outbox.register(transaction, "orders", b"")
+
+
+@pytest.mark.parametrize("handle", [counts, counts_by_sql, deletes, looks_for_tasks])
+def test_a_function_that_reads_what_another_message_changed_has_a_transaction_for_each(
+    handle: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read does not see the mutations of its transaction, so the change of the first message would be lost."""
+    database, of = Database(), [message("a"), message("b")]
+    deliver(database, handle, *of)
+    assert database.rows("ProcessedTasks") == [["a"], ["b"]]
+    assert seen(*of) == [["ack"]] * 2
+    assert f"{handle.__name__} reads what an earlier message may have changed by a mutation" in caplog.text
+
+
+def reads_elsewhere(transaction: Any, of: Any) -> None:
+    list(transaction.read("Stock", ("Pieces",), KeySet(all_=True)))
+    effect(transaction, of)
+
+
+def dml_and_register(transaction: Any, of: Any) -> None:
+    transaction.execute_update("UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
+    outbox.register(transaction, "orders", b"")
+    outbox.register_once(transaction, "orders", b"", task_id=of.attributes[outbox.TASK_ID_ATTRIBUTE])
+
+
+@pytest.mark.parametrize("handle", [reads_elsewhere, dml_and_register])
+def test_other_reads_and_statements_need_no_transaction_of_their_own(handle: Any) -> None:
+    database = Database()
+    deliver(database, handle, message("a"), message("b"))
+    assert database.rows("ProcessedTasks") == [["a", "b"]]
 
 
 def test_a_refused_commit_is_tried_for_each_message() -> None:
