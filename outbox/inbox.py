@@ -11,7 +11,6 @@ that also changes the subscriber's rows. `Handler` does this for each message, a
 
 import inspect
 import logging
-import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,14 +26,11 @@ from google.protobuf.json_format import ParseDict, ParseError
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.batches import Collector
-from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, NotReached
+from outbox.errors import InvalidConsumer, InvalidMessage, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.metrics import count_delivery
-from outbox.registration import TABLE as TASKS
 from outbox.table.transact import CONTENT, transact
 from outbox.table.transactions import (
-    ANY_TABLE,
-    Savepoint,
     SupportsReadInsert,
     check_transaction,
     existing,
@@ -42,6 +38,7 @@ from outbox.table.transactions import (
     insert_once,
 )
 from outbox.table.values import check_finished, plain
+from outbox.table.watching import Watch, uncommitted, watched
 from outbox.tracing import processing
 
 T = TypeVar("T")
@@ -377,7 +374,7 @@ class Receiver:
         settings = self._settings
         if not process_once(transaction, message, consumer=settings.consumer, key=settings.key):
             return False
-        with _uncommitted(transaction):
+        with uncommitted(transaction):
             self._call(transaction, message)
         return True
 
@@ -491,7 +488,7 @@ class BatchReceiver(Receiver):
         rows = [self._row(message) for message in messages]
         processed = existing(transaction, TABLE, COLUMNS[:2], set(rows), tag="outbox-process-once")
         before, failed, outcomes = set(processed), set[str](), list[Outcome]()
-        with _uncommitted(transaction), _watched(transaction) as watch:
+        with uncommitted(transaction), watched(transaction) as watch:
             for message, row in zip(messages, rows, strict=True):
                 outcome: Outcome = self._earlier_failed(message, failed) or row not in processed
                 if outcome is True:
@@ -505,7 +502,7 @@ class BatchReceiver(Receiver):
             insert(transaction, TABLE, COLUMNS, [(*row, COMMIT_TIMESTAMP) for row in new])
         return outcomes
 
-    def _try(self, transaction: Transaction, message: ReceivedMessage, watch: "_Watch") -> Outcome:
+    def _try(self, transaction: Transaction, message: ReceivedMessage, watch: Watch) -> Outcome:
         """Call the function. If it fails, drop what it has buffered. Raises _Singly if that is not enough."""
         savepoint = watch.begin(transaction)
         outcome: Outcome = True
@@ -526,72 +523,7 @@ class BatchReceiver(Receiver):
 
 #: Errors of a message after which the next ones would wait as long.
 _UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
-_DML = re.compile(r"\b(insert|update|delete)\b")
 
 
 def _ordering_key(message: ReceivedMessage) -> str:
     return getattr(message, "ordering_key", "")
-
-
-class _Watch:
-    """Whether the function, for one message of a batch, does what needs a transaction of its own."""
-
-    def begin(self, transaction: Transaction) -> Savepoint:
-        """Begin with the next message."""
-        self.has_dml = self.reads_stale = False
-        self._savepoint = Savepoint(transaction)
-        return self._savepoint
-
-    def read(self, table: str, *_arguments: Any, request_options: Any = None, **_options: Any) -> None:
-        """Note a read. Reads do not see mutations. Those of the library remember what it has inserted."""
-        is_ours = isinstance(request_options, dict) and request_options.get("request_tag") in _OWN_READS
-        self.reads_stale |= not is_ours and not self._savepoint.tables().isdisjoint({table.lower(), ANY_TABLE})
-
-    def execute(self, *statements: object, **options: object) -> None:
-        """Note a statement. It may read any table, also by a view, but tasks only by name."""
-        text = f"{statements[:1]} {[options.get(name) for name in ('sql', 'dml', 'statements')]}".lower()
-        self.has_dml |= bool(_DML.search(text))
-        unread = set() if TASKS.lower() in text else {TASKS.lower()}
-        self.reads_stale |= not self._savepoint.tables() <= unread
-
-
-_OWN_READS = ("outbox-register-once", "outbox-process-once")
-
-
-@contextmanager
-def _watched(transaction: Any) -> Iterator[_Watch]:
-    """Watch the requests of the block."""
-    watch = _Watch()
-
-    def watching(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            note(*arguments, **options)
-            return method(*arguments, **options)
-
-        return call
-
-    notes = {"read": watch.read, **dict.fromkeys(("execute_sql", "execute_update", "batch_update"), watch.execute)}
-    for name, note in notes.items():
-        setattr(transaction, name, watching(getattr(transaction, name), note))
-    try:
-        yield watch
-    finally:
-        for name in notes:
-            delattr(transaction, name)
-
-
-@contextmanager
-def _uncommitted(transaction: Transaction) -> Iterator[None]:
-    """Refuse `commit` and `rollback` in the block. A commit would lose later writes, a rollback all writes."""
-
-    def refuse(*_arguments: object, **_options: object) -> None:
-        raise InvalidTransaction(
-            "the function has called commit or rollback of its transaction. Return instead, and the transaction is "
-            "committed; raise an exception, and it is rolled back"
-        )
-
-    transaction.commit = transaction.rollback = refuse  # type: ignore[method-assign]  # on this object only
-    try:
-        yield
-    finally:
-        del transaction.commit, transaction.rollback  # uncovers the methods of the class
