@@ -12,11 +12,12 @@ that also changes the subscriber's rows. `Handler` does this for each message, a
 import inspect
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
+from google.api_core.exceptions import Aborted, DeadlineExceeded, GoogleAPIError, RetryError, ServiceUnavailable
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.streamed import StreamedResultSet
@@ -24,18 +25,31 @@ from google.cloud.spanner_v1.transaction import Transaction
 from google.protobuf.json_format import ParseDict, ParseError
 from google.pubsub_v1.types import PubsubMessage
 
-from outbox.errors import InvalidConsumer, InvalidMessage, InvalidTransaction, MissingTaskId, NotReached
+from outbox.batches import Collector
+from outbox.errors import InvalidConsumer, InvalidMessage, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.metrics import count_delivery
-from outbox.table.transact import transact
-from outbox.table.transactions import SupportsReadInsert, check_transaction, insert_once
+from outbox.table.transact import CONTENT, transact
+from outbox.table.transactions import (
+    SupportsReadInsert,
+    check_transaction,
+    existing,
+    insert,
+    insert_once,
+)
 from outbox.table.values import check_finished, plain
+from outbox.table.watching import Watch, uncommitted, watched
 from outbox.tracing import processing
+
+T = TypeVar("T")
 
 TABLE = "ProcessedTasks"
 COLUMNS = ("Consumer", "TaskId", "ProcessedAt")
 #: The lengths of the columns.
 MAX_CONSUMER_CHARACTERS, MAX_ID_CHARACTERS = 256, 128
+
+#: Max messages in one transaction.
+MAX_BATCH = 1_000
 
 #: A message without a task ID is an error with "task_id". With "message_id", its message ID identifies it.
 Key: TypeAlias = Literal["task_id", "message_id"]
@@ -212,6 +226,8 @@ class Handler:
         consumer: str,
         key: Key = "task_id",
         missing_task_id: Missing = "nack",
+        max_batch: int = 1,
+        max_delay: float = 0.02,
         **transaction_options: Any,
     ) -> None:
         """Check the settings; nothing is sent.
@@ -223,15 +239,29 @@ class Handler:
             missing_task_id: what happens to a message without a task ID if `key` is "task_id". With "nack" Pub/Sub
                 redelivers it. If the subscription has a dead-letter topic, Pub/Sub forwards it there after the maximum
                 number of delivery attempts. With "raise" the streaming pull ends, and its future raises MissingTaskId.
+            max_batch: max messages in one transaction of a streaming pull, 1 to 1,000. With 1, each message has its
+                own. With more, one thread runs the function for one message after the other.
+            max_delay: max seconds for which a message waits for others, if `max_batch` is more than 1.
             transaction_options: for `database.run_in_transaction`, such as `timeout_secs` or `transaction_tag`.
 
         Raises:
             InvalidConsumer: see `process_once`.
-            ValueError: `key` or `missing_task_id` is not one of the values above.
+            ValueError: an argument is not one of the values above.
+            TypeError: `database` is not a Spanner Database.
         """
+        if not callable(getattr(database, "run_in_transaction", None)):
+            raise TypeError(
+                f"database is {type(database).__name__}. It must be a Spanner Database. With SQLAlchemy, Django or "
+                "DB-API, call process_once of outbox.ext in a transaction for each message. They have no batches"
+            )
         consumer = _plain_consumer(consumer)
         _check_choice("key", key, Key)
         _check_choice("missing_task_id", missing_task_id, Missing)
+        if not 1 <= max_batch <= MAX_BATCH:
+            raise ValueError(f"max_batch is {max_batch}. It must be 1 to {MAX_BATCH:,}")
+        if not max_delay >= 0:
+            raise ValueError(f"max_delay is {max_delay}. It must be 0 or more seconds")
+        self.max_batch, self.max_delay = max_batch, max_delay
         self.database, self.consumer, self.key = database, consumer, key
         self.missing_task_id, self.transaction_options = missing_task_id, transaction_options
 
@@ -247,7 +277,7 @@ class Handler:
         for is_kind, kind in _WITHOUT_EFFECT.items():
             if is_kind(handle):
                 raise TypeError(f"{_name(handle)} is {kind}. It must be a plain function")
-        return Receiver(self, handle)
+        return Receiver(self, handle) if self.max_batch == 1 else BatchReceiver(self, handle)
 
 
 class Receiver:
@@ -267,17 +297,7 @@ class Receiver:
                 processed.
             MissingTaskId: the message has no task ID, and `missing_task_id` is "raise".
         """
-        try:
-            self.process(message)
-        except Exception as error:
-            has_no_id = isinstance(error, MissingTaskId)
-            if isinstance(error, NotReached) or (has_no_id and self._settings.missing_task_id == "raise"):
-                raise  # the streaming pull negatively acknowledges the message
-            text = "%s failed and will be redelivered: %s"
-            _log.error(text, self._describe(message), error, exc_info=not has_no_id)
-            message.nack()
-            return
-        message.ack_with_response().add_done_callback(lambda future: self._acknowledged(message, future))
+        self._receive(message)
 
     def process(self, message: ReceivedMessage) -> bool:
         """Run the function in a transaction, unless the task was processed before; return whether it ran.
@@ -296,7 +316,7 @@ class Receiver:
         try:
             inbox_row(message, self._settings.consumer, self._settings.key)  # before a transaction begins
             with processing(self._settings.consumer, message):
-                is_first = self._run(message)
+                is_first = self._run(lambda transaction: self._attempt(transaction, message))
             outcome = "processed" if is_first else "duplicate"
         except MissingTaskId:
             outcome = "missing_task_id"
@@ -305,18 +325,40 @@ class Receiver:
             count_delivery(self._settings.consumer, outcome)
         return is_first
 
-    def _run(self, message: ReceivedMessage) -> bool:
+    def _receive(self, message: PulledMessage) -> Exception | None:
+        """Process and acknowledge the message. Return the error for which it is negatively acknowledged."""
+        try:
+            self.process(message)
+        except Exception as error:
+            if isinstance(error, NotReached) or (
+                isinstance(error, MissingTaskId) and self._settings.missing_task_id == "raise"
+            ):
+                raise  # the streaming pull negatively acknowledges the message
+            self._reject(message, error)
+            return error
+        self._acknowledge(message)
+        return None
+
+    def _acknowledge(self, message: PulledMessage) -> None:
+        message.ack_with_response().add_done_callback(lambda future: self._acknowledged(message, future))
+
+    def _reject(self, message: PulledMessage, error: Exception) -> None:
+        text = "%s failed and will be redelivered: %s"
+        has_trace = not isinstance(error, MissingTaskId | _EarlierFailed)
+        _log.error(text, self._describe(message), error, exc_info=error if has_trace else None)
+        message.nack()
+
+    def _run(self, attempt: Callable[[Transaction], T]) -> T:
+        """Run `attempt` in a transaction, again after each ABORTED."""
         database, begun = self._settings.database, False
 
-        def attempt(transaction: Transaction) -> bool:
+        def begin(transaction: Transaction) -> T:
             nonlocal begun
             begun = True
-            return self._attempt(transaction, message)
+            return attempt(transaction)
 
         try:
-            is_first = transact(database, attempt, **self._settings.transaction_options)
-            check_finished(is_first, f"run_in_transaction of {type(database).__name__}")
-            return bool(is_first)
+            result = transact(database, begin, **self._settings.transaction_options)
         except RuntimeError:
             raise  # this thread is already in a transaction, whose flag must not be reset below
         except Exception:
@@ -325,16 +367,20 @@ class Receiver:
                 # https://github.com/googleapis/google-cloud-python/issues/18375
                 database._local.transaction_running = False  # noqa: SLF001 - nothing public resets it
             raise
+        check_finished(result, f"run_in_transaction of {type(database).__name__}")
+        return result
 
     def _attempt(self, transaction: Transaction, message: ReceivedMessage) -> bool:
         settings = self._settings
         if not process_once(transaction, message, consumer=settings.consumer, key=settings.key):
             return False
-        with _uncommitted(transaction):
-            result = self.handle(transaction, message)
-        # The client sends a statement only when its first row is read.
-        check_finished(result, _name(self.handle), StreamedResultSet)
+        with uncommitted(transaction):
+            self._call(transaction, message)
         return True
+
+    def _call(self, transaction: Transaction, message: ReceivedMessage) -> None:
+        # The client sends a statement only when its first row is read.
+        check_finished(self.handle(transaction, message), _name(self.handle), StreamedResultSet)
 
     def _acknowledged(self, message: ReceivedMessage, future: Any) -> None:
         """Log and count a failed acknowledgement, which only a subscription with exactly-once delivery reports."""
@@ -347,18 +393,137 @@ class Receiver:
         return f"Consumer {self._settings.consumer}: task {task_id or 'without an ID'} (message {message.message_id})"
 
 
-@contextmanager
-def _uncommitted(transaction: Transaction) -> Iterator[None]:
-    """Refuse `commit` and `rollback` in the block. A commit would lose later writes, a rollback all writes."""
+class _EarlierFailed(Exception):
+    """An earlier message of the ordering key failed, so the function was not called for this one."""
 
-    def refuse(*_arguments: object, **_options: object) -> None:
-        raise InvalidTransaction(
-            "the function has called commit or rollback of its transaction. Return instead, and the transaction is "
-            "committed; raise an exception, and it is rolled back"
+
+class _Singly(Exception):
+    """The messages of a batch must have a transaction each."""
+
+
+#: Whether the function ran for a message (False: a duplicate), or its error.
+Outcome: TypeAlias = bool | Exception
+
+
+class BatchReceiver(Receiver):
+    """The callback for a streaming pull with `max_batch`. Messages that arrive together have one transaction.
+
+    `process` has a transaction for its one message.
+    """
+
+    def __init__(self, settings: Handler, handle: Handle) -> None:
+        super().__init__(settings, handle)
+        self._batches = Collector[PulledMessage](self._receive_all, settings.max_batch, settings.max_delay)
+
+    def __call__(self, message: PulledMessage) -> None:
+        """Let the message wait for others, or process those that wait. See `Receiver`.
+
+        The client extends the acknowledgement deadline of a message that waits, and its flow control limits them.
+        """
+        try:
+            self._row(message)
+        except MissingTaskId:
+            self._receive(message)
+        else:
+            self._batches.add(message)
+
+    def _row(self, message: ReceivedMessage) -> tuple[str, str]:
+        return inbox_row(message, self._settings.consumer, self._settings.key)
+
+    def _receive_all(self, messages: list[PulledMessage]) -> None:
+        """Process messages, together if there are several. Raises what ends the streaming pull."""
+        try:
+            if len(messages) == 1:
+                self._receive(messages[0])
+            else:
+                self._receive_together(messages)
+        except Exception:
+            # The streaming pull does this for one of them.
+            for message in messages:
+                message.nack()
+            raise
+
+    def _receive_together(self, messages: list[PulledMessage]) -> None:
+        try:
+            with table_errors():
+                outcomes: list[Outcome] = self._run(lambda transaction: self._attempt_all(transaction, messages))
+        except (_Singly, *CONTENT) as error:
+            self._receive_singly(messages, error)
+        except NotReached:
+            raise
+        except Exception as error:
+            self._settle(messages, [error] * len(messages))
+        else:
+            self._settle(messages, outcomes)
+
+    def _settle(self, messages: list[PulledMessage], outcomes: Sequence[Outcome]) -> None:
+        """Count, and acknowledge or reject, after the transaction."""
+        for message, outcome in zip(messages, outcomes, strict=True):
+            failed = isinstance(outcome, Exception)
+            count_delivery(self._settings.consumer, "failed" if failed else "processed" if outcome else "duplicate")
+            if isinstance(outcome, Exception):
+                self._reject(message, outcome)
+            else:
+                self._acknowledge(message)
+
+    def _receive_singly(self, messages: list[PulledMessage], reason: Exception) -> None:
+        """Process messages in a transaction each. Reject the rest while Spanner is unavailable."""
+        text = "Consumer %s: %d messages get a transaction each instead of one together: %s"
+        _log.warning(text, self._settings.consumer, len(messages), reason)
+        failed, outage = set[str](), None
+        for message in messages:
+            if error := outage or self._earlier_failed(message, failed):
+                self._settle([message], [error])
+            elif error := self._receive(message):
+                failed.add(_ordering_key(message))
+                outage = error if isinstance(error, _UNAVAILABLE) else None
+
+    def _earlier_failed(self, message: ReceivedMessage, failed: Collection[str]) -> Exception | None:
+        key = _ordering_key(message)
+        return (
+            _EarlierFailed(f"an earlier message of its ordering key {key!r} failed") if key and key in failed else None
         )
 
-    transaction.commit = transaction.rollback = refuse  # type: ignore[method-assign]  # on this object only
-    try:
-        yield
-    finally:
-        del transaction.commit, transaction.rollback  # uncovers the methods of the class
+    def _attempt_all(self, transaction: Transaction, messages: list[PulledMessage]) -> list[Outcome]:
+        rows = [self._row(message) for message in messages]
+        processed = existing(transaction, TABLE, COLUMNS[:2], set(rows), tag="outbox-process-once")
+        before, failed, outcomes = set(processed), set[str](), list[Outcome]()
+        with uncommitted(transaction), watched(transaction) as watch:
+            for message, row in zip(messages, rows, strict=True):
+                outcome: Outcome = self._earlier_failed(message, failed) or row not in processed
+                if outcome is True:
+                    outcome = self._try(transaction, message, watch)
+                if outcome is True:
+                    processed.add(row)
+                elif isinstance(outcome, Exception):
+                    failed.add(_ordering_key(message))
+                outcomes.append(outcome)
+        if new := sorted(processed - before):
+            insert(transaction, TABLE, COLUMNS, [(*row, COMMIT_TIMESTAMP) for row in new])
+        return outcomes
+
+    def _try(self, transaction: Transaction, message: ReceivedMessage, watch: Watch) -> Outcome:
+        """Call the function. If it fails, drop what it has buffered. Raises _Singly if that is not enough."""
+        savepoint = watch.begin(transaction)
+        outcome: Outcome = True
+        try:
+            with processing(self._settings.consumer, message):
+                self._call(transaction, message)
+        except Aborted:
+            raise
+        except Exception as error:
+            if watch.has_dml or isinstance(error, (GoogleAPIError, NotReached)):
+                raise _Singly(f"one failed, and only a rollback undoes it: {error}") from error
+            savepoint.restore()
+            outcome = error
+        if watch.reads_stale:
+            raise _Singly(f"{_name(self.handle)} reads what an earlier message may have changed by a mutation")
+        return outcome
+
+
+#: Errors of a message after which the next ones would wait as long.
+_UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
+
+
+def _ordering_key(message: ReceivedMessage) -> str:
+    return getattr(message, "ordering_key", "")

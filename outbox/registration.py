@@ -175,7 +175,7 @@ def register_with(insert_once: Callable[..., bool], task: Task) -> bool:
 def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[str]:
     """Add all tasks to `transaction` in one insert and return their IDs in the same order.
 
-    Does what `register` does for each task, in about half of the CPU time. If a task is refused, none is added.
+    Does what `register` does for each task, in less CPU time. If a task is refused, none is added.
 
     Args:
         transaction: see `register`.

@@ -23,6 +23,10 @@ READ_SECONDS = 30.0
 #: The classes of the client whose inserts return nothing.
 _CLIENT = (Transaction, Batch, MutationGroup)
 
+#: Inserts and updates. The other mutations are deletes and those of queues.
+_WRITE = Mutation.Write.pb()
+ANY_TABLE = "*"
+
 #: A primary key.
 Key = tuple[str, ...]
 
@@ -126,16 +130,22 @@ def _converted(columns: tuple[str, ...]) -> Sequence[str]:
     return names
 
 
+def existing(
+    transaction: SupportsReadInsert, table: str, columns: Sequence[str], keys: Collection[Key], *, tag: str
+) -> set[Key]:
+    """Return the keys that the table has. The read locks the keys for the transaction. Raises like `insert_once`."""
+    options = {"request_options": {"request_tag": tag}, **retry_and_timeout(READ_SECONDS)}
+    # Read to the end, because until then the client blocks the next statement of the transaction.
+    return {tuple(row) for row in transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **options)}
+
+
 def insert_once(
     transaction: SupportsReadInsert, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, key: Key, tag: str
 ) -> bool:
     """Add an insert unless the table or the transaction has the key; tell whether. Locks the key, for READ_SECONDS."""
     if is_inserted(transaction, key):
         return False
-    options = {"request_options": {"request_tag": tag}, **retry_and_timeout(READ_SECONDS)}
-    # Read to the end, because until then the client blocks the next statement of the transaction.
-    rows = list(transaction.read(table, columns[: len(key)], KeySet(keys=[list(key)]), **options))
-    if rows and key[-1] not in deleted(transaction):
+    if existing(transaction, table, columns[: len(key)], [key], tag=tag) and key[-1] not in deleted(transaction):
         return False
     insert(transaction, table, columns, [row])
     remember(transaction, key)
@@ -153,6 +163,27 @@ def is_inserted(transaction: object, key: Key) -> bool:
     with contextlib.suppress(TypeError):
         return key in _inserted.get(transaction, ())
     return False
+
+
+class Savepoint:
+    """What a transaction has buffered so far."""
+
+    def __init__(self, transaction: Any) -> None:
+        """Remember it."""
+        self._transaction = transaction
+        self._mutations = len(transaction._mutations)  # noqa: SLF001 - nothing public removes a mutation
+        self._inserted, self._deleted = set(_inserted.get(transaction, ())), set(_deleted.get(transaction, ()))
+
+    def tables(self) -> set[str]:
+        """Return the tables that the mutations change, in lower case, and ANY_TABLE for a delete, which may cascade."""
+        raw = map(Mutation.pb, self._transaction._mutations[: self._mutations])  # noqa: SLF001 - see above
+        writes = [getattr(each, each.WhichOneof("operation")) for each in raw]
+        return {each.table.lower() if isinstance(each, _WRITE) else ANY_TABLE for each in writes}
+
+    def restore(self) -> None:
+        """Drop what was buffered since."""
+        del self._transaction._mutations[self._mutations :]  # noqa: SLF001 - see above
+        _inserted[self._transaction], _deleted[self._transaction] = self._inserted, self._deleted
 
 
 def remember_deleted(transaction: object, task_id: str) -> None:

@@ -220,7 +220,6 @@ def test_the_guide_to_schedules(emulators: Emulators, shop: Database) -> None:
     ]
 
 
-@pytest.mark.usefixtures("topics")
 def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path: Path) -> None:
     """From an empty file, and again after a kill: each task counts once, also one that is sent again."""
     assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
@@ -252,6 +251,7 @@ def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path
             assert running.stdout.count("cents") == {15: 3, 115: 2}[total]
 
 
+@pytest.mark.usefixtures("topics")
 def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: PubSub, tmp_path: Path) -> None:
     """Each block is the file that its first line names. Its test passes; a task that comes twice takes one piece."""
     assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
@@ -292,9 +292,13 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
         for id in ("task-2", "task-3", "task-3"):
             by_sqlalchemy.process(PubsubMessage(data=data, attributes={outbox.TASK_ID_ATTRIBUTE: id}))
         by_sqlalchemy.engine.dispose()
-        for name in ("push", "stock", "stock_by_sqlalchemy"):
+        in_batches = importlib.import_module("stock_in_batches").in_batches
+        for expected in (True, False):
+            of = PubsubMessage(data=data, attributes={outbox.TASK_ID_ATTRIBUTE: "task-4"})
+            assert in_batches.process(of) is expected
+        for name in ("push", "stock", "stock_by_sqlalchemy", "stock_in_batches"):
             del sys.modules[name]
-    assert pieces() == 3
+    assert pieces() == 2
 
 
 def test_the_statements_of_the_schema_guide(emulators: Emulators, shop: Database) -> None:

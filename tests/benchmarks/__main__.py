@@ -18,6 +18,7 @@ from tests.benchmarks import (
     memory,
     ordering,
     page,
+    receiving,
     registering,
     results,
     spark,
@@ -33,6 +34,7 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "costs": costs.run,
     "latency": latency.run,
     "registering": registering.run,
+    "inbox": receiving.run,
     "idle": idle.run,
     "memory": memory.run,
 }

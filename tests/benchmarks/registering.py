@@ -87,9 +87,6 @@ def run(bench: Bench) -> Section:
     def own(row: str) -> float:
         return section.value(row, INSERT) - section.value(f"{row}, by hand", INSERT)
 
-    section.at_most(
-        "register_many / register", section.value("register_many", WHOLE) / section.value("register", WHOLE), 0.6
-    )
     section.at_most("register: own CPU us/task", own("register"), 15)
     section.at_most("register_many: own CPU us/task", own("register_many"), 8)
     return section

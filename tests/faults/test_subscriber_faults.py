@@ -88,14 +88,14 @@ FAULTS: tuple[Callable[[Field], None], ...] = (
 
 
 @contextlib.contextmanager
-def field_of(trial: Trial, database: Database) -> Iterator[Field]:
+def field_of(trial: Trial, database: Database, max_batch: int) -> Iterator[Field]:
     # Without message ordering: after a subscriber is killed, the emulator delivers no message of its keys any more.
     subscriptions = [
         trial.pubsub.new_subscription(topic, ack_seconds=LEASE_SECONDS) for topic in (trial.topic, trial.ordered_topic)
     ]
     with contextlib.ExitStack() as stack:
         proxies = [stack.enter_context(Proxy(host)) for host in (trial.spanner_host, trial.pubsub_host)]
-        arguments = (str(database.database_id), *(each.name for each in subscriptions))
+        arguments = (str(database.database_id), str(max_batch), *(each.name for each in subscriptions))
         field = Field(trial, stack, proxies[0], proxies[1], arguments, [], stack.enter_context(trial.workers(2)))
         field.subscribers.extend(field.subscriber() for _ in range(2))
         for each in field.subscribers:
@@ -104,7 +104,8 @@ def field_of(trial: Trial, database: Database) -> Iterator[Field]:
 
 
 @pytest.mark.extended
-def test_inbox(trial: Trial, spanner_instance: Instance, long: bool) -> None:
+@pytest.mark.parametrize("max_batch", [1, 20])
+def test_inbox(trial: Trial, spanner_instance: Instance, max_batch: int, long: bool) -> None:
     """SIGKILL, SIGSTOP and broken connections of subscribers that use the inbox, and SIGKILL of workers, at random.
 
     Promised: No task is lost. Each committed task has exactly one effect in the subscriber's database. At most the
@@ -114,7 +115,7 @@ def test_inbox(trial: Trial, spanner_instance: Instance, long: bool) -> None:
     trial.random.shuffle(faults)
     with (
         fresh_database(spanner_instance, [*ddl.statements(), EFFECTS]) as database,
-        field_of(trial, database) as field,
+        field_of(trial, database, max_batch) as field,
     ):
 
         def effects() -> Counter[str]:

@@ -1,4 +1,4 @@
-"""A subscriber that uses the inbox: `python -m tests.support.inbox_subscriber DATABASE SUBSCRIPTION ...`.
+"""A subscriber that uses the inbox: `python -m tests.support.inbox_subscriber DATABASE MAX_BATCH SUBSCRIPTION ...`.
 
 Each task inserts one row into Effects, under a random ID, so a second effect is a second row. It prints the outcome of
 each message. SIGTERM ends it.
@@ -25,11 +25,11 @@ CONSUMER = "billing"
 LEASE_SECONDS = 10
 
 
-def main(database_id: str, *subscriptions: str) -> None:
+def main(database_id: str, max_batch: str, *subscriptions: str) -> None:
     database: Any = client(os.environ["SPANNER_EMULATOR_HOST"]).instance(INSTANCE).database(database_id)
     outbox.set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: print(tags[1], flush=True)))
 
-    @inbox.Handler(database, consumer=CONSUMER, default_retry_delay=0.02)
+    @inbox.Handler(database, consumer=CONSUMER, max_batch=int(max_batch), default_retry_delay=0.02)
     def receive(transaction: Any, message: Any) -> None:
         task_id = message.attributes[outbox.TASK_ID_ATTRIBUTE]
         transaction.insert("Effects", ("EffectId", "TaskId"), [(str(uuid.uuid4()), task_id)])

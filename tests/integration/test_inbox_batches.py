@@ -1,0 +1,192 @@
+"""The inbox with `max_batch` on the emulators: one effect for each task, whatever fails, and few requests."""
+
+import contextlib
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.cloud.pubsub_v1 import SubscriberClient
+from google.cloud.pubsub_v1.types import FlowControl
+from google.cloud.spanner_v1 import KeySet, param_types
+from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.instance import Instance
+
+import outbox
+from outbox import inbox
+from outbox.devtools.emulators import Emulators
+from outbox.table import ddl
+from tests.support.drivers import aborting
+from tests.support.inbox_subscriber import EFFECTS
+from tests.support.pubsub import PubSub
+from tests.support.spanner import INSTANCE, client, fresh_database, query, record_requests
+from tests.support.waiting import eventually
+
+SECONDS = 60.0
+CALLS = ("begin_transaction", "streaming_read", "execute_streaming_sql", "execute_sql", "commit", "rollback")
+
+
+@pytest.fixture
+def shop(spanner_instance: Instance) -> Iterator[Database]:
+    with fresh_database(spanner_instance, [*ddl.statements(), EFFECTS]) as created:
+        yield created
+
+
+@pytest.fixture
+def outcomes(set_metrics: Any) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: counted.update([tags[1].partition(":")[2]])))
+    return counted
+
+
+def effects(shop: Database) -> Counter[str]:
+    return Counter(id for [id] in query(shop, "SELECT TaskId FROM Effects"))
+
+
+def by_mutation(transaction: Any, task_id: str) -> None:
+    transaction.insert("Effects", ("EffectId", "TaskId"), [(str(uuid.uuid4()), task_id)])
+
+
+def by_dml(transaction: Any, task_id: str) -> None:
+    statement = "INSERT INTO Effects (EffectId, TaskId) VALUES (GENERATE_UUID(), @id)"
+    transaction.execute_update(statement, params={"id": task_id}, param_types={"id": param_types.STRING})
+
+
+def messages(ids: list[str], keys: int = 0) -> list[dict[str, Any]]:
+    return [
+        {
+            "data": str(n).encode(), "attributes": {outbox.TASK_ID_ATTRIBUTE: id},
+            "ordering_key": f"k{n % keys}" if keys else "",
+        }
+        for n, id in enumerate(ids)
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def pulling(subscription: str, *callbacks: Callable[[Any], None]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for callback in callbacks:
+            subscriber = stack.enter_context(SubscriberClient())
+            control = FlowControl(max_messages=100)
+            future = subscriber.subscribe(subscription, callback, flow_control=control)
+            stack.callback(future.result, SECONDS)
+            stack.callback(future.cancel)
+        yield
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("write", [by_mutation, by_dml])
+def test_two_subscribers_have_one_effect_for_each_task(
+    emulators: Emulators, shop: Database, pubsub: PubSub, outcomes: Counter[str], write: Callable[[Any, str], None]
+) -> None:
+    """Each task is sent twice, each first commit is aborted, and every seventh message fails twice."""
+    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(140)]
+    subscription = pubsub.new_subscription(topic)
+    bad, failed, aborted = set(ids[::7]), Counter[str](), set[int]()
+
+    def receiver() -> Callable[[Any], None]:
+        own = client(emulators.spanner_host).instance(INSTANCE).database(shop.database_id)
+
+        @inbox.Handler(own, consumer="billing", max_batch=20, max_delay=0.2, default_retry_delay=0.02)
+        def receive(transaction: Any, of: Any) -> None:
+            task_id = of.attributes[outbox.TASK_ID_ATTRIBUTE]
+            write(transaction, task_id)
+            if task_id in bad and failed[task_id] < 2:
+                failed[task_id] += 1
+                raise LookupError("twice")
+
+        return receive
+
+    def once(name: str) -> bool:
+        """Abort every second commit of each thread: no transaction commits at its first attempt."""
+        thread = threading.get_ident()
+        if name != "commit":
+            return False
+        aborted.symmetric_difference_update({thread})
+        return thread in aborted
+
+    with aborting(once), pulling(subscription.name, receiver(), receiver()):
+        for _ in range(2):
+            pubsub.publisher.publish(topic=topic, messages=messages(ids))
+        eventually(lambda: outcomes["processed"] == 140 <= outcomes["duplicate"], seconds=SECONDS)
+    assert effects(shop) == dict.fromkeys(ids, 1)
+    assert outcomes["failed"] > 0  # not one for each: an aborted attempt uses up a failure
+
+
+@pytest.mark.extended
+def test_ten_thousand_redeliveries_have_no_second_effect(
+    shop: Database, pubsub: PubSub, outcomes: Counter[str]
+) -> None:
+    """Most batches have each task several times."""
+    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(50)]
+    subscription = pubsub.new_subscription(topic)
+    receive = inbox.Handler(shop, consumer="billing", max_batch=100, default_retry_delay=0.02)(
+        lambda transaction, of: by_mutation(transaction, of.attributes[outbox.TASK_ID_ATTRIBUTE])
+    )
+    for _ in range(10):
+        pubsub.publisher.publish(topic=topic, messages=messages(ids * 20))
+    with pulling(subscription.name, receive):
+        eventually(lambda: outcomes["duplicate"] >= 9_950, seconds=SECONDS)
+    assert outcomes["processed"] == 50
+    assert effects(shop) == dict.fromkeys(ids, 1)
+
+
+def test_a_batch_costs_one_read_and_one_commit(shop: Database, pubsub: PubSub, outcomes: Counter[str]) -> None:
+    """Messages of an ordering key come one after the other, in their order."""
+    topic, order = pubsub.new_topic(), list[str]()
+    subscription, ids = pubsub.new_subscription(topic), [str(uuid.uuid4()) for _ in range(50)]
+
+    @inbox.Handler(shop, consumer="billing", max_batch=50, max_delay=SECONDS)
+    def receive(transaction: Any, of: Any) -> None:
+        order.append(of.attributes[outbox.TASK_ID_ATTRIBUTE])
+        by_mutation(transaction, order[-1])
+
+    query(shop, "SELECT 1")  # connects
+    requests = record_requests(shop, *CALLS)
+    pubsub.publisher.publish(topic=topic, messages=messages(ids))
+    with pulling(subscription.name, receive):
+        eventually(lambda: outcomes["processed"] == 50, seconds=SECONDS)
+    assert [name for name, _ in requests] == ["streaming_read", "commit"]
+    assert sorted(order) == sorted(ids)
+    assert effects(shop) == dict.fromkeys(ids, 1)
+
+
+def test_a_function_that_reads_and_writes_one_row_loses_no_change(
+    shop: Database, pubsub: PubSub, outcomes: Counter[str]
+) -> None:
+    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(10)]
+    subscription = pubsub.new_subscription(topic)
+
+    @inbox.Handler(shop, consumer="billing", max_batch=10, max_delay=SECONDS, default_retry_delay=0.02)
+    def receive(transaction: Any, _message: Any) -> None:
+        [*rows] = transaction.read("Effects", ("TaskId",), KeySet(keys=[["count"]]))
+        count = int(rows[0][0]) if rows else 0
+        transaction.insert_or_update("Effects", ("EffectId", "TaskId"), [("count", str(count + 1))])
+
+    pubsub.publisher.publish(topic=topic, messages=messages(ids))
+    with pulling(subscription.name, receive):
+        eventually(lambda: outcomes["processed"] == 10, seconds=SECONDS)
+    assert effects(shop) == {"10": 1}
+
+
+def test_the_messages_of_an_ordering_key_keep_their_order(
+    shop: Database, pubsub: PubSub, outcomes: Counter[str]
+) -> None:
+    topic, order = pubsub.new_topic(), dict[str, list[int]]()
+    subscription, ids = pubsub.new_subscription(topic, ordered=True), [str(uuid.uuid4()) for _ in range(40)]
+
+    @inbox.Handler(shop, consumer="billing", max_batch=10, max_delay=0.05, default_retry_delay=0.02)
+    def receive(transaction: Any, of: Any) -> None:
+        by_mutation(transaction, of.attributes[outbox.TASK_ID_ATTRIBUTE])
+        order.setdefault(of.ordering_key, []).append(int(of.data))
+
+    for key in range(4):
+        some = [each for each in messages(ids, keys=4) if each["ordering_key"] == f"k{key}"]
+        pubsub.publisher.publish(topic=topic, messages=some)
+    with pulling(subscription.name, receive):
+        eventually(lambda: outcomes["processed"] == 40, seconds=SECONDS)
+    assert {key: sorted(numbers) for key, numbers in order.items()} == order
+    assert effects(shop) == dict.fromkeys(ids, 1)

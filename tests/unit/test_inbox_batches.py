@@ -1,0 +1,314 @@
+"""The callback of the inbox with `max_batch`: what each message of a batch gets, without a service."""
+
+import logging
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from google.api_core.exceptions import AlreadyExists, DeadlineExceeded, NotFound, ServiceUnavailable
+from google.cloud.spanner_v1 import KeySet
+
+import outbox
+from outbox import inbox
+from outbox.errors import NotReached
+from outbox.table.transactions import is_inserted
+from outbox.testing import RecordingTransaction
+from tests.unit.test_inbox import message as single
+
+SECONDS = 30.0
+
+
+def message(task_id: str, key: str = "") -> Any:
+    of = single(task_id)
+    of.ordering_key = key
+    return of
+
+
+class Transaction(RecordingTransaction):
+    """Has empty tables beside those of the outbox, and answers statements."""
+
+    def read(self, table: str, *arguments: Any, **options: Any) -> list[list[Any]]:
+        return [] if table == "Stock" else super().read(table, *arguments, **options)
+
+    def execute_sql(self, *_arguments: Any, **_options: Any) -> list[list[Any]]:
+        return [[1]]
+
+
+class Database:
+    """Runs functions as often as an aborting Spanner would. It may refuse the first commit."""
+
+    def __init__(self, *processed: str, attempts: int = 1, refuses: Exception | None = None) -> None:
+        self.processed, self.attempts, self.refuses = processed, attempts, refuses
+        self.committed: list[RecordingTransaction] = []
+
+    def run_in_transaction(self, work: Any, **_options: Any) -> Any:
+        for _ in range(self.attempts):
+            transaction = Transaction(self.processed)
+            result = work(transaction)
+        if self.refuses:
+            error, self.refuses = self.refuses, None
+            raise error
+        self.committed.append(transaction)
+        return result
+
+    def rows(self, table: str) -> list[list[str]]:
+        """Return the first two values of the rows that are inserted into a table, by transaction."""
+        found = [each.insert for of in self.committed for each in of._mutations if each.insert.table == table]
+        return [[row[1] if len(row) > 1 else row[0] for row in each.values] for each in found]
+
+
+def effect(transaction: Any, of: Any) -> None:
+    transaction.insert("Effects", ("TaskId",), [(of.attributes[outbox.TASK_ID_ATTRIBUTE],)])
+
+
+def deliver(database: Any, handle: Any, *messages: Any, **options: Any) -> inbox.Receiver:
+    """Deliver messages in this order, so that they are one batch."""
+    options |= {"consumer": "billing", "max_batch": len(messages), "max_delay": SECONDS}
+    receive: Any = inbox.Handler(database, **options)(handle)
+    errors: list[Exception] = []
+
+    def first() -> None:
+        try:
+            receive(messages[0])
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    while not receive._batches._is_busy and thread.is_alive():
+        time.sleep(0.001)
+    for of in messages[1:]:
+        receive(of)
+    thread.join(SECONDS)
+    if errors:
+        raise errors[0]
+    return receive  # type: ignore[no-any-return]  # for its name
+
+
+def seen(*messages: Any) -> list[list[str]]:
+    return [of.seen for of in messages]
+
+
+@pytest.fixture
+def outcomes(set_metrics: Any) -> list[str]:
+    counted: list[str] = []
+    set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: counted.append(tags[1].partition(":")[2])))
+    return counted
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_messages_of_a_batch_have_one_transaction(attempts: int, outcomes: list[str]) -> None:
+    """New ones, one that was processed before, and one that is there twice. An abort changes nothing."""
+    database, of = Database("old", attempts=attempts), [message(id) for id in ("a", "old", "b", "a")]
+    deliver(database, effect, *of)
+    assert database.rows("Effects") == [["a"], ["b"]]
+    assert database.rows("ProcessedTasks") == [["a", "b"]]
+    assert len(database.committed) == 1
+    assert seen(*of) == [["ack"]] * 4
+    assert outcomes == ["processed", "duplicate", "processed", "duplicate"]
+
+
+def test_a_failed_message_leaves_nothing_behind_and_the_others_are_committed(
+    outcomes: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even the memory of a task that it has registered. Later messages of its ordering key wait for it."""
+
+    # With "a" first, "one" would be remembered as registered if its mutation stayed.
+    def once(transaction: Any, of: Any) -> None:
+        id = of.attributes[outbox.TASK_ID_ATTRIBUTE]
+        first = outbox.register_once(transaction, "orders", b"", task_id="one")
+        assert first == (id in ("a", "b")), id
+        effect(transaction, of)
+        if id in ("a", "c"):
+            raise LookupError(id)
+
+    database = Database()
+    of = [message("a"), message("b", "k2"), message("c", "k"), message("d", "k"), message("e", "k2")]
+    deliver(database, once, *of)
+    [transaction] = database.committed
+    assert database.rows("Effects") == [["b"], ["e"]]
+    assert database.rows("ProcessedTasks") == [["b", "e"]]
+    assert is_inserted(transaction, ("one",))
+    assert seen(*of) == [["nack"], ["ack"], ["nack"], ["nack"], ["ack"]]
+    assert outcomes == ["failed", "processed", "failed", "failed", "processed"]
+    assert "an earlier message of its ordering key 'k' failed" in caplog.text
+
+
+def dml(transaction: Any, of: Any) -> None:
+    transaction.execute_update("UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
+    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
+        raise LookupError
+
+
+def named_dml(transaction: Any, of: Any) -> None:
+    transaction.execute_update(dml="UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
+    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
+        raise LookupError
+
+
+def returning(transaction: Any, of: Any) -> None:
+    list(transaction.execute_sql("UPDATE Stock SET Pieces = 1 WHERE TRUE THEN RETURN Pieces"))
+    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
+        raise LookupError
+
+
+def calls_a_service(transaction: Any, of: Any) -> None:
+    effect(transaction, of)
+    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
+        raise NotFound("no topic")
+
+
+@pytest.mark.parametrize("handle", [dml, named_dml, returning, calls_a_service])
+def test_messages_have_a_transaction_each_if_a_failure_cannot_be_undone(
+    handle: Any, outcomes: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """After DML, and after an error of a Google client. It is logged. An ordering key keeps its order."""
+    database, of = Database(), [message("a"), message("bad", "k"), message("b", "k"), message("c")]
+    deliver(database, handle, *of)
+    assert database.rows("ProcessedTasks") == [["a"], ["c"]]
+    assert seen(*of) == [["ack"], ["nack"], ["nack"], ["ack"]]
+    assert outcomes == ["processed", "failed", "failed", "processed"]
+    assert "4 messages get a transaction each instead of one together: one failed" in caplog.text
+
+
+def test_a_query_of_a_failed_message_needs_no_other_transaction(outcomes: list[str]) -> None:
+    """DML of another message does not matter."""
+
+    def handle(transaction: Any, of: Any) -> None:
+        if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
+            list(transaction.execute_sql("SELECT 1"))
+            raise LookupError
+        transaction.execute_update("UPDATE Stock SET Pieces = 1 WHERE TRUE")
+
+    database = Database()
+    deliver(database, handle, message("a"), message("bad"))
+    assert len(database.committed) == 1
+    assert outcomes == ["processed", "failed"]
+
+
+def counts(transaction: Any, _message: Any) -> None:
+    list(transaction.read("Stock", ("Pieces",), KeySet(all_=True)))
+    transaction.update("Stock", ("Article", "Pieces"), [("book", 1)])
+
+
+def counts_by_sql(transaction: Any, _message: Any) -> None:
+    list(transaction.execute_sql("SELECT Pieces FROM Stock"))
+    transaction.update("STOCK", ("Article", "Pieces"), [("book", 1)])
+
+
+def deletes(transaction: Any, _message: Any) -> None:
+    list(transaction.read("Stock", ("Pieces",), KeySet(all_=True)))
+    transaction.delete("Parents", KeySet(keys=[["a"]]))
+
+
+def looks_for_tasks(transaction: Any, _message: Any) -> None:
+    list(transaction.execute_sql("SELECT Id FROM asynchronoustasks"))
+    outbox.register(transaction, "orders", b"")
+
+
+@pytest.mark.parametrize("handle", [counts, counts_by_sql, deletes, looks_for_tasks])
+def test_a_function_that_reads_what_another_message_changed_has_a_transaction_for_each(
+    handle: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read does not see the mutations of its transaction, so the change of the first message would be lost."""
+    database, of = Database(), [message("a"), message("b")]
+    deliver(database, handle, *of)
+    assert database.rows("ProcessedTasks") == [["a"], ["b"]]
+    assert seen(*of) == [["ack"]] * 2
+    assert f"{handle.__name__} reads what an earlier message may have changed by a mutation" in caplog.text
+
+
+def reads_elsewhere(transaction: Any, of: Any) -> None:
+    list(transaction.read("Stock", ("Pieces",), KeySet(all_=True)))
+    effect(transaction, of)
+
+
+def dml_and_register(transaction: Any, of: Any) -> None:
+    transaction.execute_update("UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
+    outbox.register(transaction, "orders", b"")
+    outbox.register_once(transaction, "orders", b"", task_id=of.attributes[outbox.TASK_ID_ATTRIBUTE])
+
+
+@pytest.mark.parametrize("handle", [reads_elsewhere, dml_and_register])
+def test_other_reads_and_statements_need_no_transaction_of_their_own(handle: Any) -> None:
+    database = Database()
+    deliver(database, handle, message("a"), message("b"))
+    assert database.rows("ProcessedTasks") == [["a", "b"]]
+
+
+def test_a_refused_commit_is_tried_for_each_message() -> None:
+    """Spanner does not say which message's change it refuses."""
+    database, of = Database(refuses=AlreadyExists("row")), [message("a"), message("b")]
+    deliver(database, effect, *of)
+    assert database.rows("ProcessedTasks") == [["a"], ["b"]]
+    assert seen(*of) == [["ack"]] * 2
+
+
+def test_a_commit_without_an_answer_fails_all_messages(outcomes: list[str]) -> None:
+    """They are redelivered, and are duplicates if it was executed."""
+    database, of = Database(refuses=DeadlineExceeded("no answer")), [message("a"), message("b")]
+    deliver(database, effect, *of)
+    assert (database.committed, seen(*of), outcomes) == ([], [["nack"]] * 2, ["failed"] * 2)
+
+
+def test_an_outage_is_waited_for_twice_and_not_once_for_each_message(outcomes: list[str]) -> None:
+    calls: list[Any] = []
+
+    def handle(_transaction: Any, of: Any) -> None:
+        calls.append(of)
+        raise ServiceUnavailable("away")
+
+    of = [message(str(n)) for n in range(5)]
+    deliver(Database(), handle, *of)
+    assert calls == [of[0], of[0]]
+    assert (seen(*of), outcomes) == ([["nack"]] * 5, ["failed"] * 5)
+
+
+def test_a_missing_table_ends_the_pull() -> None:
+    """No message waits until its lease ends."""
+    database, of = mock.Mock(), [message("a"), message("b")]
+    database.run_in_transaction.side_effect = NotFound("Table not found: ProcessedTasks")
+    with pytest.raises(NotReached, match="table ProcessedTasks is missing"):
+        deliver(database, effect, *of)
+    assert seen(*of) == [["nack"]] * 2
+
+
+def test_a_message_without_a_task_id_joins_no_batch(outcomes: list[str]) -> None:
+    receive = deliver(Database(), effect, message("a"), message("b"))
+    of = message("")
+    receive(of)
+    assert of.seen == ["nack"]
+    assert outcomes[-1] == "missing_task_id"
+    receive = deliver(Database(), effect, message("a"), message("b"), missing_task_id="raise")
+    with pytest.raises(outbox.MissingTaskId):
+        receive(message(""))
+
+
+def test_process_has_a_transaction_for_its_message() -> None:
+    database = Database()
+    receive = inbox.Handler(database, consumer="billing", max_batch=50)(effect)  # type: ignore[arg-type]  # a fake
+    assert receive.process(message("a")) is True
+    assert database.rows("ProcessedTasks") == [["a"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_batch": 0}, ValueError, "max_batch is 0. It must be 1 to 1,000"),
+        ({"max_batch": 1_001}, ValueError, "max_batch is 1001"),
+        ({"max_batch": 5, "max_delay": -1.0}, ValueError, "max_delay is -1.0"),
+        ({"max_batch": 5, "max_delay": float("nan")}, ValueError, "max_delay is nan"),
+        ({"database": object()}, TypeError, r"With SQLAlchemy, Django or DB-API, call process_once of outbox\.ext"),
+    ],
+)
+def test_wrong_settings_are_refused(options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        inbox.Handler(**{"database": mock.Mock(), "consumer": "billing", **options})
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "outbox")
