@@ -160,6 +160,7 @@ def test_a_partition_that_fails_is_read_with_growing_pauses(
 ) -> None:
     """Although the first request of each attempt, for the partitions, succeeds."""
     monkeypatch.setattr(change_stream, "MAX_RETRY_SECONDS", 1000.0)
+    monkeypatch.setattr(change_stream, "STUCK_SECONDS", 1000.0)  # a slow machine is no success
     database.errors["a"] = ServiceUnavailable("connection reset")
     pauses: list[float] = []
     following = Backoff.next
