@@ -85,7 +85,8 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
             "Pub/Sub before, gRPC may have ended the JVM: create the Spark session first, or set "
             "GRPC_ENABLE_FORK_SUPPORT=0 (https://github.com/grpc/grpc/issues/43055)"
         ) from error
-    created.sparkContext.setLogLevel("ERROR")
+    if not submitted:  # a cluster has a log configuration of its own
+        created.sparkContext.setLogLevel("ERROR")
     return created
 
 

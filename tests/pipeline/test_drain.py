@@ -176,7 +176,7 @@ def test_a_failed_round_deletes_its_heartbeats(
         there.extend(heartbeats(database))
         raise OutboxError("no workers today")
 
-    monkeypatch.setattr(job, "Workers", fail)
+    monkeypatch.setattr(job, "map_rows", fail)
     with pytest.raises(OutboxError, match="no workers today"):
         job.run(spark, settings_of(target, workers="2"))
     assert len(there) == 2
