@@ -65,7 +65,7 @@ def error_from(text: str) -> OutboxError:
     if found := _OURS.findall(text):
         name, sentence = found[-1]
         kind = getattr(errors, name, OutboxError)
-        sentence = sentence.strip()
+        sentence = sentence.strip(" .")
         if issubclass(kind, NotReached) and _EXECUTOR.search(text):
             sentence += ". This is on an executor. Pass it variables with --conf spark.executorEnv.NAME=VALUE"
         error: OutboxError = kind(sentence)

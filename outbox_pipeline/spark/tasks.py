@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -22,15 +21,13 @@ def read_parts(
     spark: SparkSession, read: Callable[[Any], Iterator[pa.RecordBatch]], parts: Sequence[Any], schema: StructType
 ) -> DataFrame:
     """Return the rows that `read` yields for the parts. Each part has a Spark task."""
-    return spark.range(0, len(parts), 1, len(parts)).mapInArrow(partial(_read_parts, read, parts), schema)
 
+    def read_numbers(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for number in batch["id"].to_pylist():
+                yield from read(parts[number])
 
-def _read_parts(
-    read: Callable[[Any], Iterator[pa.RecordBatch]], parts: Sequence[Any], batches: Iterator[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        for number in batch["id"].to_pylist():
-            yield from read(parts[number])
+    return spark.range(0, len(parts), 1, len(parts)).mapInArrow(read_numbers, schema)
 
 
 def map_rows(rows: DataFrame, answer: StructType, work: Callable[..., Iterator[Rows]], *arguments: Any) -> DataFrame:
@@ -39,19 +36,14 @@ def map_rows(rows: DataFrame, answer: StructType, work: Callable[..., Iterator[R
     `batches` has the rows of the Spark task, with their times in UTC: in the session's time zone, the last hours of
     9999 can be in the year 10000, and Python treats no time in an hour that occurs twice as equal to one in UTC.
     """
-    return rows.mapInArrow(partial(_map_rows, work, arguments, rows.schema, answer), answer)
+    given = rows.schema
 
+    def mapped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        utc, answers = schemas.arrow(given), schemas.arrow(answer)
+        for found in work(*arguments, (batch.cast(utc).to_pylist() for batch in batches)):
+            yield pa.RecordBatch.from_pylist(found, answers)
 
-def _map_rows(
-    work: Callable[..., Iterator[Rows]],
-    arguments: Sequence[Any],
-    given: StructType,
-    answer: StructType,
-    batches: Iterator[pa.RecordBatch],
-) -> Iterator[pa.RecordBatch]:
-    utc, answers = schemas.arrow(given), schemas.arrow(answer)
-    for found in work(*arguments, (batch.cast(utc).to_pylist() for batch in batches)):
-        yield pa.RecordBatch.from_pylist(found, answers)
+    return rows.mapInArrow(mapped, answer)
 
 
 def placed(rows: DataFrame, partitions: int, *columns: str) -> DataFrame:

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from outbox.devtools import child_process
 from outbox.devtools.child_process import LOOPBACK, Child, tied
-from tests.support.processes import ROOT, Finished
+from tests.support.processes import ROOT, Finished, children, kill_family
 
 SPARK_HOME = Path(pyspark.__file__).parent
 #: Java starts in half of the CPU time without its second compiler and with one thread to collect garbage.
@@ -32,6 +32,13 @@ _BARE = {
     "SPARK_DAEMON_MEMORY": "256m",
     "SPARK_DAEMON_JAVA_OPTS": QUICK_JAVA,
 } | {name: os.environ[name] for name in ("JAVA_HOME",) if name in os.environ}
+
+
+#: The words of spark-submit that ship the environment, and the main file.
+SHIPPED = (
+    "--archives", "environment.tar.gz#environment", "--conf", "spark.executorEnv.PYTHONPATH=environment",
+    "environment/outbox_pipeline/__main__.py",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +57,10 @@ class Cluster:
             stdout, stderr = driver.communicate(timeout=seconds)
         return Finished(driver.returncode, stdout, stderr)
 
+    def executors(self) -> list[int]:
+        """Return the process IDs of the executors."""
+        return [pid for worker in self.workers for pid in children(worker.process.pid)]
+
     @contextlib.contextmanager
     def started(
         self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None
@@ -59,10 +70,8 @@ class Cluster:
         here |= {"SPARK_LOCAL_IP": LOOPBACK, "SPARK_SUBMIT_OPTS": QUICK_JAVA, "PYTHONPATH": "environment"}
         here |= {"PYSPARK_PYTHON": str(self.folder / "bare/bin/python")}
         words = [str(SPARK_HOME / "bin/spark-submit"), "--master", self.master]
-        words += ["--archives", "environment.tar.gz#environment"]
         options = {f"spark.executorEnv.{name}": value for name, value in variables.items()}
         options |= {
-            "spark.executorEnv.PYTHONPATH": "environment",
             "spark.executor.memory": "1g",
             "spark.executor.extraJavaOptions": QUICK_JAVA,
             "spark.driver.host": LOOPBACK,
@@ -70,7 +79,7 @@ class Cluster:
         }
         for name, value in (options | dict(conf or {})).items():
             words += ["--conf", f"{name}={value}"]
-        words += ["environment/outbox_pipeline/__main__.py", *arguments]
+        words += [*SHIPPED, *arguments]
         driver = subprocess.Popen(
             tied(words), env=here | dict(variables), cwd=self.folder, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -78,8 +87,8 @@ class Cluster:
         try:
             yield driver
         finally:
-            driver.kill()
-            driver.wait()
+            if driver.poll() is None:
+                kill_family(driver.pid)
 
 
 @contextlib.contextmanager

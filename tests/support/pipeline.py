@@ -1,8 +1,11 @@
 """Rows to be registered, a table in memory for them, and Spark tasks that fail when they have written."""
 
+import base64
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +49,21 @@ def registered(dataframe: Any, target: DatabaseSettings, rejects: object, **more
 
 def counts(done: Registered) -> tuple[int, int, int, int, int]:
     return (done.read, done.registered, done.existing, done.repeated, done.rejected)
+
+
+def write_received(file: Path, messages: Iterable[Any]) -> Path:
+    """Write messages as the page of the audit shows them."""
+    lines = [
+        {
+            "message_id": each.message_id,
+            "publish_time": each.publish_time.isoformat(),
+            "attributes": json.dumps(dict(each.attributes)),
+            "data": base64.b64encode(each.data).decode(),
+        }
+        for each in messages
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return file
 
 
 class FakeTable:
