@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from py4j.protocol import Py4JError
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
 
 from outbox import errors
@@ -19,13 +20,12 @@ _PYTHON = re.compile(r"^Traceback.*^([\w.]*(?:Error|Exception): [^\n]+)", re.MUL
 _NOISE = re.compile(
     r"^.*?Lost task .*?\): (?:[\w.$]+: )?|^org\.apache\.spark\.\w+: |\.? *SQLSTATE: \w+|/_temporary/\S+"
 )
-#: How Spark names an executor of a cluster. Without a cluster, the only executor is the driver.
-_EXECUTOR = re.compile(r" executor \d+\):")
-#: What Python workers lack on an executor, and what to do.
 _PACKED = (
     "Ship the packages as docs/operations/pipeline-deploy.md describes: --archives environment.tar.gz#environment "
     "--conf spark.executorEnv.PYTHONPATH=environment"
 )
+_ON_EXECUTOR = "This is on an executor. Pass it variables with --conf spark.executorEnv.NAME=VALUE"
+#: What Python workers lack on an executor, and what to do.
 _LACKING = {
     r"No module named '?([\w.]+)": f"Package {{0}} is missing on an executor. {_PACKED}",
     r"PACKAGE_NOT_INSTALLED\] (\S+)": f"Package {{0}} is missing or too old on an executor. {_PACKED}",
@@ -65,15 +65,20 @@ def error_from(text: str) -> OutboxError:
     if found := _OURS.findall(text):
         name, sentence = found[-1]
         kind = getattr(errors, name, OutboxError)
-        sentence = sentence.strip(" .")
-        if issubclass(kind, NotReached) and _EXECUTOR.search(text):
-            sentence += ". This is on an executor. Pass it variables with --conf spark.executorEnv.NAME=VALUE"
+        sentence = sentence.strip()
+        if issubclass(kind, NotReached) and _is_cluster():
+            sentence = f"{sentence.rstrip('.')}. {_ON_EXECUTOR}"
         error: OutboxError = kind(sentence)
         return error
     for pattern, lacking in _LACKING.items():
         if match := re.search(pattern, text):
             return NotReached(lacking.format(*match.groups()))
     return OutboxError(f"Spark: {_reason(text)}")
+
+
+def _is_cluster() -> bool:
+    context = SparkContext._active_spark_context  # noqa: SLF001 - the public way would create one
+    return context is not None and not context.master.startswith("local")
 
 
 def _reason(text: str) -> str:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +20,13 @@ from tests.support.archives import DAY, NEXT_DAY, sent
 from tests.support.cluster import Cluster
 from tests.support.operations import insert, limit, rows_of
 from tests.support.pipeline import write_received
-from tests.support.processes import kill_family
+from tests.support.processes import Process, kill_family
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
 from tests.support.relays import first_deliveries, key_orders
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
 
 #: Rows, their ordering keys, and the rows per second while something is killed.
 ROWS, KEYS, RATE = 1200, 12, 60
@@ -117,11 +116,11 @@ def test_what_an_executor_lacks_is_one_sentence(
     assert done.code == 3
 
 
-def kill_an_executor(spark_cluster: Cluster, _driver: subprocess.Popen[str]) -> None:
+def kill_an_executor(spark_cluster: Cluster, _driver: Process) -> None:
     os.kill(spark_cluster.executors()[0], signal.SIGKILL)
 
 
-def kill_the_driver(_cluster: Cluster, driver: subprocess.Popen[str]) -> None:
+def kill_the_driver(_cluster: Cluster, driver: Process) -> None:
     kill_family(driver.pid)
 
 
@@ -133,7 +132,7 @@ def test_no_task_is_lost_or_sent_twice_if_a_process_is_killed_in_every_job(  # n
     variables: dict[str, str],
     pubsub: PubSub,
     tmp_path: Path,
-    fault: Callable[[Cluster, subprocess.Popen[str]], None],
+    fault: Callable[[Cluster, Process], None],
 ):
     """SIGKILL in the middle of register, drain, archive, purge and replay. After a killed driver, the job runs again.
 
@@ -147,14 +146,15 @@ def test_no_task_is_lost_or_sent_twice_if_a_process_is_killed_in_every_job(  # n
 
     def job(middle: Callable[[], object], *arguments: str, slow: tuple[str, ...] = ()) -> dict[str, Any]:
         with spark_cluster.started(*arguments, *slow, "--json", variables=variables) as driver:
-            eventually(middle, seconds=240, message=f"{arguments[0]} has begun")
+            eventually(middle, seconds=600, message=f"{arguments[0]} has begun")
             fault(spark_cluster, driver)
-            stdout, stderr = driver.communicate(timeout=300)
+            driver.wait(600)
+            stdout, stderr = driver.stdout, driver.stderr
         if fault is kill_the_driver:
             replay = re.search(r"continue it with (--resume \S+?)\"", stderr)
             again = (arguments[0], *replay[1].split()) if replay else arguments
             done = spark_cluster.submit(*again, "--json", variables=variables)
-            stdout, stderr = done.stdout, done.stderr
+            stdout = done.stdout
         summary: dict[str, Any] = json.loads(stdout)
         return summary
 
@@ -165,7 +165,7 @@ def test_no_task_is_lost_or_sent_twice_if_a_process_is_killed_in_every_job(  # n
     order = key_orders(database, topic)
     assert all(sorted(ids) == ids for ids in order.values()), "registered in the order of `sequence`"
 
-    limit(database, topic, RATE)
+    limit(database, topic, float(RATE))
     done = job(lambda: rows("SentAt IS NOT NULL") > ROWS // 8, "drain", "--batch-size", "20", "--concurrency", "2")
     assert (done["work_left"], rows("SentAt IS NULL")) == (False, 0)
     received = subscription.drain(0.5)
@@ -205,11 +205,10 @@ def test_executors_that_lose_spanner_for_a_minute_register_each_row(
         conf = {"spark.executorEnv.SPANNER_EMULATOR_HOST": proxy.address}
         flags = (*register, "--max-rows-per-second", str(RATE), "--json")
         with spark_cluster.started(*flags, variables=variables, conf=conf) as driver:
-            eventually(lambda: len(rows_of(database)) > ROWS // 8, seconds=240, message="the job has begun")
+            eventually(lambda: len(rows_of(database)) > ROWS // 8, seconds=600, message="the job has begun")
             proxy.refuse()
             with pytest.raises(AssertionError):
-                eventually(lambda: driver.poll() is not None, seconds=60)
+                driver.wait(60)
             proxy.forward()
-            stdout, stderr = driver.communicate(timeout=300)
-    assert driver.returncode == 0, stderr
-    assert len(rows_of(database)) == ROWS == json.loads(stdout)["registered"]
+            assert driver.wait(600) == 0, driver.stderr
+            assert len(rows_of(database)) == ROWS == json.loads(driver.stdout)["registered"]

@@ -183,12 +183,6 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
             f"Spark: {WRITE_FAILED} file:/a. Cause: {NO_SPACE}. Free space, and run the job again",
         ),
         ("", OutboxError, "Spark: no reason is given"),
-        ("(h executor driver): x\noutbox.errors.NotReached: no credentials", NotReached, "no credentials"),
-        (
-            "Lost task 0.3 in stage 1.0 (TID 3) (h executor 2): x\noutbox.errors.NotReached: no credentials.",
-            NotReached,
-            "no credentials. This is on an executor. Pass it variables with --conf spark.executorEnv.NAME=VALUE",
-        ),
         (
             'java.io.IOException: Cannot run program "/no/python3": error=2',
             NotReached,

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tarfile
+import tempfile
 import venv
 from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, distribution
@@ -20,7 +21,7 @@ from packaging.requirements import Requirement
 
 from outbox.devtools import child_process
 from outbox.devtools.child_process import LOOPBACK, Child, tied
-from tests.support.processes import ROOT, Finished, children, kill_family
+from tests.support.processes import ROOT, Finished, Process, children, kill_family
 
 SPARK_HOME = Path(pyspark.__file__).parent
 #: Java starts in half of the CPU time without its second compiler and with one thread to collect garbage.
@@ -50,12 +51,11 @@ class Cluster:
     folder: Path
 
     def submit(
-        self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None, seconds: float = 240
+        self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None, seconds: float = 600
     ) -> Finished:
         """Run a job of the package as docs/operations/pipeline-deploy.md says. `variables` go to the executors, too."""
         with self.started(*arguments, variables=variables, conf=conf) as driver:
-            stdout, stderr = driver.communicate(timeout=seconds)
-        return Finished(driver.returncode, stdout, stderr)
+            return Finished(driver.wait(seconds), driver.stdout, driver.stderr)
 
     def executors(self) -> list[int]:
         """Return the process IDs of the executors."""
@@ -64,31 +64,33 @@ class Cluster:
     @contextlib.contextmanager
     def started(
         self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None
-    ) -> Iterator[subprocess.Popen[str]]:
+    ) -> Iterator[Process]:
         """Run the driver of a job for the time of the block."""
         here = {name: os.environ[name] for name in ("PATH", "HOME", "JAVA_HOME") if name in os.environ}
         here |= {"SPARK_LOCAL_IP": LOOPBACK, "SPARK_SUBMIT_OPTS": QUICK_JAVA, "PYTHONPATH": "environment"}
         here |= {"PYSPARK_PYTHON": str(self.folder / "bare/bin/python")}
-        words = [str(SPARK_HOME / "bin/spark-submit"), "--master", self.master]
         options = {f"spark.executorEnv.{name}": value for name, value in variables.items()}
         options |= {
             "spark.executor.memory": "1g",
             "spark.executor.extraJavaOptions": QUICK_JAVA,
             "spark.driver.host": LOOPBACK,
             "spark.ui.enabled": "false",
+            **(conf or {}),
         }
-        for name, value in (options | dict(conf or {})).items():
+        *shipping, main = SHIPPED
+        words = [str(SPARK_HOME / "bin/spark-submit"), "--master", self.master, *shipping]
+        for name, value in options.items():
             words += ["--conf", f"{name}={value}"]
-        words += [*SHIPPED, *arguments]
-        driver = subprocess.Popen(
-            tied(words), env=here | dict(variables), cwd=self.folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            yield driver
-        finally:
-            if driver.poll() is None:
-                kill_family(driver.pid)
+        words += [main, *arguments]
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            child = subprocess.Popen(
+                tied(words), env=here | dict(variables), cwd=self.folder, stdout=stdout, stderr=stderr
+            )
+            try:
+                yield Process(child, stdout, stderr)
+            finally:
+                if child.poll() is None:
+                    kill_family(child.pid)
 
 
 @contextlib.contextmanager
