@@ -78,7 +78,7 @@ def error_from(text: str) -> OutboxError:
 
 def _is_cluster() -> bool:
     context = SparkContext._active_spark_context  # noqa: SLF001 - the public way would create one
-    return context is not None and not context.master.startswith("local")
+    return context is not None and not str(context.master).startswith("local")
 
 
 def _reason(text: str) -> str:
