@@ -113,9 +113,8 @@ bench-simulation: $(STAMP) ## print the figures of the simulation, in about 15 m
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.bench
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.scale
 
-bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, and play real input on a cluster, in about 40 minutes; writes docs/benchmarks.md
+bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, in about 27 minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-audit spark-register
-	@$(BIN)/python -m tests.benchmarks.flights
 
 # Not part of CI. It also needs Chromium: apt-get install chromium.
 pictures: $(STAMP) ## take the pictures of the documentation from runs on the emulators; writes docs/pictures
