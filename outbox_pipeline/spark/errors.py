@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterator
 
 from py4j.protocol import Py4JError
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
 
 from outbox import errors
-from outbox.errors import OutboxError
+from outbox.errors import NotReached, OutboxError
 
 #: The last line of a Python stack trace from an executor or the planner, which Spark passes on as text.
 _OURS = re.compile(r"\boutbox\.errors\.(\w+): (.+)")
@@ -19,6 +20,23 @@ _PYTHON = re.compile(r"^Traceback.*^([\w.]*(?:Error|Exception): [^\n]+)", re.MUL
 _NOISE = re.compile(
     r"^.*?Lost task .*?\): (?:[\w.$]+: )?|^org\.apache\.spark\.\w+: |\.? *SQLSTATE: \w+|/_temporary/\S+"
 )
+_PACKED = (
+    "Ship the packages as docs/operations/pipeline-deploy.md describes: --archives environment.tar.gz#environment "
+    "--conf spark.executorEnv.PYTHONPATH=environment"
+)
+_ON_EXECUTOR = "This is on an executor. Pass it variables with --conf spark.executorEnv.NAME=VALUE"
+#: What Python workers lack on an executor, and what to do.
+_LACKING = {
+    r"No module named '?([\w.]+)": f"Package {{0}} is missing on an executor. {_PACKED}",
+    r"PACKAGE_NOT_INSTALLED\] (\S+)": f"Package {{0}} is missing or too old on an executor. {_PACKED}",
+    r"Python in worker has different version: (\S+) than that in driver: (\d+\.\d+)": (
+        "An executor has Python {0}, but the driver has Python {1}. Set PYSPARK_PYTHON to a Python {1} that all "
+        "executors have"
+    ),
+    r'Cannot run program "([^"]+)"': (
+        "Python {0} does not start on an executor. Set PYSPARK_PYTHON to the Python of the executors"
+    ),
+}
 #: What to do about a cause. The first match counts.
 _REMEDIES = {
     "No space left|quota": "Free space, and run the job again",
@@ -47,9 +65,20 @@ def error_from(text: str) -> OutboxError:
     if found := _OURS.findall(text):
         name, sentence = found[-1]
         kind = getattr(errors, name, OutboxError)
-        error: OutboxError = kind(sentence.strip())
+        sentence = sentence.strip()
+        if issubclass(kind, NotReached) and _is_cluster():
+            sentence = f"{sentence.rstrip('.')}. {_ON_EXECUTOR}"
+        error: OutboxError = kind(sentence)
         return error
+    for pattern, lacking in _LACKING.items():
+        if match := re.search(pattern, text):
+            return NotReached(lacking.format(*match.groups()))
     return OutboxError(f"Spark: {_reason(text)}")
+
+
+def _is_cluster() -> bool:
+    context = SparkContext._active_spark_context  # noqa: SLF001 - the public way would create one
+    return context is not None and not str(context.master).startswith("local")
 
 
 def _reason(text: str) -> str:

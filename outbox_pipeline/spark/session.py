@@ -19,6 +19,9 @@ _HOW_TO_GET_THEM = "pip install 'spanner-outbox[spark]'"
 #: Options that every job needs. Speculation would run the writes of a Spark task twice. Times are in UTC.
 _ALWAYS = {
     "spark.speculation": "false",
+    # Without it, the archive would have many small files. It merges the partitions of a shuffle, so their configured
+    # number is only a max, and splits those of the archive at 64 MB, the size of a file before compression.
+    "spark.sql.adaptive.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.sources.partitionOverwriteMode": "static",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default, INT96, is deprecated in Parquet
@@ -64,7 +67,7 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
     embedded = {
         "spark.master": master,
         "spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower(),
-        # The default of 200 is for clusters.
+        # The max for this machine. The default of 200 is for clusters.
         "spark.sql.shuffle.partitions": str(4 * (os.cpu_count() or 1)),
         "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={_LOGGING.as_uri()} {_COMPILE_LATER}",
         # Accept connections from this machine only.
@@ -85,7 +88,8 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
             "Pub/Sub before, gRPC may have ended the JVM: create the Spark session first, or set "
             "GRPC_ENABLE_FORK_SUPPORT=0 (https://github.com/grpc/grpc/issues/43055)"
         ) from error
-    created.sparkContext.setLogLevel("ERROR")
+    if not submitted:  # a cluster has a log configuration of its own
+        created.sparkContext.setLogLevel("ERROR")
     return created
 
 

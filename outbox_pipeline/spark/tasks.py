@@ -1,7 +1,7 @@
 """What the jobs share: reads in parallel, the results of Spark tasks, and a limit of rows per second for a job."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +10,49 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType, TimestampType
 
+from outbox_pipeline import schemas
+
+#: The rows of one Arrow batch, each with its values by column.
+Rows = Sequence[Mapping[str, Any]]
 _RFC_3339 = "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'"
-
-
-@dataclass(frozen=True)
-class _ReadsParts:
-    """A function for `mapInArrow`: for each number, reads the part with that number."""
-
-    read: Callable[[Any], Iterator[pa.RecordBatch]]
-    parts: Sequence[Any]
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            for number in batch["id"].to_pylist():
-                yield from self.read(self.parts[number])
 
 
 def read_parts(
     spark: SparkSession, read: Callable[[Any], Iterator[pa.RecordBatch]], parts: Sequence[Any], schema: StructType
 ) -> DataFrame:
     """Return the rows that `read` yields for the parts. Each part has a Spark task."""
-    return spark.range(0, len(parts), 1, len(parts)).mapInArrow(_ReadsParts(read, parts), schema)
+
+    def read_numbers(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for number in batch["id"].to_pylist():
+                yield from read(parts[number])
+
+    return spark.range(0, len(parts), 1, len(parts)).mapInArrow(read_numbers, schema)
+
+
+def map_rows(rows: DataFrame, answer: StructType, work: Callable[..., Iterator[Rows]], *arguments: Any) -> DataFrame:
+    """Return the rows that `work(*arguments, batches)` yields in each Spark task. `answer` is their schema.
+
+    `batches` has the rows of the Spark task, with their times in UTC: in the session's time zone, the last hours of
+    9999 can be in the year 10000, and Python treats no time in an hour that occurs twice as equal to one in UTC.
+    """
+    given = rows.schema
+
+    def mapped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        utc, answers = schemas.arrow(given), schemas.arrow(answer)
+        for found in work(*arguments, (batch.cast(utc).to_pylist() for batch in batches)):
+            yield pa.RecordBatch.from_pylist(found, answers)
+
+    return rows.mapInArrow(mapped, answer)
+
+
+def placed(rows: DataFrame, partitions: int, *columns: str) -> DataFrame:
+    """Return the rows with a column `_place`, the first of the `columns` that is not NULL.
+
+    Rows with the same place are in one partition. There are as many `partitions`, or if 0, as many as Spark chooses.
+    """
+    rows = rows.withColumn("_place", f.coalesce(*columns))
+    return rows.repartition(partitions, "_place") if partitions else rows.repartition("_place")
 
 
 def totals(counts: DataFrame) -> DataFrame:

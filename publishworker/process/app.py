@@ -30,7 +30,7 @@ from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.spanner.change_stream import ChangeStream
 from publishworker.spanner.emulator import EmulatorStore
-from publishworker.spanner.errors import DatabaseMissing
+from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
@@ -97,6 +97,11 @@ class App:
         ]
         if self._stream:
             self._background.append(self._stream)
+
+    @property
+    def failure(self) -> StoreError | None:
+        """Return why the last turn failed, or None if it did not."""
+        return self._worker.failure
 
     def _idle_interval(self) -> float:
         """Return the max seconds between polls: the longer interval only while the change stream works."""

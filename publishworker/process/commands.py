@@ -49,7 +49,8 @@ def drain(options: argparse.Namespace) -> int:
     for each in unsent.counts():
         say(f"{'at least ' if each.at_least else ''}{each.count} {each.state} in topic {each.topic}")
     if unsent.any_to_send():
-        say("not drained: stopped with work left")
+        why = f". The last turn failed: {worker.failure}" if worker.failure else ""
+        say(f"not drained: stopped with work left{why}")
         return exits.WORK_LEFT
     if unsent.any_to_send(misrouted=True):
         say("not drained: a topic with tasks has an invalid route, see the log")

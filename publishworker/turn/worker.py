@@ -48,7 +48,8 @@ class Worker:
         self._outage = Backoff(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
         #: Whether the last turn left something to try again.
         self._unfinished = False
-        self._unavailable = False
+        #: Why the last turn failed, or None if it did not.
+        self.failure: StoreError | None = None
         self._missing_since: float | None = None
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
@@ -130,9 +131,9 @@ class Worker:
 
     def _note_outage(self, error: StoreError) -> None:
         """Log the beginning of an outage. Raise the error if the database has been missing for too long."""
-        if not self._unavailable:
-            self._unavailable = True
+        if not self.failure:
             log.error("A request to Spanner failed; retrying: %s", error, extra={"action": "spanner_unavailable"})
+        self.failure = error
         since = self._clock() if self._missing_since is None else self._missing_since
         self._missing_since = since if isinstance(error, DatabaseMissing) else None
         if self._missing_since is not None and self._clock() - since >= MAX_MISSING_SECONDS:
@@ -140,7 +141,7 @@ class Worker:
 
     def _note_success(self) -> None:
         self._missing_since = None
-        if self._unavailable:
-            self._unavailable = False
+        if self.failure:
+            self.failure = None
             self._outage.reset()
             log.info("Spanner is available again", extra={"action": "spanner_available"})

@@ -31,11 +31,12 @@ from tests.manifests.rendering import (
 )
 from tests.manifests.test_dockerfile import STAGES, variables
 from tests.manifests.test_spark import refusals
+from tests.support.cluster import SHIPPED
 
 WORKER, PIPELINE = "docs/operations/deploy.md", "docs/operations/pipeline-deploy.md"
 PAGES = (WORKER, PIPELINE, "k8s/README.md")
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.process.cli._parser}
-TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "python", "outbox-pipeline", "spark-submit", *PARSERS)
+TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "tar", "python", "outbox-pipeline", "spark-submit", *PARSERS)
 NAMESPACES = {"outbox": OVERLAYS["production"], "outbox-development": OVERLAYS["development"]}
 #: The answers of the registry and the project.
 REGISTRY, NUMBER = "registry.example/my-project/outbox", "123456789012"
@@ -271,10 +272,12 @@ def test_the_agents_values_fit_the_page() -> None:
 
 
 def test_jobs_take_the_arguments_of_the_pipelines_pages() -> None:
-    """Both the job on one machine and the batch have no variables; the batch's image has its main file."""
+    """No job has variables. The batch's image has its main file, and a cluster gets what the tests ship."""
     [batch] = calls(PIPELINE, *BATCH)
+    [submitted] = calls(PIPELINE, "spark-submit")
+    assert " ".join(SHIPPED) in " ".join(submitted)
     local = [words[1:] for words in calls(PIPELINE, "outbox-pipeline")]
-    for words in [*local, batch[batch.index("--") + 1 :]]:
+    for words in [*local, batch[batch.index("--") + 1 :], submitted[submitted.index(SHIPPED[-1]) + 1 :]]:
         assert list(refusals(list(words), {})) == []
     assert len(local) == 1
     assert built(PIPELINE)[values(batch, "--container-image")[0]] == "dataproc"

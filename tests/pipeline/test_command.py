@@ -151,6 +151,7 @@ def test_metrics_are_sent_at_the_end(job: Jobs, tmp_path: Path, monkeypatch: pyt
     client.distribution.assert_not_called()
 
 
+SAME_PYTHON = "Set PYSPARK_PYTHON to a Python 3.11 that all executors have"
 WRITE_FAILED = "[TASK_WRITE_FAILED] Task failed while writing rows to"
 NO_SPACE = "No space left on device"
 DISK_FULL = f"""An error occurred while calling o2.json.
@@ -182,6 +183,16 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
             f"Spark: {WRITE_FAILED} file:/a. Cause: {NO_SPACE}. Free space, and run the job again",
         ),
         ("", OutboxError, "Spark: no reason is given"),
+        (
+            'java.io.IOException: Cannot run program "/no/python3": error=2',
+            NotReached,
+            "Python /no/python3 does not start on an executor. Set PYSPARK_PYTHON to the Python of the executors",
+        ),
+        (
+            "Python in worker has different version: 3.12 than that in driver: 3.11, PySpark cannot run",
+            NotReached,
+            f"An executor has Python 3.12, but the driver has Python 3.11. {SAME_PYTHON}",
+        ),
     )
     for text, kind, sentence in cases:
         made = error_from(text)

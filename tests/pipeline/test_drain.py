@@ -1,6 +1,5 @@
 """The job `drain` as a command: alone, next to live workers, and with killed executors."""
 
-import base64
 import contextlib
 import json
 import os
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,11 +28,12 @@ from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.drain import job
 from outbox_pipeline.jobs.drain.job import Drained
 from outbox_pipeline.settings import AuditSettings, DrainSettings
+from publishworker.process import exits
 from publishworker.process.app import open_store
-from publishworker.spanner.errors import StoreError
+from publishworker.spanner.errors import StoreError, TimedOut
 from publishworker.types import Heartbeat
-from tests.support.operations import FUTURE, insert, pause, row
-from tests.support.pipeline import options
+from tests.support.operations import FUTURE, insert, limit, pause, row
+from tests.support.pipeline import options, write_received
 from tests.support.processes import Process, children
 from tests.support.pubsub import PubSub
 from tests.support.relays import first_deliveries, key_orders, register, unsent, worker
@@ -176,11 +177,25 @@ def test_a_failed_round_deletes_its_heartbeats(
         there.extend(heartbeats(database))
         raise OutboxError("no workers today")
 
-    monkeypatch.setattr(job, "Workers", fail)
+    monkeypatch.setattr(job, "map_rows", fail)
     with pytest.raises(OutboxError, match="no workers today"):
         job.run(spark, settings_of(target, workers="2"))
     assert len(there) == 2
     assert heartbeats(database) == {}
+
+
+def test_the_last_error_of_a_worker_reaches_the_summary(
+    spark: SparkSession, target: DatabaseSettings, database: Database, topic: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The log of a worker is on its executor only."""
+    register(database, topic, 1)
+    app = SimpleNamespace(store=None, failure=TimedOut("504 no answer"), until_stopped=lambda *_, **__: exits.WORK_LEFT)
+    monkeypatch.setattr(job, "App", lambda *_, **__: app)
+    monkeypatch.setattr("outbox.program.logs.configure", lambda *_: None)
+    results = list(job.run_workers(settings_of(target), ["one"], None, iter([[{"id": 0}]])))
+    monkeypatch.setattr(job, "map_rows", lambda _rows, schema, *_: spark.createDataFrame(results[0], schema))
+    done = job.run(spark, settings_of(target), deadline=0.5)
+    assert (done.work_left, done.pending, done.last_error) == (True, 1, "504 no answer")
 
 
 def pythons_of_spark() -> list[int]:
@@ -191,24 +206,8 @@ def pythons_of_spark() -> list[int]:
     return [each for each in daemons if not children(each)]
 
 
-def limit(database: Database, topic: str, rate: float) -> None:
-    with database.batch(default_retry_delay=0.02) as batch:
-        columns = ("Topic", "Paused", "RatePerSecond", "Burst")
-        batch.insert_or_update("AsynchronousTaskTopics", columns, [(topic, False, rate, 8)])
-
-
 def audit_settings(target: DatabaseSettings, folder: Path, received: list[PubsubMessage]) -> AuditSettings:
-    lines = [
-        {
-            "message_id": each.message_id,
-            "publish_time": each.publish_time.isoformat(),
-            "attributes": json.dumps(dict(each.attributes)),
-            "data": base64.b64encode(each.data).decode(),
-        }
-        for each in received
-    ]
-    file = folder / "received.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    file = write_received(folder / "received.jsonl", received)
     given = options(target, until="1s", grace="1", received=str(file), output=str(folder / "audit"))
     return AuditSettings.read(given, {})
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -68,7 +69,7 @@ def jobs(page: str, folder: Path) -> list[list[str]]:
     return [each[1:] for each in words if each[0] == "outbox-pipeline"]
 
 
-def execute(page: str, folder: Path, names: dict[str, object]) -> dict[str, object]:
+def execute(page: str, folder: Path, names: dict[str, Any]) -> dict[str, Any]:
     for block in blocks(page, "python"):
         exec(compile(re.sub(r'(?<=")(?:/tmp/outbox/|(?=rejects"))', f"{folder}/", block), page, "exec"), names)
     return names
@@ -120,7 +121,7 @@ def test_the_pages_of_the_archive_and_of_replaying(shop: Database, here: Path, c
     [command] = jobs("archive.md", here)
     assert cli.main([*command, "--read-late", "--purge"]) == 0
     assert rows_of(shop).keys() == {"a", "b"}
-    execute("archive.md", here, {})
+    assert execute("archive.md", here, {})["sent"]["Id"].to_pylist() == ["purged"]
     text = (PAGES / "archive.md").read_text(encoding="utf-8")
     shown = re.search(r"^    ARCHIVE/(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
     assert shown is not None

@@ -17,7 +17,7 @@ from outbox_pipeline.jobs.archive.job import purge_chunk, run
 from outbox_pipeline.spanner import Table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, archived, purges, sent, settings_of
 from tests.support.operations import Watch, insert, row, rows_of, update
-from tests.support.pipeline import PurgeFails, meddle
+from tests.support.pipeline import meddle, purge_half_and_fail
 from tests.support.replays import noted
 
 
@@ -30,7 +30,7 @@ def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database
     watch = Watch(database)
     table = Table(watch.database)
     watch.requests.clear()
-    counts = purge_chunk(table, [(id, DAY) for id in ("same", "again", "reset", "dead", "gone")])
+    counts = purge_chunk(table, dict.fromkeys(("same", "again", "reset", "dead", "gone"), DAY))
     assert counts == {"deleted": 1, "resent": 3, "missing": 1}
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
     assert {name for name, _ in watch.requests} == {"execute_streaming_sql", "commit"}
@@ -39,7 +39,7 @@ def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database
         assert options.priority == 1, (name, request)
         assert options.transaction_tag == "outbox-pipeline-purge", (name, request)
         assert name == "commit" or options.request_tag == "outbox-pipeline-purge"
-    assert purge_chunk(table, [("same", DAY), ("again", DAY)]) == {"deleted": 0, "resent": 1, "missing": 1}
+    assert purge_chunk(table, {"same": DAY, "again": DAY}) == {"deleted": 0, "resent": 1, "missing": 1}
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
 
 
@@ -47,7 +47,7 @@ def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Dat
     insert(database, [sent("a", DAY), sent("b", DAY)])
     table = Table(Watch(database).database)
     meddle(monkeypatch, table, lambda: update(database, "a", SentAt=None))
-    assert purge_chunk(table, [("a", DAY), ("b", DAY)]) == {"deleted": 1, "resent": 1, "missing": 0}
+    assert purge_chunk(table, {"a": DAY, "b": DAY}) == {"deleted": 1, "resent": 1, "missing": 0}
     assert list(rows_of(database)) == ["a"]
 
 
@@ -59,7 +59,7 @@ def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(
     everything = [(each["Id"], each["SentAt"]) for each in tasks]
     left = [row("waits"), row("dead", AvailableAt=NEVER), sent("next", NEXT_DAY + timedelta(hours=1))]
     insert(database, [*tasks, *left])
-    monkeypatch.setattr(job, "Purge", PurgeFails)
+    monkeypatch.setattr(job, "purge_rows", purge_half_and_fail)
     with pytest.raises(PythonException, match="when it has deleted half of its rows"):
         run(spark, settings_of(target, tmp_path), purge=True, late=True)
     monkeypatch.undo()

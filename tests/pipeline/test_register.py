@@ -22,7 +22,7 @@ from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.jobs.register import job
 from outbox_pipeline.jobs.register.ids import task_id
 from tests.support.operations import rows_of
-from tests.support.pipeline import RegistrationFails, counts, registered, rows
+from tests.support.pipeline import counts, register_rows_and_fail, registered, rows
 from tests.support.pipeline_job import settings
 
 AT = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
@@ -229,13 +229,13 @@ def test_a_rate_applies_to_all_spark_tasks_together(spark: SparkSession, target:
     """Each Spark task that can run at once gets an equal share of the rate. Without a rate there is no limit."""
     given = spark.createDataFrame([("d", "orders")], "data string, topic string")
     with (
-        mock.patch.object(job, "Registration", wraps=job.Registration) as made,
+        mock.patch.object(job, "map_rows", wraps=job.map_rows) as mapped,
         mock.patch.object(job, "in_order", wraps=job.in_order) as ordered,
     ):
         assert registered(given, target, tmp_path, max_rows_per_second=1000).registered == 1
         assert registered(given, target, tmp_path).existing == 1
     tasks = spark.sparkContext.defaultParallelism
-    assert [call.args[2] for call in made.call_args_list] == [1000 / tasks, 0.0]
+    assert [call.args[-1] for call in mapped.call_args_list] == [1000 / tasks, 0.0]
     assert [call.args[1] for call in ordered.call_args_list] == [tasks, 0]
 
 
@@ -252,7 +252,7 @@ def test_a_retried_spark_task_registers_no_task_twice(
     plain = [{"data": f"plain {number}".encode()} for number in range(300)]
     bad = [{"data": b"bad", "topic": "goog"}, {"data": b"bad", "at_most_once": True, "ordering_key": "k1"}]
     given = [*keyed, *plain, *there, *bad, *plain[:20], *keyed[:10], *there[:5]]
-    monkeypatch.setattr(job, "Registration", RegistrationFails)
+    monkeypatch.setattr(job, "register_rows", register_rows_and_fail)
     done = registered(rows(spark, given, 3), target, tmp_path, topic="orders")
     assert counts(done) == (len(given), 750, 150, 35, 2)
     stored = rows_of(database)

@@ -29,7 +29,7 @@ from outbox_pipeline.spanner import Table, open_table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, delete, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, insert, opened, row, rows_of, update
-from tests.support.pipeline import ReplayFails, meddle
+from tests.support.pipeline import meddle, replay_rows_and_fail
 from tests.support.processes import kill_family, started
 from tests.support.pubsub import Subscription
 from tests.support.relays import first_deliveries, unsent, worker
@@ -211,7 +211,7 @@ def test_a_retried_spark_task_replays_no_task_twice(
     insert(database, tasks)
     archive.run(spark, settings_of(target, tmp_path), late=True)
     delete(database, *(each["Id"] for each in tasks[:450]))
-    monkeypatch.setattr(job, "Replay", ReplayFails)
+    monkeypatch.setattr(job, "replay_rows", replay_rows_and_fail)
     done = run(spark, replay_settings(target, archive=str(tmp_path), where="true"))
     assert done.selected == 900
     assert sum(counts(done)[1:]) == 900

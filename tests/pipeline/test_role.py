@@ -33,7 +33,7 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     for id in ("new", "sent"):
         writer.add(pipeline.row(task_id=id))
     writer.flush()
-    assert purge_chunk(table, [("sent", SENT)])["deleted"] == 1
+    assert purge_chunk(table, {"sent": SENT})["deleted"] == 1
     insert(database, [row("replayed", SentAt=SENT)])
     began = table.begin_operation("id", "replay", {})
     assert table.replay("id") == (began, None, "{}")

@@ -79,10 +79,16 @@ def finish(spark: SparkSession, to: Path, since: datetime, until: datetime, task
     archive.finish(folder, manifest)
 
 
-def test_files_from_before_a_column_was_added_are_readable(spark: SparkSession, tmp_path: Path):
+def test_files_with_fewer_or_more_columns_are_readable(spark: SparkSession, tmp_path: Path):
+    """From before a column was added, and from after another one was added."""
     finish(spark, tmp_path, DAY, NEXT_DAY, [("a", DAY)], "BlockedBy", "TimesSent")
     tasks = read_archive(spark, str(tmp_path))
     assert [(task.Id, task.BlockedBy, task.TimesSent) for task in tasks.collect()] == [("a", None, None)]
+    [data] = tmp_path.glob("window=*/run=*")
+    later = archivable(frame(spark, [("b", DAY)])).withColumn("Added", f.lit(1))
+    later.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).mode("append").parquet(str(data))
+    both = read_archive(spark, str(tmp_path))
+    assert (both.columns, sent_of(both)) == (schemas.ARCHIVED.fieldNames(), [("a", DAY), ("b", DAY)])
     # Spark's hash skips NULL, so the checksum of an old manifest still proves its files.
     before = [each for each in tasks.columns if each not in ("BlockedBy", "TimesSent")]
     checksum = f.sum(f.xxhash64(*before).cast("decimal(20,0)")).cast("string")

@@ -67,6 +67,12 @@ def update(database: Database, id: str, **columns: Any) -> None:
         batch.update("AsynchronousTasks", ("Id", *columns), [(id, *columns.values())])
 
 
+def limit(database: Database, topic: str, rate: float) -> None:
+    with database.batch(default_retry_delay=0.02) as batch:
+        columns = ("Topic", "Paused", "RatePerSecond", "Burst")
+        batch.insert_or_update("AsynchronousTaskTopics", columns, [(topic, False, rate, 8)])
+
+
 def pause(database: Database, *topics: str) -> None:
     with database.batch() as batch:
         batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True) for topic in topics])

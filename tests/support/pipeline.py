@@ -1,11 +1,13 @@
 """Rows to be registered, a table in memory for them, and Spark tasks that fail when they have written."""
 
+import base64
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from pyspark import TaskContext
@@ -15,11 +17,12 @@ from pyspark.sql.types import StructType
 from outbox.admin.table import Transaction
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.archive.job import Purge
-from outbox_pipeline.jobs.register.executor import Registration
+from outbox_pipeline.jobs.archive.job import purge_rows
+from outbox_pipeline.jobs.register.executor import register_rows
 from outbox_pipeline.jobs.register.job import Registered, register
-from outbox_pipeline.jobs.replay.job import Replay
+from outbox_pipeline.jobs.replay.job import replay_rows
 from outbox_pipeline.spanner import Table
+from outbox_pipeline.spark.tasks import Rows
 
 #: A user's columns, in the types that Spark reads from Parquet.
 ROWS = StructType([field for field in schemas.INPUT if field.name not in ("line", "reason")])
@@ -46,6 +49,21 @@ def registered(dataframe: Any, target: DatabaseSettings, rejects: object, **more
 
 def counts(done: Registered) -> tuple[int, int, int, int, int]:
     return (done.read, done.registered, done.existing, done.repeated, done.rejected)
+
+
+def write_received(file: Path, messages: Iterable[Any]) -> Path:
+    """Write messages as the page of the audit shows them."""
+    lines = [
+        {
+            "message_id": each.message_id,
+            "publish_time": each.publish_time.isoformat(),
+            "attributes": json.dumps(dict(each.attributes)),
+            "data": base64.b64encode(each.data).decode(),
+        }
+        for each in messages
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return file
 
 
 class FakeTable:
@@ -102,36 +120,35 @@ def meddle(monkeypatch: pytest.MonkeyPatch, table: Table, change: Callable[[], N
     monkeypatch.setattr(table, "transact", meddled)
 
 
-class _FailsAfterItsWrites:
-    """Each Spark task writes half of its rows at least, and fails, twice; the third run of it succeeds."""
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        context = TaskContext.get()
-        assert context is not None
-        attempt = context.attemptNumber()
-        # The first run is cut short, the second writes all.
-        taken = [batch.slice(0, (len(batch) + 1) // 2) if attempt == 0 else batch for batch in batches]
-        work: Any = super()
-        answers = list(work.__call__(iter(taken)))
-        if attempt < 2 and taken:
-            raise RuntimeError(f"run {attempt} of this task fails after its writes")
-        yield from answers
+def _fail_after_writes(work: Callable[..., Iterator[Rows]], *given: Any, batches: Iterator[Rows]) -> Iterator[Rows]:
+    """Write half of the rows at least, and fail, in the first two attempts of a Spark task; the third succeeds."""
+    context = TaskContext.get()
+    assert context is not None
+    attempt = context.attemptNumber()
+    # The first attempt is cut short, the second writes all.
+    taken = [_half(rows) if attempt == 0 else rows for rows in batches]
+    answers = list(work(*given, iter(taken)))
+    if attempt < 2 and taken:
+        raise RuntimeError(f"attempt {attempt} of this task fails after its writes")
+    yield from answers
 
 
-class RegistrationFails(_FailsAfterItsWrites, Registration):
-    """Of the job `register`."""
+def _half(rows: Rows) -> Rows:
+    return rows[: (len(rows) + 1) // 2]
 
 
-class ReplayFails(_FailsAfterItsWrites, Replay):
-    """Of the job `replay`."""
+def register_rows_and_fail(*given: Any) -> Iterator[Rows]:
+    return _fail_after_writes(register_rows, *given[:-1], batches=given[-1])
 
 
-class PurgeFails(Purge):
-    """Of the job `archive`: each Spark task deletes half of its rows and fails, however often it is run."""
+def replay_rows_and_fail(*given: Any) -> Iterator[Rows]:
+    return _fail_after_writes(replay_rows, *given[:-1], batches=given[-1])
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        yield from super().__call__(batch.slice(0, (len(batch) + 1) // 2) for batch in batches)
-        raise RuntimeError("this task fails when it has deleted half of its rows")
+
+def purge_half_and_fail(database: DatabaseSettings, batches: Iterator[Rows]) -> Iterator[Rows]:
+    """Delete half of the rows of each batch and fail, in every attempt."""
+    yield from purge_rows(database, map(_half, batches))
+    raise RuntimeError("this task fails when it has deleted half of its rows")
 
 
 @dataclasses.dataclass

@@ -90,7 +90,7 @@ class Script:
 
         membership = Membership(self.store, "me", clock=clock, wall_clock=clock)
         membership.assign(Workers({"me": inf, **(live or {})}))
-        Worker(
+        self.worker = Worker(
             self,
             membership,
             poll_interval=interval,
@@ -99,7 +99,8 @@ class Script:
             report=lambda: self.events.append("report"),
             random=Random(1),
             clock=lambda: self.stop.seconds,
-        ).run(self.stop, until)
+        )
+        self.worker.run(self.stop, until)
         return self.stop.waits
 
 
@@ -187,6 +188,14 @@ def test_an_outage_is_logged_once_and_followed_by_growing_waits(caplog: pytest.L
     back = ("INFO", "Spanner is available again", "spanner_available")
     lines = [(each.levelname, each.getMessage(), vars(each)["action"]) for each in caplog.records]
     assert lines == [away, back, away, back]
+
+
+def test_the_failure_of_the_last_turn_is_known_until_a_turn_succeeds() -> None:
+    """A drain that stops with work left says why."""
+    for steps, failure in (((WORK, AWAY), AWAY), ((AWAY, WORK), None)):
+        script = Script(*steps)
+        script.run()
+        assert script.worker.failure is failure
 
 
 ROUND = ["beat", "report"]

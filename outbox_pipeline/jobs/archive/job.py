@@ -3,11 +3,10 @@
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-import pyarrow as pa
 from google.cloud.spanner_v1 import KeySet
 from pyspark.sql import Observation, SparkSession
 
@@ -34,7 +33,7 @@ from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.errors import spark_errors
-from outbox_pipeline.spark.tasks import totals
+from outbox_pipeline.spark.tasks import Rows, map_rows, totals
 
 #: Max tasks in one transaction of a purge.
 CHUNK_ROWS = 200
@@ -181,7 +180,7 @@ class _Job:
         self.table.begin_operation(operation, "purge", selection)
         window.note_purging(self.table.now())
         tasks = self.files.read([window]).select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
-        [row] = totals(tasks.mapInArrow(Purge(self.settings), _COUNTS)).collect()
+        [row] = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings)).collect()
         window.note_purged(row.asDict(), self.table.now())
         self.table.end_operation(operation, "purge", row.deleted)
         done.purged_windows += 1
@@ -208,30 +207,19 @@ class _Job:
         )
 
 
-@dataclass(frozen=True)
-class Purge:
-    """A function for `mapInArrow` that purges rows with Id and SentAt and yields their counts."""
-
-    database: DatabaseSettings
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Purge the rows in chunks."""
-        table = open_table(self.database)
-        answer = schemas.arrow(_COUNTS)
-        for batch in batches:
-            # In UTC, because in an hour that occurs twice Python never treats times of two time zones as equal.
-            times = batch["SentAt"].cast(pa.timestamp("us", tz="UTC"))
-            rows = list(zip(batch["Id"].to_pylist(), times.to_pylist(), strict=True))
-            counts = [purge_chunk(table, chunk) for chunk in chunked(rows, CHUNK_ROWS)]
-            yield pa.RecordBatch.from_pylist(counts, answer)
+def purge_rows(database: DatabaseSettings, batches: Iterator[Rows]) -> Iterator[Rows]:
+    """Purge rows with Id and SentAt in a Spark task. Yield the counts of each chunk."""
+    table = open_table(database)
+    for rows in batches:
+        for chunk in chunked(rows, CHUNK_ROWS):
+            yield [purge_chunk(table, {row["Id"]: row["SentAt"] for row in chunk})]
 
 
-def purge_chunk(table: Table, rows: Sequence[tuple[str, datetime]]) -> dict[str, int]:
+def purge_chunk(table: Table, wanted: Mapping[str, datetime]) -> dict[str, int]:
     """Delete the tasks whose SentAt is still the archived one, in one transaction. Return the number of each outcome.
 
     A task with another SentAt, or none, is `resent` and stays in the table. A task that does not exist is `missing`.
     """
-    wanted = dict(rows)
 
     def work(transaction: Transaction) -> dict[str, int]:
         found = transaction.query(statements.LOCK_SENT_AT, {"ids": sorted(wanted)})

@@ -8,14 +8,16 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from random import Random
+from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
+from pyspark.sql.types import StringType, StructField, StructType
 
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
@@ -24,6 +26,7 @@ from outbox.program.terminal import counted
 from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
 from outbox_pipeline.settings import DrainSettings
+from outbox_pipeline.spark.tasks import Rows, map_rows
 from publishworker.backoff import Backoff
 from publishworker.process import exits
 from publishworker.process.app import App, open_store, until_drained
@@ -49,7 +52,8 @@ _COUNTED = {
     "unconfirmed": m.UNCONFIRMED,
     "aborted": m.ABORTED,
 }
-_COUNTS = schemas.counts(*_COUNTED)
+#: The counts of a worker, and why its last turn failed, or NULL if it did not.
+_RESULT = StructType([*schemas.counts(*_COUNTED), StructField("last_error", StringType())])
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -64,6 +68,7 @@ class Drained:
     - `unconfirmed`: at-most-once tasks that may be lost
     - `aborted`: transactions that were retried
     - `rounds`, each with as many `workers`; `work_left` if pending or retrying tasks are left
+    - `last_error`: why the last turn of a worker of the last round failed, or None
 
     The counts of a killed executor are missing.
     """
@@ -84,6 +89,7 @@ class Drained:
     dead: int
     paused: int
     work_left: bool
+    last_error: str | None
     seconds: float
 
 
@@ -102,7 +108,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
     unsent = UnsentTasks(store)
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
     workers = min(settings.workers or spark.sparkContext.defaultParallelism, store.layouts[0].shards)
-    counts, rounds = Counter(dict.fromkeys(_COUNTED, 0)), 0
+    counts, rounds, last_error = Counter(dict.fromkeys(_COUNTED, 0)), 0, None
     pause = Backoff(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
     while (work_left := unsent.any_to_send()) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
         if rounds:
@@ -114,7 +120,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
             ).save()
         rounds += 1
         _log.info("Round %s: %s", rounds, counted(workers, "worker"), extra={"action": "drain"})
-        done = _round(spark, settings, store, workers, until)
+        done, last_error = _round(spark, settings, store, workers, until)
         counts.update(done)
         if done["published"]:
             pause.reset()
@@ -124,18 +130,21 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
         of_state[each.state] += each.count
     if work_left:
         _log.warning(
-            "Drain ended at its deadline, or because a route is invalid, with %s pending and %s retrying tasks left",
-            f"{of_state['pending']:,}", f"{of_state['retrying']:,}", extra={"action": "work_left"},
+            "Drain ended at its deadline, or because a route is invalid, with %s pending and %s retrying tasks left%s",
+            f"{of_state['pending']:,}", f"{of_state['retrying']:,}",
+            f". The last turn of a worker failed: {last_error}" if last_error else "", extra={"action": "work_left"},
         )  # fmt: skip
     states = {state: of_state[state] for state in (*UNSENT, "paused")}
     seconds = time.monotonic() - begin
-    return Drained(**counts, rounds=rounds, workers=workers, **states, work_left=work_left, seconds=seconds)
+    return Drained(
+        **counts, rounds=rounds, workers=workers, **states, work_left=work_left, last_error=last_error, seconds=seconds
+    )
 
 
 def _round(
     spark: SparkSession, settings: DrainSettings, store: SpannerStore, workers: int, until: datetime | None
-) -> Counter[str]:
-    """Run workers until all have stopped, and return the sums of their counts."""
+) -> tuple[Counter[str], str | None]:
+    """Run workers until all have stopped. Return the sums of their counts, and the last error of one, or None."""
     run = uuid4().hex[:12]
     ids = tuple(f"spark-{run}-{number}" for number in range(workers))
     try:
@@ -143,10 +152,12 @@ def _round(
         for id in ids:
             store.heartbeat(Heartbeat(id, datetime.now(UTC), store.layouts))
         numbers = spark.range(0, workers, 1, workers)
+        results = [row.asDict() for row in map_rows(numbers, _RESULT, run_workers, settings, ids, until).collect()]
+        errors = [error for each in results if (error := each.pop("last_error"))]
         counts = Counter[str]()
-        for row in numbers.mapInArrow(Workers(settings, ids, until), _COUNTS).collect():
-            counts.update(row.asDict())
-        return counts
+        for each in results:
+            counts.update(each)
+        return counts, next(iter(errors), None)
     finally:
         for id in ids:  # workers that were killed and not restarted left theirs
             try:
@@ -163,47 +174,39 @@ def warm_up(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     yield from batches
 
 
-@dataclass(frozen=True)
-class Workers:
-    """A function for `mapInArrow`: for each number, runs the worker with that number and yields its counts.
+def run_workers(
+    settings: RelaySettings, ids: Sequence[str], until: datetime | None, batches: Iterator[Rows]
+) -> Iterator[Rows]:
+    """Run the worker of each number in a Spark task, one after the other, and yield their results.
 
     `ids` are the worker IDs by number. The workers handle no signals. They stop at `until`, by the database's clock;
-    None is no deadline.
+    None is no deadline. Raises NotReached, OutboxError.
     """
+    logs.configure(settings.log_format, settings.log_level)
+    for rows in batches:
+        yield [_relay(settings, ids[row["id"]], until) for row in rows]
 
-    settings: RelaySettings
-    ids: tuple[str, ...]
-    until: datetime | None
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Run the workers one after the other. Raises NotReached, OutboxError."""
-        logs.configure(self.settings.log_format, self.settings.log_level)
-        answer = schemas.arrow(_COUNTS)
-        for batch in batches:
-            counts = [self._relay(self.ids[number]) for number in batch["id"].to_pylist()]
-            yield pa.RecordBatch.from_pylist(counts, answer)
-
-    def _relay(self, id: str) -> dict[str, int]:
-        tally = Tally(client(self.settings.metrics))
-        stop, timer = threading.Event(), None
-        try:
-            worker = App(self.settings, id=id, metrics=tally)
-            drained = until_drained(
-                UnsentTasks(worker.store), lambda: worker.membership.shards, self.settings.poll_interval
-            )
-            if self.until is not None:
-                left = self.until - TaskTable(worker.store.database).now()
-                timer = threading.Timer(left.total_seconds(), stop.set)
-                timer.daemon = True
-                timer.start()
-            code = worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)
-        finally:
-            if timer:
-                timer.cancel()  # Spark reuses the process for other Spark tasks
-            tally.stop()
-        if code == exits.FAILED:
-            raise OutboxError(f"Worker {id} failed. See the log of its executor")
-        return {name: tally.sums[metric] for name, metric in _COUNTED.items()}
+def _relay(settings: RelaySettings, id: str, until: datetime | None) -> dict[str, Any]:
+    tally = Tally(client(settings.metrics))
+    stop, timer = threading.Event(), None
+    try:
+        worker = App(settings, id=id, metrics=tally)
+        drained = until_drained(UnsentTasks(worker.store), lambda: worker.membership.shards, settings.poll_interval)
+        if until is not None:
+            left = until - TaskTable(worker.store.database).now()
+            timer = threading.Timer(left.total_seconds(), stop.set)
+            timer.daemon = True
+            timer.start()
+        code = worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)
+    finally:
+        if timer:
+            timer.cancel()  # Spark reuses the process for other Spark tasks
+        tally.stop()
+    if code == exits.FAILED:
+        raise OutboxError(f"Worker {id} failed. See the log of its executor")
+    counts = {name: tally.sums[metric] for name, metric in _COUNTED.items()}
+    return counts | {"last_error": str(worker.failure) if worker.failure else None}
 
 
 class Tally(Metrics):

@@ -5,12 +5,11 @@ existing task is different, the row is rejected.
 """
 
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from outbox import InvalidMessage, OutboxError, Priority, Task
@@ -19,7 +18,7 @@ from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS, task_row
 from outbox_pipeline import schemas
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.tasks import Pace
+from outbox_pipeline.spark.tasks import Pace, Rows
 
 #: Max tasks, and max bytes of messages, in one commit. If one ID exists, the whole chunk is tried again.
 CHUNK_ROWS, CHUNK_BYTES = 100, 4_000_000
@@ -37,30 +36,19 @@ _SAME = ("Id", "Topic", "Data", "OrderingKey", "CreatedAt")
 _Row = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Registration:
-    """A function for `mapInArrow` that registers rows.
+def register_rows(database: DatabaseSettings, began: datetime, rate: float, batches: Iterator[Rows]) -> Iterator[Rows]:
+    """Register rows of `schemas.INPUT` in a Spark task, and yield rows of ANSWER.
 
     `began` is the start of the job by the database's clock. `rate` is rows per second of this Spark task, 0 is no
     limit.
     """
-
-    database: DatabaseSettings
-    began: datetime
-    rate: float = 0.0
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Register rows of `schemas.INPUT` and yield rows of ANSWER."""
-        writer = Writer(open_table(self.database), self.began, Pace(self.rate))
-        answer = schemas.arrow(ANSWER)
-        # Cast to UTC, because in the session's time zone the last hours of 9999 can be in the year 10000.
-        rows = schemas.arrow(schemas.INPUT)
-        for batch in batches:
-            for row in batch.cast(rows).to_pylist():
-                writer.add(row)
-            yield pa.RecordBatch.from_pylist(writer.answers(), answer)
-        writer.flush()
-        yield pa.RecordBatch.from_pylist(writer.answers(), answer)
+    writer = Writer(open_table(database), began, Pace(rate))
+    for rows in batches:
+        for row in rows:
+            writer.add(row)
+        yield writer.answers()
+    writer.flush()
+    yield writer.answers()
 
 
 @dataclass
@@ -70,7 +58,7 @@ class Writer:
     table: Table
     began: datetime
     pace: Pace = field(default_factory=Pace)
-    _chunk: dict[str, tuple[_Row, dict[str, Any]]] = field(default_factory=dict)
+    _chunk: dict[str, tuple[_Row, Mapping[str, Any]]] = field(default_factory=dict)
     _bytes: int = 0
     _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     _rejects: list[dict[str, Any]] = field(default_factory=list)
@@ -78,7 +66,7 @@ class Writer:
     _read_first: bool = True
     _last: _Row | None = None
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """Add one row of `schemas.INPUT`."""
         if row["reason"] is not None:
             self._reject(row, row["reason"])
@@ -124,7 +112,7 @@ class Writer:
         self._counts, self._rejects = dict.fromkeys(COUNTS, 0), []
         return found
 
-    def _remove_existing(self, chunk: dict[str, tuple[_Row, dict[str, Any]]]) -> bool:
+    def _remove_existing(self, chunk: dict[str, tuple[_Row, Mapping[str, Any]]]) -> bool:
         """Remove the rows whose tasks exist from the chunk. Return whether there were any."""
         found = self.table.read_ids(_SAME, chunk, _TAG)
         for id, topic, data, key, created in found:
@@ -136,17 +124,17 @@ class Writer:
                 self._counts["registered" if created >= self.began else "existing"] += 1
         return bool(found)
 
-    def _repeated(self, task: _Row, row: dict[str, Any], before: _Row) -> None:
+    def _repeated(self, task: _Row, row: Mapping[str, Any], before: _Row) -> None:
         if _same(task, before):
             self._counts["repeated"] += 1
         else:
             self._reject(row, f"task ID {task[_ID]!r} occurs twice, with different messages, topics or ordering keys")
 
-    def _reject(self, row: dict[str, Any], reason: str) -> None:
+    def _reject(self, row: Mapping[str, Any], reason: str) -> None:
         self._rejects.append({**row, "reason": reason, **dict.fromkeys(COUNTS, 0)})
 
 
-def _task(row: dict[str, Any]) -> _Row:
+def _task(row: Mapping[str, Any]) -> _Row:
     """Return the row to insert. Raises InvalidMessage or TypeError if `outbox.register` refuses it."""
     if row["task_id"] is None:
         raise InvalidMessage("task_id is NULL")

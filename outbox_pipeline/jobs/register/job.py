@@ -15,14 +15,14 @@ from pyspark.sql.types import StringType, StructField, StructType
 from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
-from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, Registration
+from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, register_rows
 from outbox_pipeline.jobs.register.json_objects import CONVERT
 from outbox_pipeline.jobs.register.transforms import PARSE_ERROR, TIMES, UNPARSED, in_order, parse_json_lines, prepared
 from outbox_pipeline.settings import RegisterSettings, format_of_input
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.files import Folder, check_files, read_all_columns
-from outbox_pipeline.spark.tasks import divided
+from outbox_pipeline.spark.tasks import divided, map_rows
 
 #: CSV is read in this encoding, which keeps every byte. As UTF-8, Spark would replace invalid bytes.
 _BYTES = "ISO-8859-1"
@@ -153,16 +153,11 @@ def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_seco
     spark = tasks.sparkSession
     began = open_table(target).now()
     parts, rate = divided(spark, per_second)
-    registration = Registration(target, began, rate)
     observed = Observation("register")
-    answers = (
-        in_order(tasks, parts)
-        .mapInArrow(registration, ANSWER)
-        .observe(
-            observed,
-            *(f.sum(name).alias(name) for name in COUNTS),
-            f.count_if(f.col("reason").isNotNull()).alias("rejected"),
-        )
+    answers = map_rows(in_order(tasks, parts), ANSWER, register_rows, target, began, rate).observe(
+        observed,
+        *(f.sum(name).alias(name) for name in COUNTS),
+        f.count_if(f.col("reason").isNotNull()).alias("rejected"),
     )
     parent = Folder(spark, rejects)
     _delete_abandoned(parent)

@@ -24,6 +24,7 @@ from outbox.errors import SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.ids import as_uuid5, named
 from outbox_pipeline.jobs.register.json_objects import CONVERT, parsed
+from outbox_pipeline.spark.tasks import placed
 
 #: The columns of rows, described in docs/pipeline/register.md.
 COLUMNS = (
@@ -218,14 +219,12 @@ def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
     Tasks without an ordering key are sorted by ID, so a commit touches few splits of the table:
     https://cloud.google.com/spanner/docs/bulk-loading. Tasks of an ordering key are sorted by `sequence`, then by ID.
     """
-    placed = tasks.withColumn("_place", f.coalesce("ordering_key", "task_id", "line"))
-    parted = placed.repartition(partitions, "_place") if partitions else placed.repartition("_place")
     # Rows with equal IDs are adjacent, whatever their sequences. Otherwise a later row would find its task in the
     # table, where it looks like a task that an earlier attempt of the Spark task wrote.
     first = f.min("sequence").over(Window.partitionBy("_place", "task_id"))
     # The hash makes the order of two different rows with one ID deterministic.
     whole = f.xxhash64("topic", "data", f.to_json(f.struct(f.array_sort(f.map_entries("attributes")))), "priority")
-    ordered = parted.withColumn("_first", first)
+    ordered = placed(tasks, partitions, "ordering_key", "task_id", "line").withColumn("_first", first)
     return ordered.sortWithinPartitions("ordering_key", "_first", "task_id", "sequence", whole).drop("_place", "_first")
 
 

@@ -15,11 +15,9 @@ from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
-import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
-from pyspark.sql.types import StructType
 
 from outbox.admin import statements
 from outbox.admin.changes import RETRY_COLUMNS, retry_values
@@ -36,7 +34,7 @@ from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
-from outbox_pipeline.spark.tasks import Pace, collected, divided, totals
+from outbox_pipeline.spark.tasks import Pace, Rows, collected, divided, map_rows, placed, totals
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
@@ -216,7 +214,7 @@ class _Job:
         parts, rate = divided(self.spark, self.settings.max_rows_per_second)
         rows = in_order(self._selected(started_at), parts)
         rows = rows.select(*ARCHIVED_COLUMNS) if self.selection.archive else rows.select("Id")
-        answers = rows.mapInArrow(Replay(self.settings, started_at, rate), _COUNTS)
+        answers = map_rows(rows, _COUNTS, replay_rows, self.settings, started_at, rate)
         [counts] = collected(totals(answers))
         return Replayed(selected=sum(counts.values()), **counts)
 
@@ -273,38 +271,25 @@ def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
 
     So a task is never unsent while an earlier task of its key is still sent. Tasks without a key are sorted by ID.
     """
-    placed = tasks.withColumn("_place", f.coalesce("OrderingKey", "Id"))
-    parted = placed.repartition(partitions, "_place") if partitions else placed.repartition("_place")
-    ordered = f.col("OrderingKey").isNotNull()
-    of_key = [f.when(ordered, f.col(name)) for name in ("CreatedAt", "Sequence")]
+    has_key = f.col("OrderingKey").isNotNull()
+    of_key = [f.when(has_key, f.col(name)) for name in ("CreatedAt", "Sequence")]
+    parted = placed(tasks, partitions, "OrderingKey", "Id")
     return parted.sortWithinPartitions("OrderingKey", *of_key, "Id").drop("_place")
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A function for `mapInArrow` that replays rows with Id, or with the columns of the archive, and yields the counts.
+def replay_rows(
+    database: DatabaseSettings, started_at: datetime, rate: float, batches: Iterator[Rows]
+) -> Iterator[Rows]:
+    """Replay rows with Id, or with the columns of the archive, in a Spark task. Yield the counts of each chunk.
 
     `started_at` is the start of the replay by the database's clock. `rate` is rows per second of this Spark task, 0 is
     no limit.
     """
-
-    database: DatabaseSettings
-    started_at: datetime
-    rate: float = 0.0
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Replay the rows in chunks."""
-        table, pace = open_table(self.database), Pace(self.rate)
-        answer = schemas.arrow(_COUNTS)
-        for batch in batches:
-            # Cast to UTC from the session's time zone.
-            wanted = schemas.arrow(StructType([schemas.TABLE[name] for name in batch.schema.names]))
-            counts = []
-            rows = batch.cast(wanted).to_pylist()
-            for chunk in chunked(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row.get("Data", b""))):
-                pace.wait(len(chunk))
-                counts.append(replay_chunk(table, chunk, self.started_at))
-            yield pa.RecordBatch.from_pylist(counts, answer)
+    table, pace = open_table(database), Pace(rate)
+    for rows in batches:
+        for chunk in chunked(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row.get("Data", b""))):
+            pace.wait(len(chunk))
+            yield [replay_chunk(table, chunk, started_at)]
 
 
 def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime) -> dict[str, int]:
