@@ -15,17 +15,14 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner_dbapi import Cursor, OperationalError
 from google.cloud.spanner_v1 import AsyncClient
 from google.cloud.spanner_v1.database import Database
-from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
 from outbox import aio
 from outbox.admin import changes
-from outbox.admin import table as admin_table
 from outbox.admin.changes import TaskSelection
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
-from outbox.errors import OutboxError
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
 from publishworker.telemetry import metrics as m
@@ -247,34 +244,3 @@ def test_a_task_is_either_cancelled_or_received(database: Database, tasks: int) 
     assert received | set(cancelled) == set(ids)
     assert 0 < len(cancelled) < tasks
     assert len(received & set(cancelled)) <= counted.counts[m.UNCOMMITTED.name]
-
-
-def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a worker that hangs with an open transaction. The task stays, and the next attempt deletes it."""
-    insert(database, [row("held")])
-    monkeypatch.setattr(admin_table, "ABORTED_SECONDS", 1.0)
-    monkeypatch.setattr(admin_table, "LOCK_SECONDS", 1.0)
-    held, done = threading.Event(), threading.Event()
-
-    def hold(transaction: Transaction) -> None:
-        list(
-            transaction.execute_sql(
-                "@{LOCK_SCANNED_RANGES=exclusive} SELECT Id FROM AsynchronousTasks WHERE Id = 'held'"
-            )
-        )
-        held.set()
-        assert done.wait(60)
-
-    def cancel_held() -> list[str]:
-        return changed(changes.cancel(TaskTable(opened(database)), TaskSelection(state="unsent", ids=("held",))))
-
-    with ThreadPoolExecutor(1) as threads:
-        holding = threads.submit(database.run_in_transaction, hold)
-        try:
-            assert held.wait(60)
-            with pytest.raises(OutboxError, match=r"because others write the same rows|because rows may be locked"):
-                cancel_held()
-        finally:
-            done.set()
-        holding.result(timeout=60)
-    assert cancel_held() == ["held"]
