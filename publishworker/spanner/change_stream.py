@@ -169,7 +169,9 @@ class ChangeStream:
         self._hear(token)
         attempt.reading.add(token)
         now = self._began[0] + timedelta(seconds=self._clock() - self._began[1])
-        seconds = REQUEST_SECONDS if attempt.to_read.empty() else TURN_SECONDS
+        # A partition that waits for a thread to start needs no turns.
+        takes_turns = len(attempt.reading) >= MAX_STREAMS and not attempt.to_read.empty()
+        seconds = TURN_SECONDS if takes_turns else REQUEST_SECONDS
         end = max(start, now) + timedelta(seconds=seconds)
         children = self._read(attempt, token, start, end)
         attempt.reading.discard(token)
