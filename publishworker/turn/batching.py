@@ -143,7 +143,7 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
         if not left:
             continue
         task = candidate
-        if task.task_count > left:  # only the first tasks of a prefix; the next one is released if it is deferred
+        if task.task_count > left:  # only the first tasks of the prefix; their commit releases the task behind them
             task = task._replace(behind=task.behind[: left - 1], releases=task.behind[left - 1])
         batch = last_of_topic.get(task.topic)
         if batch is None or not batch.has_room(task, limits):

@@ -16,13 +16,13 @@ from publishworker.types import Key
 
 #: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
 STUCK_SECONDS = 120.0
-#: Max seconds that one check for stuck batches adds to a batch's time in flight. If more time has passed since the last
-#: check, the process was suspended and its batches did not run, because no step of the worker takes longer.
+#: Max seconds that one check for stuck batches adds to a batch's time in flight. No step of the worker takes longer, so
+#: if more time has passed since the last check, the process was suspended, and its batches did not run.
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
-#: Seconds between two calls of `progress`, and checks for stuck batches, while waiting without a time limit. None:
-#: neither.
+#: During a wait without a time limit, the seconds between two checks for stuck batches, each with a call of `progress`.
+#: None turns both off.
 WATCH_SECONDS: float | None = 1.0
 #: Max batches that give up their places while they mark tasks.
 MAX_ASIDE = 100
@@ -61,7 +61,7 @@ class InFlight:
     """Starts batches and collects their reports. It belongs to one thread; batches run on others.
 
     A batch that cannot mark its tasks stays in flight and marks them again. It keeps its place, so a worker whose
-    commits fail publishes nothing new. A batch with only rows that cannot be written alone is aside: it needs no place.
+    commits fail publishes nothing new. If only some rows of a batch cannot be written, it is aside and needs no place.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
@@ -118,7 +118,7 @@ class InFlight:
         return sum(claim.kind is Kind.DEFER for claim in self.delivering)
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys whose other tasks must wait for a batch. One that retries a deferral blocks none."""
+        """Return the ordering keys whose other tasks must wait for a batch. A deferral that is retried blocks none."""
         claims = (
             entry.batch.claim.part(entry.batch.unsettled) if entry.settling else entry.batch.claim
             for entry in self._running
@@ -133,7 +133,7 @@ class InFlight:
         self._running[entry].start()
 
     def raise_if_stuck(self) -> None:
-        """Raise StuckBatch, once for each, if batches have begun no transaction for STUCK_SECONDS."""
+        """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS. Forget these batches."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._running:
             moved = entry.transactions != entry.batch.transactions
@@ -156,7 +156,7 @@ class InFlight:
         return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
 
     def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Report]:
-        """Wait for a report, and until at most `max_left` batches are delivered. The rest are stragglers then."""
+        """Wait for a report, and until at most `max_left` batches deliver. Later waits ignore these stragglers."""
 
         def enough(reports: Sequence[Report]) -> bool:
             waited = sum(not (entry.straggler or entry.settling) for entry in self._running)
@@ -186,7 +186,7 @@ class InFlight:
                 self._host.progress()
                 self.raise_if_stuck()
                 continue
-            if entry not in self._running:  # all its tasks are marked, or it was reported as stuck
+            if entry not in self._running:  # the batch had marked all tasks before, or was reported as stuck
                 continue
             if isinstance(report, BaseException):
                 del self._running[entry]

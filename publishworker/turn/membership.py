@@ -24,7 +24,7 @@ from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
 HEARTBEAT_INTERVAL_SECONDS = 7.5
 #: The same while the worker has nothing to send and waits for the change stream. It saves requests.
 IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
-#: The liveness timeout after such a heartbeat. It leaves time for a second attempt if one takes 5 s and fails.
+#: The liveness timeout that an idle worker's heartbeat sets. If a heartbeat takes 5 s and fails, a second one has time.
 IDLE_LIVENESS_TIMEOUT_SECONDS = 29
 #: Seconds from a heartbeat that failed to the next attempt.
 HEARTBEAT_RETRY_SECONDS = 2.0
@@ -45,10 +45,10 @@ class Membership:
         self._worker = worker
         #: Whether the worker has no tasks and waits for the change stream. It then writes its heartbeat less often.
         self.idle = False
-        #: Returns what a heartbeat says about this worker, which polls these shards.
+        #: Returns the information about this worker for its heartbeat. The argument is the shards that it polls.
         self.info: Callable[[Sequence[int]], Mapping[str, object] | None] = lambda _shards: None
         self._is_assigned = False
-        #: That of the last heartbeat that was written.
+        #: The liveness timeout that the last written heartbeat has set.
         self._liveness_timeout = LIVENESS_TIMEOUT_SECONDS
         #: The layouts that this worker polls.
         self.layouts = tuple(store.layouts)
@@ -79,7 +79,7 @@ class Membership:
 
     @property
     def seconds_to_heartbeat(self) -> float:
-        """Return the seconds until the next heartbeat. Idle workers write at the same time, for one discovery."""
+        """Return the seconds until the next heartbeat. Idle workers write together, so that one read sees all."""
         may_be_late = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
         interval = self._idle_interval if may_be_late else HEARTBEAT_INTERVAL_SECONDS
         seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
@@ -100,8 +100,8 @@ class Membership:
         if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
         self._heartbeat_at = self._clock()
-        # To the next multiple of 21 s of the wall clock. If that is less than 1 s away, to the one after it, because
-        # this heartbeat may have come slightly early.
+        # An idle worker writes at multiples of 21 s of the wall clock. If one is less than 1 s away, it is skipped:
+        # this heartbeat may have been meant for it, and come early.
         self._idle_interval = 1 + (-1 - self._wall_clock()) % IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._failure = None
         try:
@@ -183,7 +183,7 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
         for pair in product(workers, shards)
     }
     pairs = sorted(hashes, key=hashes.__getitem__, reverse=True)
-    # `many` is the index in a pair of whatever is more numerous, workers or shards. `few` is the other index.
+    # A pair is (worker, shard). `many` is the index of the kind of which there are more, `few` that of the other kind.
     many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)
     min_load, rest = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
     load: Counter[object] = Counter()

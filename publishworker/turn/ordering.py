@@ -135,10 +135,10 @@ def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], followi
 
 
 def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits) -> Iterator[Claim]:
-    """Return batches that defer the tasks that the poll read behind the head of a key.
+    """Return claims that defer the tasks behind the head of a key, as far as the poll has read them.
 
-    The first and the last known task behind the head follow it in each batch, because their deferrals are shorter: who
-    deletes a head often deletes some tasks behind it.
+    Each claim begins with the head and with the first and the last known task behind it, which get short deferrals.
+    They make the key visible to polls again if an operator deletes the head and some tasks behind it.
     """
     head = queue[0].id
     behind = [each.id for each in queue[1:] if each.sendable]

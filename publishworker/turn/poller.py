@@ -12,8 +12,8 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.read_size import ReadSize
 from publishworker.types import MAX_POLL_ROWS, Candidate, Discovery, PollRequest
 
-#: A deep read is a query for a single topic. It reads more rows of each range than the query for all other topics does:
-#: at most this many ready rows, and this many due rows. Together they take about 25 MB while they are decoded.
+#: Max ready rows, and max due rows, of a deep read. A deep read is a query for a single topic that needs more rows of
+#: each range than the others. The rows take about 25 MB while they are decoded.
 DEEP_ROWS = 2_500
 
 
@@ -33,7 +33,7 @@ class Polled:
 
 
 class Poller:
-    """Reads ready tasks at each poll. At an interval, reads due tasks, live workers, topic controls and new topics."""
+    """Reads ready tasks at each poll. At intervals, reads due tasks, live workers, topic controls and new topics."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Poller:
         target_rows: int,
         discovery_seconds: float,
     ) -> None:
-        """Poll this worker's shards for about `target_rows` rows."""
+        """A poll aims at `target_rows` rows."""
         self._store = store
         self._membership = membership
         self._size = PollSize(target_rows, len(membership.shards))
@@ -60,12 +60,12 @@ class Poller:
         self._woken = False
         #: Where each kind of read continues if it reads only a part of the shards or topics.
         self._next = Counter[str]()
-        #: If a poll reads only a part of the ranges: the pairs of shard and topic that are left, the topics that the
-        #: parts before found, and whether they found due tasks.
+        #: If one poll can read only a part of the ranges, several polls make a round. These are the pairs of shard and
+        #: topic that the round has left, the topics that it has found, and whether it has found due tasks.
         self._left_pairs = 0
         self._seen: set[str] = set()
         self._seen_due = False
-        #: Shards that the next discoveries must read before all are discovered.
+        #: The number of shards that the current round of discoveries has not read.
         self._undiscovered = 0
         #: Whether the next discovery must follow at once: there may be more unknown topics.
         self.discovers_again = False
@@ -84,11 +84,11 @@ class Poller:
     ) -> Discovery | None:
         """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
 
-        It reads every `discovery_seconds`, and earlier if the worker's shards have changed, or if a turn after `wake`
-        had nothing to start although it could (`found_nothing`). After it, the next poll also reads due tasks. If there
-        are unknown topics, the next call reads again, because one read may find only one unknown topic in each gap
-        between the names of known ones. With `now` it is never too early, and a topic that polls have given up is read
-        again if it has unsent tasks. Polls have not read the `unavailable` topics.
+        It is time every `discovery_seconds`, when the worker's shards have changed, and when a turn after `wake` has
+        found nothing to start although it had room (`found_nothing`). The poll after a discovery also reads due tasks.
+        If a discovery finds topics, the next call reads again: between two known names, in order of the alphabet, one
+        read may find only one topic. With `now` it is always time, and the discovery also finds topics with unsent
+        tasks that polls no longer read. Topics in `unavailable` stay known, because polls have not read them.
         """
         shards = self._membership.shards
         is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
@@ -123,8 +123,8 @@ class Poller:
 
         `room` is the number of tasks that may start now. With `below`, the poll reads each range of ready tasks a
         second time, for priorities below it, because more urgent tasks may fill the first read. `depths` maps a topic
-        to the number of rows to read of each of its ranges. If the number exceeds that of the other topics, the topic
-        is read by a query of its own.
+        to the number of rows to read of each of its ranges. A topic that needs more rows than the others is read by its
+        own query.
         """
         request = PollRequest(
             shards=self._membership.shards,
@@ -168,7 +168,7 @@ class Poller:
         """
         shards, topics = self._membership.shards, self._topics.polled.difference(unavailable)
         if (ranges := len(shards) * len(topics)) > self._ranges.limit:
-            seconds: float | None = 0.0  # polls, which read a part at a time, find out
+            seconds: float | None = 0.0  # too many ranges for one read: polls read them part by part
         else:
             with self._ranges.reading(ranges):
                 seconds = self._store.seconds_until_due(shards, topics) if topics else None
@@ -178,7 +178,7 @@ class Poller:
     def _read(
         self, request: PollRequest, room: int, in_flight: Collection[str], depths: Mapping[str, int]
     ) -> tuple[list[Candidate], frozenset[str]]:
-        """Return the candidates, and the topics with more. Topics in `depths` are read alone, because of the memory."""
+        """Return the candidates, and the topics with more. Read each topic in `depths` alone, to limit the memory."""
         deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
         others = replace(request, topics=request.topics - deep.keys())
         candidates = list(self._store.poll(others)) if others.topics else []
@@ -223,24 +223,25 @@ def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]
 class PollSize:
     """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
 
-    `per_range` doubles while ranges are cut off and too few tasks are startable for the room. It halves if a poll
-    returns more than twice the target, or more than four times the target while too few tasks are startable. A task is
-    startable if it has the highest priority of the poll and is not in flight. If less urgent tasks counted too, one of
-    them could start before an urgent task that the poll did not reach.
+    A task is startable if it has the highest priority of the poll and is not in flight. If less urgent tasks counted
+    too, one of them could start before an urgent task that the poll did not reach.
+
+    `per_range` doubles while ranges are cut off and fewer tasks are startable than may start. It halves if a poll
+    returns more than twice the target, or more than four times the target while too few tasks are startable.
     """
 
     def __init__(self, target: int, shards: int) -> None:
         self._target = target
-        self.per_range = max(1, -(-target // max(1, shards)))  # at first, one topic may have all of them
+        self.per_range = max(1, -(-target // max(1, shards)))  # the first poll assumes that one topic has all tasks
         #: The topics that may have more tasks than the last poll read.
         self.cut_off: frozenset[str] = frozenset()
 
     def limit(self, per_range: int) -> None:
-        """Read no more rows of each range, because all ranges together have too many."""
+        """Lower the max rows of each range, because all ranges together would have too many."""
         self.per_range = max(1, min(self.per_range, per_range))
 
     def adapt(self, by_range: Mapping[tuple[str, int, bool], int], startable: int, room: int) -> None:
-        """Adapt to the last poll: the rows of each range, and how many `startable` tasks it found for the `room`.
+        """Adapt to the last poll: the rows of each range, the `startable` tasks, and how many tasks may start (`room`).
 
         A range is a topic, a shard, and whether its tasks are ready or due. If the poll read a range a second time, for
         lower priorities, the range may have more rows than `per_range`.

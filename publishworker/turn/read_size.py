@@ -8,21 +8,21 @@ from publishworker.spanner.store import READ_SECONDS
 
 #: A read that takes longer than this part of its time limit does not become larger.
 QUICK_SECONDS = READ_SECONDS / 6
-#: For so long after a read that timed out, reads ask for at most half as much as it did.
+#: For this long after a read timed out, each read asks for at most half as many ranges as that read.
 CAUTIOUS_SECONDS = 600.0
 
 
 class ReadSize:
-    """Limits reads to `limit` ranges: a quarter of a read that timed out, and twice as many after each quick one."""
+    """Limits reads to `limit` ranges: a quarter of a read that timed out, and twice as many after each quick read."""
 
-    def __init__(self, most: int, clock: Callable[[], float]) -> None:
-        self.limit = self._most = self._ceiling = most
+    def __init__(self, max_ranges: int, clock: Callable[[], float]) -> None:
+        self.limit = self._max_ranges = self._ceiling = max_ranges
         self._clock = clock
         self._timed_out_at = float("-inf")
 
     @contextmanager
     def reading(self, ranges: int) -> Iterator[None]:
-        """Adapt the limit to a read of so many ranges, which runs in this context."""
+        """Return a context for one read of this many ranges, which adapts the limit to the time that the read takes."""
         began = self._clock()
         try:
             yield
@@ -31,6 +31,6 @@ class ReadSize:
             self._ceiling, self.limit = max(1, ranges // 2), max(1, ranges // 4)
             raise
         if self._clock() - self._timed_out_at > CAUTIOUS_SECONDS:
-            self._ceiling = self._most
+            self._ceiling = self._max_ranges
         if ranges > self.limit // 2 and self._clock() - began < QUICK_SECONDS:
             self.limit = max(self.limit, min(2 * self.limit, self._ceiling))

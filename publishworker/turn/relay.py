@@ -19,10 +19,10 @@ from publishworker.turn.poller import Polled, Poller
 from publishworker.turn.selection import Selection, Selector
 from publishworker.types import CircuitState, Discovery, Next, Turn
 
-#: Max seconds that a turn waits for in-flight batches. It then ends without them, so that the worker sends a heartbeat.
+#: Max seconds that a turn waits for in-flight batches. Then the turn ends, so that the worker can send its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
-#: Max age in seconds of the topic controls, layouts and live workers with which a turn polls or starts a batch. The
-#: last pause may have been long, a read slow, or the process suspended.
+#: If the topic controls, layouts and live workers are older than this, the relay reads them again before it polls or
+#: starts a batch. They are old after a long pause, a slow read, or a suspension of the process.
 MAX_READ_AGE_SECONDS = 2.0
 
 
@@ -31,13 +31,13 @@ class Options:
     """How a relay works."""
 
     limits: Limits
-    #: Between two discoveries. A discovery reads live workers, topic controls and unknown topics, and the next poll
+    #: Seconds between two discoveries. A discovery reads live workers, topic controls and unknown topics. The next poll
     #: also reads due tasks.
     discovery_seconds: float
     #: Part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
     fair_share: float = 0.0
-    #: How many of a turn's batches may still be in flight when it stops waiting. If no task is left to start, it waits
-    #: for all of them, at most MAX_TURN_WAIT_SECONDS.
+    #: A turn stops waiting when at most this many of its batches are in flight. If no task is left to start, the turn
+    #: waits for all its batches. It never waits longer than MAX_TURN_WAIT_SECONDS.
     stragglers: int = 0
     #: How long `finish` lets batches mark tasks in doubt. They try at least once.
     shutdown_seconds: float = 0.0
@@ -72,13 +72,13 @@ class Relay:
         self._reporter = Reporter(metrics, host.clock)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
-        """Run one turn and return its numbers. Start no batch once `stopping()` is true.
+        """Run one turn and return its counts. Start no batch once `stopping()` is true.
 
         Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. After a
-        StoreError, batches in flight go on, and a later turn reports them.
+        StoreError, in-flight batches keep running, and a later turn reports them.
         """
         if self.woken.is_set():
-            self.woken.clear()  # before the poll, so that an insert during the turn starts another one
+            self.woken.clear()  # before the poll, so that an insert during this turn starts another turn
             self._poller.wake()
         reports = self._in_flight.collect()
         changed = self._observe(reports)  # circuits, limits, metrics and logs
@@ -108,7 +108,7 @@ class Relay:
         return self._poller.find_next_due(self._topics.unavailable(self._in_flight.tasks_by_topic()))
 
     def finish(self) -> Turn:
-        """Wait for all batches in flight, which mark for a limited time. Raises StuckBatch if one does not end."""
+        """Wait until all batches have ended. They may mark tasks for `shutdown_seconds` more. Raises StuckBatch."""
         reports: list[Report] = []
         self.marking.shut_down(self._options.shutdown_seconds)
         try:
@@ -156,7 +156,7 @@ class Relay:
         return changed
 
     def _start_at_most_once(self, reports: Sequence[Report], stopping: Callable[[], bool]) -> None:
-        """Start MARK_FIRST batches for tasks that others have skipped: only the lock query shows the column."""
+        """Start the at-most-once tasks that batches have found. Only the lock query reads the column AtMostOnce."""
         if stopping():
             return
         delivered = (each for each in reports if isinstance(each, Delivered))
@@ -167,7 +167,7 @@ class Relay:
             self._start(claims)
 
     def _begin_reads(self) -> bool:
-        """Discover now if the last read is outdated or failed, and tell whether that was enough for this turn."""
+        """Discover if the last read is outdated or has failed. Tell whether the turn need not discover again."""
         failed, self._reads_incomplete = self._reads_incomplete, True  # `turn` resets it if no read raises StoreError
         if failed:
             self._read_at = float("-inf")
@@ -231,7 +231,7 @@ class Relay:
         return bool(started)
 
     def _wait(self, selection: Selection) -> list[Report]:
-        """Wait for a report, until at most `stragglers` batches of this turn are left, or none if no task is left."""
+        """Wait for the batches of this turn, except `stragglers` of them if more tasks are left to start."""
         max_left = self._options.stragglers if selection.left_tasks else 0
         return self._in_flight.wait_for_most(max_left, MAX_TURN_WAIT_SECONDS)
 

@@ -17,7 +17,7 @@ class Selection(NamedTuple):
     """The batches to start."""
 
     claims: Sequence[Claim] = ()
-    #: Tasks are left, polled or not, that could start if more batches or bytes were allowed.
+    #: More tasks, polled or not, could start if more batches or bytes were allowed.
     left_tasks: bool = False
     #: Batches are held back because too many bytes are in flight.
     is_byte_limited: bool = False
@@ -59,10 +59,10 @@ class FairShare:
         return [each for each in lower if each.priority == self._last]
 
     def count(self, batches: int, given: int, top: int | None) -> None:
-        """Note a selection: how many `batches` start, how many are `given` to lower priorities, the highest priority.
+        """Note that `batches` batches start, `given` of them for lower priorities. `top` is the highest priority.
 
-        `top` is None if no task was left, so no priority waits. The debt is bounded: it outlasts one poll below the
-        lowest priority, which finds nothing, but a long time without lower tasks does not add up.
+        `top` is None if no task is left, because then no priority waits. What is owed is bounded, so that a long time
+        without tasks of lower priority does not add up. The bound is high enough for one poll that finds none of them.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -102,7 +102,7 @@ class Selector:
         others = [each for each in candidates if each.id not in chosen]
         wanted = lower + self._batches(others, in_flight, deferrals + lower, allowed)
         claims = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
-        # The tasks of topics in `allowed` wait for a limit or for a circuit to close.
+        # Topics in `allowed` do not count: their tasks wait for a rate limit or a circuit.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
         left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable

@@ -36,7 +36,7 @@ class Worker:
         random: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Wait at most `poll_interval` seconds between polls, or `idle_interval()` if new tasks wake the relay."""
+        """The max seconds between polls are `poll_interval`, or `idle_interval()` if new tasks wake the relay."""
         self._relay = relay
         self._membership = membership
         self._touch_file = touch_file
@@ -107,7 +107,7 @@ class Worker:
         return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
 
     def _limit_long_pause(self, seconds: float, turn: Turn) -> float:
-        """Shorten the pause to the next event that the change stream does not report: a due task, a crash."""
+        """Shorten the pause to the next event that no change stream reports: a due task, or a worker that times out."""
         if turn.next is Next.SOON:
             return self._poll_interval
         due = self._relay.find_next_due()
@@ -117,7 +117,7 @@ class Worker:
         return min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
 
     def _pause(self, stop: threading.Event, began: float, seconds: float) -> None:
-        """Wait for so long after `began`, or until woken, and send heartbeats. A failing stream ends the wait."""
+        """Wait until `seconds` after `began`, or until woken, and send heartbeats. `idle_interval` may end the wait."""
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile
