@@ -26,7 +26,7 @@ class ClaimedTask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TopicHints:
-    """What the worker knows about the topic when it starts the batch. Failed attempts are recorded accordingly."""
+    """What the worker knows about the topic when it starts the batch. It decides which failed attempts are recorded."""
 
     #: The batch probes a topic whose circuit is open.
     probe: bool = False
@@ -39,7 +39,7 @@ class TopicHints:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A batch: tasks of one topic. Those of each ordering key are in order, except behind a head that is not due."""
+    """A batch: tasks of one topic. The tasks of each ordering key are in order, except in a batch that defers them."""
 
     topic: str
     tasks: tuple[ClaimedTask, ...]

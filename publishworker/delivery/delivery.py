@@ -1,6 +1,6 @@
-"""Deliver one batch: claim its rows, publish its messages, mark its tasks, and mark them again until it is committed.
+"""Deliver one batch: claim its rows, publish its messages and mark its tasks. If the commit fails, mark them again.
 
-`Delivery` publishes and marks in one transaction. `MarkFirst` and `Deferral` do so for other kinds of claims.
+`Delivery` publishes and marks in one transaction. For the other kinds of claims see `MarkFirst` and `Deferral`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,9 +63,9 @@ class Delivery:
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
         self.claim = claim
-        #: The tasks whose marks are not written; before the result, all tasks.
+        #: The tasks whose marks are not written yet. Before `run` has returned, all tasks.
         self.unsettled = frozenset(claim.ids)
-        #: Only rows are left that cannot be written while others can, so the batch needs no place.
+        #: The rows that are left cannot be written although other rows can, so the batch needs no place.
         self.aside = False
         #: Transactions that have begun. While the number grows, the batch is not stuck.
         self.transactions = 0
@@ -108,7 +108,7 @@ class Delivery:
         self._transact(claim, lambda rows, now: self._marks_again(claim, rows, now))
 
     def state_of(self, claim: Claim) -> State:
-        """Return what has happened to the tasks of a part, whose marks are not written."""
+        """Return what has happened to the tasks of a part whose marks are not written."""
         return "published" if all(isinstance(self._answers.get(id), Sent) for id in claim.ids) else "unpublished"
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
@@ -119,9 +119,9 @@ class Delivery:
         return marks | self._releases(self.claim, rows, marks, now)
 
     def _check(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
-        """Return the rows to publish or, if they are published, to mark, in the order of their ordering keys.
+        """Return the rows to publish, and those already published, to mark. Keep the order of each ordering key.
 
-        Note why the others are skipped. A task that failed in an earlier attempt loses its answer if its row has
+        Note why the other rows are skipped. A task that failed in an earlier attempt loses its answer if its row has
         changed since.
         """
         self._forget(claim)
@@ -156,7 +156,7 @@ class Delivery:
         """Return the marks of all answers, and note failed attempts and deferrals."""
         topic_accepts = self.claim.hints.accepts or any(isinstance(each, Sent) for each in self._answers.values())
         marks: dict[str, Mark] = {}
-        #: The ordering keys in which a task has failed, each with the deferrals of its later tasks, if there are any.
+        #: The ordering keys that a failed task stops, each with the deferrals for the tasks behind it, if any.
         stopped: dict[str, Iterator[Deferred]] = {}
         for row in eligible:
             answer = self._answers.get(row.id)
@@ -237,7 +237,7 @@ class Delivery:
             raise
         finally:
             end_phase()
-        if marks:  # otherwise nothing was written, which shows nothing
+        if marks:  # a commit without marks does not show that Spanner accepts writes
             self._marking.committed()
         if self._refused:
             self._refused = {id: kept for id, kept in self._refused.items() if id not in marks}
@@ -255,7 +255,7 @@ class Delivery:
             return
         self._settling.search(SEARCH_SECONDS)
         if self.aside or not self.unsettled:
-            self._error = None  # the reason is in rows, and each has an Unmarked of its own
+            self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _forget(self, claim: Claim) -> None:
         """Forget what an earlier attempt has decided."""

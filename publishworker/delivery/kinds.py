@@ -13,7 +13,7 @@ from publishworker.types import LockedRow, Mark, Skipped
 
 
 class Deferral(Delivery):
-    """A batch that lets tasks wait for their key head, its first task, if it is unsent and not due."""
+    """A batch that defers tasks behind their key head, which is its first task, if the head is unsent and not due."""
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         self._forget(self.claim)
@@ -24,7 +24,7 @@ class Deferral(Delivery):
             deferrals = self._retries.deferrals(head, head.available_at, now)
             waiting = [row for row in blocked if row.is_due(now) or row.deferred]
             pairs = zip(waiting, deferrals, strict=False)
-            # Not those that will be due between now and then: they have a time of their own.
+            # A task that becomes due before its deferral would end keeps its own time.
             self._deferred |= {
                 row.id: deferral
                 for row, deferral in pairs

@@ -14,7 +14,7 @@ from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.types import MARKED, Failed, LockedRow, Mark, NotSent, Outcome, Sent
 
-#: Seconds for which a task whose mark Spanner refuses is not tried again.
+#: If Spanner refuses the mark of a task, the worker leaves the task alone for this many seconds.
 HOLD_SECONDS = 60.0
 
 
@@ -23,7 +23,7 @@ class MarkFirst(Delivery):
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
         super().__init__(claim, tools, marking)
-        #: The rows before their marks, and the commit timestamps of these.
+        #: By ID, each row as it was before its mark, and the commit timestamp of the mark.
         self._marked: dict[str, tuple[LockedRow, datetime]] = {}
         #: The parts that Spanner refuses to mark, and the error.
         self._held: dict[Claim, Refused] = {}
@@ -48,7 +48,7 @@ class MarkFirst(Delivery):
         return self._delivered()
 
     def write_marks(self, claim: Claim) -> None:
-        """Undo marks, or refuse to do anything with a held part until its time is over. Raises StoreError."""
+        """Undo the marks of a part. For a held part, raise its error until the hold is over. Raises StoreError."""
         if self._marked.keys().isdisjoint(claim.ids):
             if self._clock() < self._hold_until:
                 raise next(iter(self._held.values()))

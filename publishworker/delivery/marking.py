@@ -1,4 +1,4 @@
-"""Mark tasks again whose commit failed, without publishing them: they are in doubt, because Pub/Sub has them."""
+"""Mark tasks again after their commit failed. They are in doubt: Pub/Sub has them, so they are not published again."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ MAX_MARKING_SECONDS = 900.0
 FIRST_SECONDS, MAX_SECONDS, MAX_ASIDE_SECONDS = 0.05, 5.0, 30.0
 #: Max seconds between two attempts at exit.
 EXIT_SECONDS = 0.25
-#: Max refused rows in a row without a commit. Then the reason is probably in no row.
+#: After this many refused rows without a commit in between, the reason is probably not in a row.
 MAX_REFUSED = 10
 #: Max parts of a batch that are marked one by one while nothing commits.
 MAX_PARTS = 10
@@ -94,7 +94,7 @@ class Settling:
         self._found = [Unmarked(part, str(error), batch.state_of(part)) for part, error in failed.items()]
 
     def run(self) -> Iterator[Unmarked]:
-        """Mark again after growing pauses. Yield each task that cannot be marked while others can, and what is left."""
+        """Mark again after growing pauses. Yield tasks that cannot be marked while others can, and tasks given up."""
         backoff = Backoff(FIRST_SECONDS, self._max_seconds, self._marking.random)
         while self._parts:
             yield from self._found

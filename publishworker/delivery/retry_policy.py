@@ -55,8 +55,8 @@ class RetryPolicy:
         """Yield the values to write to each task behind `head`, which is not due before `available_at`.
 
         The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
-        deleted or changed by SQL. The commit that sends a task releases the next, so one such task is enough. The other
-        one is for the case that the first is deleted, too.
+        deleted or changed by SQL. The commit that sends a task releases the next, so one such task would be enough.
+        The second is needed if the first is deleted as well.
 
         The others end within `longest` seconds. Otherwise the tasks behind a dead head would look dead too. All end
         when the head expires, because an expired head blocks no task.

@@ -1,8 +1,8 @@
 """Which of the locked rows may be sent. Pure functions.
 
 These functions keep the order of each ordering key (docs/guide/ordering.md). Sent and missing rows do not end the
-sendable prefix. The first task that blocks its key and is neither due nor deferred ends it. After a failure other than
-expiry, no later task of the key is published, not even in a later transaction attempt.
+sendable prefix. It ends before the first task that blocks its key and is neither due nor deferred. After a failure,
+except expiry, no later task of the key is published, not even in a later transaction attempt.
 """
 
 from collections.abc import Mapping, Sequence

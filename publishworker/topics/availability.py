@@ -1,4 +1,4 @@
-"""May a topic be published to now? Topic controls, circuit breakers and rate limits, asked together."""
+"""Decide whether a topic may be published to now, by its topic controls, circuit breaker and rate limit."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -14,8 +14,8 @@ from publishworker.topics.controls import valid
 from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import NO_POLICY, Candidate, CircuitState, TopicControls
 
-#: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit: an
-#: operator may end that, and workers apply each change within 10 s.
+#: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit. Workers
+#: must apply within 10 s what an operator changes.
 CONTROLS_SECONDS = 8.0
 
 
@@ -66,18 +66,18 @@ class Topics:
     def admit(
         self, candidates: Sequence[Candidate], in_flight: Mapping[str, int], cut_off: Collection[str]
     ) -> Admitted:
-        """Return which candidates may start; of an open circuit, a drawn probe. `cut_off`: topics with more tasks."""
+        """Return the candidates that may start, of a half-open circuit a probe. Topics in `cut_off` have more tasks."""
         candidates, probes = self._circuits.draw_probes(candidates, cut_off)
         allowed = self._limits.allowances(in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         return Admitted(candidates, allowed)
 
     def may_start(self, claim: Claim) -> bool:
-        """Tell whether its topic is not paused. Deferring publishes nothing, so it always may."""
+        """Tell whether the claim may start: its topic is not paused, or the claim only defers tasks."""
         return claim.kind is Kind.DEFER or claim.topic not in self.paused
 
     def start(self, claim: Claim) -> Claim:
-        """Use tokens of its rate limit. Return the claim with its destination, and as a probe or with its suspects."""
+        """Use tokens of the rate limit. Return the claim with its destination, its retry policy and its hints."""
         claim = self._with_controls(claim)
         if claim.kind is Kind.DEFER:
             return claim
@@ -104,7 +104,7 @@ class Topics:
         return claim if claim is not None and self._circuits.spends_at_most_once(delivered) else None
 
     def depths(self) -> Mapping[str, int]:
-        """Return the rows to read of each range of a topic, to find a task that has not been a probe."""
+        """Return, by topic, how many rows a poll must read from each range to find a task that has not been a probe."""
         return self._circuits.depths()
 
     def circuit_states(self) -> Mapping[str, CircuitState]:

@@ -33,10 +33,10 @@ MAX_SUSPECTS = 1_000
 MAX_PROBED = 100
 #: Seconds after which an open circuit is forgotten if no task was left to probe the topic with.
 FORGET_SECONDS = 600.0
-#: Rows that a poll first reads from a range when it searches for a task that has not been a probe. They double.
+#: How many rows of each range a poll reads to find a task that has not been a probe. The number doubles with each poll.
 FIRST_SEARCH_DEPTH, MAX_SEARCH_DEPTH = 250, 2_500
 #: In an outage, a failed probe loses an at-most-once task, so the first draws of such tasks are skipped. After this
-#: many skipped draws, the next one is published.
+#: many skips, the next draw is published.
 SPARED_PROBES = 3
 
 
@@ -51,7 +51,7 @@ class _OpenCircuit:
     probing: bool = False
     #: IDs of earlier probes: other tasks go first.
     probed: set[str] = field(default_factory=set)
-    #: Rows of each range to read, if all tasks that a poll returned have been probes and the table may have others.
+    #: How many rows of each range to read, because all polled tasks have been probes. 0: no more than for other topics.
     search_depth: int = 0
     #: How many draws of an at-most-once task were skipped.
     spared: int = 0
@@ -63,7 +63,7 @@ class _OpenCircuit:
 
 @dataclass(frozen=True, slots=True)
 class CircuitChange:
-    """A circuit has opened or stays open because of `failure`, or has closed, so long after it opened."""
+    """A circuit has opened or stays open because of `failure`, or has closed, `seconds` after it opened."""
 
     topic: str
     failure: Failed | None
@@ -74,7 +74,7 @@ class CircuitBreakers:
     """The circuits of all topics, based on this worker's own results. It belongs to the relay's thread."""
 
     def __init__(self, random: Random, clock: Callable[[], float], *, places: int) -> None:
-        """`places` batches may be in flight. Probes in an outage may time out, so they get a quarter of these."""
+        """`places` is the max number of batches. Probes in an outage may time out, so they get at most a quarter."""
         self._random = random
         self._clock = clock
         self._max_probes = max(1, places // 4)
@@ -83,7 +83,7 @@ class CircuitBreakers:
         self._suspects: dict[str, dict[str, None]] = {}  # by topic, the IDs in order of insertion
 
     def forget_old(self) -> None:
-        """Forget circuits of topics that have had no task to probe them with for long."""
+        """Forget circuits that could not be probed for FORGET_SECONDS, because their topics had no task."""
         now = self._clock()
         for topic in [topic for topic, circuit in self._open.items() if now > circuit.probe_at + FORGET_SECONDS]:
             self.forget(topic)
@@ -117,7 +117,7 @@ class CircuitBreakers:
         }
 
     def depths(self) -> dict[str, int]:
-        """Return the rows to read of each range of a topic, to find a task that has not been a probe."""
+        """Return, by topic, how many rows a poll must read from each range to find a task that has not been a probe."""
         now = self._clock()
         return {
             topic: circuit.search_depth
@@ -160,7 +160,7 @@ class CircuitBreakers:
         }
 
     def start(self, claim: Claim) -> Claim:
-        """Return the claim as a probe if the circuit is not closed, else with the suspects of its last outage."""
+        """Return the claim with its hints: a probe if the circuit is not closed, otherwise with its suspects."""
         if (circuit := self._open.get(claim.topic)) is not None:
             circuit.probing = True
             return replace(claim, hints=TopicHints(probe=True))
@@ -168,10 +168,10 @@ class CircuitBreakers:
         return replace(claim, hints=TopicHints(accepts=claim.topic not in self._failing, suspects=suspects))
 
     def spends_at_most_once(self, delivered: Delivered) -> bool:
-        """Decide whether the at-most-once tasks that the claim of this batch returned are sent now.
+        """Decide whether the at-most-once tasks that this batch has found are sent now.
 
-        In an outage, a failed publish loses such a task, so they wait until the circuit closes. After SPARED_PROBES
-        draws, one of them becomes the probe, because there may be no other task.
+        In an outage, a failed publish loses at-most-once tasks, so they wait until the circuit closes. After
+        SPARED_PROBES draws, one of them becomes the probe, because there may be no other task.
         """
         circuit = self._open.get(delivered.claim.topic)
         if circuit is None or not delivered.claim.hints.probe:

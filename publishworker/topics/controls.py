@@ -1,4 +1,4 @@
-"""Which topic controls make sense. Any program may write others."""
+"""Check the topic controls, because any program may write invalid ones."""
 
 from collections.abc import Mapping
 from dataclasses import astuple
@@ -14,7 +14,7 @@ _POLICY_COLUMNS = ("MaxAttempts", "BackoffInitialSeconds", "BackoffMaxSeconds", 
 
 
 def valid(controls: TopicControls) -> tuple[TopicControls, dict[tuple[str, str], str]]:
-    """Return the valid controls, and a sentence for each other one by its kind and topic. Wrong routes pause topics."""
+    """Return the valid controls, and by kind and topic why others are not. An invalid route pauses its topic."""
     wrong: dict[tuple[str, str], str] = {}
 
     def keep(kind: str, values: Mapping[str, _V], columns: tuple[str, ...], sentence: str) -> dict[str, _V]:

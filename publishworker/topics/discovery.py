@@ -6,7 +6,7 @@ from dataclasses import dataclass
 #: Seconds for which a topic without candidates is still polled. Then it costs nothing until discovery finds it again.
 #: If discovery finds it and polls do not, because all its tasks are scheduled or dead, the time doubles.
 POLLED_SECONDS = 5.0
-#: Max of this time, and the time for which metrics name a topic without candidates.
+#: Max seconds for which a topic without candidates is polled, and for which metrics name it.
 FORGET_TOPIC_SECONDS = 600.0
 
 
