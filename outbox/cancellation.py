@@ -47,7 +47,7 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
         InvalidMessage: `task_id` is not 1 to 64 characters.
         InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the change after an abort.
         TypeError: `transaction` cannot read (a Batch, a MutationGroup) or cannot write.
-        RetryError, DeadlineExceeded: of google.api_core. Spanner was unavailable, or another transaction held the
+        RetryError, DeadlineExceeded: from google.api_core. Spanner was unavailable, or another transaction held the
             row, for 30 s.
     """
     check_transaction(transaction, "cancel", reads=True)

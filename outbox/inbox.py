@@ -104,7 +104,7 @@ def process_once(
         InvalidConsumer: `consumer` is not a valid name.
         InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the record after an abort.
         NotReached: the database has no table ProcessedTasks.
-        RetryError, DeadlineExceeded: of google.api_core. Spanner was unavailable, or another transaction held the
+        RetryError, DeadlineExceeded: from google.api_core. Spanner was unavailable, or another transaction held the
             record, for 30 s.
         ValueError: `key` is neither "task_id" nor "message_id".
         TypeError: `transaction` cannot read or write, or `message` is not a message.

@@ -34,9 +34,9 @@ COLUMNS = (
     "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
 )  # fmt: skip
 
-#: The places of columns that are NULL or FALSE if a row has nothing there.
+#: The indexes of the columns that may be left out of an insert. Their default is NULL or FALSE.
 _OPTIONAL = [COLUMNS.index(name) for name in ("OrderingKey", "AvailableAt", "ExpiresAt", "AtMostOnce")]
-#: The digit of a random UUID that holds its variant, by a random digit.
+#: A UUID stores its variant in one hexadecimal digit. Maps a random digit to a valid one.
 _VARIANTS = {digit: "89ab"[int(digit, 16) % 4] for digit in "0123456789abcdef"}
 
 _sequence = itertools.count(1)
@@ -154,7 +154,7 @@ def register_once(
         InvalidMessage: like `register`, before anything is read.
         InvalidTransaction: like `register`.
         TypeError: `transaction` cannot read (a Batch, a MutationGroup) or cannot write, or `message` has a wrong type.
-        RetryError, DeadlineExceeded: of google.api_core. Spanner was unavailable, or another transaction held the
+        RetryError, DeadlineExceeded: from google.api_core. Spanner was unavailable, or another transaction held the
             row, for 30 s.
     """
     check_transaction(transaction, "register_once", reads=True)

@@ -72,7 +72,7 @@ SESSIONS = 110
 
 
 class _Sessions(BurstyPool):
-    """The client's pool, which notices a lost session when it is used. A check before costs one request in four."""
+    """The client's pool without its check of each session before use, which costs one request in four."""
 
     def get(self) -> Any:
         try:
@@ -106,7 +106,7 @@ class LimitedDatabase(Database):
         return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role, self._limited_api)
 
     def on_own_connection(self) -> "LimitedDatabase":
-        """Return the same database on a new connection, because Spanner limits the requests of one to 100."""
+        """Return the same database on a new connection, because one connection carries at most 100 requests."""
         return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role)
 
     @property

@@ -13,7 +13,7 @@ from outbox.table.layouts import MAX_SHARDS, Layout
 
 #: Min tasks a second, one in thirty years. A smaller RatePerSecond is a mistake, and could become 0 for each worker.
 MIN_RATE = 1e-9
-#: Ten years; a policy counts in days.
+#: Ten years. A row deletion policy counts days.
 MAX_RETENTION_DAYS = 3650
 #: Two parts that each database chooses for itself.
 SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
@@ -100,10 +100,10 @@ def dropped_layout(layout: Layout, indexes: Collection[str]) -> list[str]:
     return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {layout.column}"]
 
 
-#: What may contain a semicolon that ends no statement: texts and names in quotes, and comments. In all quotes, also of
-#: raw texts, a backslash keeps the next character from ending them, so prefixes such as rb do not matter.
+#: A semicolon inside quotes or a comment ends no statement. A backslash escapes the closing quote in every kind of
+#: literal, even a raw one, so prefixes such as rb do not matter.
 #: https://cloud.google.com/spanner/docs/reference/standard-sql/lexical
-#: Each alternative also matches when its end is missing, so a text is read once whatever it repeats.
+#: Each alternative also matches without its end, so a search never goes back, and its time is linear.
 _TOKEN = re.compile(
     r"""
     (?P<quoted> \'{3} (?:\\.|[^\\])*? (?:\'{3}|\Z) | "{3} (?:\\.|[^\\])*? (?:"{3}|\Z)
@@ -174,7 +174,7 @@ def part(name: str, text: str) -> dict[str, str]:
         return {SHARD_COUNT: count[1], name: f"{text[: count.start()]}N{text[count.end() :]}"}
     if name == DELETION:
         days = re.fullmatch(r"older_thansentat,interval(\d+)day", normalized(text))
-        # Any other policy deletes unsent tasks, because only SentAt is NULL until a task is sent.
+        # A policy on another column would delete unsent tasks, because only SentAt is NULL until a task is sent.
         return {RETENTION: f"{days[1]} days" if days else "for ever", name: "never" if days or not text else text}
     return {name: text}
 

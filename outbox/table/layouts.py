@@ -41,7 +41,7 @@ class Layout:
 
     @classmethod
     def usable(cls, rows: Iterable[Sequence[Any]]) -> "Layout":
-        """Return a layout that holds all tasks, by the rows of `statements.LAYOUTS`, to translate statements."""
+        """Return a layout that holds all tasks, by the rows of `statements.LAYOUTS`. It can be used for statements."""
         return next(filter(None, (cls.recorded(column, shards) for column, shards in rows)), cls(1))
 
     def __lt__(self, other: "Layout") -> bool:
@@ -65,7 +65,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutShards:
-    """Some of the shards of one layout, whose first shard has this ID. `numbers` are the values of its column."""
+    """Some shards of one layout. `numbers` are the values of its column, `first_id` is the ID of its shard 0."""
 
     numbers: list[int]
     first_id: int

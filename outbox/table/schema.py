@@ -65,7 +65,7 @@ def retention(database: Database, **request: Any) -> timedelta | None:
 
 
 def complete(found: Mapping[Layout, Mapping[str, str]]) -> list[Layout]:
-    """Return those of the `layouts` of a table that contain all tasks, because both of their indexes do."""
+    """Return the layouts that contain all tasks, because both of their indexes are complete."""
     return [each for each, states in found.items() if list(states.values()) == ["READ_WRITE"] * 2]
 
 

@@ -64,11 +64,11 @@ NOW = "SELECT CURRENT_TIMESTAMP()"
 
 
 def workers(*more: str) -> str:
-    """Return the statement for the heartbeats: the milliseconds since the last one, and more columns.
+    """Return the statement for all heartbeats. Each row has these columns, and then `more`.
 
-    Also for how many seconds it makes its worker live, and the columns that the worker polls. Reads a whole small
-    table. Any program may write LivenessTimeoutSeconds, so it is bounded: without a bound, arithmetic overflows, and no
-    worker would poll the shards of one that is live for ever.
+    The worker's ID, the milliseconds since its last heartbeat, the seconds for which a heartbeat makes it live, and the
+    layouts that it polls. Reads a whole small table. Any program may write LivenessTimeoutSeconds, so the statement
+    bounds it. A huge value would overflow, or make a dead worker live for ever, and no other would poll its shards.
     """
     columns = (
         "WorkerId",
@@ -111,8 +111,8 @@ _EXCLUSIVE = "@{LOCK_SCANNED_RANGES=exclusive}"
 #: Whether the task @id is unsent, and its ordering key, with an exclusive lock of its row. It always returns one row.
 LOCK_UNSENT = f"{_EXCLUSIVE}\nSELECT COUNT(*) > 0, MAX(OrderingKey) FROM {BY_ID} WHERE Id = @id AND SentAt IS NULL"
 #: The deferred tasks that become the heads of their keys when the tasks @ids are deleted, with exclusive locks. A
-#: retrying task that has expired blocks none. A dead task is passed over, because it may have expired, or workers may
-#: skip it. If it blocks its key, they defer the tasks again.
+#: retrying task that has expired blocks no task. A dead task does not count as a head, because it may have expired, or
+#: workers may skip dead tasks. If it does block its key, workers defer the released tasks again.
 NEXT_OF_KEYS = f"""{_EXCLUSIVE}
 SELECT task.Id FROM (
   SELECT first.Id AS next_id FROM (
@@ -143,5 +143,5 @@ def at_now(statement: str) -> str:
 
 
 def as_structs(statement: str) -> str:
-    """Return a statement as an array, for a statement that has the rows of several in one row."""
+    """Return a statement as an array of its rows, so that one row of a larger statement holds all of them."""
     return f"ARRAY({statement.replace('SELECT', 'SELECT AS STRUCT', 1)})"

@@ -72,7 +72,7 @@ class SupportsCancel(SupportsDelete, Protocol):
         """Return the rows of a query."""
 
 
-#: What to do instead, by function.
+#: What to do if a transaction cannot read. By function.
 _OTHERS = {
     "register_once": ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once",
     "cancel": ". For the transaction of an AsyncClient, await outbox.aio.cancel",
@@ -142,7 +142,7 @@ def existing(
 def insert_once(
     transaction: SupportsReadInsert, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, key: Key, tag: str
 ) -> bool:
-    """Add an insert unless the table or the transaction has the key; tell whether. Locks the key, for READ_SECONDS."""
+    """Add an insert unless the table or the transaction has the key; tell whether. Locks the key until the commit."""
     if is_inserted(transaction, key):
         return False
     if existing(transaction, table, columns[: len(key)], [key], tag=tag) and key[-1] not in deleted(transaction):

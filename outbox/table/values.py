@@ -26,7 +26,7 @@ def in_utc(time: datetime) -> datetime:
 def chunked(
     values: Iterable[T], size: int, max_bytes: float = math.inf, bytes_of: Callable[[T], int] = lambda _: 0
 ) -> Iterator[list[T]]:
-    """Yield `values` in lists of at most `size` and `max_bytes` by `bytes_of`. A larger value is alone."""
+    """Yield `values` in lists of at most `size` values and `max_bytes` bytes. A larger value is alone in a list."""
     chunk: list[T] = []
     total = 0
     for value in values:
@@ -44,9 +44,9 @@ def chunked(
 
 
 def check_finished(result: object, function: str, *others: type) -> None:
-    """Raise TypeError if a function of the caller has returned work that has not been done, and may never be.
+    """Raise TypeError if a function of the caller has returned work that is not done, such as a coroutine or a future.
 
-    Also if a list, tuple, set or dict holds such work. `others` are types of results that stand for it.
+    Also if a list, tuple, set or dict holds such work. `others` are further types that count as unfinished work.
     """
     if result is None:
         return  # the usual case, quickly
@@ -70,7 +70,7 @@ def check_finished(result: object, function: str, *others: type) -> None:
 
 
 def _unfinished(result: Any, others: tuple[type, ...]) -> bool:
-    # A MagicMock has every method of an iterator, but it is not its own iterator, and its type has none of the names.
+    # A MagicMock counts as finished: its iterator is another object, and its type has none of the names.
     return (
         isinstance(result, (Awaitable, partial, *others))
         or inspect.isroutine(result)

@@ -37,7 +37,7 @@ READ_SECONDS = 30.0
 LOCK_SECONDS = 10.0
 #: Seconds for a heartbeat, including aborts.
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
-#: Max seconds from the start of a transaction during which it is retried after ABORTED.
+#: An aborted transaction is retried until this many seconds after it began.
 ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED if Spanner names no delay. The client's default is at least 2 s.
 ABORTED_DELAY_SECONDS = 0.02
@@ -59,7 +59,7 @@ class Store(Protocol):
         """Return live workers, topic controls and unknown topics.
 
         The topics have unsent tasks in `shards` and are not `known`. At least one is returned if there are any. Without
-        shards, no index is read, because the index may have been dropped.
+        `shards`, it reads no index of AsynchronousTasks, because a reshard may have dropped the index.
         """
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
@@ -88,7 +88,7 @@ class SpannerStore:
         priority: str = "medium",
         heartbeats: LimitedDatabase | None = None,
     ) -> None:
-        """Poll a table with this layout and request priority. `heartbeats` is the database on an idle connection."""
+        """`layout` is that of the table, `heartbeats` the same database on a connection that no batch uses."""
         self._database: Any = database  # its methods carry no types
         self._heartbeats: Any = heartbeats or database
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
@@ -134,7 +134,7 @@ class SpannerStore:
         return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store. A strong single-use read, one request a layout. In a claim it would lock ranges of the index."""
+        """See Store. A strong single-use read, one request a layout. Inside a claim it would lock index ranges."""
         found: dict[Key, Sequence[QueuedTask]] = {}
         for shards in by_layout(keys.values()):
             of_layout = [key for key, shard in keys.items() if shard in shards]
@@ -147,7 +147,7 @@ class SpannerStore:
     def _read_keys(
         self, statement: str, shards: LayoutShards, keys: Sequence[Key], *, skip_dead: bool, **limit: int
     ) -> list[Any]:
-        """Return the rows of a statement for `keys`, whose shards are `shards`, in the same order."""
+        """Return the rows of a statement for `keys`, each in its shard of `shards`. `limit` is one more parameter."""
         values = {
             "topics": [key.topic for key in keys],
             "keys": [key.ordering_key for key in keys],
@@ -183,8 +183,8 @@ class SpannerStore:
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
         """See Store. One request, a commit without reads.
 
-        It sets no request priority, which Spanner treats as high. Otherwise an overloaded Spanner could delay
-        heartbeats, and other workers would take over the shards.
+        It sets no request priority, and Spanner treats that as high. With a lower priority, an overloaded Spanner could
+        delay heartbeats, and other workers would take over the shards.
         """
         with self._store_errors(), self._heartbeat_batch() as batch:
             polls = ",".join(layout.column for layout in heartbeat.polls)
