@@ -11,7 +11,7 @@ from typing import Any
 from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import Delivered, State, Unmarked
-from publishworker.delivery.marking import Marking, Settling
+from publishworker.delivery.marking import Marking, MarkRetry
 from publishworker.delivery.retry_policy import RetryPolicy, should_record
 from publishworker.host import Host
 from publishworker.pubsub.errors import FailureKind, kind_of
@@ -55,7 +55,7 @@ class Tools:
 
 
 class Delivery:
-    """One batch, on a thread of its own. The relay's thread reads `claim`, `unsettled`, `aside` and `transactions`.
+    """One batch, on a thread of its own. The relay's thread reads `claim`, `unmarked`, `aside` and `transactions`.
 
     After an abort the transaction function, `decide`, runs again. The next attempt publishes only tasks that have no
     answer yet, and failed tasks whose row has changed since. It marks every task that any attempt has published.
@@ -64,7 +64,7 @@ class Delivery:
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
         self.claim = claim
         #: The tasks whose marks are not written yet. Before `run` has returned, all tasks.
-        self.unsettled = frozenset(claim.ids)
+        self.unmarked = frozenset(claim.ids)
         #: The rows that are left cannot be written although other rows can, so the batch needs no place.
         self.aside = False
         #: Transactions that have begun. While the number grows, the batch is not stuck.
@@ -88,20 +88,20 @@ class Delivery:
         self._aborted = 0
         self._locked_at = 0.0
         self._error: str | None = None
-        self._settling: Settling | None = None
+        self._mark_retry: MarkRetry | None = None
 
     def run(self) -> Delivered:
         """Claim, publish and mark, in one transaction."""
         try:
             self._transact(self.claim, self._decide)
-            self.unsettled = frozenset()
+            self.unmarked = frozenset()
         except StoreError as error:
             self._fail(error)
         return self._delivered()
 
-    def settle(self) -> Iterator[Unmarked]:
+    def mark_again(self) -> Iterator[Unmarked]:
         """Mark again, in transactions that publish nothing. Yield tasks that cannot be marked while others can."""
-        return iter(()) if self._settling is None else self._settling.run()
+        return iter(()) if self._mark_retry is None else self._mark_retry.run()
 
     def write_marks(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
@@ -248,13 +248,13 @@ class Delivery:
         self._error = str(error)
         spanner_refused = isinstance(error, Refused)
         left = self.claim.part({*self._published(), *self._refused})
-        self._settling = Settling(self, (left,), self._marking)
+        self._mark_retry = MarkRetry(self, (left,), self._marking)
         if not spanner_refused:
             self._recorded.clear()
             self._deferred.clear()
             return
-        self._settling.search(SEARCH_SECONDS)
-        if self.aside or not self.unsettled:
+        self._mark_retry.search(SEARCH_SECONDS)
+        if self.aside or not self.unmarked:
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _forget(self, claim: Claim) -> None:
@@ -268,14 +268,14 @@ class Delivery:
         return {id: self._tried[id] for id, answer in self._answers.items() if isinstance(answer, Sent)}
 
     def _delivered(self) -> Delivered:
-        unwritten = self._refused.keys() | self.unsettled
+        unwritten = self._refused.keys() | self.unmarked
         return Delivered(
             self.claim,
             answers=dict(self._answers),
             outcomes=dict(self._outcomes),
             recorded={id: mark for id, mark in self._recorded.items() if id not in unwritten},
             deferred={id: mark for id, mark in self._deferred.items() if id not in unwritten},
-            unmarked=self.unsettled,
+            unmarked=self.unmarked,
             unconfirmed=tuple(self._unconfirmed),
             traces=dict(self._traces),
             latencies=dict(self._latencies),

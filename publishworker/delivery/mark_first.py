@@ -7,7 +7,7 @@ from datetime import datetime
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import Delivered, State
 from publishworker.delivery.delivery import SEARCH_SECONDS, Delivery, Tools
-from publishworker.delivery.marking import MAX_REFUSED, Marking, Settling
+from publishworker.delivery.marking import MAX_REFUSED, Marking, MarkRetry
 from publishworker.delivery.retry_policy import last_error
 from publishworker.delivery.rules import in_order, to_publish
 from publishworker.pubsub.errors import is_refused
@@ -102,8 +102,8 @@ class MarkFirst(Delivery):
         self._unconfirmed += [id for id in unsure if not isinstance(self._answers[id], Sent)]
         self._marked = {id: kept for id, kept in self._marked.items() if id in undone}
         self._hold_until = self._clock() + HOLD_SECONDS
-        self._settling = Settling(self, (self.claim.part(undone), *self._held), self._marking, self._held)
-        self._settling.search(SEARCH_SECONDS)
+        self._mark_retry = MarkRetry(self, (self.claim.part(undone), *self._held), self._marking, self._held)
+        self._mark_retry.search(SEARCH_SECONDS)
 
     def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Return marks that clear SentAt of rows that have not changed since their marks, and record failures."""

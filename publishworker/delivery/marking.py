@@ -62,7 +62,7 @@ class Marking:
 class Markable(Protocol):
     """A delivery whose marks are not written."""
 
-    unsettled: frozenset[str]
+    unmarked: frozenset[str]
     aside: bool
 
     def write_marks(self, claim: Claim) -> None:
@@ -72,8 +72,8 @@ class Markable(Protocol):
         """Return what has happened to the tasks of a part."""
 
 
-class Settling:
-    """Writes the marks of one batch in parts: it halves what fails, until only rows are left that cannot be written."""
+class MarkRetry:
+    """Writes the marks of one batch again, in parts. What fails is halved, until only single rows are left."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Settling:
 
     def _keep(self, parts: Sequence[Claim]) -> None:
         self._parts: Sequence[Claim] = parts
-        self._batch.unsettled = frozenset(id for part in parts for id in part.ids)
+        self._batch.unmarked = frozenset(id for part in parts for id in part.ids)
 
     def _max_seconds(self) -> float:
         return MAX_ASIDE_SECONDS if self._batch.aside else MAX_SECONDS

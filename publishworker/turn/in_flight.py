@@ -54,7 +54,7 @@ class _Entry:
     seconds: float = 0.0  # since its last transaction began, as of the last check
     transactions: int = 0
     straggler: bool = False  # a turn has ended while the batch was in flight
-    settling: bool = False  # it has reported what became of its tasks, and marks them
+    reported: bool = False  # its Delivered is reported; if it is still in flight, it marks tasks again
 
 
 class InFlight:
@@ -81,7 +81,7 @@ class InFlight:
     @property
     def delivering(self) -> list[Claim]:
         """Return the claims of batches that have not reported what became of their tasks."""
-        return [entry.batch.claim for entry in self._running if not entry.settling]
+        return [entry.batch.claim for entry in self._running if not entry.reported]
 
     @property
     def places(self) -> int:
@@ -90,8 +90,8 @@ class InFlight:
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""
-        batches = [(entry.batch, entry.settling) for entry in self._running]
-        return frozenset(id for batch, settling in batches for id in (batch.unsettled if settling else batch.claim.ids))
+        batches = [(entry.batch, entry.reported) for entry in self._running]
+        return frozenset(id for batch, reported in batches for id in (batch.unmarked if reported else batch.claim.ids))
 
     def by_topic(self) -> Counter[str]:
         """Return the number of places that are taken by topic."""
@@ -120,9 +120,9 @@ class InFlight:
     def keys(self) -> frozenset[Key]:
         """Return the ordering keys whose other tasks must wait for a batch. A deferral that is retried blocks none."""
         claims = (
-            entry.batch.claim.part(entry.batch.unsettled) if entry.settling else entry.batch.claim
+            entry.batch.claim.part(entry.batch.unmarked) if entry.reported else entry.batch.claim
             for entry in self._running
-            if not (entry.settling and entry.batch.claim.kind is Kind.DEFER)
+            if not (entry.reported and entry.batch.claim.kind is Kind.DEFER)
         )
         return frozenset(key for claim in claims for key in claim.keys)
 
@@ -159,7 +159,7 @@ class InFlight:
         """Wait for a report, and until at most `max_left` batches deliver. Later waits ignore these stragglers."""
 
         def enough(reports: Sequence[Report]) -> bool:
-            waited = sum(not (entry.straggler or entry.settling) for entry in self._running)
+            waited = sum(not (entry.straggler or entry.reported) for entry in self._running)
             return len(reports) > 0 and waited <= max_left
 
         reports = self._wait(enough, max_seconds)
@@ -196,14 +196,14 @@ class InFlight:
                 raise report
             if report is None or (isinstance(report, Delivered) and not report.unmarked):
                 del self._running[entry]
-            entry.settling = True
+            entry.reported = True
             reports += [] if report is None else [report]
         return reports
 
     def _run(self, entry: _Entry) -> None:
         try:
             self._ended.put((entry, entry.batch.run()))
-            for unmarked in entry.batch.settle():
+            for unmarked in entry.batch.mark_again():
                 self._ended.put((entry, unmarked))
             self._ended.put((entry, None))
         except BaseException as error:

@@ -27,7 +27,7 @@ class Gated:
 
     def __init__(self, batches: "Batches", claim: Claim) -> None:
         self.batches, self.claim = batches, claim
-        self.unsettled = frozenset[str]()
+        self.unmarked = frozenset[str]()
         self.transactions = 0
 
     def run(self) -> Delivered:
@@ -35,13 +35,13 @@ class Gated:
         self.batches.ends[topic].wait(30)
         if topic == "defect":
             raise ZeroDivisionError
-        self.unsettled = frozenset(self.claim.ids) if topic in self.batches.marks else frozenset()
-        return Delivered(self.claim, unmarked=self.unsettled)
+        self.unmarked = frozenset(self.claim.ids) if topic in self.batches.marks else frozenset()
+        return Delivered(self.claim, unmarked=self.unmarked)
 
-    def settle(self) -> Iterator[Unmarked]:
-        if self.unsettled:
+    def mark_again(self) -> Iterator[Unmarked]:
+        if self.unmarked:
             self.batches.marks[self.claim.topic].wait(30)
-            self.unsettled = frozenset()
+            self.unmarked = frozenset()
             yield Unmarked(self.claim, "no", "published")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.delivered import State
-from publishworker.delivery.marking import MAX_ASIDE_SECONDS, MAX_MARKING_SECONDS, MAX_REFUSED, Marking, Settling
+from publishworker.delivery.marking import MAX_ASIDE_SECONDS, MAX_MARKING_SECONDS, MAX_REFUSED, Marking, MarkRetry
 from publishworker.host import Event, Host, Threads
 from publishworker.spanner.errors import Refused, StoreError
 from tests.support.parts import claim_of
@@ -42,10 +42,10 @@ class Batch:
     def __init__(self, *ids: str, marking: Marking | None = None) -> None:
         self.waits = Waits()
         self.marking = marking or Marking(Host(random=Random(1), clock=lambda: self.waits.seconds, threads=self.waits))
-        self.unsettled, self.aside = frozenset(ids), False
+        self.unmarked, self.aside = frozenset(ids), False
         self.fails: Callable[[str], StoreError | None] = lambda _id: None
         self.tried: list[tuple[float, tuple[str, ...]]] = []
-        self.settling = Settling(self, [claim_of("orders", *ids)], self.marking)
+        self.mark_retry = MarkRetry(self, [claim_of("orders", *ids)], self.marking)
 
     def write_marks(self, claim: Claim) -> None:
         self.tried.append((self.waits.seconds, claim.ids))
@@ -59,7 +59,7 @@ class Batch:
     def settle(self, until: float = float("inf")) -> list[tuple[tuple[str, ...], bool]]:
         """Return what is reported: the IDs, and whether they are given up."""
         found = []
-        for each in self.settling.run():
+        for each in self.mark_retry.run():
             found.append((each.claim.ids, each.given_up))
             if self.waits.seconds >= until:
                 break
@@ -77,7 +77,7 @@ def test_a_batch_is_marked_at_once_when_spanner_commits_again() -> None:
     batch = Batch(*IDS)
     assert batch.settle() == []
     assert [ids for _, ids in batch.tried] == [tuple(IDS)]
-    assert batch.unsettled == frozenset()
+    assert batch.unmarked == frozenset()
 
 
 @pytest.mark.parametrize("error", [StoreError, Refused])
@@ -86,7 +86,7 @@ def test_a_row_that_cannot_be_marked_is_found_and_the_others_are_marked(error: t
     batch = Batch(*IDS)
     batch.fails = fail("077", error=error)
     assert batch.settle() == [(("077",), False), (("077",), True)]
-    assert batch.unsettled == frozenset()
+    assert batch.unmarked == frozenset()
     alone = [at for at, ids in batch.tried if ids == ("077",)]
     found = alone[0]
     assert (found < 30, len([at for at, _ in batch.tried if at <= found]) < 40) == (True, True)
@@ -117,7 +117,7 @@ def test_a_failure_beside_commits_of_others_is_no_outage() -> None:
         return StoreError("locked by another transaction")
 
     batch.fails = fails
-    next(batch.settling.run())
+    next(batch.mark_retry.run())
     assert batch.aside
 
 
@@ -125,24 +125,24 @@ def test_while_every_mark_is_refused_few_batches_give_their_places_back() -> Non
     """The reason is then in no row."""
     first = Batch(*IDS)
     first.fails = fail(error=Refused)
-    first.settling.search()
+    first.mark_retry.search()
     assert len({ids for _, ids in first.tried if len(ids) == 1}) <= MAX_REFUSED + 1
     assert not first.aside
     alone = [Batch(id, marking=first.marking) for id in IDS]
     for batch in alone:
         batch.fails = fail(error=Refused)
-        batch.settling.search()
+        batch.mark_retry.search()
     assert not any(batch.aside for batch in alone)
     first.marking.committed()
     for batch in alone:
-        batch.settling.search()
+        batch.mark_retry.search()
     assert all(batch.aside for batch in alone[:MAX_REFUSED])
 
 
 def test_a_refused_release_keeps_no_batch_in_flight() -> None:
     """The deferral of the task ends by itself."""
     batch = Batch("a")
-    batch.settling = Settling(batch, [claim_of("orders", "a", keys=("k",), releases=("next",))], batch.marking)
+    batch.mark_retry = MarkRetry(batch, [claim_of("orders", "a", keys=("k",), releases=("next",))], batch.marking)
     batch.fails = fail("next", error=Refused)
     assert batch.settle() == []
     assert [ids for _, ids in batch.tried] == [("a",), ("a",), ()]

@@ -24,7 +24,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 class Idle:
     """A batch that never reports."""
 
-    unsettled, aside, transactions = frozenset[str](), False, 0
+    unmarked, aside, transactions = frozenset[str](), False, 0
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -33,7 +33,7 @@ class Idle:
         threading.Event().wait(0.2)
         return Delivered(self.claim)
 
-    def settle(self) -> Iterator[Unmarked]:
+    def mark_again(self) -> Iterator[Unmarked]:
         return iter(())
 
 
