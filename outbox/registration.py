@@ -120,7 +120,7 @@ def register(
         expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
     )  # fmt: skip
     row = task_row(task)
-    insert(transaction, TABLE, *_used([row]))  # OUT-LOSS-1
+    insert(transaction, TABLE, *_without_defaults([row]))  # OUT-LOSS-1
     id: str = row[0]
     if task_id is not None:
         remember(transaction, (id,))
@@ -192,7 +192,7 @@ def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[st
     rows, ids = _task_rows(tasks)
     if not rows:
         return []  # Spanner refuses an insert without rows
-    insert(transaction, TABLE, *_used(rows))
+    insert(transaction, TABLE, *_without_defaults(rows))
     for id in ids:
         remember(transaction, (id,))
     for topic, count in Counter(row[1] for row in rows).items():
@@ -233,17 +233,17 @@ def _random_id() -> str:
     return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-{_VARIANTS[text[16]]}{text[17:20]}-{text[20:]}"
 
 
-def _used(rows: Sequence[tuple[Any, ...]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+def _without_defaults(rows: Sequence[tuple[Any, ...]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     """Return the columns and the values to insert, without the columns that have only their default.
 
     Each value costs CPU in the client and counts as a mutation.
     """
-    columns, values = _selected(*[n for n in _OPTIONAL if any(map(operator.itemgetter(n), rows))])
+    columns, values = _columns_and_getter(*[n for n in _OPTIONAL if any(map(operator.itemgetter(n), rows))])
     return columns, list(map(values, rows))
 
 
 @lru_cache
-def _selected(*optional: int) -> tuple[tuple[str, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]]:
+def _columns_and_getter(*optional: int) -> tuple[tuple[str, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]]:
     values: Any = operator.itemgetter(*[n for n in range(len(COLUMNS)) if n in optional or n not in _OPTIONAL])
     return values(COLUMNS), values
 

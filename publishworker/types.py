@@ -81,12 +81,12 @@ class PollRequest:
     #: Read due tasks as well.
     due: bool = False
     #: Also read ready tasks with a priority below this, up to `per_range` of each shard and topic.
-    below: int | None = None
+    below_priority: int | None = None
 
     @property
     def ranges(self) -> int:
         """Return the number of ranges."""
-        return self.pairs * (1 + self.due + (self.below is not None))
+        return self.pairs * (1 + self.due + (self.below_priority is not None))
 
     @property
     def pairs(self) -> int:

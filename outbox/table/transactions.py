@@ -73,7 +73,7 @@ class SupportsCancel(SupportsDelete, Protocol):
 
 
 #: What to do if a transaction cannot read. By function.
-_OTHERS = {
+_INSTEAD = {
     "register_once": ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once",
     "cancel": ". For the transaction of an AsyncClient, await outbox.aio.cancel",
 }
@@ -90,7 +90,7 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
     if reads and (not callable(read) or not callable(insert) or inspect.iscoroutinefunction(read)):
         raise TypeError(
             f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because {function} reads "
-            f"before it writes: call it in a function given to database.run_in_transaction{_OTHERS.get(function, '')}"
+            f"before it writes: call it in a function given to database.run_in_transaction{_INSTEAD.get(function, '')}"
         )
     if not callable(insert):
         raise TypeError(

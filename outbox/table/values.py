@@ -76,12 +76,12 @@ def _unfinished(result: Any, others: tuple[type, ...]) -> bool:
         or inspect.isroutine(result)
         or _is_iterator(result)
         or _is_iterator(getattr(result, "__dict__", {}).get("gen"))  # a context manager that was not entered
-        or any(all(hasattr(type(result), name) for name in names) for names in _OF_WORK)
+        or any(all(hasattr(type(result), name) for name in names) for names in _UNFINISHED_METHODS)
     )
 
 
 #: Methods of futures, threads and processes, results of pools, and child processes.
-_OF_WORK = (("add_done_callback",), ("is_alive",), ("ready", "wait"), ("poll", "wait"))
+_UNFINISHED_METHODS = (("add_done_callback",), ("is_alive",), ("ready", "wait"), ("poll", "wait"))
 
 
 def _is_iterator(result: Any) -> bool:

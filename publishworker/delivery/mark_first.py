@@ -97,7 +97,7 @@ class MarkFirst(Delivery):
 
     def _undo(self) -> None:
         """Undo the marks of messages that Pub/Sub certainly has not accepted."""
-        undone = {id for id in self._marked if _is_surely_not_published(self._answers.get(id))}
+        undone = {id for id in self._marked if _is_unpublished(self._answers.get(id))}
         unsure = (id for id in self._marked if id not in undone)
         self._unconfirmed += [id for id in unsure if not isinstance(self._answers[id], Sent)]
         self._marked = {id: kept for id, kept in self._marked.items() if id in undone}
@@ -121,7 +121,7 @@ class MarkFirst(Delivery):
         return marks | self._releases(claim, rows, marks, now)
 
 
-def _is_surely_not_published(outcome: Outcome | None) -> bool:
+def _is_unpublished(outcome: Outcome | None) -> bool:
     """Tell whether Pub/Sub has certainly not accepted the message: no request was sent, or it was refused."""
     return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
 

@@ -102,9 +102,9 @@ class SpannerStore:
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         """See Store. A strong single-use read at the request priority, one request for each layout."""
         parameters = {"topics": sorted(request.topics), "per_range": request.per_range}
-        if request.below is not None:
-            parameters["below"] = request.below
-        statement = statements.POLLS[request.due, request.below is not None]
+        if request.below_priority is not None:
+            parameters["below"] = request.below_priority
+        statement = statements.POLLS[request.due, request.below_priority is not None]
         found: dict[str, Candidate] = {}
         for shards in by_layout(request.shards):
             values = parameters | {"shards": shards.numbers}

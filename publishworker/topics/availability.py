@@ -98,10 +98,10 @@ class Topics:
         policy = self._controls.policies.get(claim.topic, NO_POLICY)
         return replace(claim, publish_to=self._controls.routes.get(claim.topic), policy=policy)
 
-    def at_most_once_to_start(self, delivered: Delivered) -> Claim | None:
+    def admit_at_most_once(self, delivered: Delivered) -> Claim | None:
         """Return a claim of the at-most-once tasks that a finished batch has found, or None while they must wait."""
         claim = delivered.at_most_once()
-        return claim if claim is not None and self._circuits.spends_at_most_once(delivered) else None
+        return claim if claim is not None and self._circuits.admit_at_most_once(delivered) else None
 
     def depths(self) -> Mapping[str, int]:
         """Return, by topic, how many rows a poll must read from each range to find a task that has not been a probe."""

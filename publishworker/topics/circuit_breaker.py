@@ -37,7 +37,7 @@ FORGET_SECONDS = 600.0
 FIRST_SEARCH_DEPTH, MAX_SEARCH_DEPTH = 250, 2_500
 #: In an outage, a failed probe loses an at-most-once task, so the first draws of such tasks are skipped. After this
 #: many skips, the next draw is published.
-SPARED_PROBES = 3
+MAX_SKIPPED_DRAWS = 3
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _OpenCircuit:
     #: How many rows of each range to read, because all polled tasks have been probes. 0: no more than for other topics.
     search_depth: int = 0
     #: How many draws of an at-most-once task were skipped.
-    spared: int = 0
+    skipped_draws: int = 0
 
     @property
     def is_outage(self) -> bool:
@@ -167,19 +167,19 @@ class CircuitBreakers:
         suspects = frozenset(self._suspects.get(claim.topic, {}).keys() & set(claim.ids))
         return replace(claim, hints=TopicHints(accepts=claim.topic not in self._failing, suspects=suspects))
 
-    def spends_at_most_once(self, delivered: Delivered) -> bool:
+    def admit_at_most_once(self, delivered: Delivered) -> bool:
         """Decide whether the at-most-once tasks that this batch has found are sent now.
 
         In an outage, a failed publish loses at-most-once tasks, so they wait until the circuit closes. After
-        SPARED_PROBES draws, one of them becomes the probe, because there may be no other task.
+        MAX_SKIPPED_DRAWS draws, one of them becomes the probe, because there may be no other task.
         """
         circuit = self._open.get(delivered.claim.topic)
         if circuit is None or not delivered.claim.hints.probe:
             return circuit is None
-        if circuit.is_outage and circuit.spared < SPARED_PROBES:
-            circuit.spared += 1
+        if circuit.is_outage and circuit.skipped_draws < MAX_SKIPPED_DRAWS:
+            circuit.skipped_draws += 1
             return False
-        circuit.spared = 0
+        circuit.skipped_draws = 0
         return True
 
     def observe(self, delivered: Delivered) -> CircuitChange | None:

@@ -62,7 +62,7 @@ class Membership:
         self._idle_interval = IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._assigned_at = clock()
         self._next_timeout_at = math.inf
-        self._living: frozenset[str] = frozenset({worker})
+        self._live: frozenset[str] = frozenset({worker})
         self._gone: frozenset[str] = frozenset()
         #: The IDs of the shards that this worker polls.
         self.shards = _ids(self.layouts)
@@ -70,7 +70,7 @@ class Membership:
     @property
     def size(self) -> int:
         """Return the number of live workers, including this one."""
-        return len(self._living)
+        return len(self._live)
 
     @property
     def counts_backlog(self) -> bool:
@@ -137,26 +137,26 @@ class Membership:
         self._was_seen = seen
         others = {id: seconds for id, seconds in workers.live.items() if id != self._worker}
         self._next_timeout_at = self._clock() + min(others.values(), default=math.inf)
-        living = frozenset({*others, self._worker})  # this worker is live even if its row timed out
+        live = frozenset({*others, self._worker})  # this worker is live even if its row timed out
         if self._clock() < self._keep_former_until:
-            living |= self._living
+            live |= self._live
             self._next_timeout_at = min(self._next_timeout_at, self._keep_former_until)
         layouts = workers.layouts or self.layouts
         if layouts != self.layouts:
-            self._divide(living, tuple(sorted({*layouts, *self.layouts})))
+            self._divide(live, tuple(sorted({*layouts, *self.layouts})))
             self._write(layouts)
             columns = " and ".join(each.column for each in layouts)
             log.info("This worker polls %s", columns, extra={"action": "reshard"})
-        self._divide(living, layouts)
+        self._divide(live, layouts)
         self._is_assigned = True
 
-    def _divide(self, living: frozenset[str], layouts: tuple[Layout, ...]) -> None:
+    def _divide(self, live: frozenset[str], layouts: tuple[Layout, ...]) -> None:
         """Take this worker's part of the shards if the live workers or the layouts have changed."""
-        if (living, layouts) != (self._living, self.layouts):
-            self._living, self.layouts = living, layouts
-            self.shards = divide(living, _ids(layouts))[self._worker]  # OUT-LOSS-6
+        if (live, layouts) != (self._live, self.layouts):
+            self._live, self.layouts = live, layouts
+            self.shards = divide(live, _ids(layouts))[self._worker]  # OUT-LOSS-6
             shards = ", ".join(map(str, self.shards))
-            workers = counted(len(living), "live worker")
+            workers = counted(len(live), "live worker")
             log.info("%s; this one polls shards %s", workers, shards, extra={"action": "assigned"})
 
     def delete_heartbeat(self) -> None:

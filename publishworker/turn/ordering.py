@@ -35,7 +35,7 @@ class ResolvedKeys:
 
     candidates: Sequence[Candidate]
     blocked: Sequence[Claim] = ()
-    busy: bool = False
+    left_out: bool = False
 
 
 class Ordering:
@@ -49,7 +49,7 @@ class Ordering:
         self._random = random
         self._skip_dead = skip_dead
         self._throttled_log = ThrottledLog(clock)
-        self._size = ReadSize(MAX_KEYS, clock)
+        self._read_size = ReadSize(MAX_KEYS, clock)
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
         """Replace the tasks of each key that is not in flight by its sendable prefix. Raises StoreError."""
@@ -60,11 +60,11 @@ class Ordering:
                 by_key.setdefault(Key(each.topic, each.ordering_key), []).append(each)
         keys = {key: tasks for key, tasks in by_key.items() if key not in in_flight}
         # A later poll reads the keys that are not chosen.
-        if len(keys) > self._size.limit:
-            keys = {key: keys[key] for key in self._random.sample([*keys], self._size.limit)}
-        busy = len(keys) < len(by_key)
+        if len(keys) > self._read_size.limit:
+            keys = {key: keys[key] for key in self._random.sample([*keys], self._read_size.limit)}
+        left_out = len(keys) < len(by_key)
         if not keys:
-            return ResolvedKeys(unordered, busy=busy)
+            return ResolvedKeys(unordered, left_out=left_out)
         longest = max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
         # One row more than the longest prefix: if this row is deferred, the commit of the prefix must release it.
         queues = self._read({key: tasks[0].shard for key, tasks in keys.items()}, longest + 1)
@@ -79,7 +79,7 @@ class Ordering:
                 prefixes.append(_candidate(tasks, prefix, following))
             elif queue:
                 blocked += _deferrals(key, queue, tasks, self._limits)
-        return ResolvedKeys(unordered + prefixes, blocked, busy)
+        return ResolvedKeys(unordered + prefixes, blocked, left_out)
 
     def _read(self, keys: Mapping[Key, int], wanted: int) -> dict[Key, list[QueuedTask]]:
         """Return the first `wanted` unsent tasks of each key, without tasks that expired before they were due.
@@ -89,7 +89,7 @@ class Ordering:
         rows = wanted
         queues: dict[Key, list[QueuedTask]] = {}
         while keys:
-            with self._size.reading(len(keys)):
+            with self._read_size.reading(len(keys)):
                 found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
             queues |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
             short = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]

@@ -46,9 +46,9 @@ class Poller:
         """A poll aims at `target_rows` rows."""
         self._store = store
         self._membership = membership
-        self._size = PollSize(target_rows, len(membership.shards))
+        self._poll_size = PollSize(target_rows, len(membership.shards))
         #: For the reads of ranges of AsynchronousTasksToSend: polls, discoveries and next due times.
-        self._ranges = ReadSize(MAX_POLL_ROWS, clock)
+        self._read_size = ReadSize(MAX_POLL_ROWS, clock)
         self._discovery_seconds = discovery_seconds
         self._clock = clock
         self._topics = KnownTopics(clock)
@@ -99,8 +99,8 @@ class Poller:
         known = self._topics.polled
         if shards != self._discovered_shards or not self._undiscovered:
             self._undiscovered = len(shards)
-        part = self._next_shards("discovery", shards, self._ranges.limit // (len(known) + 1))
-        with self._ranges.reading(len(part) * (len(known) + 1)):
+        part = self._next_shards("discovery", shards, self._read_size.limit // (len(known) + 1))
+        with self._read_size.reading(len(part) * (len(known) + 1)):
             found = self._store.discover(part, known)
         self._undiscovered = max(0, self._undiscovered - len(part))
         self.discovers_again = bool(found.topics or self._undiscovered)
@@ -114,33 +114,33 @@ class Poller:
     def poll(
         self,
         room: int,
-        below: int | None,
+        below_priority: int | None,
         in_flight: Collection[str],
         unavailable: Collection[str] = frozenset(),
         depths: Mapping[str, int] = MappingProxyType({}),
     ) -> Polled:
         """Return candidates, except those `in_flight` and those of `unavailable` topics. Raises StoreError.
 
-        `room` is the number of tasks that may start now. With `below`, the poll reads each range of ready tasks a
-        second time, for priorities below it, because more urgent tasks may fill the first read. `depths` maps a topic
+        `room` is the number of tasks that may start now. With `below_priority`, the poll reads ready ranges a
+        second time, for lower priorities, because more urgent tasks may fill the first read. `depths` maps a topic
         to the number of rows to read of each of its ranges. A topic that needs more rows than the others is read by its
         own query.
         """
         request = PollRequest(
             shards=self._membership.shards,
             topics=self._topics.polled.difference(unavailable),  # OUT-DELAY-3
-            per_range=self._size.per_range,
+            per_range=self._poll_size.per_range,
             due=self._reads_due_tasks,
-            below=below,
+            below_priority=below_priority,
         )
         part = self._next_part(request)
-        self._size.limit(MAX_POLL_ROWS // max(1, part.ranges))
-        part = replace(part, per_range=self._size.per_range)
+        self._poll_size.limit(MAX_POLL_ROWS // max(1, part.ranges))
+        part = replace(part, per_range=self._poll_size.per_range)
         try:
-            with self._ranges.reading(part.ranges):
+            with self._read_size.reading(part.ranges):
                 candidates, cut_off = self._read(part, room, in_flight, depths)
         except TimedOut:
-            self._size.limit(part.per_range // 4)
+            self._poll_size.limit(part.per_range // 4)
             raise
         self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
         self._note(candidates, unavailable, due=request.due)
@@ -167,10 +167,10 @@ class Poller:
         Raises StoreError.
         """
         shards, topics = self._membership.shards, self._topics.polled.difference(unavailable)
-        if (ranges := len(shards) * len(topics)) > self._ranges.limit:
+        if (ranges := len(shards) * len(topics)) > self._read_size.limit:
             seconds: float | None = 0.0  # too many ranges for one read: polls read them part by part
         else:
-            with self._ranges.reading(ranges):
+            with self._read_size.reading(ranges):
                 seconds = self._store.seconds_until_due(shards, topics) if topics else None
         self._reads_due_tasks |= seconds is not None
         return seconds
@@ -184,8 +184,8 @@ class Poller:
         candidates = list(self._store.poll(others)) if others.topics else []
         highest = max((each.priority for each in candidates), default=0)
         startable = {each.id for each in candidates if each.priority == highest}.difference(in_flight)
-        self._size.adapt(_by_range(candidates), len(startable), room)
-        cut_off = self._size.cut_off
+        self._poll_size.adapt(_by_range(candidates), len(startable), room)
+        cut_off = self._poll_size.cut_off
         for topic, depth in sorted(deep.items()):
             shards = self._next_shards("deep", request.shards, DEEP_ROWS // depth)
             found = self._store.poll(replace(request, shards=shards, topics=frozenset({topic}), per_range=depth))
@@ -196,7 +196,7 @@ class Poller:
 
     def _next_part(self, request: PollRequest) -> PollRequest:
         """Return the request, or the next part: some of the shards, or some of the topics of one shard."""
-        pairs = max(1, self._ranges.limit * request.pairs // max(1, request.ranges))
+        pairs = max(1, self._read_size.limit * request.pairs // max(1, request.ranges))
         topics = sorted(request.topics)
         if request.pairs <= pairs:
             return request

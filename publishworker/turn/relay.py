@@ -83,17 +83,17 @@ class Relay:
         reports = self._in_flight.collect()
         changed = self._observe(reports)  # circuits, limits, metrics and logs
         self._in_flight.raise_if_stuck()
-        has_discovered = self._begin_reads()
+        discovered = self._discover_if_outdated()
         self._start_at_most_once(reports, stopping)
         polled = self._poll()  # reads nothing while no batch may start
         self._progress()
         ready = self._ordering.resolve(polled.candidates, self._in_flight.keys())  # sendable prefixes, blocked keys
         selection = self._select(polled, ready, stopping)
         started = self._start(selection.claims)
-        if not has_discovered:  # live workers, controls, unknown topics
+        if not discovered:  # live workers, controls, unknown topics
             changed |= self._discover(found_nothing=not (started or polled.no_room))
         self._reads_incomplete = False
-        waits = polled.no_room or started or ready.busy or selection.is_byte_limited
+        waits = polled.no_room or started or ready.left_out or selection.is_byte_limited
         ended = self._wait(selection) if waits and self._in_flight.delivering else self._in_flight.collect()
         changed |= self._observe(ended)
         self._start_at_most_once(ended, stopping)
@@ -160,13 +160,13 @@ class Relay:
         if stopping():
             return
         delivered = (each for each in reports if isinstance(each, Delivered))
-        found = [claim for each in delivered if (claim := self._topics.at_most_once_to_start(each)) is not None]
+        found = [claim for each in delivered if (claim := self._topics.admit_at_most_once(each)) is not None]
         # A later poll finds those that get no place.
         if claims := found[: max(0, self._options.limits.batches - self._in_flight.places)]:
             self._refresh()
             self._start(claims)
 
-    def _begin_reads(self) -> bool:
+    def _discover_if_outdated(self) -> bool:
         """Discover if the last read is outdated or has failed. Tell whether the turn need not discover again."""
         failed, self._reads_incomplete = self._reads_incomplete, True  # `turn` resets it if no read raises StoreError
         if failed:
@@ -211,7 +211,7 @@ class Relay:
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic())
         began = self._clock()
         room = (limits.batches - self._in_flight.places) * limits.batch_size
-        polled = self._poller.poll(room, self._selector.below, in_flight, unavailable, self._topics.depths())
+        polled = self._poller.poll(room, self._selector.below_priority, in_flight, unavailable, self._topics.depths())
         self._reporter.poll(self._clock() - began)
         return polled
 

@@ -38,7 +38,7 @@ class FairShare:
         return int(self._owed)
 
     @property
-    def below(self) -> int | None:
+    def below_priority(self) -> int | None:
         """Return the priority below which the next poll has to read ready tasks as well, or None."""
         if not self.batches or self._top is None:
             return None
@@ -46,10 +46,10 @@ class FairShare:
 
     def choose(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return the tasks of the priority that is next, or none if nothing is owed."""
-        below = self.below
-        if below is None:
+        below_priority = self.below_priority
+        if below_priority is None:
             return []
-        lower = [each for each in candidates if each.priority < below]  # OUT-ORDER-3
+        lower = [each for each in candidates if each.priority < below_priority]  # OUT-ORDER-3
         if not lower:
             if self._last is None:
                 self._owed = 0.0  # no lower task waits; try again when the next share is due
@@ -80,9 +80,9 @@ class Selector:
         self._leaves_place = fair_share > 0
 
     @property
-    def below(self) -> int | None:
+    def below_priority(self) -> int | None:
         """Return the priority below which the next poll also reads ready tasks, for the fair share, or None."""
-        return self._fair_share.below
+        return self._fair_share.below_priority
 
     def select(self, resolved: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> Selection:
         """Choose the batches to start in addition to those in flight.

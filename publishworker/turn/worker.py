@@ -44,8 +44,8 @@ class Worker:
         self._clock = clock
         self._poll_interval = poll_interval
         self._max_pause = idle_interval or (lambda: poll_interval)
-        self._idle = Backoff(FIRST_WAIT, self._max_pause, random)
-        self._outage = Backoff(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
+        self._pauses = Backoff(FIRST_WAIT, self._max_pause, random)
+        self._outage_pauses = Backoff(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
         #: Whether the last turn left something to try again.
         self._unfinished = False
         #: Why the last turn failed, or None if it did not.
@@ -82,7 +82,7 @@ class Worker:
             except StoreError as error:
                 self._touch_file()  # the poll alone may have taken 30 s
                 self._note_outage(error)
-                stop.wait(self._outage.next())
+                stop.wait(self._outage_pauses.next())
                 continue
             self._note_success()
             if finished or stop.is_set():
@@ -96,11 +96,11 @@ class Worker:
         self._membership.idle = False
         unfinished = turn.next is not Next.LATER
         if turn.made_progress or (unfinished and not self._unfinished):
-            self._idle.reset()  # a first failure is retried soon, and repeated ones more and more slowly
+            self._pauses.reset()  # a first failure is retried soon, and repeated ones more and more slowly
         self._unfinished = unfinished
         if turn.next in (Next.AT_ONCE, Next.STILL_WAITING):
             return 0.0
-        seconds = self._idle.next()
+        seconds = self._pauses.next()
         if seconds > self._poll_interval:
             seconds = self._limit_long_pause(seconds, turn)
         seconds = min(seconds, turn.max_wait)
@@ -143,5 +143,5 @@ class Worker:
         self._missing_since = None
         if self.failure:
             self.failure = None
-            self._outage.reset()
+            self._outage_pauses.reset()
             log.info("Spanner is available again", extra={"action": "spanner_available"})

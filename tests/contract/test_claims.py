@@ -133,7 +133,7 @@ def test_a_failed_task_is_a_candidate_once_its_retry_is_due(harness: Harness) ->
     marks = {id: NotSent(10, at, FUTURE, "expired: long ago") for id, at in times.items()}
     harness.store.claim([*marks], lambda _rows, _now: marks)
     assert poll_ids(harness.store, "orders") == ["alive"]
-    assert sorted(poll_ids(harness.store, "orders", due=True, below=1000)) == ["alive", "now"]
+    assert sorted(poll_ids(harness.store, "orders", due=True, below_priority=1000)) == ["alive", "now"]
     assert columns(harness, "dead") == (None, NEVER, FUTURE, "expired: long ago", 10)
 
 

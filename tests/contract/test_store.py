@@ -30,7 +30,7 @@ def discovered(harness: Harness) -> Discovery:
 
 
 def test_empty_tables(harness: Harness) -> None:
-    assert harness.store.poll(poll_request("orders", due=True, below=1)) == ()
+    assert harness.store.poll(poll_request("orders", due=True, below_priority=1)) == ()
     assert harness.store.discover(ALL, ()).topics == frozenset()
     assert discovered(harness).controls == TopicControls()
     assert discovered(harness).workers == Workers()
@@ -47,7 +47,7 @@ def test_poll_returns_only_unsent_tasks_of_the_requested_topics(harness: Harness
     assert (candidate.id, candidate.topic, candidate.priority) == ("a", "orders", 7)
     assert (candidate.ordering_key, candidate.available_at, candidate.bytes) == ("key", None, len(serialized()))
     assert candidate.shard in range(10)
-    assert poll_ids(harness.store, "orders", due=True, below=1000) == ["a"]
+    assert poll_ids(harness.store, "orders", due=True, below_priority=1000) == ["a"]
 
 
 def test_due_tasks_are_returned_on_request(harness: Harness) -> None:
@@ -83,9 +83,9 @@ def test_poll_limits_each_range_and_prefers_priority(harness: Harness) -> None:
     for found, options in (
         (["p9"], {"per_range": 1}),
         (["p5", "p9", "p9"], {"per_range": 3}),
-        (["p5", "p9"], {"per_range": 1, "below": 9}),
-        (["p9"], {"per_range": 1, "below": 1}),
-        (["p1", "p5", "p9", "p9"], {"below": 9}),
+        (["p5", "p9"], {"per_range": 1, "below_priority": 9}),
+        (["p9"], {"per_range": 1, "below_priority": 1}),
+        (["p1", "p5", "p9", "p9"], {"below_priority": 9}),
     ):
         assert sorted(id[:2] for id in poll_ids(harness.store, "orders", **options)) == found
 
@@ -139,7 +139,7 @@ def test_every_task_is_in_every_layout(own_harness: Harness) -> None:
     assert harness.store.layouts == (first,)
     assert discovered(harness).workers.layouts == (first, new) == tuple(harness.store.layouts)
     for shards in (first.ids, new.ids, [*first.ids, *new.ids]):
-        found = harness.store.poll(poll_request("orders", shards=shards, due=True, below=1000))
+        found = harness.store.poll(poll_request("orders", shards=shards, due=True, below_priority=1000))
         assert sorted(each.id for each in found) == ["a", "b", "c", "d"]
         assert {each.shard for each in found} <= set(shards)
         assert harness.store.discover(tuple(shards), ()).topics == {"orders"}

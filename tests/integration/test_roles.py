@@ -57,7 +57,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     heard = Heard(ours)
     schema.differences(ours, ddl.statements())
     store = real.Store(ours, schema.layout(ours))
-    store.poll(poll_request("orders", per_range=9, due=True, below=0))
+    store.poll(poll_request("orders", per_range=9, due=True, below_priority=0))
     store.discover(range(10), ())
     store.key_heads({Key("orders", "k"): 0}, 9, skip_dead=True)
 

@@ -58,8 +58,8 @@ def statements(database: Database) -> list[str]:
     sent = record_requests(ours, "execute_streaming_sql")
     store, table = SpannerStore(ours, Layout(10)), TaskTable(ours)
     for due in (False, True):
-        for below in (None, 50):
-            store.poll(poll_request("orders", due=due, below=below))
+        for below_priority in (None, 50):
+            store.poll(poll_request("orders", due=due, below_priority=below_priority))
     store.discover(range(10), {"orders"})
     UnsentTasks(store).counts()
     store.key_heads({Key("orders", "k"): 3}, 10, skip_dead=True)

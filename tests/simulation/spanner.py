@@ -240,8 +240,8 @@ class Table(FakeStore):
         now, found = self.time(), dict[str, Candidate]()
         for place in itertools.product(request.shards, sorted(request.topics)):
             ids = [each[-1] for each in self._ready[place].islice(stop=request.per_range)]
-            if request.below is not None:
-                lower = self._ready[place].irange(minimum=(1 - request.below,))
+            if request.below_priority is not None:
+                lower = self._ready[place].irange(minimum=(1 - request.below_priority,))
                 ids += [each[-1] for each in itertools.islice(lower, request.per_range)]
             if request.due:
                 due = itertools.takewhile(lambda each: each[0] <= now, self._due[place])
@@ -466,7 +466,7 @@ class Connection:
             self._spanner.book("rows", len(found), urgent=False)
             return found
 
-        scans = 1 + request.due + (request.below is not None)
+        scans = 1 + request.due + (request.below_priority is not None)
         found: Sequence[Candidate] = self._read("poll", execute, scans)
         return found
 

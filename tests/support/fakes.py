@@ -136,8 +136,8 @@ class FakeStore:
             )
             due = [row for row in of_range if row.available_at is not None and self._is_due(row)]
             ranges = [ready]
-            if request.below is not None:
-                ranges.append([row for row in ready if row.priority < request.below])
+            if request.below_priority is not None:
+                ranges.append([row for row in ready if row.priority < request.below_priority])
             if request.due:
                 ranges.append(sorted(due, key=lambda row: (row.available_at or NEVER, -row.priority, row.created_at)))
             found |= {row.id: candidate(row, shard) for rows in ranges for row in rows[: request.per_range]}

@@ -210,7 +210,7 @@ def test_an_outage_is_probed_with_at_most_once_tasks_only_as_a_last_resort(watch
     def is_risked(*, probe: bool = True) -> bool:
         result = Delivered(claim_of("orders", "once", probe=probe), outcomes={"once": Skipped("at_most_once")})
         watch.observe(result)
-        return watch.spends_at_most_once(result)
+        return watch.admit_at_most_once(result)
 
     assert is_risked(probe=False)
     watch.fail(AWAY, "a")

@@ -36,16 +36,16 @@ def test_without_lower_priorities_no_fair_share_accumulates() -> None:
     """After one vain poll from the top, the next one comes when the next share is earned, not at every turn."""
     fair = FairShare(0.5)
     fair.count(4, 0, top=100)
-    assert fair.below == 100
+    assert fair.below_priority == 100
     assert fair.choose(tasks(100)) == []
-    assert fair.below is None
+    assert fair.below_priority is None
     fair.count(1, 0, top=100)
-    assert fair.below is None
+    assert fair.below_priority is None
     fair.count(1, 0, top=100)
-    assert fair.below == 100
+    assert fair.below_priority == 100
     fair = FairShare(1.0)
     fair.count(8, 0, top=None)  # no task was left behind, so there is no priority to poll below
-    assert fair.below is None
+    assert fair.below_priority is None
 
 
 def test_ready_and_due_tasks_have_a_share_and_what_is_owed_is_bounded() -> None:
@@ -131,14 +131,14 @@ def test_an_idle_worker_does_not_poll_for_lower_priorities(bench: Bench) -> None
     bench.store.polls.clear()
     for _ in range(5):
         bench.relay.turn()
-    assert all(request.below is None for request in bench.store.polls)
+    assert all(request.below_priority is None for request in bench.store.polls)
     bench = Bench(size=10, batches=2, fair_share=0)
     bench.insert(*[f"high{n}" for n in range(500)], priority=100)
     bench.insert("low", priority=0)
     for _ in range(20):
         bench.relay.turn()
     assert "low" not in bench.publisher.ids()
-    assert all(request.below is None for request in bench.store.polls)
+    assert all(request.below_priority is None for request in bench.store.polls)
 
 
 def test_priority_is_strict_without_a_fair_share() -> None:

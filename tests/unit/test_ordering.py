@@ -138,13 +138,13 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     seen = bench.store.poll(poll_request("orders"))
     key_heads = ordering.resolve(seen, frozenset())
     [key] = key_heads.candidates
-    assert not key_heads.busy
+    assert not key_heads.left_out
     assert (key.id, key.behind, key.priority, key.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
     assert (key.task_count, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
     in_flight = frozenset({Key("orders", "k")})
-    assert ordering.resolve(seen, in_flight) == ResolvedKeys([], busy=True)
+    assert ordering.resolve(seen, in_flight) == ResolvedKeys([], left_out=True)
     other = seen[0]._replace(id="other", ordering_key="other")
-    assert ordering.resolve([*seen, other], in_flight).busy
+    assert ordering.resolve([*seen, other], in_flight).left_out
 
 
 def test_a_key_is_published_in_order_in_requests_of_batch_size(bench: Bench) -> None:

@@ -214,7 +214,7 @@ def test_tasks_in_flight_make_no_poll_deeper() -> None:
 
 def index_ranges(request: PollRequest) -> int:
     """Return how many ranges of the index the statement of this poll reads."""
-    statement = POLLS[request.due, request.below is not None]
+    statement = POLLS[request.due, request.below_priority is not None]
     return statement.count("FORCE_INDEX") * len(request.shards) * len(request.topics)
 
 

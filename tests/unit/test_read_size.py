@@ -85,7 +85,7 @@ def test_one_poll_has_an_upper_bound_of_rows() -> None:
     for id, name in itertools.product(range(1_000), names):
         store.insert(f"{name}/{id}", name)
     poller = Poller(store, Membership(store, "me"), time.monotonic, 2_000, 1.0)
-    poller._size.per_range = 1_000
+    poller._poll_size.per_range = 1_000
     poller.discover()
     for _ in range(3):
         found = poller.poll(2_000, None, ())
@@ -100,7 +100,7 @@ def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
     bench = Bench(size=10, batches=8)
     names = [f"t{number}" for number in range(30)]
     bench.publisher.topics |= {f"projects/test-project/topics/{name}" for name in names}
-    bench.relay._poller._ranges.limit = bench.relay._poller._ranges._most = 7
+    bench.relay._poller._read_size.limit = bench.relay._poller._read_size._max_ranges = 7
     for name in names:
         bench.insert(f"first {name}", topic=name)
     for _ in range(600):

@@ -131,8 +131,10 @@ def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]
     store, table = SpannerStore(database, schema.layout(database)), TaskTable(database)
     shards, topics = tuple(store.layouts[0].ids), frozenset(TOPICS)
     for due in (False, True):
-        for below in (None, 50):
-            found = store.poll(PollRequest(shards=shards, topics=topics, per_range=80, due=due, below=below))
+        for below_priority in (None, 50):
+            found = store.poll(
+                PollRequest(shards=shards, topics=topics, per_range=80, due=due, below_priority=below_priority)
+            )
     store.discover(shards, TOPICS[:2])
     ids = [each.id for each in found][:100]
     keyed = {Key(each.topic, each.ordering_key): each.shard for each in found if each.ordering_key}
