@@ -316,7 +316,7 @@ class Next(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The numbers of one turn, in tasks unless noted, and when the next one starts."""
+    """The counts of one turn, of tasks unless noted, and when the next turn starts."""
 
     polled: int = 0
     published: int = 0

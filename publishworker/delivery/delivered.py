@@ -1,11 +1,11 @@
 """The results of a batch. Frozen: they pass from the batch's thread to the relay's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from publishworker.delivery.claim import Claim, Kind
-from publishworker.types import Deferred, Failed, NotSent, Outcome, Sent, Skipped
+from publishworker.types import Deferred, Failed, NotSent, Outcome, Sent, Skipped, Turn
 
 #: What has happened to a task whose marks are not written. `marked`: at most once, marked but not published.
 State: TypeAlias = Literal["published", "unpublished", "marked"]
@@ -51,6 +51,10 @@ class Delivered:
         gone = Skipped("gone")
         return [id for id in self.published() if id in self.unmarked or self.outcomes.get(id) == gone]
 
+    def has_written(self) -> bool:
+        """Tell whether the batch has written a mark, so that another turn may find other tasks."""
+        return len(self.published()) > len(self.uncommitted()) or bool(self.recorded or self.deferred)
+
     def already_sent(self) -> list[str]:
         """Return the IDs that another worker had sent."""
         return self._skipped("sent")
@@ -70,6 +74,18 @@ class Delivered:
     def _skipped(self, reason: str) -> list[str]:
         skipped = ((id, outcome) for id, outcome in self.outcomes.items() if isinstance(outcome, Skipped))
         return [id for id, outcome in skipped if outcome.reason == reason]
+
+
+def counted_in_turn(batches: Sequence[Delivered]) -> Turn:
+    """Return a turn with the counts of tasks of these batches."""
+    return Turn(
+        published=sum(len(each.published()) for each in batches),
+        already_sent=sum(len(each.already_sent()) for each in batches),
+        failed=sum(len(each.failed()) for each in batches),
+        recorded=sum(len(each.recorded) for each in batches),
+        deferred=sum(len(each.deferred) for each in batches),
+        uncommitted=sum(len(each.uncommitted()) for each in batches),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """One turn of the relay, in the order in which data moves."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from publishworker.delivery.claim import Claim
-from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.delivered import Delivered, counted_in_turn
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.kinds import delivery_of
 from publishworker.delivery.marking import Marking
@@ -185,7 +185,7 @@ class Relay:
             self._apply(self._store.discover((), ()), began)
 
     def _discover(self, *, found_nothing: bool = False, now: bool = False) -> bool:
-        """Discover if it is time, or `now`, and return whether there are new topics or shards to poll."""
+        """Discover if it is time, or `now`. Tell whether there are new topics or shards to poll."""
         self._progress()
         began, shards = self._clock(), self._membership.shards
         unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic()) if now else ()
@@ -224,7 +224,7 @@ class Relay:
         return self._selector.select(ready, self._in_flight, polled.cut_off)
 
     def _start(self, claims: Sequence[Claim]) -> bool:
-        """Start the batches whose topic is not paused; return whether there were any."""
+        """Start the batches whose topic is not paused. Tell whether any has started."""
         started = [claim for claim in claims if self._topics.may_start(claim)]
         for claim in started:
             self._in_flight.start(self._topics.start(claim))
@@ -239,24 +239,16 @@ class Relay:
         self, polled: Polled, reports: Sequence[Report], *, waits: bool = False, changed: bool = False
     ) -> Turn:
         finished = [each for each in reports if isinstance(each, Delivered)]
-        published = sum(len(each.published()) for each in finished)
-        uncommitted = sum(len(each.uncommitted()) for each in finished)
-        written = sum(len(each.recorded) + len(each.deferred) for each in finished)
         next_turn = Next.LATER
-        if published > uncommitted or written or changed or polled.unread:
+        if changed or polled.unread or any(each.has_written() for each in finished):
             next_turn = Next.AT_ONCE
         elif waits and not finished and self._in_flight.delivering:
             next_turn = Next.STILL_WAITING
         elif polled.candidates or polled.no_room or finished or self.in_flight:
             next_turn = Next.SOON
-        turn = Turn(
+        turn = replace(
+            counted_in_turn(finished),
             polled=len(polled.candidates),
-            published=published,
-            already_sent=sum(len(each.already_sent()) for each in finished),
-            failed=sum(len(each.failed()) for each in finished),
-            recorded=sum(len(each.recorded) for each in finished),
-            deferred=sum(len(each.deferred) for each in finished),
-            uncommitted=uncommitted,
             in_flight=self.in_flight,
             next=next_turn,
             seconds_to_retry=self._topics.seconds_until_available(),
