@@ -96,7 +96,7 @@ class Delivery:
             self._transact(self.claim, self._decide)
             self.unmarked = frozenset()
         except StoreError as error:
-            self._fail(error)
+            self._note_failed_commit(error)
         return self._delivered()
 
     def mark_again(self) -> Iterator[Unmarked]:
@@ -243,7 +243,7 @@ class Delivery:
             self._refused = {id: kept for id, kept in self._refused.items() if id not in marks}
         return committed
 
-    def _fail(self, error: StoreError) -> None:
+    def _note_failed_commit(self, error: StoreError) -> None:
         """Note that the commit failed. If Spanner has refused it, find the rows that are the reason."""
         self._error = str(error)
         spanner_refused = isinstance(error, Refused)

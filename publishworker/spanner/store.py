@@ -121,11 +121,13 @@ class SpannerStore:
             found = list(self._query_layouts(statements.DISCOVER, "outbox-discover", shards, parameters))
         else:
             found = self._query(statements.DISCOVER_NO_TOPICS, "outbox-discover", {})
-        _, seen, layouts, controls = found[0]
+        _, heartbeats, layouts, controls = found[0]
         recorded = tuple(sorted(filter(None, (Layout.recorded(column, number) for column, number in layouts))))
         self.layouts = recorded or self.layouts
         return Discovery(
-            _workers(seen, recorded), _controls(controls), frozenset(topic for topics, *_ in found for topic in topics)
+            _workers(heartbeats, recorded),
+            _controls(controls),
+            frozenset(topic for topics, *_ in found for topic in topics),
         )
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:

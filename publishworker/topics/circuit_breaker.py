@@ -143,17 +143,17 @@ class CircuitBreakers:
         if not self._open:
             return list(candidates), {}
         kept: list[Candidate] = []
-        of_outage: defaultdict[str, list[Candidate]] = defaultdict(list)
+        in_outage: defaultdict[str, list[Candidate]] = defaultdict(list)
         for each in candidates:
             circuit = self._open.get(each.topic)
-            (of_outage[each.topic] if circuit and circuit.is_outage else kept).append(each)
-        for topic, tasks in of_outage.items():
+            (in_outage[each.topic] if circuit and circuit.is_outage else kept).append(each)
+        for topic, tasks in in_outage.items():
             circuit = self._open[topic]
-            fresh = [each for each in tasks if each.id not in circuit.probed]
-            if not fresh and topic in cut_off:
+            untried = [each for each in tasks if each.id not in circuit.probed]
+            if not untried and topic in cut_off:
                 circuit.search_depth = min(max(2 * circuit.search_depth, FIRST_SEARCH_DEPTH), MAX_SEARCH_DEPTH)
-            ready = [each for each in fresh if each.available_at is None]
-            kept.append(self._random.choice(ready or fresh or tasks))
+            ready = [each for each in untried if each.available_at is None]
+            kept.append(self._random.choice(ready or untried or tasks))
         return kept, {
             topic: OUTAGE_PROBE_TASKS if circuit.is_outage else TARGET_PROBE_TASKS
             for topic, circuit in self._open.items()

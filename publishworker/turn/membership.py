@@ -193,4 +193,4 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
             if pair[many] not in assigned and load[pair[few]] < max_load:
                 assigned[pair[many]] = pair
                 load[pair[few]] += 1
-    return {worker: tuple(sorted(shard for it, shard in assigned.values() if it == worker)) for worker in workers}
+    return {worker: tuple(sorted(shard for owner, shard in assigned.values() if owner == worker)) for worker in workers}

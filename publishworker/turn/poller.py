@@ -59,7 +59,7 @@ class Poller:
         #: True from `wake` until the next discovery.
         self._woken = False
         #: Where each kind of read continues if it reads only a part of the shards or topics.
-        self._next = Counter[str]()
+        self._continue_at = Counter[str]()
         #: If one poll can read only a part of the ranges, several polls make a round. These are the pairs of shard and
         #: topic that the round has left, the topics that it has found, and whether it has found due tasks.
         self._left_pairs = 0
@@ -202,17 +202,17 @@ class Poller:
             return request
         if len(topics) <= pairs:
             return replace(request, shards=self._next_shards("poll", request.shards, pairs // len(topics)))
-        first = self._next["topic"] if self._next["topic"] < len(topics) else 0
-        shard = request.shards[self._next["poll"] % len(request.shards)]
-        self._next["topic"] = first + pairs
-        self._next["poll"] += first + pairs >= len(topics)
+        first = self._continue_at["topic"] if self._continue_at["topic"] < len(topics) else 0
+        shard = request.shards[self._continue_at["poll"] % len(request.shards)]
+        self._continue_at["topic"] = first + pairs
+        self._continue_at["poll"] += first + pairs >= len(topics)
         return replace(request, shards=(shard,), topics=frozenset(topics[first : first + pairs]))
 
     def _next_shards(self, kind: str, shards: tuple[int, ...], number: int) -> tuple[int, ...]:
         """Return `number` of the shards, at least one, beginning after the last shard of the previous such read."""
         number = min(max(1, number), len(shards))
-        first = self._next[kind] % len(shards)
-        self._next[kind] = first + number
+        first = self._continue_at[kind] % len(shards)
+        self._continue_at[kind] = first + number
         return (*shards[first:], *shards[:first])[:number]
 
 

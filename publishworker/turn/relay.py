@@ -160,9 +160,9 @@ class Relay:
         if stopping():
             return
         delivered = (each for each in reports if isinstance(each, Delivered))
-        found = [claim for each in delivered if (claim := self._topics.admit_at_most_once(each)) is not None]
+        admitted = [claim for each in delivered if (claim := self._topics.admit_at_most_once(each)) is not None]
         # A later poll finds those that get no place.
-        if claims := found[: max(0, self._options.limits.batches - self._in_flight.places)]:
+        if claims := admitted[: max(0, self._options.limits.batches - self._in_flight.places)]:
             self._refresh()
             self._start(claims)
 

@@ -29,8 +29,8 @@ class FairShare:
     def __init__(self, share: float) -> None:
         self._share = share  # 0 to 1, the part of the batches for lower priorities; 0 is strict priority
         self._owed = 0.0
-        self._top: int | None = None
-        self._last: int | None = None
+        self._highest: int | None = None
+        self._last_chosen: int | None = None
 
     @property
     def batches(self) -> int:
@@ -40,9 +40,9 @@ class FairShare:
     @property
     def below_priority(self) -> int | None:
         """Return the priority below which the next poll has to read ready tasks as well, or None."""
-        if not self.batches or self._top is None:
+        if not self.batches or self._highest is None:
             return None
-        return self._top if self._last is None else self._last
+        return self._highest if self._last_chosen is None else self._last_chosen
 
     def choose(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return the tasks of the priority that is next, or none if nothing is owed."""
@@ -51,12 +51,12 @@ class FairShare:
             return []
         lower = [each for each in candidates if each.priority < below_priority]  # OUT-ORDER-3
         if not lower:
-            if self._last is None:
+            if self._last_chosen is None:
                 self._owed = 0.0  # no lower task waits; try again when the next share is due
-            self._last = None
+            self._last_chosen = None
             return []
-        self._last = max(each.priority for each in lower)
-        return [each for each in lower if each.priority == self._last]
+        self._last_chosen = max(each.priority for each in lower)
+        return [each for each in lower if each.priority == self._last_chosen]
 
     def count(self, batches: int, given: int, top: int | None) -> None:
         """Note that `batches` batches start, `given` of them for lower priorities. `top` is the highest priority.
@@ -66,7 +66,7 @@ class FairShare:
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
-        self._top = top
+        self._highest = top
 
 
 class Selector:

@@ -129,6 +129,17 @@ def test_a_task_that_is_deleted_after_an_aborted_publish_is_uncommitted(bench: B
     assert (result.error, result.published(), result.uncommitted()) == (None, ["a", "b"], ["a"])
 
 
+def test_a_batch_has_written_if_it_has_marked_a_task_or_recorded_a_failure(bench: Bench) -> None:
+    """Otherwise nothing has changed, so the next turn need not start at once."""
+    bench.failing = {"bad": Failed("invalid_argument", "no"), "outage": Failed("unavailable", "no")}
+    bench.insert("good", "bad", "outage", "in doubt")
+    assert bench.deliver("good").has_written()
+    assert bench.deliver("bad").has_written()
+    assert not bench.deliver("outage").has_written()
+    bench.slow_commits(StoreError("no answer"))
+    assert not bench.deliver("in doubt").has_written()
+
+
 def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
     expired = {"expires_at": bench.store.now - HOUR}
     for number, (id, columns) in enumerate({"expired": expired, "failing": {}, "good": {}}.items(), 1):
