@@ -106,7 +106,7 @@ class LimitedDatabase(Database):
         return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role, self._limited_api)
 
     def on_own_connection(self) -> "LimitedDatabase":
-        """Return the same database on a new connection, because one connection carries at most 100 requests."""
+        """Return the same database on a new connection, because one carries at most 100 requests at a time."""
         return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role)
 
     @property

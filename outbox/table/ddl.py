@@ -100,8 +100,8 @@ def dropped_layout(layout: Layout, indexes: Collection[str]) -> list[str]:
     return [*drops, f"ALTER TABLE AsynchronousTasks DROP COLUMN {layout.column}"]
 
 
-#: A semicolon inside quotes or a comment ends no statement. A backslash escapes the closing quote in every kind of
-#: literal, even a raw one, so prefixes such as rb do not matter.
+#: A semicolon inside quotes or a comment ends no statement. After a backslash, a quote does not end a literal, not even
+#: a raw one, so prefixes such as rb do not matter.
 #: https://cloud.google.com/spanner/docs/reference/standard-sql/lexical
 #: Each alternative also matches without its end, so a search never goes back, and its time is linear.
 _TOKEN = re.compile(

@@ -15,7 +15,7 @@ State: TypeAlias = Literal["published", "unpublished", "marked"]
 class Delivered:
     """What became of the tasks of a batch, after its first transaction.
 
-    `error` is why the commit failed. It is None if only single rows were refused, each of which has an Unmarked.
+    `error` is why the commit failed. It is also None if only single rows were refused: each has an Unmarked.
     """
 
     claim: Claim

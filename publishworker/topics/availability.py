@@ -1,4 +1,7 @@
-"""Decide whether a topic may be published to now, by its topic controls, circuit breaker and rate limit."""
+"""Decide whether a topic may be published to now, by its topic controls, circuit breaker and rate limit.
+
+The relay reads the topic controls with each discovery, and before it starts a batch if they are older than 2 s.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence

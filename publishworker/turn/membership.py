@@ -1,6 +1,7 @@
 """Shard assignment: the live workers divide the shards among themselves, without a leader.
 
-Each worker writes a heartbeat row and reads those of the others. Workers that read the same rows compute
+Each worker writes heartbeats to its row and reads those of the others. If one has written none for its liveness timeout
+(LIVENESS_TIMEOUT_SECONDS), the others divide its shards at the next discovery. Workers that read the same rows compute
 the same assignment. A wrong assignment costs collisions, or a delay until the liveness timeout and the next poll.
 Correctness depends only on the row locks.
 """

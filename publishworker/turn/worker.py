@@ -22,7 +22,11 @@ MAX_MISSING_SECONDS = 300.0
 
 
 class Worker:
-    """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`."""
+    """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`.
+
+    To stop, it deletes its heartbeat and waits for the batches in flight. These may publish until their time limit, and
+    mark for the shutdown timeout.
+    """
 
     def __init__(
         self,
