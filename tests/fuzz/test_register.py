@@ -79,7 +79,9 @@ def _registered(call: tuple[dict[str, Any], set[str]]) -> None:
         assert len(refused) < 600
         return
     [(_, columns, [values])] = transaction.inserts
-    row: Any = dict(zip(columns, values, strict=True))
+    # Columns with their default are left out.
+    row: Any = dict.fromkeys(("AvailableAt", "ExpiresAt", "OrderingKey")) | {"AtMostOnce": False}
+    row |= dict(zip(columns, values, strict=True))
     stored = RawPubsubMessage.FromString(base64.b64decode(row["Data"], validate=True))
     message = given["message"]
     if isinstance(message, PubsubMessage):

@@ -67,7 +67,7 @@ def every_state(database: Database) -> dict[str, str]:
         made.append(row(f"{chance.getrandbits(64):016x}", **columns))
     insert(database, made)
     statement = statements.task("Id").replace("WHERE Id = @id", "")
-    return dict(TaskTable(opened(database)).query(statement, "outbox-show"))
+    return {id: state for _, state, id in TaskTable(opened(database)).query(statement, "outbox-show")}
 
 
 def test_every_column_matches_the_table(every_state: dict[str, str], target: DatabaseSettings, database: Database):
