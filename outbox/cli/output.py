@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -55,8 +56,27 @@ def shortened(text: str | None) -> str | None:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Escaped:
-    """Return aligned columns. Numbers are aligned right, and dead and retrying tasks stand out."""
+    """Return aligned columns. Numbers are aligned right, and dead and retrying tasks stand out.
+
+    On a terminal that is narrower than the table, each row is a card instead: one line for each of its values.
+    """
     values = [list(row) for row in rows]
+    text = _aligned(heads, values)
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    is_wide = any(len(re.sub(r"\x1b\[\d+m", "", line)) > limit for line in text.splitlines())
+    return Escaped(_cards(heads, values) if is_wide and values else text)
+
+
+def _cards(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    width = max(map(len, heads))
+    cards = [[(head, text) for head, value in zip(heads, row, strict=True) if (text := cell(value))] for row in rows]
+    return "\n\n".join(
+        "\n".join(f"{_painted(head, head.ljust(width))}  {_painted(head, text)}" for head, text in card)
+        for card in cards
+    )
+
+
+def _aligned(heads: Sequence[str], values: Sequence[Sequence[object]]) -> str:
     columns = []
     for place, head in enumerate(heads):
         texts = [head, *(cell(row[place]) for row in values)]
@@ -65,7 +85,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Escaped:
         if place == len(heads) - 1 and not right:
             width = 0  # so that no line ends with spaces, also if its last cell is colored
         columns.append([_painted(head, align(text, width)) for text in texts])
-    return Escaped("\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)))
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def _painted(head: str, text: str) -> str:

@@ -8,17 +8,21 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from random import Random
 from typing import Any
 
 from google.api_core.exceptions import AlreadyExists
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
+from google.cloud.spanner_v1.param_types import TIMESTAMP
+from google.cloud.spanner_v1.transaction import Transaction
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.program.channels import channel
 from outbox.program.pubsub import emulator_host, open_pubsub
 from outbox.table.controls import problems
+from outbox.table.states import NEVER
 from outbox.table.values import plain
 from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
@@ -35,6 +39,14 @@ from publishworker.types import Failed, LockedRow, Outcome, Sent
 SECONDS = 10.0
 #: Messages in one pull, and the pause between two pulls in seconds.
 PULL_SIZE, PULL_PAUSE = 1_000, 0.02
+#: Dead tasks stay dead.
+COME_CLOSER = """\
+UPDATE AsynchronousTasks
+SET AvailableAt = TIMESTAMP_SUB(
+      AvailableAt, INTERVAL TIMESTAMP_DIFF(@now, CURRENT_TIMESTAMP(), MICROSECOND) MICROSECOND),
+    ExpiresAt = TIMESTAMP_SUB(
+      ExpiresAt, INTERVAL TIMESTAMP_DIFF(@now, CURRENT_TIMESTAMP(), MICROSECOND) MICROSECOND)
+WHERE SentAt IS NULL AND IFNULL(AvailableAt < @never, ExpiresAt IS NOT NULL)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,10 @@ class Drained:
 
     published: int
     failed: int
+
+
+def _come_closer(transaction: Transaction, now: datetime) -> None:
+    transaction.execute_update(COME_CLOSER, {"now": now, "never": NEVER}, {"now": TIMESTAMP, "never": TIMESTAMP})
 
 
 class OutboxRelay:
@@ -67,12 +83,18 @@ class OutboxRelay:
         self._subscriber.close()
         self._topics.transport.close()
 
-    def drain(self) -> Drained:
-        """Publish all tasks that are due now, as a worker does that has just started, in this thread.
+    def drain(self, now: datetime | None = None) -> Drained:
+        """Publish all tasks that are due, as a worker does that has just started, in this thread.
 
         Topics that do not exist are created, also those to which a route leads. A failed task is due again at once, for
         the next call. Scheduled tasks stay until they are due.
+
+        Args:
+            now: a later time, such as one in a week, to publish what is due then. The `available_at` and `expires_at`
+                of all unsent tasks come closer by the time until then, because the clock is that of the database.
         """
+        if now is not None:
+            self._store.database.run_in_transaction(_come_closer, now)
         routes = self._store.discover((), ()).controls.routes
         for topic in UnsentTasks(self._store).topics()[0]:
             if not problems({"PublishTo": (to := routes.get(topic, topic))}):

@@ -83,6 +83,15 @@ def test_a_message_arrives_on_the_topic_of_its_route(outbox_database, outbox_rel
     assert published("orders") == []
 
 
+def test_what_is_due_in_a_year_is_published(outbox_database, outbox_relay, published):
+    with outbox_database.batch() as batch:
+        outbox.register(batch, "orders", b"in a year", available_at=NEXT_YEAR)
+        outbox.register(batch, "orders", b"in two years", available_at=NEXT_YEAR + timedelta(days=365))
+        outbox.register(batch, "orders", b"only today", expires_at=NEXT_YEAR)
+    assert outbox_relay.drain(now=NEXT_YEAR + timedelta(minutes=1)).published == 1
+    assert [message.data for message in published("orders")] == [b"in a year"]
+
+
 def test_a_large_message_arrives(outbox_database, outbox_relay, published):
     with outbox_database.batch() as batch:
         outbox.register(batch, "orders", bytes(4_200_000))
@@ -148,7 +157,7 @@ def test_a_test_gets_emulators_a_database_and_a_relay(
 ) -> None:
     ended = run(project, *arguments, **emulators.environment())
     assert ended.returncode == 0, ended.stdout
-    assert "11 passed" in ended.stdout
+    assert "12 passed" in ended.stdout
 
 
 def test_the_emulators_are_reached_without_the_proxy_of_the_environment(emulators: Emulators, project: Path) -> None:
@@ -156,7 +165,7 @@ def test_the_emulators_are_reached_without_the_proxy_of_the_environment(emulator
     assert ended.returncode == 0, ended.stdout
 
 
-@pytest.mark.parametrize(("ci", "outcome"), [("", "11 skipped"), ("true", "11 errors")])
+@pytest.mark.parametrize(("ci", "outcome"), [("", "12 skipped"), ("true", "12 errors")])
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")])
 def test_without_an_emulator_tests_are_skipped_and_fail_in_ci(
     arguments: tuple[str, ...], ci: str, outcome: str, project: Path

@@ -148,3 +148,25 @@ def test_times_in_json_are_rfc_3339() -> None:
     assert as_json({"sent_at": TIME}) == '{"sent_at": "2026-11-21T13:00:00.000005Z"}'
     with pytest.raises(TypeError, match="object"):
         as_json(object())
+
+
+@pytest.mark.parametrize(("columns", "is_cards"), [("40", True), ("80", False)])
+def test_a_row_is_a_card_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: str, is_cards: bool) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    rows = [["orders", 12, "x" * 30], ["invoices", 1_000, None]]
+    assert table(["TOPIC", "TASKS", "ERROR"], rows) == ALIGNED, "no terminal"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert table(["TOPIC", "TASKS", "ERROR"], rows) == (CARDS if is_cards else ALIGNED)
+
+
+ALIGNED = f"""\
+TOPIC     TASKS  ERROR
+orders       12  {"x" * 30}
+invoices  1,000"""
+CARDS = f"""\
+TOPIC  orders
+TASKS  12
+ERROR  {"x" * 30}
+
+TOPIC  invoices
+TASKS  1,000"""
