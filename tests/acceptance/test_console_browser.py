@@ -155,10 +155,10 @@ def test_keys_open_pages_and_the_search(emulators: Emulators, database: Database
         page.goto("/blocked")
         page.keyboard.press("g")
         page.keyboard.press("w")
-        expect(page).to_have_url(f"{address}/workers")
+        page.wait_for_url(f"{address}/workers")  # and until its script is loaded
         page.keyboard.press("g")
         page.keyboard.press("o")
-        expect(page).to_have_url(f"{address}/")
+        page.wait_for_url(f"{address}/")
         page.keyboard.press("/")
         page.keyboard.type("long")  # no key of these is a shortcut in the box
         page.keyboard.press("Enter")
