@@ -16,6 +16,8 @@ from outbox.admin.table import TaskTable
 from outbox.table.layouts import MAX_SHARDS, Layout
 
 _TAG = "outbox-workers"
+#: A worker's first heartbeat has no shards, and an idle one writes the next after 21 s.
+STARTING = timedelta(minutes=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +54,11 @@ class Worker:
         """Return the IDs of the shards that the worker polls."""
         runs = [run for run in _list(self.info.get("shards")) if _is_run(run)]
         return [id for first, last in runs for id in range(first, last + 1)]
+
+    @property
+    def is_starting(self) -> bool:
+        """Tell whether the worker has just started, and has not yet said which shards it polls."""
+        return not self.shards and self.seen_at - self.started_at + timedelta(seconds=self.age) < STARTING
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -120,11 +127,11 @@ def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:
 
 
 def shards_without_worker(table: TaskTable, workers: Sequence[Worker]) -> list[int] | None:
-    """Return the IDs of the shards that no live worker polls. None: a worker does not say which it polls, or not all.
+    """Return the IDs of the shards that no live worker polls. None: a worker does not say, or not yet, which it polls.
 
     Raises NotReached, OutboxError.
     """
-    if any(not worker.info or worker.number("shards_left_out") for worker in workers):
+    if any(not worker.info or worker.number("shards_left_out") or worker.is_starting for worker in workers):
         return None
     rows = table.query(statements.RECORDED_SHARDS, _TAG)
     recorded = [Layout.recorded(column, shards) for column, shards, state in rows if state == POLLED]

@@ -28,8 +28,6 @@ FRESH_SECONDS = 5.0
 #: An hour of samples of pending tasks, one for each half minute in which a tab asked.
 SAMPLE_SECONDS = 30
 SAMPLES = 3_600 // SAMPLE_SECONDS
-#: A worker's first heartbeat has no shards, and an idle one writes the next after 21 s.
-STARTING = timedelta(minutes=1)
 #: Max heads of blocked keys.
 HEADS = 100
 #: Operations on the overview.
@@ -125,18 +123,12 @@ def read_status(table: TaskTable) -> Status:
         controls=admin.topics.controls(table),
         circuits=admin.workers.open_circuits(backlog.workers),
         differing=admin.workers.differing(backlog.workers),
-        orphans=orphans(table, backlog),
+        orphans=admin.workers.shards_without_worker(table, backlog.workers),
         errors=admin.tasks.errors(table, backlog),
         blocked=admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.total.blocked else (),
         operations=admin.operations.latest(table, OPERATIONS),
         reshard=progress[0].describe(progress[1]) if progress else None,
     )
-
-
-def orphans(table: TaskTable, backlog: Backlog) -> Sequence[int] | None:
-    """Return the shards without a live worker, or None if a worker does not say, or not yet, which it polls."""
-    just_started = (backlog.as_of - worker.started_at < STARTING for worker in backlog.workers if not worker.shards)
-    return None if any(just_started) else admin.workers.shards_without_worker(table, backlog.workers)
 
 
 class History:

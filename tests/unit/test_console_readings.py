@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 
 from outbox.admin.backlog import Backlog, Line
-from outbox.admin.workers import TopicCircuit, Worker
+from outbox.admin.workers import TopicCircuit, Worker, shards_without_worker
 from outbox.console.charts import sparkline
 from outbox.console.health import health
-from outbox.console.readings import FRESH_SECONDS, SAMPLES, History, Reading, Shared, SharedReads, Status, orphans
+from outbox.console.readings import FRESH_SECONDS, SAMPLES, History, Reading, Shared, SharedReads, Status
 from outbox.errors import NotReached
 from outbox.table.layouts import Layout
 from tests.support.waiting import eventually
@@ -200,8 +200,8 @@ def test_a_worker_that_has_just_started_leaves_no_shard_without_a_worker() -> No
     table.query.return_value = []
     info = {"shards": [], "version": "1"}
     young, old = (Worker("w", 1.0, NOW - age, NOW, info) for age in (timedelta(seconds=50), timedelta(seconds=70)))
-    assert orphans(table, Backlog(NOW, (young,), ())) is None
-    assert orphans(table, Backlog(NOW, (old,), ())) == [0, 1]
+    assert shards_without_worker(table, [young]) is None
+    assert shards_without_worker(table, [old]) == [0, 1]
 
 
 def test_the_sentence_says_how_old_the_figures_are() -> None:
