@@ -45,7 +45,7 @@ RSA, RSA_PUBLIC = key_pair(rsa.generate_private_key(65_537, 2_048))
 
 def assertion(key: bytes = PRIVATE, id: str = "k1", **claims: Any) -> str:
     now = int(time.time())
-    usual = {"iss": IAP_ISSUER, "aud": AUDIENCE, "email": "ann@example.com", "iat": now, "exp": now + 600}
+    usual = {"iss": IAP_ISSUER, "aud": AUDIENCE, "email": "ann@example.com", "iat": now, "exp": now + 86_400}
     signer = es.EsSigner.from_string(key, id)
     return jwt.encode(signer, {name: value for name, value in (usual | claims).items() if value is not None}).decode()
 
@@ -91,7 +91,7 @@ SYMMETRIC = f"{part({'alg': 'HS256', 'kid': 'k1'})}.{VALID[1]}.{VALID[2]}"
         pytest.param(assertion(email=None), id="nobody"),
         pytest.param(assertion(email=""), id="an empty name"),
         pytest.param(assertion(iat=NOW - 700, exp=NOW - 100), id="expired"),
-        pytest.param(assertion(iat=NOW + 300, exp=NOW + 900), id="from the future"),
+        pytest.param(assertion(iat=NOW + 86_400, exp=NOW + 90_000), id="from the future"),
         pytest.param(assertion(exp=None), id="never expires"),
     ],
 )
