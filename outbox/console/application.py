@@ -26,7 +26,7 @@ class ConsoleTable(TaskTable):
 
     def query(self, statement: str, tag: str, *values: object, **options: object) -> list[list[object]]:
         """Return the rows of one statement."""
-        return super().query(statement, TAG, *values, **options)  # type: ignore[arg-type]
+        return super().query(statement, TAG, *values, **options)  # type: ignore[arg-type]  # passed on as they are
 
 
 def app(

@@ -68,11 +68,11 @@ class State(NamedTuple):
 
     def row(self, i: int, **columns: object) -> "State":
         """Return the state with a changed row."""
-        return self._replace(rows=put(self.rows, i, self.rows[i]._replace(**columns)))  # type: ignore[arg-type]
+        return self._replace(rows=put(self.rows, i, self.rows[i]._replace(**columns)))  # type: ignore[arg-type]  # fields by name
 
     def worker(self, w: int, **values: object) -> "State":
         """Return the state with a changed worker."""
-        return self._replace(workers=put(self.workers, w, self.workers[w]._replace(**values)))  # type: ignore[arg-type]
+        return self._replace(workers=put(self.workers, w, self.workers[w]._replace(**values)))  # type: ignore[arg-type]  # fields by name
 
     def batch(self, w: int, old: Batch, *new: Batch) -> "State":
         """Replace a batch."""
@@ -87,6 +87,6 @@ class State(NamedTuple):
         return self._replace(broken=self.broken or promise) if is_broken else self
 
 
-def put(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]
+def put(values: tuple, i: int, value: object) -> tuple:  # type: ignore[type-arg]  # of rows or of workers
     """Replace one value."""
     return (*values[:i], value, *values[i + 1 :])

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from google.api_core.exceptions import Aborted
 from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner_dbapi import Cursor, OperationalError
 from google.cloud.spanner_v1 import AsyncClient
@@ -19,10 +20,12 @@ from google.cloud.spanner_v1.database import Database
 import outbox
 from outbox import aio
 from outbox.admin import changes
+from outbox.admin import table as admin_table
 from outbox.admin.changes import TaskSelection
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
+from outbox.errors import OutboxError
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
 from publishworker.telemetry import metrics as m
@@ -244,3 +247,20 @@ def test_a_task_is_either_cancelled_or_received(database: Database, tasks: int) 
     assert received | set(cancelled) == set(ids)
     assert 0 < len(cancelled) < tasks
     assert len(received & set(cancelled)) <= counted.counts[m.UNCOMMITTED.name]
+
+
+def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spanner aborts the transaction until the limit. The emulator aborts the holder of a lock, so this is played."""
+    insert(database, [row("held")])
+    options: dict[str, Any] = {}
+
+    def aborted(*_: object, **given: object) -> None:
+        options.update(given)
+        raise Aborted("the lock is held")
+
+    table = TaskTable(opened(database))
+    monkeypatch.setattr(admin_table, "transact", aborted)
+    with pytest.raises(OutboxError, match="others write the same rows.*Try again"):
+        list(changes.cancel(table, TaskSelection(state="unsent", ids=("held",))))
+    assert options["timeout_secs"] == admin_table.ABORTED_SECONDS
+    assert rows_of(database).keys() == {"held"}
