@@ -260,7 +260,7 @@ def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monk
 
     table = TaskTable(opened(database))
     monkeypatch.setattr(admin_table, "transact", aborted)
-    with pytest.raises(OutboxError, match="others write the same rows.*Try again"):
+    with pytest.raises(OutboxError, match=r"others write the same rows.*Try again"):
         list(changes.cancel(table, TaskSelection(state="unsent", ids=("held",))))
     assert options["timeout_secs"] == admin_table.ABORTED_SECONDS
     assert rows_of(database).keys() == {"held"}
