@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(180)
 
 def register_keys(database: Database, topic: str, keys: str, **options: Any) -> list[str]:
     """Register a task for each letter of `keys`, in one transaction; a dot is no key."""
-    with database.batch(default_retry_delay=0.02) as batch:
+    with database.batch() as batch:
         return [
             outbox.register(batch, topic, b"", ordering_key=key.strip("."), priority=n, **options)
             for n, key in enumerate(keys)

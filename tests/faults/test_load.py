@@ -50,7 +50,7 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
 
     def sample() -> None:
         database: Any = trial.database
-        with database.batch(default_retry_delay=0.02) as batch:
+        with database.batch() as batch:
             id = outbox.register(batch, trial.topic, b"urgent", priority=outbox.Priority.HIGH)
         urgent[id] = batch.committed
         trial.ledger.committed.add(id)
@@ -131,7 +131,7 @@ def test_rows_of_another_service(trial: Trial, long: bool) -> None:
         with trial.load():
             for _ in range(200 if long else 20):
                 id = str(uuid.UUID(int=trial.random.getrandbits(128)))
-                trial.database.run_in_transaction(insert, id, default_retry_delay=0.02)
+                trial.database.run_in_transaction(insert, id)
                 trial.ledger.committed.add(id)
         trial.settle()
     assert trial.audit(duplicates=0).kept()

@@ -110,7 +110,7 @@ def test_clocks_off(trial: Trial, fault_seconds: float) -> None:
         for each in (ahead, behind):
             each.wait_for_text('"assigned"')  # each has seen the other
         later = datetime.now(UTC) + timedelta(seconds=fault_seconds + 2)
-        with trial.database.batch(default_retry_delay=0.02) as batch:
+        with trial.database.batch() as batch:
             scheduled = {outbox.register(batch, trial.topic, b"later", available_at=later) for _ in range(SCHEDULED)}
         trial.ledger.committed |= scheduled
         with trial.load():

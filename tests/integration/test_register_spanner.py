@@ -30,7 +30,7 @@ def ids(database: Database) -> list[str]:
 
 
 def in_transaction(database: Database, work: Callable[[Any], Any]) -> Any:
-    return database.run_in_transaction(work, default_retry_delay=0.02)
+    return database.run_in_transaction(work)
 
 
 def in_batch(database: Database, work: Callable[[Any], Any]) -> Any:

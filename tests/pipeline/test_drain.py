@@ -102,7 +102,7 @@ def ids_of(messages: list[PubsubMessage]) -> Counter[str]:
 def register_keys(database: Database, topic: str, keys: int, commits: int) -> list[str]:
     ids = []
     for _ in range(commits):
-        with database.batch(default_retry_delay=0.02) as batch:
+        with database.batch() as batch:
             ids += [outbox.register(batch, topic, b"x", ordering_key=f"key-{n % keys}") for n in range(3 * keys)]
     return ids
 

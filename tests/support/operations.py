@@ -68,7 +68,7 @@ def update(database: Database, id: str, **columns: Any) -> None:
 
 
 def limit(database: Database, topic: str, rate: float) -> None:
-    with database.batch(default_retry_delay=0.02) as batch:
+    with database.batch() as batch:
         columns = ("Topic", "Paused", "RatePerSecond", "Burst")
         batch.insert_or_update("AsynchronousTaskTopics", columns, [(topic, False, rate, 8)])
 

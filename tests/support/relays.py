@@ -70,9 +70,7 @@ def insert_undecodable(database: Database, id: str, topic: str, key: str, **colu
 
 
 def execute(database: Database, statement: str) -> int:
-    changed: int = database.run_in_transaction(
-        lambda transaction: transaction.execute_update(statement), default_retry_delay=0.02
-    )
+    changed: int = database.run_in_transaction(lambda transaction: transaction.execute_update(statement))
     return changed
 
 

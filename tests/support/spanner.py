@@ -34,6 +34,9 @@ ADMIN_SECONDS = 300.0 if real.NAMED else 30.0
 EMPTY_SECONDS = 5.0
 #: Seconds until an emptied database is lent again: commands that read ten seconds back must not see its old rows.
 STALE_SECONDS = 10.5
+#: Seconds until a transaction of a test is tried again. A killed process leaves one open, and the emulator, which runs
+#: one at a time, aborts it at each fifth try only: with the client's doubling delays, 30 s are then too few.
+RETRY_DELAY = 0.02
 #: Rows from which another database is cheaper than an empty one.
 MANY_ROWS = 300
 #: Databases that wait to be lent again; the emulator allows 100 in an instance.
@@ -96,7 +99,7 @@ def fresh_database(of: Instance, statements: Sequence[str] = ()) -> Iterator[Dat
     database = of.database(f"test-{uuid.uuid4().hex[:12]}", ddl_statements=statements)
     database.create().result(timeout=ADMIN_SECONDS)
     try:
-        yield database
+        yield _persistent(database)
     finally:
         database.drop()
 
@@ -133,7 +136,7 @@ class Pool:
     def database(self) -> Iterator[Database]:
         """Lend an empty database for the time of the block. Raises AssertionError if its schema was changed then."""
         # A client of its own, because tests set options on it.
-        database = self._instance.database(self._take())
+        database = _persistent(self._instance.database(self._take()))
         yield database
         self._give_back(database.database_id)
 
@@ -152,18 +155,25 @@ class Pool:
         return str(created.database_id)
 
     def _give_back(self, database_id: str) -> None:
-        database = self._instance.database(database_id)
+        database = _persistent(self._instance.database(database_id))
         changed = _ddl(database) != self._ddl
         try:
             if not changed and len(self._emptied) < POOL_SIZE:
                 tables = re.findall(r"^CREATE TABLE (\w+)", "\n".join(self._ddl), re.MULTILINE)
-                database.run_in_transaction(_empty, tables, timeout_secs=EMPTY_SECONDS, default_retry_delay=0.02)
+                database.run_in_transaction(_empty, tables, timeout_secs=EMPTY_SECONDS)
                 self._emptied.append((time.monotonic(), database_id))
                 return
         except (_ManyRows, GoogleAPICallError):  # or the test has left a transaction open
             pass
         database.drop()
         assert not changed, "the test has changed the schema of a shared database: use the fixture own_database"
+
+
+def _persistent(database: Database) -> Database:
+    """Return the database, whose transactions are tried again soon."""
+    for name in ("batch", "run_in_transaction"):
+        setattr(database, name, functools.partial(getattr(database, name), default_retry_delay=RETRY_DELAY))
+    return database
 
 
 class _ManyRows(Exception):

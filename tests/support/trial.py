@@ -222,7 +222,7 @@ class Trial:
             return transaction
 
         try:
-            done = self.database.run_in_transaction(work, default_retry_delay=0.02, timeout_secs=REGISTER_SECONDS)
+            done = self.database.run_in_transaction(work, timeout_secs=REGISTER_SECONDS)
         except _RollBack:
             self.ledger.rolled_back.update(id for id, _ in ids)
             return
@@ -268,7 +268,7 @@ class Trial:
         before = datetime.now(UTC) - timedelta(seconds=older_than)
         with self.database.snapshot() as snapshot:
             ids = [id for (id,) in snapshot.execute_sql(_SENT, {"before": before}, {"before": TIMESTAMP})]
-        with self.database.batch(default_retry_delay=0.02) as batch:
+        with self.database.batch() as batch:
             batch.delete("AsynchronousTasks", KeySet(keys=[[id] for id in ids]))
         return ids
 
