@@ -15,8 +15,7 @@ from proto import Message as ProtoPlusMessage
 
 from outbox import tracing
 from outbox.errors import InvalidMessage
-from outbox.table.names import TOPIC
-from outbox.table.values import plain
+from outbox.table.values import TOPIC, plain
 
 #: The attribute that carries the task ID to the subscriber.
 TASK_ID_ATTRIBUTE = "asynchronous_task_id"

@@ -14,7 +14,7 @@ from outbox.program.terminal import escaped, say
 from outbox.program.times import SECONDS
 from outbox.table.controls import BOUNDS
 from outbox.table.ddl import MIN_RATE
-from outbox.table.names import TOPIC
+from outbox.table.values import TOPIC
 
 PAUSE_DESCRIPTION = """\
 Publish no tasks of these topics until `outbox resume`. Their limits do not change, and

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from outbox.table.ddl import MIN_RATE
-from outbox.table.names import TOPIC
+from outbox.table.values import TOPIC
 
 
 class Bounds(NamedTuple):

@@ -9,10 +9,9 @@ from datetime import datetime
 from typing import Any
 
 from publishworker.delivery import rules
-from publishworker.delivery.claim import Claim
-from publishworker.delivery.delivered import Delivered, State, Unmarked
+from publishworker.delivery.claim import Claim, Delivered, State, Unmarked
 from publishworker.delivery.marking import Marking, MarkRetry
-from publishworker.delivery.retry_policy import RetryPolicy, should_record
+from publishworker.delivery.rules import RetryPolicy, should_record
 from publishworker.host import Host
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.pubsub.messages import trace_id

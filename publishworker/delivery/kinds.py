@@ -1,15 +1,134 @@
-"""Which kind of delivery a claim gets, and the deferral, which publishes nothing."""
+"""The other two kinds of delivery: at most once, and the deferral, which publishes nothing."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from publishworker.delivery.claim import Claim, Kind
-from publishworker.delivery.delivery import Delivery, Tools
-from publishworker.delivery.mark_first import MarkFirst
-from publishworker.delivery.marking import Marking
-from publishworker.delivery.rules import in_order, skip_reasons
-from publishworker.types import LockedRow, Mark, Skipped
+from publishworker.delivery.claim import Claim, Delivered, Kind, State
+from publishworker.delivery.delivery import SEARCH_SECONDS, Delivery, Tools
+from publishworker.delivery.marking import MAX_REFUSED, Marking, MarkRetry
+from publishworker.delivery.rules import in_order, last_error, skip_reasons, to_publish
+from publishworker.pubsub.errors import is_refused
+from publishworker.spanner.errors import NotWritten, Refused, StoreError
+from publishworker.types import MARKED, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Skipped
+
+#: If Spanner refuses the mark of a task, the worker leaves the task alone for this many seconds.
+HOLD_SECONDS = 60.0
+
+
+class MarkFirst(Delivery):
+    """Tasks that can be lost but are never published twice: if Pub/Sub refuses one, its mark is undone."""
+
+    def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
+        super().__init__(claim, tools, marking)
+        #: By ID, each row as it was before its mark, and the commit timestamp of the mark.
+        self._marked: dict[str, tuple[LockedRow, datetime]] = {}
+        #: The parts that Spanner refuses to mark, and the error.
+        self._held: dict[Claim, Refused] = {}
+        self._hold_until = float("inf")
+        #: The ordering keys of parts that failed. Their later tasks wait.
+        self._stopped: set[str] = set()
+
+    def run(self) -> Delivered:
+        """Mark and publish. Halve what Spanner refuses to mark, so that other tasks do not wait for a refused row."""
+        todo = deque([self.claim])
+        while todo:
+            part = todo.popleft()
+            try:
+                self._send(part)
+            except StoreError as error:
+                searches = isinstance(error, Refused) and self._marking.refused < MAX_REFUSED
+                halves = part.halves() if searches else ()
+                todo.extendleft(reversed(halves))
+                if not halves:
+                    self._stop(part, error)
+        self._undo()
+        return self._delivered()
+
+    def write_marks(self, claim: Claim) -> None:
+        """Undo the marks of a part. For a held part, raise its error until the hold is over. Raises StoreError."""
+        if self._marked.keys().isdisjoint(claim.ids):
+            if self._clock() < self._hold_until:
+                raise next(iter(self._held.values()))
+        else:
+            self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))
+
+    def state_of(self, claim: Claim) -> State:
+        """Return what has happened to the tasks of a part."""
+        return "unpublished" if self._marked.keys().isdisjoint(claim.ids) else "marked"
+
+    def _send(self, part: Claim) -> None:
+        marked: dict[str, LockedRow] = {}
+        locked_time: datetime
+
+        def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+            nonlocal marked, locked_time
+            locked_time = now
+            for id in part.ids:
+                self._answers.pop(id, None)
+            eligible = [row for row in self._check(part, rows, now) if row.ordering_key not in self._stopped]
+            self._expire(eligible, now)
+            publishable = [row for row in eligible if row.id not in self._answers]
+            self._answers |= self._tools.publisher.refusals(part.destination, publishable)
+            marked = {row.id: row for row in to_publish(eligible, self._answers)}
+            marks = self._marks(eligible, now) | dict.fromkeys(marked, MARKED)
+            return marks | self._releases(part, rows, marks, now)
+
+        try:
+            committed = self._transact(part, decide)
+        except StoreError as error:
+            self._unconfirmed += [] if isinstance(error, NotWritten) else marked
+            raise
+        self._publish(list(marked.values()), locked_time)
+        self._marked |= {id: (row, committed) for id, row in marked.items()}
+
+    def _stop(self, part: Claim, error: StoreError) -> None:
+        self._stopped |= {key.ordering_key for key in part.keys}
+        if isinstance(error, Refused):
+            self._held[part] = error
+            self._marking.refused += len(part.tasks)
+        else:
+            self._error = str(error)
+        for id in part.locks:
+            self._recorded.pop(id, None)
+            self._deferred.pop(id, None)
+
+    def _undo(self) -> None:
+        """Undo the marks of messages that Pub/Sub certainly has not accepted."""
+        undone = {id for id in self._marked if _is_unpublished(self._answers.get(id))}
+        unsure = (id for id in self._marked if id not in undone)
+        self._unconfirmed += [id for id in unsure if not isinstance(self._answers[id], Sent)]
+        self._marked = {id: kept for id, kept in self._marked.items() if id in undone}
+        self._hold_until = self._clock() + HOLD_SECONDS
+        self._mark_retry = MarkRetry(self, (self.claim.part(undone), *self._held), self._marking, self._held)
+        self._mark_retry.search(SEARCH_SECONDS)
+
+    def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+        """Return marks that clear SentAt of rows that have not changed since their marks, and record failures."""
+        before = [
+            self._marked[row.id][0]
+            for row in in_order(claim, rows)
+            if row.id in self._marked and row.sent_at == self._marked[row.id][1]
+        ]
+        self._forget(claim)
+        self._marks(before, now)
+        self._deferred.clear()
+        marks: dict[str, Mark] = {
+            row.id: self._recorded.get(row.id) or _restored(row, self._answers.get(row.id)) for row in before
+        }
+        return marks | self._releases(claim, rows, marks, now)
+
+
+def _is_unpublished(outcome: Outcome | None) -> bool:
+    """Tell whether Pub/Sub has certainly not accepted the message: no request was sent, or it was refused."""
+    return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
+
+
+def _restored(row: LockedRow, outcome: Outcome | None) -> NotSent:
+    """Return the mark that restores the row, with a LastError that says what happened. A deferred row becomes ready."""
+    error = last_error(outcome) if isinstance(outcome, Failed) else None
+    return NotSent(row.attempts, None if row.deferred else row.available_at, row.expires_at, error)
 
 
 class Deferral(Delivery):

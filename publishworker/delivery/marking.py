@@ -5,10 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from publishworker.backoff import Backoff
-from publishworker.delivery.claim import Claim
-from publishworker.delivery.delivered import State, Unmarked
-from publishworker.host import Host
+from publishworker.delivery.claim import Claim, State, Unmarked
+from publishworker.host import Backoff, Host
 from publishworker.spanner.errors import Refused, StoreError
 
 #: Max seconds that marking is tried. Then the tasks are published again, because a duplicate is better than a loss.

@@ -19,7 +19,7 @@ from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
-from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.log import log
 from publishworker.process import exits
@@ -37,8 +37,7 @@ from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.trace import Trace
-from publishworker.turn.batching import Limits
-from publishworker.turn.in_flight import StuckBatch
+from publishworker.turn.in_flight import Limits, StuckBatch
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Options, Relay
 from publishworker.turn.worker import Worker

@@ -22,7 +22,7 @@ from publishworker.spanner.errors import describe
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
-from publishworker.topics.controls import valid
+from publishworker.topics.availability import valid
 
 #: Seconds for one request about a topic.
 _TOPIC_SECONDS = 5.0

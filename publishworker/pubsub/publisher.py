@@ -18,7 +18,7 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
 from publishworker.host import Queue, Threads
-from publishworker.pubsub import messages, tracing
+from publishworker.pubsub import messages
 from publishworker.pubsub.errors import reason_of
 from publishworker.types import Failed, LockedRow, Outcome, Sent
 
@@ -83,7 +83,7 @@ class PubSubPublisher:
         call = _Call(name, self._clock() + seconds, self._threads.queue(), self._create_command)
         valid, failed = self._prepared(name, rows)
         singly = {row.id for row in rows if row.id in self._refused} | {*singly}
-        with tracing.sending(name, [message for _, message in valid], call.outcomes):
+        with messages.sending(name, [message for _, message in valid], call.outcomes):
             in_flight = sum(self._start(lane, call) for lane in messages.lanes(name, valid, singly))
             while in_flight:
                 lane, future = call.answers.get()  # each request has an answer by the deadline

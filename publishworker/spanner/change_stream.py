@@ -21,7 +21,7 @@ from typing import Any
 from google.cloud.spanner_v1 import param_types
 
 from outbox.table.connection import STREAM_RETRY, Deadline
-from publishworker.backoff import Backoff
+from publishworker.host import Backoff
 from publishworker.log import log
 from publishworker.spanner import statements
 

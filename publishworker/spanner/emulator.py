@@ -12,7 +12,7 @@ from typing import Any
 
 from outbox.table.layouts import LayoutShards
 from outbox.table.statements import IN_ORDER, KEYS, SEEK, UNSENT_OF_KEY
-from publishworker.spanner import rows, statements
+from publishworker.spanner import statements
 from publishworker.spanner.errors import NotWritten
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Key, KeyHeads
@@ -40,7 +40,7 @@ class EmulatorStore(SpannerStore):
         if len(keys) > FEW_KEYS:
             found = self._read_keys(_WHOLE_KEYS, shards, keys, skip_dead=skip_dead, max_rows=WHOLE_KEYS_ROWS)
             if len(found) < WHOLE_KEYS_ROWS:
-                return {key: tasks[:per_key] for key, tasks in rows.key_heads(found).items()}
+                return {key: tasks[:per_key] for key, tasks in statements.key_heads(found).items()}
         return super()._key_heads(shards, keys, per_key, skip_dead=skip_dead)
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.layouts import Layout, LayoutShards, by_layout
 from outbox.table.statements import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transact import PESSIMISTIC, transact
-from publishworker.spanner import rows, statements
+from publishworker.spanner import statements
 from publishworker.spanner.errors import SERVICE_ERRORS, NotWritten, StoreError, describe, is_lost_session, kind_of
 from publishworker.types import (
     NO_POLICY,
@@ -109,7 +109,7 @@ class SpannerStore:
         for shards in by_layout(request.shards):
             values = parameters | {"shards": shards.numbers}
             read = self._query(shards.sql(statement), "outbox-poll", values, lazy_decode=True)
-            found |= rows.candidates(read, shards.first_id)
+            found |= statements.candidates(read, shards.first_id)
         return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
@@ -144,7 +144,9 @@ class SpannerStore:
         return found
 
     def _key_heads(self, shards: LayoutShards, keys: Sequence[Key], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        return rows.key_heads(self._read_keys(statements.KEY_HEADS, shards, keys, skip_dead=skip_dead, per_key=per_key))
+        return statements.key_heads(
+            self._read_keys(statements.KEY_HEADS, shards, keys, skip_dead=skip_dead, per_key=per_key)
+        )
 
     def _read_keys(
         self, statement: str, shards: LayoutShards, keys: Sequence[Key], *, skip_dead: bool, **limit: int
@@ -166,7 +168,7 @@ class SpannerStore:
         def work(attempt: Any) -> None:
             nonlocal transaction
             locked, now = _lock(attempt, ids, self.request("outbox-claim", LOCK_SECONDS))
-            rows.write_marks(attempt, locked, decide(locked, now))
+            statements.write_marks(attempt, locked, decide(locked, now))
             transaction = attempt
 
         with self._store_errors(), self._transaction_slot(ABORTED_SECONDS) as seconds:
@@ -280,4 +282,4 @@ def _lock(transaction: Any, ids: Sequence[str], request: Mapping[str, Any]) -> t
         raise
     except GoogleAPICallError as error:
         raise NotWritten(describe(error)) from error
-    return rows.locked(found)
+    return statements.locked(found)

@@ -1,25 +1,50 @@
 """Counts unsent tasks, and tells whether any is left to send. No turn of the relay needs this."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
 from outbox.table.controls import problems
 from outbox.table.layouts import LayoutShards, by_layout
 from outbox.table.statements import TO_SEND_INDEX
-from outbox.table.states import LEFT_TO_SEND, is_dead
-from publishworker.spanner import rows, statements
-from publishworker.spanner.rows import UnsentRow
+from outbox.table.states import LEFT_TO_SEND, is_dead, unsent_state
+from publishworker.spanner import statements
+from publishworker.spanner.statements import time_of
 from publishworker.spanner.store import READ_SECONDS, SpannerStore
 
 #: Rows of the first read of unsent tasks, and of each further read of the same topic.
 FIRST_ROWS, MORE_ROWS = 1_000, 10_000
 #: Max unsent tasks of a shard and topic that `counts` counts. The last read may exceed it.
 COUNT_LIMIT = 10_000
+
+
+class UnsentRow(NamedTuple):
+    """An unsent task, with the columns of the index AsynchronousTasksToSend."""
+
+    id: str
+    shard: int
+    topic: str
+    available_at: datetime | None
+    priority: int
+    created_at: datetime
+    is_ordered: bool
+    attempts: int
+    is_blocked: bool
+
+    @property
+    def place(self) -> list[Any]:
+        """Return the task's key in the index. Tasks of one transaction may have the same key."""
+        return [self.shard, None, self.topic, self.available_at, self.priority, self.created_at]
+
+    def state(self, now: datetime, paused: Collection[str] = ()) -> str:
+        """Return the state, or `paused` for a task of a topic in `paused` that is not dead."""
+        state = unsent_state(self, now)
+        return "paused" if self.topic in paused and state != "dead" else state
+
 
 #: Tells, from the last task of a read, whether to leave out the rest of its topic in its shard.
 _SkipRest = Callable[[UnsentRow], bool]
@@ -126,4 +151,22 @@ class UnsentTasks:
                 lazy_decode=True,
                 **self._store.request("outbox-unsent", READ_SECONDS),
             )
-            return rows.unsent(found)
+            return unsent_rows(found)
+
+
+def unsent_rows(values: Iterable[Sequence[Any]]) -> list[UnsentRow]:
+    """Return the rows of a read of unsent tasks."""
+    return [
+        UnsentRow(
+            id.string_value,
+            int(shard.string_value),
+            topic.string_value,
+            time_of(available_at),
+            int(priority.string_value),
+            datetime.fromisoformat(created_at.string_value),
+            key.string_value != "",
+            int(attempts.string_value),
+            blocked_by.string_value != "",
+        )
+        for id, shard, topic, available_at, priority, created_at, key, attempts, blocked_by in values
+    ]

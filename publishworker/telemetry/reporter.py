@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from outbox.program.terminal import counted, listed
-from publishworker.delivery.claim import Kind
-from publishworker.delivery.delivered import Delivered, Unmarked
+from publishworker.delivery.claim import Delivered, Kind, Unmarked
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m

@@ -1,19 +1,20 @@
-"""Decide whether a topic may be published to now, by its topic controls, circuit breaker and rate limit.
+"""Whether a topic may be published to now, by its topic controls, circuit breaker and rate limit.
+
+Any program may write topic controls, so they are checked.
 
 The relay reads the topic controls with each discovery, and before it starts a batch if they are older than 2 s.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import astuple, replace
+from typing import NamedTuple, TypeVar
 
-from publishworker.delivery.claim import Claim, Kind
-from publishworker.delivery.delivered import Delivered
+from outbox.table.controls import problems
+from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.host import Host
 from publishworker.log import ThrottledLog, log
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
-from publishworker.topics.controls import valid
 from publishworker.topics.rate_limit import RateLimits
 from publishworker.types import NO_POLICY, Candidate, CircuitState, TopicControls
 
@@ -124,3 +125,27 @@ class Topics:
         """Return after how many seconds the controls are read again, to notice the end of a pause or limit."""
         waits = self.paused or self.seconds_until_available() is not None
         return CONTROLS_SECONDS if waits else math.inf
+
+
+_V = TypeVar("_V")
+
+_LIMIT_COLUMNS = ("RatePerSecond", "Burst", "MaxInFlight")
+_POLICY_COLUMNS = ("MaxAttempts", "BackoffInitialSeconds", "BackoffMaxSeconds", "DeadAfterSeconds")
+
+
+def valid(controls: TopicControls) -> tuple[TopicControls, dict[tuple[str, str], str]]:
+    """Return the valid controls, and by kind and topic why others are not. An invalid route pauses its topic."""
+    wrong: dict[tuple[str, str], str] = {}
+
+    def keep(kind: str, values: Mapping[str, _V], columns: tuple[str, ...], sentence: str) -> dict[str, _V]:
+        for topic, value in values.items():
+            row = dict(zip(columns, (value,) if isinstance(value, str) else astuple(value), strict=True))  # type: ignore[call-overload]  # a dataclass
+            if found := "; ".join(f"{column} {text}" for column, text in problems(row).items()):
+                wrong[kind, topic] = f"{sentence.format(topic)}: {found}. See AsynchronousTaskTopics"
+        return {topic: value for topic, value in values.items() if (kind, topic) not in wrong}
+
+    limits = keep("limits", controls.limits, _LIMIT_COLUMNS, "The limits of topic {} are ignored")
+    policies = keep("policy", controls.policies, _POLICY_COLUMNS, "The retry policy of topic {} is ignored")
+    routes = keep("route", controls.routes, ("PublishTo",), "Topic {} counts as paused")
+    paused = controls.paused | (controls.routes.keys() - routes.keys())
+    return TopicControls(paused, limits, routes, policies), wrong

@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from publishworker.delivery.claim import Claim, TopicHints
-from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.claim import Claim, Delivered, TopicHints
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.types import Candidate, CircuitState, Failed
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from outbox.program.terminal import listed
-from publishworker.delivery.claim import Claim, Kind
-from publishworker.delivery.delivered import Delivered, Unmarked
+from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.host import Host, Queue, Thread
-from publishworker.turn.batching import Limits
 from publishworker.types import Key
 
 #: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
@@ -26,10 +24,28 @@ JOIN_SECONDS = 30.0
 WATCH_SECONDS: float | None = 1.0
 #: Max batches that give up their places while they mark tasks.
 MAX_ASIDE = 100
+#: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
+#: takes several times its size, because Spanner's response, the decoded value, the message, the publish request and its
+#: serialized form each hold a copy.
+BATCHES_OF_BYTES, MIN_BYTES = 4, 32_000_000
 
 
 #: What a batch reports: first a Delivered, then an Unmarked for each row that cannot be written.
 Report: TypeAlias = Delivered | Unmarked
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Max tasks and bytes of one batch, and max batches in flight."""
+
+    batch_size: int
+    batch_bytes: int
+    batches: int
+
+    @property
+    def bytes(self) -> int:
+        """Return the max bytes of messages in flight. A single message may exceed it."""
+        return max(MIN_BYTES, BATCHES_OF_BYTES * self.batch_bytes)
 
 
 class StuckBatch(Exception):

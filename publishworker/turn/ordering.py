@@ -14,8 +14,8 @@ from typing import TypeVar
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind
 from publishworker.log import ThrottledLog
 from publishworker.spanner.store import Store
-from publishworker.turn.batching import Limits
-from publishworker.turn.read_size import ReadSize
+from publishworker.turn.in_flight import Limits
+from publishworker.turn.poller import ReadSize
 from publishworker.types import Candidate, Key, QueuedTask
 
 #: Max rows, roughly, of one read of key heads. If very many keys have many tasks, their prefixes become shorter.

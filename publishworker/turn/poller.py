@@ -1,15 +1,14 @@
-"""What each poll reads: which shards, topics and ranges, and how many rows."""
+"""What each poll reads: shards, topics and ranges, and how many rows. What timed out is not read again unchanged."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from publishworker.spanner.errors import TimedOut
-from publishworker.spanner.store import Store
-from publishworker.topics.discovery import KnownTopics
+from publishworker.spanner.store import READ_SECONDS, Store
 from publishworker.turn.membership import Membership
-from publishworker.turn.read_size import ReadSize
 from publishworker.types import MAX_POLL_ROWS, Candidate, Discovery, PollRequest
 
 #: Max ready rows, and max due rows, of a deep read. A deep read is a query for a single topic that needs more rows of
@@ -253,3 +252,87 @@ class PollSize:
             self.per_range = max(1, self.per_range // 2)
         elif self.cut_off and startable < room and total <= max_rows // 2:
             self.per_range = min(self._target, self.per_range * 2)
+
+
+#: Seconds for which a topic without candidates is still polled. Then it costs nothing until discovery finds it again.
+#: If discovery finds it and polls do not, because all its tasks are scheduled or dead, the time doubles.
+POLLED_SECONDS = 5.0
+#: Max seconds for which a topic without candidates is polled, and for which metrics name it.
+FORGET_TOPIC_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class _Topic:
+    seen_at: float
+    polled_seconds: float = POLLED_SECONDS
+    polled: bool = True
+
+
+class KnownTopics:
+    """A memory in the process, because the database has no list of topics."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._topics: dict[str, _Topic] = {}
+
+    @property
+    def polled(self) -> frozenset[str]:
+        """Return the topics that a poll reads."""
+        return frozenset(name for name, topic in self._topics.items() if topic.polled)
+
+    @property
+    def recent(self) -> frozenset[str]:
+        """Return the topics that have, or recently had, unsent tasks."""
+        return frozenset(self._topics)
+
+    def see(self, candidates_of: Iterable[str]) -> None:
+        """Note the topics of the candidates that a poll returned."""
+        self._topics |= {name: _Topic(self._clock()) for name in candidates_of}
+
+    def discover(self, names: Iterable[str]) -> None:
+        """Note topics that discovery found: they have unsent tasks."""
+        for name in names:
+            topic = self._topics.setdefault(name, _Topic(self._clock(), POLLED_SECONDS / 2))
+            topic.polled_seconds = min(2 * topic.polled_seconds, FORGET_TOPIC_SECONDS)
+            topic.seen_at, topic.polled = self._clock(), True
+
+    def forget(self, unavailable: Iterable[str]) -> None:
+        """Stop polling topics that have been without candidates for long. The `unavailable` ones were not polled."""
+        now = self._clock()
+        for name in unavailable:
+            if name in self._topics:
+                self._topics[name].seen_at = now
+        for topic in self._topics.values():
+            topic.polled = now - topic.seen_at <= topic.polled_seconds
+        oldest = now - FORGET_TOPIC_SECONDS
+        self._topics = {name: topic for name, topic in self._topics.items() if topic.seen_at > oldest}
+
+
+#: A read that takes longer than this part of its time limit does not become larger.
+QUICK_SECONDS = READ_SECONDS / 6
+#: For this long after a read timed out, each read asks for at most half as many ranges as that read.
+CAUTIOUS_SECONDS = 600.0
+
+
+class ReadSize:
+    """Limits reads to `limit` ranges: a quarter of a read that timed out, and twice as many after each quick read."""
+
+    def __init__(self, max_ranges: int, clock: Callable[[], float]) -> None:
+        self.limit = self._max_ranges = self._ceiling = max_ranges
+        self._clock = clock
+        self._timed_out_at = float("-inf")
+
+    @contextmanager
+    def reading(self, ranges: int) -> Iterator[None]:
+        """Return a context for one read of this many ranges, which adapts the limit to the time that the read takes."""
+        began = self._clock()
+        try:
+            yield
+        except TimedOut:
+            self._timed_out_at = self._clock()
+            self._ceiling, self.limit = max(1, ranges // 2), max(1, ranges // 4)
+            raise
+        if self._clock() - self._timed_out_at > CAUTIOUS_SECONDS:
+            self._ceiling = self._max_ranges
+        if ranges > self.limit // 2 and self._clock() - began < QUICK_SECONDS:
+            self.limit = max(self.limit, min(2 * self.limit, self._ceiling))

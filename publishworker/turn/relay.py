@@ -3,16 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from publishworker.delivery.claim import Claim
-from publishworker.delivery.delivered import Delivered, counted_in_turn
+from publishworker.delivery.claim import Claim, Delivered, counted_in_turn
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.kinds import delivery_of
 from publishworker.delivery.marking import Marking
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.availability import Topics
-from publishworker.turn.batching import Limits
-from publishworker.turn.in_flight import InFlight, Report
+from publishworker.turn.in_flight import InFlight, Limits, Report
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import Polled, Poller

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from publishworker.backoff import Backoff
+from publishworker.host import Backoff
 from publishworker.log import log
 from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch

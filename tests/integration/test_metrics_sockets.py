@@ -14,7 +14,7 @@ from datadog.dogstatsd.base import DogStatsd
 
 import outbox
 from outbox.testing import RecordingTransaction
-from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.claim import Delivered
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics

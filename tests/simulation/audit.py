@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from publishworker.delivery.marking import MAX_MARKING_SECONDS
-from publishworker.delivery.retry_policy import CHECK_SECONDS
+from publishworker.delivery.rules import CHECK_SECONDS
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.types import Deferred, Key, LockedRow, Mark, NotSent, Sent, Version
 from tests.simulation.clockwork import Clockwork, Process

@@ -7,21 +7,20 @@ from itertools import repeat
 from typing import Any
 
 from outbox.admin.reshard import Snapshot
-from publishworker.delivery import delivery, marking, retry_policy, rules
+from publishworker.delivery import delivery, marking, rules
 from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.delivery import Delivery
-from publishworker.delivery.mark_first import MarkFirst
-from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.delivery.kinds import MarkFirst
+from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
-from publishworker.topics import controls
+from publishworker.topics import availability
 from publishworker.topics.availability import Topics
 from publishworker.topics.circuit_breaker import CircuitBreakers
-from publishworker.topics.discovery import KnownTopics
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
-from publishworker.turn.poller import Poller
+from publishworker.turn.poller import KnownTopics, Poller
 from publishworker.turn.worker import Worker
 from publishworker.types import Deferred, LockedRow, Sent, Skipped, Version
 
@@ -124,7 +123,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a deferral is short": (
         RetryPolicy, "deferrals", lambda _: lambda _self, head, at, _now: repeat(Deferred(at, head.id))
     ),
-    "the first deferred task of a key returns soon": (retry_policy, "CHECK_SECONDS", lambda _: 3600.0),
+    "the first deferred task of a key returns soon": (rules, "CHECK_SECONDS", lambda _: 3600.0),
     "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (delivery, "should_record", always(True)),
@@ -141,7 +140,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "workers that do not poll the new layout are waited for": (Snapshot, "not_polling", always([])),
     "messages follow the route of their topic": (Topics, "_with_controls", lambda _: lambda _self, claim: claim),
     "a topic with an invalid route waits": (
-        controls, "problems", lambda real: lambda row: {} if "PublishTo" in row else real(row)
+        availability, "problems", lambda real: lambda row: {} if "PublishTo" in row else real(row)
     ),
     "workers poll the recorded layouts": (
         Membership, "assign", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))

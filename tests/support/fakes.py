@@ -17,7 +17,7 @@ from outbox.table.states import NEVER
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
-from publishworker.spanner.rows import times_sent
+from publishworker.spanner.statements import times_sent
 from publishworker.spanner.store import Decide
 from publishworker.types import (
     LIVENESS_TIMEOUT_SECONDS,

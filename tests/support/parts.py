@@ -7,12 +7,12 @@ from typing import Any
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
 from publishworker.delivery.delivery import Tools
-from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Store
 from publishworker.telemetry.metrics import Client, Metrics
-from publishworker.turn.batching import Limits
+from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Options, Relay
 from publishworker.types import PollRequest

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Claim, Kind
-from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.spanner.store import Decide
 from publishworker.telemetry import metrics as m

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from publishworker.delivery.claim import Claim
-from publishworker.turn.batching import Limits, choose_batches, fitting
+from publishworker.turn.in_flight import Limits
+from publishworker.turn.selection import choose_batches, fitting
 from publishworker.types import Candidate
 from tests.support.parts import claim_of
 

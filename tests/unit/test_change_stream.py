@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from google.api_core.exceptions import InvalidArgument, OutOfRange, ServiceUnavailable
 
-from publishworker.backoff import Backoff
+from publishworker.host import Backoff
 from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import ChangeStream
 from tests.support.waiting import eventually

@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 
-from publishworker.delivery.claim import Claim
-from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.claim import Claim, Delivered
 from publishworker.topics import circuit_breaker
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS, CircuitBreakers, CircuitChange
 from publishworker.types import Candidate, CircuitState, Failed, NotSent, Outcome, Sent, Skipped

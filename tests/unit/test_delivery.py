@@ -8,12 +8,11 @@ import pytest
 
 from outbox.message import RawPubsubMessage
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Kind
-from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.claim import Delivered, Kind
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.kinds import delivery_of
 from publishworker.delivery.marking import Marking
-from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.spanner.errors import StoreError
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Failed, Outcome

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from publishworker.delivery.claim import Claim
-from publishworker.delivery.delivered import Delivered, Unmarked
+from publishworker.delivery.claim import Claim, Delivered, Unmarked
 from publishworker.host import Host
-from publishworker.turn import batching, in_flight
+from publishworker.turn import in_flight
 from publishworker.turn import relay as relay_module
 from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, InFlight, StuckBatch
 from publishworker.types import Key, Next, Outcome, Turn
@@ -269,7 +268,7 @@ def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher
 
 def test_large_messages_wait_for_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three are in flight if three fit. A turn that can start none waits until one ends."""
-    monkeypatch.setattr(batching, "MIN_BYTES", 0)
+    monkeypatch.setattr(in_flight, "MIN_BYTES", 0)
     max_in_flight = [0]
     publishing: list[str] = []
 

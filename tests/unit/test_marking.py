@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from publishworker.delivery.claim import Claim
-from publishworker.delivery.delivered import State
+from publishworker.delivery.claim import Claim, State
 from publishworker.delivery.marking import MAX_ASIDE_SECONDS, MAX_MARKING_SECONDS, MAX_REFUSED, Marking, MarkRetry
 from publishworker.host import Event, Host, Threads
 from publishworker.spanner.errors import Refused, StoreError

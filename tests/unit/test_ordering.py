@@ -10,7 +10,7 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.turn import ordering
-from publishworker.turn.batching import Limits
+from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
 from publishworker.types import Key, KeyHeads, QueuedTask
 from tests.support.fakes import FakeStore, serialized

@@ -8,9 +8,8 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.spanner.statements import POLLS
-from publishworker.topics.discovery import FORGET_TOPIC_SECONDS, POLLED_SECONDS
 from publishworker.turn.membership import Membership
-from publishworker.turn.poller import Polled, Poller, PollSize
+from publishworker.turn.poller import FORGET_TOPIC_SECONDS, POLLED_SECONDS, Polled, Poller, PollSize
 from publishworker.types import PollRequest
 from tests.support.fakes import FakeStore
 

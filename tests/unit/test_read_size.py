@@ -9,8 +9,7 @@ import pytest
 
 from publishworker.spanner.errors import StoreError, TimedOut
 from publishworker.turn.membership import Membership
-from publishworker.turn.poller import Poller
-from publishworker.turn.read_size import CAUTIOUS_SECONDS, QUICK_SECONDS, ReadSize
+from publishworker.turn.poller import CAUTIOUS_SECONDS, QUICK_SECONDS, Poller, ReadSize
 from publishworker.types import MAX_POLL_ROWS
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Kind
-from publishworker.delivery.delivered import Delivered
+from publishworker.delivery.claim import Delivered, Kind
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import TopicHints
-from publishworker.delivery.retry_policy import RetryPolicy, last_error, should_record
+from publishworker.delivery.rules import RetryPolicy, last_error, should_record
 from publishworker.types import Failed, LockedRow, NotSent
 
 #: Far from the machine's clock.

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from google.protobuf.struct_pb2 import ListValue, Value
 
-from publishworker.spanner import rows
+from publishworker.spanner import statements
 from publishworker.types import LockedRow
 
 AT = "2026-01-01T12:00:00.123456Z"
@@ -30,13 +30,13 @@ def values(*row: Any) -> list[Value]:
     ],
 )
 def test_every_time_that_spanner_has_is_read(text: str, expected: datetime) -> None:
-    [found] = rows.candidates([values("a", "orders", 0, 0, text, text, None, 0)]).values()
+    [found] = statements.candidates([values("a", "orders", 0, 0, text, text, None, 0)]).values()
     assert (found.created_at, found.available_at) == (expected, expected)
 
 
 def test_a_task_in_two_ranges_is_one_candidate() -> None:
     task = values("a", "orders", 7, 50, AT, None, None, 1)
-    assert [*rows.candidates([task, task], 32_000)] == ["a"]
+    assert [*statements.candidates([task, task], 32_000)] == ["a"]
 
 
 def test_a_task_is_due_or_expired_exactly_at_its_time() -> None:

@@ -7,12 +7,10 @@ from random import Random
 
 import pytest
 
-from publishworker.delivery.claim import Claim, Kind
-from publishworker.delivery.delivered import Delivered, Unmarked
+from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
 from publishworker.host import Host
 from publishworker.topics.availability import Topics
-from publishworker.turn.batching import Limits
-from publishworker.turn.in_flight import InFlight
+from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
 from publishworker.turn.selection import Selection, Selector
 from publishworker.types import Candidate, Failed, TopicLimit

@@ -7,13 +7,11 @@ from random import Random
 
 import pytest
 
-from publishworker.delivery.claim import Claim, ClaimedTask, Kind
-from publishworker.delivery.delivered import Delivered
-from publishworker.delivery.retry_policy import RetryPolicy
+from publishworker.delivery.claim import Claim, ClaimedTask, Delivered, Kind
+from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
-from publishworker.topics.availability import CONTROLS_SECONDS, Topics
+from publishworker.topics.availability import CONTROLS_SECONDS, Topics, valid
 from publishworker.topics.circuit_breaker import TARGET_PROBE_TASKS
-from publishworker.topics.controls import valid
 from publishworker.types import NO_POLICY, Failed, TopicControls, TopicLimit, TopicPolicy
 from tests.support.relay_bench import Bench
 

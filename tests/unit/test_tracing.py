@@ -17,7 +17,7 @@ from outbox.message import LONGEST_TOPIC_NAME, RawPublishRequest, RawPubsubMessa
 from outbox.program import logs
 from outbox.testing import RecordingTransaction
 from outbox.tracing import span_of
-from publishworker.pubsub import tracing
+from publishworker.pubsub import messages
 from publishworker.pubsub.messages import trace_id
 from publishworker.types import Failed, Sent
 
@@ -73,7 +73,7 @@ def test_a_trace_state_that_is_too_long_is_left_out(characters: int) -> None:
     assert len(attributes.get("googclient_tracestate", "")) == (1_024 if characters == 1_024 else 0)
 
 
-def messages(*parents: str | None) -> list[RawPubsubMessage]:
+def traced(*parents: str | None) -> list[RawPubsubMessage]:
     return [
         RawPubsubMessage(attributes={} if parent is None else {"googclient_traceparent": parent}) for parent in parents
     ]
@@ -81,8 +81,8 @@ def messages(*parents: str | None) -> list[RawPubsubMessage]:
 
 def test_a_batch_is_one_span_with_links_to_the_spans_of_its_tasks(spans: InMemorySpanExporter) -> None:
     """Messages without a valid context have no link. An error of the block ends the span, too."""
-    parents = messages(TRACEPARENT, None, "00-nonsense")
-    with pytest.raises(ZeroDivisionError), tracing.sending("projects/p/topics/orders", parents, {"a": Sent("1")}):
+    parents = traced(TRACEPARENT, None, "00-nonsense")
+    with pytest.raises(ZeroDivisionError), messages.sending("projects/p/topics/orders", parents, {"a": Sent("1")}):
         raise ZeroDivisionError
     [span] = spans.get_finished_spans()
     links = [(link.context.trace_id, link.context.span_id) for link in span.links]
@@ -95,7 +95,7 @@ def test_a_batch_is_one_span_with_links_to_the_spans_of_its_tasks(spans: InMemor
 
 def test_the_span_reports_failures(spans: InMemorySpanExporter) -> None:
     outcomes = {"a": Failed("not_found", "x"), "b": Failed("too_large", "x"), "c": Failed("not_found", "x")}
-    with tracing.sending("projects/p/topics/orders", messages(*[None] * 4), outcomes):
+    with messages.sending("projects/p/topics/orders", traced(*[None] * 4), outcomes):
         pass
     [span] = spans.get_finished_spans()
     assert span.attributes is not None
@@ -115,12 +115,12 @@ def test_a_failing_provider_loses_only_its_spans(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
     """Above all no messages after Pub/Sub has them. A provider that cannot be created is an invalid variable."""
-    monkeypatch.setattr(tracing, "_failed", set())
+    monkeypatch.setattr(messages, "_failed", set())
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None if step == "make" else broken(step))
     monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "nonsense")
     done = 0
     for _ in range(3):
-        with tracing.sending("projects/p/topics/orders", messages(TRACEPARENT), {}):
+        with messages.sending("projects/p/topics/orders", traced(TRACEPARENT), {}):
             done += 1
     assert done == 3
     logged = [record.__dict__["action"] for record in caplog.records if record.name == "publishworker"]
@@ -142,11 +142,11 @@ def configured() -> Iterator[None]:
 @pytest.mark.usefixtures("configured")
 def test_a_failed_task_is_logged_with_its_trace(capfd: pytest.CaptureFixture[str]) -> None:
     """Invalid attributes have none, and reach no log, in which OpenTelemetry would quote them."""
-    [message] = messages(TRACEPARENT)
+    [message] = traced(TRACEPARENT)
     message.attributes["googclient_tracestate"] = "card=4111 1111,\u00e9"
     assert trace_id(message.SerializeToString()) == f"{TRACE:032x}"
     assert "4111" not in capfd.readouterr().err
-    for none in messages(None, "00-nonsense"):
+    for none in traced(None, "00-nonsense"):
         assert trace_id(none.SerializeToString()) is None
     assert trace_id(b"\xff") is None
     # A state longer than Pub/Sub accepts is not read: its time would grow with the square of its size.

@@ -27,7 +27,7 @@ from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
 from outbox_pipeline.settings import DrainSettings
 from outbox_pipeline.spark.tasks import Rows, map_rows
-from publishworker.backoff import Backoff
+from publishworker.host import Backoff
 from publishworker.process import exits
 from publishworker.process.app import App, open_store, until_drained
 from publishworker.process.settings import RelaySettings
