@@ -187,7 +187,7 @@ def counted_in_turn(batches: Sequence[Delivered]) -> Turn:
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """A row that cannot be written, although others are. With `given_up` the batch does not try again."""
+    """A row that cannot be written although others can, or, with `given_up`, a part that the batch no longer marks."""
 
     claim: Claim
     error: str

@@ -52,6 +52,11 @@ class Tools:
     host: Host = field(default_factory=Host)
     trace: Trace | None = None
 
+    @property
+    def heads(self) -> Store:
+        """Return the store for reads of key heads, which the trace notes, too."""
+        return self.store if self.trace is None else self.trace.reading(self.store)
+
 
 class Delivery:
     """One batch, on a thread of its own. The relay's thread reads `claim`, `unmarked`, `aside` and `transactions`.

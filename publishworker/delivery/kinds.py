@@ -2,10 +2,9 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
 
-from publishworker.delivery.claim import Claim, Delivered, Kind, State
+from publishworker.delivery.claim import Claim, Delivered, State
 from publishworker.delivery.delivery import SEARCH_SECONDS, Delivery, Tools
 from publishworker.delivery.marking import MAX_REFUSED, Marking, MarkRetry
 from publishworker.delivery.rules import in_order, last_error, skip_reasons, to_publish
@@ -151,14 +150,3 @@ class Deferral(Delivery):
             }
         marks: dict[str, Mark] = dict(self._deferred)
         return marks | self._releases(self.claim, rows, marks, now)
-
-
-_KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferral}
-
-
-def delivery_of(claim: Claim, tools: Tools, marking: Marking) -> Delivery:
-    """Return the delivery of a claim."""
-    if tools.trace is not None:
-        store, publisher = tools.trace.of_batch(claim, tools.store, tools.publisher, skips_dead=tools.skip_dead)
-        tools = replace(tools, store=store, publisher=publisher)
-    return _KINDS[claim.kind](claim, tools, marking)

@@ -100,7 +100,7 @@ BUILD = Metric(
 SHUTDOWN_TIMEOUT = Metric("outbox.shutdown_timeout_count", "count", "event", (), -1,
     "Shutdowns that ended with batches in flight, after --shutdown-timeout.")
 STUCK = Metric("outbox.stuck_batch_count", "count", "event", ("topic",), -1,
-    "Batches in flight for over 120 s, beyond all time limits. The worker exited with code 1.")
+    "Batches without a new transaction for over 120 s, beyond all time limits. The worker exited with code 1.")
 PIPELINE_ROWS = Metric("outbox.pipeline_row_count", "count", "row", ("job", "outcome"), 0,
     "Rows of a job of the pipeline, by outcome. `register`: `registered`, `existing`, `repeated`, `rejected`. "
     "`archive`: `written`, `deleted`, `resent`, `missing`. `drain`: `published`, `already_published`, `uncommitted`, "

@@ -9,6 +9,7 @@ from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.trace import Trace
 from publishworker.topics.circuit_breaker import CircuitChange
 from publishworker.types import POLL, PUBLISH, Turn
 
@@ -32,8 +33,9 @@ _SUMMARY = {
 class Reporter:
     """Counts and logs. Repeated failures are throttled: one line a minute, or FAILURE_LINES if tasks failed."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: Metrics, clock: Callable[[], float], trace: Trace | None = None) -> None:
         self._metrics = metrics
+        self._trace = trace
         self._throttled_log = ThrottledLog(clock)
         self._clock = clock
         self._work: Counter[str] = Counter()
@@ -68,6 +70,8 @@ class Reporter:
         """Log tasks that cannot be marked, or that are no longer marked."""
         topic, ids = unmarked.claim.topic, unmarked.claim.ids
         if unmarked.given_up:
+            if self._trace is not None:
+                self._trace.give_up(ids)
             self._unconfirmed(topic, ids if unmarked.state == "marked" else ())
             if unmarked.state == "published":
                 self._throttled_log.log(

@@ -1,1 +1,1 @@
-"""May a topic be published to now? Discovery, circuit breakers, rate limits."""
+"""May a topic be published to now? Topic controls, circuit breakers, rate limits."""

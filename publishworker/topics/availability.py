@@ -1,13 +1,15 @@
 """Whether a topic may be published to now, by its topic controls, circuit breaker and rate limit.
 
-Any program may write topic controls, so they are checked.
+Any program may write topic controls, so they are checked. The relay reads them with each discovery, and before it
+starts a batch if they are older than 2 s.
 
-The relay reads the topic controls with each discovery, and before it starts a batch if they are older than 2 s.
+A limit in AsynchronousTaskTopics applies to all live workers together. Each worker gets an equal part, but at least a
+burst of one task and one task in flight.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from outbox.table.controls import problems
@@ -15,8 +17,7 @@ from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.host import Host
 from publishworker.log import ThrottledLog, log
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
-from publishworker.topics.rate_limit import RateLimits
-from publishworker.types import NO_POLICY, Candidate, CircuitState, TopicControls
+from publishworker.types import NO_POLICY, Candidate, CircuitState, TopicControls, TopicLimit
 
 #: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit. Workers
 #: must apply within 10 s what an operator changes.
@@ -70,7 +71,10 @@ class Topics:
     def admit(
         self, candidates: Sequence[Candidate], in_flight: Mapping[str, int], cut_off: Collection[str]
     ) -> Admitted:
-        """Return the candidates that may start, of a half-open circuit a probe. Topics in `cut_off` have more tasks."""
+        """Return the candidates that may start.
+
+        A half-open circuit lets a probe pass. Topics in `cut_off` have more tasks.
+        """
         candidates, probes = self._circuits.draw_probes(candidates, cut_off)
         allowed = self._limits.allowances(in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
@@ -93,7 +97,7 @@ class Topics:
         claim = delivered.claim
         if claim.kind is Kind.DEFER:
             return None
-        self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back the untried
+        self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back those of untried tasks
         if self._with_controls(claim).destination != claim.destination:
             return None  # the batch tells nothing about the Pub/Sub topic that messages go to now
         return self._circuits.observe(delivered)
@@ -134,7 +138,10 @@ _POLICY_COLUMNS = ("MaxAttempts", "BackoffInitialSeconds", "BackoffMaxSeconds", 
 
 
 def valid(controls: TopicControls) -> tuple[TopicControls, dict[tuple[str, str], str]]:
-    """Return the valid controls, and by kind and topic why others are not. An invalid route pauses its topic."""
+    """Return the valid controls, and a sentence for each invalid one, by kind and topic.
+
+    An invalid route pauses its topic.
+    """
     wrong: dict[tuple[str, str], str] = {}
 
     def keep(kind: str, values: Mapping[str, _V], columns: tuple[str, ...], sentence: str) -> dict[str, _V]:
@@ -149,3 +156,82 @@ def valid(controls: TopicControls) -> tuple[TopicControls, dict[tuple[str, str],
     routes = keep("route", controls.routes, ("PublishTo",), "Topic {} counts as paused")
     paused = controls.paused | (controls.routes.keys() - routes.keys())
     return TopicControls(paused, limits, routes, policies), wrong
+
+
+#: Tasks of a topic start only when its bucket has collected the tokens of this many seconds, or is full. Batches are
+#: then fewer and larger.
+SAVE_SECONDS = 0.2
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A token bucket: one token a task, at most `burst`, refilled by `rate` a second."""
+
+    rate: float
+    burst: float
+    tokens: float
+    at: float
+
+    def filled(self, now: float) -> float:
+        return min(self.burst, self.tokens + (now - self.at) * self.rate)
+
+    def missing(self, now: float) -> float:
+        """Return how many tokens the topic needs at `now` before it may start tasks. Zero or less if it may."""
+        return min(self.burst, max(1.0, self.rate * SAVE_SECONDS)) - self.filled(now)
+
+
+class RateLimits:
+    """The limits of all topics, as last read. It belongs to the relay's thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._buckets: dict[str, _Bucket] = {}
+        self._in_flight: dict[str, int] = {}
+        self._limits: Mapping[str, TopicLimit] = {}
+
+    def apply(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
+        """Apply the limits. Each of the live `workers`, of which this is one, gets an equal part."""
+        now = self._clock()
+        self._log_changes(limits)
+        buckets: dict[str, _Bucket] = {}
+        for topic, limit in limits.items():
+            if limit.rate is not None and limit.burst is not None:
+                burst = max(1.0, limit.burst / workers)
+                before = self._buckets.get(topic)
+                tokens = burst if before is None else min(burst, before.filled(now))
+                buckets[topic] = _Bucket(limit.rate / workers, burst, tokens, now)
+        self._buckets = buckets
+        self._in_flight = {
+            topic: max(1, limit.in_flight // workers) for topic, limit in limits.items() if limit.in_flight is not None
+        }
+
+    def allowances(self, in_flight: Mapping[str, int]) -> dict[str, int]:
+        """Return how many tasks of each limited topic may start now, in addition to those `in_flight`."""
+        now = self._clock()
+        allowed: dict[str, int] = {}
+        for topic, bucket in self._buckets.items():
+            allowed[topic] = int(bucket.filled(now)) if bucket.missing(now) <= 0 else 0
+        for topic, limit in self._in_flight.items():
+            left = max(0, limit - in_flight.get(topic, 0))
+            allowed[topic] = min(left, allowed.get(topic, left))
+        return allowed
+
+    def take(self, topic: str, tasks: int) -> None:
+        """Use tokens for tasks that start. A negative number returns tokens of tasks that were not published."""
+        if (bucket := self._buckets.get(topic)) is not None:
+            now = self._clock()
+            bucket.tokens, bucket.at = min(bucket.burst, bucket.filled(now) - tasks), now
+
+    def seconds_to_next(self) -> float | None:
+        """Return the seconds until a topic has enough tokens to start tasks, or None if no topic waits."""
+        now = self._clock()
+        missing = ((bucket.missing(now), bucket.rate) for bucket in self._buckets.values())
+        return min((tokens / rate for tokens, rate in missing if tokens > 0), default=None)
+
+    def _log_changes(self, limits: Mapping[str, TopicLimit]) -> None:
+        for topic in sorted(self._limits.keys() | limits.keys()):
+            if (limit := limits.get(topic, TopicLimit())) != self._limits.get(topic):
+                parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
+                text = ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None) or "no limit"
+                log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})
+        self._limits = limits

@@ -1,9 +1,9 @@
 """A circuit breaker for each topic.
 
 Closed: the topic's tasks are published. Open: the poll does not read the topic, so its tasks cost nothing, however many
-there are. Half-open: one small batch probes the topic. In an outage the probe is a single task, drawn at random; if the
-topic is missing or refuses messages, it is up to ten tasks. A publish that succeeds closes the circuit. A probe that
-fails doubles the time until the next one.
+there are. Half-open: one small batch probes the topic. In an outage (Pub/Sub does not answer or has no quota) the probe
+is a single task, drawn at random; if the topic is missing or refuses messages, it is up to ten tasks. A publish that
+succeeds closes the circuit. A probe that fails doubles the time until the next one.
 
 A suspect is a task whose publish failed in the topic's last outage. If it fails again while the topic accepts other
 tasks, it may be the cause, so a failed attempt is recorded.
@@ -26,7 +26,8 @@ MAX_OUTAGE_PROBE_SECONDS = 10.0
 #: Max tasks of one probe.
 TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
-#: Max suspects that are remembered, of a topic and of all topics together. The oldest are forgotten.
+#: Max suspects that are remembered, of a topic and of all topics together. The oldest of a topic are forgotten, or all
+#: of the topic whose suspects changed longest ago.
 MAX_SUSPECTS = 1_000
 #: Max IDs of probes that are remembered for one outage. Beyond this number any task can be drawn again.
 MAX_PROBED = 100
@@ -62,7 +63,10 @@ class _OpenCircuit:
 
 @dataclass(frozen=True, slots=True)
 class CircuitChange:
-    """A circuit has opened or stays open because of `failure`, or has closed, `seconds` after it opened."""
+    """A circuit has opened or stays open because of `failure`, or has closed if it is None.
+
+    `seconds`: since it opened.
+    """
 
     topic: str
     failure: Failed | None
@@ -88,7 +92,7 @@ class CircuitBreakers:
             self.forget(topic)
 
     def forget(self, topic: str) -> None:
-        """Close the circuit of a topic, and forget its failures: its messages go to another Pub/Sub topic now."""
+        """Close the circuit of a topic, and forget its failures, because its messages go elsewhere or they are old."""
         self._open.pop(topic, None)
         self._suspects.pop(topic, None)
         self._failing.discard(topic)

@@ -3,12 +3,14 @@
 import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from outbox.program.terminal import listed
 from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
-from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.delivery import Delivery, Tools
+from publishworker.delivery.kinds import Deferral, MarkFirst
+from publishworker.delivery.marking import Marking
 from publishworker.host import Host, Queue, Thread
 from publishworker.types import Key
 
@@ -30,7 +32,8 @@ MAX_ASIDE = 100
 BATCHES_OF_BYTES, MIN_BYTES = 4, 32_000_000
 
 
-#: What a batch reports: first a Delivered, then an Unmarked for each row that cannot be written.
+#: What a batch reports: first a Delivered. Then an Unmarked for each row that cannot be written while others can, and
+#: for each part that the batch gives up.
 Report: TypeAlias = Delivered | Unmarked
 
 
@@ -55,11 +58,22 @@ class StuckBatch(Exception):
         first = claims[0]
         others = f" (and {len(claims) - 1} more batches)" if len(claims) > 1 else ""
         super().__init__(
-            f"Batch of {len(first.ids)} tasks of topic {first.topic} has been in flight for {seconds:.0f} s: "
+            f"Batch of {len(first.ids)} tasks of topic {first.topic} has begun no transaction for {seconds:.0f} s: "
             f"{listed(first.ids)}{others}"
         )
         self.claims = tuple(claims)
         self.seconds = seconds
+
+
+_KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferral}
+
+
+def delivery_of(claim: Claim, tools: Tools, marking: Marking) -> Delivery:
+    """Return the delivery of a claim."""
+    if tools.trace is not None:
+        store, publisher = tools.trace.of_batch(claim, tools.store, tools.publisher, skips_dead=tools.skip_dead)
+        tools = replace(tools, store=store, publisher=publisher)
+    return _KINDS[claim.kind](claim, tools, marking)
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +91,8 @@ class InFlight:
     """Starts batches and collects their reports. It belongs to one thread; batches run on others.
 
     A batch that cannot mark its tasks stays in flight and marks them again. It keeps its place, so a worker whose
-    commits fail publishes nothing new. If only some rows of a batch cannot be written, it is aside and needs no place.
+    commits all fail soon has no free place and publishes nothing new. If only some rows of a batch cannot be written,
+    it is aside and needs no place.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
@@ -89,7 +104,7 @@ class InFlight:
         self._clock = host.clock
         self._running: dict[_Entry, Thread] = {}
         self._checked_at = host.clock()
-        self._ended: Queue = host.threads.queue()  # of entries, each with a Report, an exception, or None at its end
+        self._reports: Queue = host.threads.queue()  # of entries, each with a Report, an exception, or None at its end
 
     def __len__(self) -> int:
         return len(self._running)
@@ -110,12 +125,12 @@ class InFlight:
         return frozenset(id for batch, reported in batches for id in (batch.unmarked if reported else batch.claim.ids))
 
     def by_topic(self) -> Counter[str]:
-        """Return the number of places that are taken by topic."""
+        """Return, by topic, the number of places that are taken."""
         aside = [entry for entry in self._running if entry.batch.aside][:MAX_ASIDE]
         return Counter(entry.batch.claim.topic for entry in self._running if entry not in aside)
 
     def tasks_by_topic(self) -> Counter[str]:
-        """Return the number of tasks that are being published by topic."""
+        """Return, by topic, the number of tasks that are being published."""
         tasks: Counter[str] = Counter()
         for claim in self.delivering:
             tasks[claim.topic] += 0 if claim.kind is Kind.DEFER else len(claim.tasks)
@@ -172,7 +187,7 @@ class InFlight:
         return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
 
     def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Report]:
-        """Wait for a report, and until at most `max_left` batches deliver. Later waits ignore these stragglers."""
+        """Wait until a batch has reported and at most `max_left` have not. Later waits ignore these stragglers."""
 
         def enough(reports: Sequence[Report]) -> bool:
             waited = sum(not (entry.straggler or entry.reported) for entry in self._running)
@@ -195,7 +210,7 @@ class InFlight:
             is_enough = enough(reports)
             seconds = WATCH_SECONDS if end is None else max(0.0, end - self._clock())
             try:
-                entry, report = self._ended.get(timeout=0 if is_enough else seconds)
+                entry, report = self._reports.get(timeout=0 if is_enough else seconds)
             except queue.Empty:
                 if is_enough or end is not None:
                     break
@@ -218,9 +233,9 @@ class InFlight:
 
     def _run(self, entry: _Entry) -> None:
         try:
-            self._ended.put((entry, entry.batch.run()))
+            self._reports.put((entry, entry.batch.run()))
             for unmarked in entry.batch.mark_again():
-                self._ended.put((entry, unmarked))
-            self._ended.put((entry, None))
+                self._reports.put((entry, unmarked))
+            self._reports.put((entry, None))
         except BaseException as error:
-            self._ended.put((entry, error))
+            self._reports.put((entry, error))

@@ -31,7 +31,10 @@ _T = TypeVar("_T", Candidate, QueuedTask)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKeys:
-    """The candidates that may be sent, deferrals behind blocked heads, and whether keys in flight were left out."""
+    """The candidates that may be sent, and deferrals behind blocked heads.
+
+    `left_out`: keys are left out, because they are in flight or too many for one read.
+    """
 
     candidates: Sequence[Candidate]
     blocked: Sequence[Claim] = ()
@@ -104,8 +107,8 @@ class Ordering:
 
     def _log_crowded_key(self, topic: str, ids: Sequence[str]) -> None:
         sentence = (
-            f"An ordering key of topic {topic} begins with at least {len(ids)} expired tasks, which is more than a "
-            f"worker reads. Its later tasks are not sent. The first expired task is {ids[0]}. List dead tasks with "
+            f"An ordering key of topic {topic} begins with at least {len(ids)} tasks that have expired or are dead, "
+            f"more than a worker reads. Its later tasks are not sent. The first one is {ids[0]}. Find them with "
             f"`outbox list --state dead --topic {topic}`, and delete them with `outbox cancel`."
         )
         self._throttled_log.log("crowded_key", topic, sentence)
@@ -137,8 +140,8 @@ def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], followi
 def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits) -> Iterator[Claim]:
     """Return claims that defer the tasks behind the head of a key, as far as the poll has read them.
 
-    Each claim begins with the head and with the first and the last known task behind it, which get short deferrals.
-    They make the key visible to polls again if an operator deletes the head and some tasks behind it.
+    Each claim begins with the head, and then the first and the last known task behind it. The deferrals of these two
+    are short, so that polls see the key again if an operator deletes the head and some tasks behind it.
     """
     head = queue[0].id
     behind = [each.id for each in queue[1:] if each.sendable]

@@ -1,4 +1,4 @@
-"""What each poll reads: shards, topics and ranges, and how many rows. What timed out is not read again unchanged."""
+"""What each poll reads: shards, topics and ranges, and how many rows. A range is read with a limit."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class Polled:
     candidates: Sequence[Candidate] = ()
     cut_off: frozenset[str] = frozenset()
     no_room: bool = False
-    #: Further polls must read the other ranges.
+    #: The poll has read only some of its ranges. Further polls must read the rest.
     unread: bool = False
 
 
@@ -59,8 +59,8 @@ class Poller:
         self._woken = False
         #: Where each kind of read continues if it reads only a part of the shards or topics.
         self._continue_at = Counter[str]()
-        #: If one poll can read only a part of the ranges, several polls make a round. These are the pairs of shard and
-        #: topic that the round has left, the topics that it has found, and whether it has found due tasks.
+        #: If one poll can read only a part of the ranges, several polls make a round. For the current round: the number
+        #: of pairs of shard and topic still to read, the topics found, and whether due tasks were found.
         self._left_pairs = 0
         self._seen: set[str] = set()
         self._seen_due = False
@@ -79,21 +79,21 @@ class Poller:
         self._woken = True
 
     def discover(
-        self, *, found_nothing: bool = False, now: bool = False, unavailable: Collection[str] = ()
+        self, *, found_nothing: bool = False, at_once: bool = False, unavailable: Collection[str] = ()
     ) -> Discovery | None:
         """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
 
         It is time every `discovery_seconds`, when the worker's shards have changed, and when a turn after `wake` has
         found nothing to start although it had room (`found_nothing`). The poll after a discovery also reads due tasks.
-        If a discovery finds topics, the next call reads again: between two known names, in order of the alphabet, one
-        read may find only one topic. With `now` it is always time, and the discovery also finds topics with unsent
-        tasks that polls no longer read. Topics in `unavailable` stay known, because polls have not read them.
+        If a discovery finds topics, the next call reads again, because one read finds at most one new topic between two
+        neighboring known names. With `at_once` it is always time, and topics without candidates for long are given up
+        first, so that the discovery finds them if they have tasks. Topics in `unavailable` stay known.
         """
         shards = self._membership.shards
         is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
-        if is_early and not now and not (self._woken and found_nothing):
+        if is_early and not at_once and not (self._woken and found_nothing):
             return None
-        if now:
+        if at_once:
             self._topics.forget(unavailable)
         known = self._topics.polled
         if shards != self._discovered_shards or not self._undiscovered:
@@ -225,8 +225,9 @@ class PollSize:
     A task is startable if it has the highest priority of the poll and is not in flight. If less urgent tasks counted
     too, one of them could start before an urgent task that the poll did not reach.
 
-    `per_range` doubles while ranges are cut off and fewer tasks are startable than may start. It halves if a poll
-    returns more than twice the target, or more than four times the target while too few tasks are startable.
+    `per_range` doubles while ranges are cut off, fewer tasks are startable than may start, and the poll returned at
+    most twice the target. It halves if a poll returns more than twice the target or, while too few are startable, four
+    times.
     """
 
     def __init__(self, target: int, shards: int) -> None:
@@ -269,7 +270,7 @@ class _Topic:
 
 
 class KnownTopics:
-    """A memory in the process, because the database has no list of topics."""
+    """The topics that polls read, and those that metrics still name. The database has no list of topics."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -285,9 +286,9 @@ class KnownTopics:
         """Return the topics that have, or recently had, unsent tasks."""
         return frozenset(self._topics)
 
-    def see(self, candidates_of: Iterable[str]) -> None:
-        """Note the topics of the candidates that a poll returned."""
-        self._topics |= {name: _Topic(self._clock()) for name in candidates_of}
+    def see(self, topics: Iterable[str]) -> None:
+        """Note topics of which a poll returned candidates."""
+        self._topics |= {name: _Topic(self._clock()) for name in topics}
 
     def discover(self, names: Iterable[str]) -> None:
         """Note topics that discovery found: they have unsent tasks."""

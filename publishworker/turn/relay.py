@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 
 from publishworker.delivery.claim import Claim, Delivered, counted_in_turn
 from publishworker.delivery.delivery import Tools
-from publishworker.delivery.kinds import delivery_of
 from publishworker.delivery.marking import Marking
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.availability import Topics
-from publishworker.turn.in_flight import InFlight, Limits, Report
+from publishworker.turn.in_flight import InFlight, Limits, Report, delivery_of
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import Polled, Poller
@@ -19,25 +18,25 @@ from publishworker.types import CircuitState, Discovery, Next, Turn
 
 #: Max seconds that a turn waits for in-flight batches. Then the turn ends, so that the worker can send its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
-#: If the topic controls, layouts and live workers are older than this, the relay reads them again before it polls or
-#: starts a batch. They are old after a long pause, a slow read, or a suspension of the process.
+#: If what the small tables had (live workers, layouts and topic controls) is older than this, the relay reads them
+#: again before it polls or starts a batch. It is old after a long pause, a slow read, or a suspension of the process.
 MAX_READ_AGE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a relay works."""
+    """The settings of a relay."""
 
     limits: Limits
-    #: Seconds between two discoveries. A discovery reads live workers, topic controls and unknown topics. The next poll
-    #: also reads due tasks.
+    #: Seconds between two discoveries. A discovery reads the small tables (live workers, layouts and topic controls),
+    #: and finds topics that polls do not read yet. The next poll also reads due tasks.
     discovery_seconds: float
-    #: Part of the batches (0 to 0.5) for lower priorities while higher ones keep arriving.
+    #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
-    #: A turn stops waiting when at most this many of its batches are in flight. If no task is left to start, the turn
-    #: waits for all its batches. It never waits longer than MAX_TURN_WAIT_SECONDS.
+    #: If more tasks are left to start, a turn waits until a batch has reported and at most this many of its batches
+    #: have not. Otherwise it waits for all its batches. It never waits longer than MAX_TURN_WAIT_SECONDS.
     stragglers: int = 0
-    #: How long `finish` lets batches mark tasks in doubt. They try at least once.
+    #: How long batches may still mark published tasks after `finish` begins. Each batch tries at least once.
     shutdown_seconds: float = 0.0
 
 
@@ -50,24 +49,23 @@ class Relay:
         self._clock, self._progress = host.clock, host.progress
         self._store = store
         self._membership = membership
-        self._trace = tools.trace
         self._topics = Topics(host, places=limits.batches)
         self._poller = Poller(
             store, membership, host.clock, limits.batches * limits.batch_size, options.discovery_seconds
         )
-        heads = store if tools.trace is None else tools.trace.reading(store)
-        self._ordering = Ordering(heads, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
+        self._ordering = Ordering(tools.heads, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
         self._selector = Selector(limits, self._topics, host.random, options.fair_share)
-        #: When the last read of live workers, layouts and topic controls began. A new relay knows no topic to poll.
+        #: When the last read of the small tables began. A new relay has read nothing, but before its first discovery it
+        #: polls no topic.
         self._read_at = host.clock()
         #: True while the reads of a turn run, and afterwards if one of them failed.
         self._reads_incomplete = False
         #: Set by `wake`. The worker then ends its pause.
         self.woken = host.threads.event()
-        #: How batches mark tasks whose commit failed.
+        #: What all batches share when they mark again.
         self.marking = Marking(host)
         self._in_flight = InFlight(lambda claim: delivery_of(claim, tools, self.marking), host)
-        self._reporter = Reporter(metrics, host.clock)
+        self._reporter = Reporter(metrics, host.clock, tools.trace)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Run one turn and return its counts. Start no batch once `stopping()` is true.
@@ -81,21 +79,21 @@ class Relay:
         reports = self._in_flight.collect()
         changed = self._observe(reports)  # circuits, limits, metrics and logs
         self._in_flight.raise_if_stuck()
-        discovered = self._discover_if_outdated()
+        has_discovered = self._discover_if_outdated()
         self._start_at_most_once(reports, stopping)
         polled = self._poll()  # reads nothing while no batch may start
         self._progress()
         ready = self._ordering.resolve(polled.candidates, self._in_flight.keys())  # sendable prefixes, blocked keys
         selection = self._select(polled, ready, stopping)
         started = self._start(selection.claims)
-        if not discovered:  # live workers, controls, unknown topics
+        if not has_discovered:  # live workers, controls, unknown topics
             changed |= self._discover(found_nothing=not (started or polled.no_room))
         self._reads_incomplete = False
         waits = polled.no_room or started or ready.left_out or selection.is_byte_limited
-        ended = self._wait(selection) if waits and self._in_flight.delivering else self._in_flight.collect()
-        changed |= self._observe(ended)
-        self._start_at_most_once(ended, stopping)
-        return self._turn_of(polled, reports + ended, waits=waits, changed=changed)
+        later = self._wait(selection) if waits and self._in_flight.delivering else self._in_flight.collect()
+        changed |= self._observe(later)
+        self._start_at_most_once(later, stopping)
+        return self._turn_of(polled, reports + later, waits=waits, changed=changed)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
@@ -131,7 +129,7 @@ class Relay:
 
     @property
     def utilization(self) -> float:
-        """Return the part of the places that batches take, from 0 to 1."""
+        """Return the part of the worker's capacity that is used, from 0 to 1. Each batch takes one of its places."""
         return self._in_flight.places / self._options.limits.batches
 
     def circuit_states(self) -> Mapping[str, CircuitState]:
@@ -144,8 +142,6 @@ class Relay:
         for report in reports:
             if not isinstance(report, Delivered):
                 self._reporter.unmarked(report)
-                if report.given_up and self._trace is not None:
-                    self._trace.give_up(report.claim.ids)
                 continue
             self._reporter.delivered(report)
             if (change := self._topics.observe(report)) is not None:
@@ -154,7 +150,10 @@ class Relay:
         return changed
 
     def _start_at_most_once(self, reports: Sequence[Report], stopping: Callable[[], bool]) -> None:
-        """Start the at-most-once tasks that batches have found. Only the lock query reads the column AtMostOnce."""
+        """Start at-most-once tasks in batches of their own.
+
+        Only the claim reads the column AtMostOnce, no poll does.
+        """
         if stopping():
             return
         delivered = (each for each in reports if isinstance(each, Delivered))
@@ -165,29 +164,32 @@ class Relay:
             self._start(claims)
 
     def _discover_if_outdated(self) -> bool:
-        """Discover if the last read is outdated or has failed. Tell whether the turn need not discover again."""
+        """Read the small tables again after a turn that failed. If they are outdated without a failure, discover.
+
+        Tell whether this turn needs no other discovery.
+        """
         failed, self._reads_incomplete = self._reads_incomplete, True  # `turn` resets it if no read raises StoreError
         if failed:
             self._read_at = float("-inf")
             self._refresh()
-        return self._is_outdated() and not self._discover(now=True)
+        return self._is_outdated() and not self._discover(at_once=True)
 
     def _is_outdated(self) -> bool:
         return self._clock() - self._read_at > MAX_READ_AGE_SECONDS
 
     def _refresh(self) -> None:
-        """Read live workers, layouts and topic controls if they are outdated. Raises StoreError."""
+        """Read the small tables if the last read is outdated. Raises StoreError."""
         if self._is_outdated():
             self._progress()
             began = self._clock()
             self._apply(self._store.discover((), ()), began)
 
-    def _discover(self, *, found_nothing: bool = False, now: bool = False) -> bool:
-        """Discover if it is time, or `now`. Tell whether there are new topics or shards to poll."""
+    def _discover(self, *, found_nothing: bool = False, at_once: bool = False) -> bool:
+        """Discover if it is time, or `at_once`. Tell whether there are new topics or shards to poll."""
         self._progress()
         began, shards = self._clock(), self._membership.shards
-        unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic()) if now else ()
-        found = self._poller.discover(found_nothing=found_nothing, now=now, unavailable=unavailable)
+        unavailable = self._topics.unavailable(self._in_flight.tasks_by_topic()) if at_once else ()
+        found = self._poller.discover(found_nothing=found_nothing, at_once=at_once, unavailable=unavailable)
         if found is None:
             return False
         self._apply(found, began)
@@ -219,10 +221,10 @@ class Relay:
             return Selection(left_tasks=polled.no_room)
         if ready.candidates:
             self._refresh()  # the reads may have taken long
-        return self._selector.select(ready, self._in_flight, polled.cut_off)
+        return self._selector.select(ready, polled, self._in_flight)
 
     def _start(self, claims: Sequence[Claim]) -> bool:
-        """Start the batches whose topic is not paused. Tell whether any has started."""
+        """Start the batches, except those that would publish to a paused topic. Tell whether any has started."""
         started = [claim for claim in claims if self._topics.may_start(claim)]
         for claim in started:
             self._in_flight.start(self._topics.start(claim))
@@ -236,21 +238,21 @@ class Relay:
     def _turn_of(
         self, polled: Polled, reports: Sequence[Report], *, waits: bool = False, changed: bool = False
     ) -> Turn:
-        finished = [each for each in reports if isinstance(each, Delivered)]
+        delivered = [each for each in reports if isinstance(each, Delivered)]
         next_turn = Next.LATER
-        if changed or polled.unread or any(each.has_written() for each in finished):
+        if changed or polled.unread or any(each.has_written() for each in delivered):
             next_turn = Next.AT_ONCE
-        elif waits and not finished and self._in_flight.delivering:
+        elif waits and not delivered and self._in_flight.delivering:
             next_turn = Next.STILL_WAITING
-        elif polled.candidates or polled.no_room or finished or self.in_flight:
+        elif polled.candidates or polled.no_room or delivered or self.in_flight:
             next_turn = Next.SOON
         turn = replace(
-            counted_in_turn(finished),
+            counted_in_turn(delivered),
             polled=len(polled.candidates),
             in_flight=self.in_flight,
             next=next_turn,
             seconds_to_retry=self._topics.seconds_until_available(),
             max_wait=self._topics.max_wait,
         )
-        self._reporter.turn(turn, worked=bool(finished))
+        self._reporter.turn(turn, worked=bool(delivered))
         return turn

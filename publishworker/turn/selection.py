@@ -8,7 +8,7 @@ a limit of its topic allows only a part.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from publishworker.delivery.claim import Claim, ClaimedTask
 from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
+from publishworker.turn.poller import Polled
 from publishworker.types import Candidate
 
 
@@ -24,17 +25,17 @@ class Selection(NamedTuple):
     """The batches to start."""
 
     claims: Sequence[Claim] = ()
-    #: More tasks, polled or not, could start if more batches or bytes were allowed.
+    #: Tasks are left, polled or not, for which only places or bytes are missing.
     left_tasks: bool = False
     #: Batches are held back because too many bytes are in flight.
     is_byte_limited: bool = False
 
 
 class FairShare:
-    """Counts the batches owed to lower priorities, which take turns from the second highest to the lowest."""
+    """Counts the batches owed to lower priorities. Each goes to the next lower one, from the second highest on."""
 
     def __init__(self, share: float) -> None:
-        self._share = share  # 0 to 1, the part of the batches for lower priorities; 0 is strict priority
+        self._share = share  # 0 to 0.5: the part of the batches for lower priorities
         self._owed = 0.0
         self._highest: int | None = None
         self._last_chosen: int | None = None
@@ -69,7 +70,7 @@ class FairShare:
         """Note that `batches` batches start, `given` of them for lower priorities. `top` is the highest priority.
 
         `top` is None if no task is left, because then no priority waits. What is owed is bounded, so that a long time
-        without tasks of lower priority does not add up. The bound is high enough for one poll that finds none of them.
+        without tasks of lower priority does not add up. The bound keeps the debt over one poll that finds no such task.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -91,15 +92,14 @@ class Selector:
         """Return the priority below which the next poll also reads ready tasks, for the fair share, or None."""
         return self._fair_share.below_priority
 
-    def select(self, resolved: ResolvedKeys, in_flight: InFlight, cut_off: Collection[str]) -> Selection:
+    def select(self, resolved: ResolvedKeys, polled: Polled, in_flight: InFlight) -> Selection:
         """Choose the batches to start in addition to those in flight.
 
-        `cut_off` are the topics that have more tasks than the poll has read. Batches that defer blocked tasks get at
-        most a quarter of the places, or half if no task can be sent. Without deferrals, each poll would return the same
-        blocked tasks.
+        Batches that defer blocked tasks get at most a quarter of the places, or half if no task can be sent. Without
+        deferrals, each poll would return the same blocked tasks.
         """
         deferrals = list(resolved.blocked[: self._places_to_defer(in_flight, nothing_else=not resolved.candidates)])
-        candidates, allowed = self._topics.admit(resolved.candidates, in_flight.tasks_by_topic(), cut_off)
+        candidates, allowed = self._topics.admit(resolved.candidates, in_flight.tasks_by_topic(), polled.cut_off)
         lower = self._batches(self._fair_share.choose(candidates), in_flight, deferrals, allowed)
         lower = lower[: self._fair_share.batches]
         for claim in lower:
@@ -109,10 +109,10 @@ class Selector:
         others = [each for each in candidates if each.id not in chosen]
         wanted = lower + self._batches(others, in_flight, deferrals + lower, allowed)
         claims = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
-        # Topics in `allowed` do not count: their tasks wait for a rate limit or a circuit.
+        # Tasks of topics in `allowed` are not left: they wait for a rate limit or a circuit, not for a place.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
-        left_tasks = bool(set(cut_off) - allowed.keys()) or started < startable
+        left_tasks = bool(polled.cut_off - allowed.keys()) or started < startable
         highest = max((each.priority for each in candidates), default=None)
         given = sum(any(claim is each for each in claims) for claim in lower)
         self._fair_share.count(len(claims), given, highest if left_tasks else None)
@@ -202,7 +202,7 @@ def _pieces(slice: Sequence[Candidate], max_tasks: int) -> Iterator[list[Candida
 
 def _in_halves(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[list[Candidate]]:
     """Merge two piles so that each gives about the same number of tasks while both have some."""
-    random.shuffle(piles)  # if there is only one place, each gets it half of the time
+    random.shuffle(piles)  # if there is one place, ready and due tasks get it equally often
     given = [0, 0]
     while piles[0] or piles[1]:
         which = 0 if piles[0] and (not piles[1] or given[0] <= given[1]) else 1

@@ -24,8 +24,7 @@ MAX_MISSING_SECONDS = 300.0
 class Worker:
     """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`.
 
-    To stop, it deletes its heartbeat and waits for the batches in flight. These may publish until their time limit, and
-    mark for the shutdown timeout.
+    To stop, it deletes its heartbeat and waits for the batches in flight.
     """
 
     def __init__(
@@ -57,7 +56,10 @@ class Worker:
         self._missing_since: float | None = None
 
     def run(self, stop: threading.Event, until: Callable[[Turn], bool] = lambda _turn: False) -> None:
-        """Run turns until `stop` or `until(turn)`, and finish. Raises StuckBatch; DatabaseMissing after 5 minutes."""
+        """Run turns until `stop` or `until(turn)`, and finish.
+
+        Raises StuckBatch, and DatabaseMissing if the database has been missing for MAX_MISSING_SECONDS.
+        """
         try:
             self._turn_until(stop, until)
         except StuckBatch as stuck:
@@ -69,8 +71,11 @@ class Worker:
         self._end()
 
     def _end(self) -> None:
-        # The heartbeat is deleted before the wait for batches, so that other workers poll the shards immediately. Row
-        # locks keep them from publishing the tasks in flight.
+        """Let other workers take over the shards now, and wait for the batches.
+
+        A batch may publish until its time limit, and mark for the shutdown timeout. Row locks keep other workers from
+        publishing its tasks.
+        """
         self._membership.delete_heartbeat()
         self._relay.finish()
 
@@ -81,7 +86,7 @@ class Worker:
             self._report()
             try:
                 turn = self._relay.turn(stop.is_set)
-                finished = not stop.is_set() and until(turn)
+                is_done = not stop.is_set() and until(turn)
                 seconds = self._seconds_to_next(turn)
             except StoreError as error:
                 self._touch_file()  # the poll alone may have taken 30 s
@@ -89,14 +94,14 @@ class Worker:
                 stop.wait(self._outage_pauses.next())
                 continue
             self._note_success()
-            if finished or stop.is_set():
+            if is_done or stop.is_set():
                 return
             began = self._clock()
             self._membership.heartbeat()  # not after a StoreError: a worker whose turns fail must lose its shards
             self._pause(stop, began, seconds)
 
     def _seconds_to_next(self, turn: Turn) -> float:
-        """Return the seconds until the next poll, and tell the membership whether this worker is idle."""
+        """Return the seconds until the next turn, and tell the membership whether this worker is idle."""
         self._membership.idle = False
         unfinished = turn.next is not Next.LATER
         if turn.made_progress or (unfinished and not self._unfinished):
@@ -121,7 +126,7 @@ class Worker:
         return min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
 
     def _pause(self, stop: threading.Event, began: float, seconds: float) -> None:
-        """Wait until `seconds` after `began`, or until woken, and send heartbeats. `idle_interval` may end the wait."""
+        """Wait until `seconds` after `began`, or until woken, and send heartbeats. A shorter idle interval ends it."""
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile

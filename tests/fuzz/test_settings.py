@@ -17,8 +17,7 @@ from outbox.program.settings import Field, fields_of
 from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as worker
 from publishworker.process.settings import WorkerSettings
-from publishworker.topics.availability import valid
-from publishworker.topics.rate_limit import RateLimits
+from publishworker.topics.availability import RateLimits, valid
 from publishworker.types import TopicControls, TopicLimit
 from tests.fuzz.conftest import Fuzz
 

@@ -19,8 +19,7 @@ from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.statements import FORGET_WORKER_SECONDS
 from publishworker.spanner.store import SpannerStore
-from publishworker.topics.availability import valid
-from publishworker.topics.rate_limit import RateLimits
+from publishworker.topics.availability import RateLimits, valid
 from tests.support.spanner import INSTANCE, PROJECT, place
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1

@@ -15,10 +15,10 @@ from outbox import cli
 from outbox.errors import SettingError
 from outbox.specification.conformance import Conformance, conform
 from publishworker.delivery.delivery import Tools
-from publishworker.delivery.kinds import delivery_of
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.telemetry.trace import File, Trace
+from publishworker.turn.in_flight import delivery_of
 from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import Plan, World
 from tests.support.fakes import FakePublisher, FakeStore

@@ -85,7 +85,7 @@ def test_a_task_that_waits_for_its_own_batch_joins_no_other(bench: Bench) -> Non
     bench.insert("once", at_most_once=True)
     eventually(lambda: bool(bench.relay.turn() and claims))
     hold.set()
-    eventually(lambda: not in_flight_batches._ended.empty())
+    eventually(lambda: not in_flight_batches._reports.empty())
     bench.turns()
     bench.relay.finish()
     assert claims == [("once",), ("once",)]

@@ -10,11 +10,11 @@ from outbox.message import RawPubsubMessage
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Delivered, Kind
 from publishworker.delivery.delivery import Tools
-from publishworker.delivery.kinds import delivery_of
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.spanner.errors import StoreError
+from publishworker.turn.in_flight import delivery_of
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Failed, Outcome
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
 from tests.support.parts import claim_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publishworker.topics.rate_limit import RateLimits
+from publishworker.topics.availability import RateLimits
 from publishworker.types import TopicLimit
 
 BEGIN = 1000.0

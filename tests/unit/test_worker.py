@@ -240,7 +240,7 @@ def test_a_worker_ends_when_its_condition_holds() -> None:
 def test_a_stuck_batch_ends_the_worker_after_the_others(others: tuple[Claim, ...]) -> None:
     """The worker leaves its shards first; then the caller gets an error that names all stuck batches."""
     script = Script(StuckBatch([claim_of("orders", "a")], 121), end=StuckBatch(others, 122) if others else None)
-    with pytest.raises(StuckBatch, match="1 tasks of topic orders has been in flight for 121 s") as caught:
+    with pytest.raises(StuckBatch, match="1 tasks of topic orders has begun no transaction for 121 s") as caught:
         script.run(beats=True)
     assert script.events[-2:] == ["turn", "finish"]
     assert script.store.seen_at == {}
