@@ -29,19 +29,21 @@ Query = Callable[[str, Mapping[str, Any]], Sequence[Sequence[Any]]]
 def cancel(transaction: SupportsCancel, task_id: str) -> bool:
     """Delete an unsent task in `transaction`, and return whether it did. False: it is sent, or does not exist.
 
-    The task is scheduled, ready, retrying, blocked or dead. If the transaction commits, workers do not publish it any
-    more. If it is the head of an ordering key, the same transaction releases the next task of the key.
+    The task may be in any unsent state: pending, retrying, scheduled, blocked or dead. If the transaction commits,
+    workers do not publish it any more. If it is the head of an ordering key, the same transaction releases the next
+    task of the key.
 
     Locks the row for the transaction. If a batch of a worker holds it, the call waits until the batch has committed,
-    usually for less than a second, and then returns False because the task is sent. A task that is in doubt (it was
-    published, but the worker could not commit that) may have been published before it is cancelled.
+    usually for less than a second. Then it returns False if the batch has sent the task, and cancels the task if the
+    publish failed. If a worker has published the task, but could not commit its mark, the task still counts as unsent:
+    it is deleted, although subscribers receive it.
 
     A task that the same transaction registers is not in the table before the commit, so it cannot be cancelled. To
     replace a task, cancel it first, and then register the other one, also with the same ID.
 
     `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. Call it before
-    any DML that writes PENDING_COMMIT_TIMESTAMP() to the table. The role of the database needs the privileges of
-    `outbox_canceller`.
+    any DML that writes PENDING_COMMIT_TIMESTAMP() to the table. If the client uses a database role, the role needs the
+    privileges of `outbox_canceller`.
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
@@ -64,7 +66,7 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
 
 
 def next_heads(query: Query, task_id: str, earlier: Collection[str] = ()) -> list[str] | None:
-    """Lock a task. Return the IDs of the tasks to release when it is deleted, or None if it is not unsent.
+    """Lock a task. Return the IDs of the tasks to release when it is deleted, or None if it was sent or does not exist.
 
     `earlier` are tasks that the same transaction has deleted, if its reads still return them.
     """

@@ -51,7 +51,8 @@ MAX_CONSUMER_CHARACTERS, MAX_ID_CHARACTERS = 256, 128
 #: Max messages in one transaction.
 MAX_BATCH = 1_000
 
-#: A message without a task ID is an error with "task_id". With "message_id", its message ID identifies it.
+#: What identifies a message without a task ID: with "message_id" its message ID, with "task_id" nothing: it is an
+#: error.
 Key: TypeAlias = Literal["task_id", "message_id"]
 
 #: For a message without a task ID: "nack" asks Pub/Sub to redeliver it, "raise" ends the streaming pull.
@@ -114,7 +115,7 @@ def process_once(
 
 
 def record_with(insert_once: Callable[..., bool], message: ReceivedMessage, consumer: str, key: Key) -> bool:
-    """Record the task with a function that inserts a row unless its key exists. Return what it returns."""
+    """Record the task with a function that inserts a row unless its key exists. Return whether it did."""
     row = inbox_row(message, consumer, key)
     with table_errors():
         return insert_once(TABLE, COLUMNS, (*row, COMMIT_TIMESTAMP), key=row, tag="outbox-process-once")
@@ -202,7 +203,7 @@ def pushed_message(body: Any) -> PubsubMessage:
     return message
 
 
-#: Functions that only return an object when they are called.
+#: Kinds of functions that do nothing when they are called: they return an object to await or to iterate over.
 _WITHOUT_EFFECT: Mapping[Callable[[object], bool], str] = {
     inspect.iscoroutinefunction: "a coroutine function",
     inspect.isgeneratorfunction: "a generator function",
@@ -252,7 +253,7 @@ class Handler:
         if not callable(getattr(database, "run_in_transaction", None)):
             raise TypeError(
                 f"database is {type(database).__name__}. It must be a Spanner Database. With SQLAlchemy, Django or "
-                "DB-API, call process_once of outbox.ext in a transaction for each message. They have no batches"
+                "DB-API, call process_once of outbox.ext in a transaction for each message, without `max_batch`"
             )
         consumer = _plain_consumer(consumer)
         _check_choice("key", key, Key)
@@ -360,7 +361,7 @@ class Receiver:
         try:
             result = transact(database, begin, **self._settings.transaction_options)
         except RuntimeError:
-            raise  # this thread is already in a transaction, whose flag must not be reset below
+            raise  # this thread is already in a transaction, so the flag below is right
         except Exception:
             if not begun:
                 # If the client gets no session, it refuses all later transactions of this thread:
@@ -379,7 +380,7 @@ class Receiver:
         return True
 
     def _call(self, transaction: Transaction, message: ReceivedMessage) -> None:
-        # The client sends a statement only when its first row is read.
+        # A result that is not read was never sent: the client sends a statement when its first row is read.
         check_finished(self.handle(transaction, message), _name(self.handle), StreamedResultSet)
 
     def _acknowledged(self, message: ReceivedMessage, future: Any) -> None:
@@ -408,7 +409,7 @@ Outcome: TypeAlias = bool | Exception
 class BatchReceiver(Receiver):
     """The callback for a streaming pull with `max_batch`. Messages that arrive together have one transaction.
 
-    `process` has a transaction for its one message.
+    `process` still uses one transaction for each message.
     """
 
     def __init__(self, settings: Handler, handle: Handle) -> None:
@@ -418,7 +419,7 @@ class BatchReceiver(Receiver):
     def __call__(self, message: PulledMessage) -> None:
         """Let the message wait for others, or process those that wait. See `Receiver`.
 
-        The client extends the acknowledgement deadline of a message that waits, and its flow control limits them.
+        The client extends the deadline of waiting messages, and its flow control limits their number.
         """
         try:
             self._row(message)
@@ -438,7 +439,7 @@ class BatchReceiver(Receiver):
             else:
                 self._receive_together(messages)
         except Exception:
-            # The streaming pull does this for one of them.
+            # The streaming pull does this for the message of this call only.
             for message in messages:
                 message.nack()
             raise
@@ -467,7 +468,7 @@ class BatchReceiver(Receiver):
                 self._acknowledge(message)
 
     def _receive_singly(self, messages: list[PulledMessage], reason: Exception) -> None:
-        """Process messages in a transaction each. Reject the rest while Spanner is unavailable."""
+        """Process messages in a transaction each. Once Spanner is unavailable, reject the rest untried."""
         text = "Consumer %s: %d messages get a transaction each instead of one together: %s"
         _log.warning(text, self._settings.consumer, len(messages), reason)
         failed, outage = set[str](), None
@@ -521,7 +522,7 @@ class BatchReceiver(Receiver):
         return outcome
 
 
-#: Errors of a message after which the next ones would wait as long.
+#: Errors that mean that Spanner is unavailable: each further message would wait as long.
 _UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
 
 

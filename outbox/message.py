@@ -108,7 +108,7 @@ def build(
     _check_attributes(merged)
     key = _one_ordering_key("" if given is None else given.ordering_key, ordering_key)
     if given is None:
-        # `bytes` would ask a subclass.
+        # `bytes(message)` would call `__bytes__` of a subclass.
         content = message if type(message) is bytes else memoryview(message).tobytes()  # type: ignore[arg-type]  # one of _DATA
         built = RawPubsubMessage(data=content, attributes=merged, ordering_key=key)
     else:
@@ -132,7 +132,10 @@ def parsed(data: bytes) -> Any | None:
 
 
 def has_too_many_fields(data: bytes) -> bool:
-    """Tell whether a message has more than MAX_FIELDS fields, without decoding it, because there may be millions."""
+    """Tell whether a message may have too many attributes to decode it, because there may be millions.
+
+    That is more than MAX_FIELDS fields, and more than MAX_FIELDS bytes that can begin an attribute.
+    """
     # Each attribute begins with the byte 0x12 or, in a longer encoding, 0x92. Few such bytes mean few attributes.
     if data.count(0x12) + data.count(0x92) <= MAX_FIELDS:
         return False
@@ -235,7 +238,10 @@ def _field_size(size: int) -> int:
 
 
 def _traced(built: Any, topic: str) -> bytes | None:
-    """Return the message with the current trace context, or None if there is none, it has one, or it does not fit."""
+    """Return the message with the current trace context.
+
+    Return None if there is no context, the message has one already, or the result would be too large.
+    """
     context = tracing.current()
     if not context or context.keys() & built.attributes.keys():
         return None

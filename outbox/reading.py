@@ -1,9 +1,10 @@
 """Read sent tasks in the order of SentAt: `outbox.reader` for programs, and the pages that `outbox tail` prints.
 
-A page is one strong read. Spanner says at which timestamp it read. The page has every mark that was committed up to
-then, and each later mark gets a later commit timestamp. So a reader that goes on after that timestamp misses no task,
-in whatever order the marks of several workers commit. A strong read waits for marks that are being committed, usually
-for milliseconds. https://cloud.google.com/spanner/docs/true-time-external-consistency
+A page is one strong read. Spanner says at which timestamp it read. A mark is the commit that sets SentAt. The page has
+every mark that was committed up to then, and each later mark gets a later commit timestamp. So a reader that goes on
+after that timestamp misses no task, in whatever order the marks of several workers commit. A strong read waits for
+marks that are being committed, usually for milliseconds.
+https://cloud.google.com/spanner/docs/true-time-external-consistency
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """Where a reader is: after one task, or with SentAt alone before the first task with this or a later SentAt.
+    """Where a reader is: after one task or, with `sent_at` alone, before the first task with this or a later SentAt.
 
     The tasks of a batch share a SentAt. CreatedAt, Sequence and Id are the order in which those of a key are published.
     """
@@ -83,7 +84,7 @@ def _time(text: str) -> datetime:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
-    """The next sent tasks, read at `read_at`, and the position after them. Without `more` it has all until then."""
+    """The next sent tasks, and the position after them. Unless `more`, these are all that were sent up to `read_at`."""
 
     rows: list[Row]
     read_at: datetime
@@ -95,7 +96,7 @@ class SentTasks:
     """The sent tasks after `position`, page by page. The caller sets `position` to the end of a page."""
 
     def __init__(self, table: TaskTable, position: Position, topic: str | None, *, resumes: bool = False) -> None:
-        """Begin at `position`. If it `resumes`, an earlier reader has stopped there."""
+        """Begin at `position`. `resumes`: an earlier reader has stopped there, so no task after it may be missing."""
         self.table, self.position = table, position
         self._names = {} if topic is None else {"topic": topic}
         self._is_continuous = resumes
@@ -128,7 +129,8 @@ class SentTasks:
     def _check_retention(self, read_at: datetime) -> None:
         """Raise PositionExpired if tasks after the position may have been deleted before `read_at`.
 
-        A reader that begins before the retention has no gap until it has read all tasks that are about to be deleted.
+        A new reader may begin before the retention, with the oldest task that is left. It can miss a task only after it
+        has caught up with the retention once.
         """
         behind = read_at - self.position.sent_at
         if behind > _MIN_RETENTION:
@@ -143,7 +145,7 @@ class SentTasks:
 def _expired(position: Position, kept: datetime, retention: timedelta) -> str:
     return (
         f"The reader is at {shown(position.sent_at)}, but tasks that were sent before {shown(kept)} may have been "
-        f"deleted: the retention of the table is {retention.days} days. Build the projection again without `since`, or "
+        f"deleted: the retention of the table is {retention.days} days. Begin again without `since`, or "
         f"pass since=datetime.fromisoformat('{shown(kept)}') to go on without the deleted tasks"
     )
 
@@ -173,7 +175,7 @@ class Reader(Iterator[SentTask]):
 
     @property
     def position(self) -> str:
-        """Return the position after the last task that was returned, or later if no task followed until then.
+        """Return the position after the last returned task, or after the last page if that had no task.
 
         Store it together with the effect of that task, and pass it as `since` after a restart.
         """
@@ -212,7 +214,7 @@ class Reader(Iterator[SentTask]):
         return task
 
     def close(self) -> None:
-        """End `read` and the iteration, also on another thread: at once while it waits, otherwise after its request."""
+        """End `read` and the iteration, from any thread. A wait ends at once, a running request is finished first."""
         self._closed.set()
 
     def _fill(self) -> None:
@@ -260,7 +262,7 @@ def reader(database: Database, since: str | datetime | None = None, topic: str |
     - An at-most-once task is returned when it is marked, before its message is published.
     - The tasks of an ordering key that were sent in one batch are in the order in which they were published.
     - A task that `outbox purge` or `outbox-pipeline archive --purge` deletes before the reader has read it is missed.
-    - Only a SentAt that is the commit timestamp has its place in this order, so other programs must write no other.
+    - Other programs must write only the commit timestamp to SentAt. A task with another SentAt may be missed.
 
     Args:
         database: the outbox's database. Its database role, if it has one, needs SELECT on AsynchronousTasks.

@@ -34,11 +34,12 @@ COLUMNS = (
     "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
 )  # fmt: skip
 
-#: The indexes of the columns that may be left out of an insert. Their default is NULL or FALSE.
+#: The positions of the columns that may be left out of an insert. Their default is NULL or FALSE.
 _OPTIONAL = [COLUMNS.index(name) for name in ("OrderingKey", "AvailableAt", "ExpiresAt", "AtMostOnce")]
 #: A UUID stores its variant in one hexadecimal digit. Maps a random digit to a valid one.
 _VARIANTS = {digit: "89ab"[int(digit, 16) % 4] for digit in "0123456789abcdef"}
 
+#: The values of Sequence, which orders the tasks of one transaction: they share CreatedAt.
 _sequence = itertools.count(1)
 
 
@@ -51,7 +52,7 @@ class Priority(enum.IntEnum):
 
 
 class Options(TypedDict, total=False):
-    """The optional arguments of `register`, except `task_id`."""
+    """The keyword arguments of `register`, except `task_id`."""
 
     priority: int
     ordering_key: str
@@ -120,7 +121,7 @@ def register(
         expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
     )  # fmt: skip
     row = task_row(task)
-    insert(transaction, TABLE, *_without_defaults([row]))  # OUT-LOSS-1
+    insert(transaction, TABLE, *_without_defaults([row]))  # keeps OUT-LOSS-1 of docs/guarantees.md
     id: str = row[0]
     if task_id is not None:
         remember(transaction, (id,))
@@ -163,7 +164,7 @@ def register_once(
 
 
 def register_with(insert_once: Callable[..., bool], task: Task) -> bool:
-    """Register the task with a function that inserts a row unless its key exists. Return what it returns."""
+    """Register the task with a function that inserts a row unless its key exists. Return whether it did."""
     messages.check_task_id(task.task_id)  # type: ignore[arg-type]  # `task_row` would replace None with a random ID
     row = task_row(task)
     is_new = insert_once(TABLE, COLUMNS, row, key=row[:1], tag="outbox-register-once")

@@ -1,6 +1,6 @@
-"""A task on its way through the relay, and its outcomes. Plain data, in the order in which it is created.
+"""Plain data that the steps of a turn pass on: tasks, their outcomes, workers and topic controls.
 
-Candidate, LockedRow and Version are NamedTuples, which take a quarter of the time of a frozen dataclass to create.
+Types that are created for each task are NamedTuples, which take a quarter of the time of a frozen dataclass to create.
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import Literal, NamedTuple
 from outbox.table.layouts import Layout
 from outbox.table.states import is_dead
 
-#: The steps of the relay whose durations are reported.
+#: The phases of a poll and of a batch whose durations are reported.
 POLL, CLAIM, PUBLISH, COMMIT = "poll", "claim", "publish", "commit"
 #: Max value of an INT64 column. Another writer may have set a column to it.
 MAX_INT64 = 2**63 - 1
 
 
 class Candidate(NamedTuple):
-    """An unsent task as the index shows it to the poll, or the sendable prefix of an ordering key."""
+    """An unsent task that a poll has read, or the sendable prefix of an ordering key: its first tasks to be sent."""
 
     id: str
     topic: str
@@ -55,7 +55,7 @@ class QueuedTask:
 
     id: str
     bytes: int
-    sendable: bool  # ready, due or deferred: only an earlier task of the key can block it
+    sendable: bool  # ready, due, or deferred and not expired: only an earlier task of the key can block it
     deferred: bool = False
     expired_before_due: bool = False  # expired before it was due, so it blocks no later task
 
@@ -64,8 +64,8 @@ class QueuedTask:
 KeyHeads = Mapping[Key, Sequence[QueuedTask]]
 
 
-#: Max rows of a poll, and thus max ranges, because each range returns at least one row. A row takes 2.8 kB of
-#: memory.
+#: Max rows of a poll. It is also the max number of ranges, because a poll asks for at least one row of each. A row
+#: takes 2.8 kB of memory.
 MAX_POLL_ROWS = 20_000
 
 
@@ -96,7 +96,7 @@ class PollRequest:
 
 @dataclass(frozen=True, slots=True)
 class TopicLimit:
-    """Limits for all live workers: tasks per second, tasks that start at once, tasks in flight. None: no limit."""
+    """The limits of a topic, for all live workers together: tasks a second, at once, and in flight. None: no limit."""
 
     rate: float | None = None
     burst: int | None = None
@@ -119,7 +119,10 @@ NO_POLICY = TopicPolicy()
 
 @dataclass(frozen=True, slots=True)
 class TopicControls:
-    """The rows of AsynchronousTaskTopics: paused topics, and by topic what else they have. Any value may be invalid."""
+    """The rows of AsynchronousTaskTopics: paused topics, and limits, routes and policies by topic.
+
+    Any program may write them, so values from Spanner may be invalid: see `valid` in topics/availability.py.
+    """
 
     paused: frozenset[str] = frozenset()
     limits: Mapping[str, TopicLimit] = field(default_factory=dict)
@@ -128,7 +131,7 @@ class TopicControls:
     policies: Mapping[str, TopicPolicy] = field(default_factory=dict)
 
 
-#: A worker is live until its last heartbeat is this many seconds old. It is also the default of the column
+#: A worker is live until its last heartbeat is this many seconds old. The number is also the default of the column
 #: LivenessTimeoutSeconds.
 LIVENESS_TIMEOUT_SECONDS = 14
 
@@ -179,7 +182,7 @@ class LockedRow(NamedTuple):
     created_at: datetime
     available_at: datetime | None
     sent_at: datetime | None
-    clean: bool = False  # the other columns have their defaults, so a mark writes only SentAt and TimesSent
+    clean: bool = False  # the columns that a mark resets have their defaults, so it writes only SentAt and TimesSent
     attempts: int = 0
     expires_at: datetime | None = None
     at_most_once: bool = False
@@ -203,7 +206,8 @@ class Version(NamedTuple):
     reset of SentAt may leave every other column as it was. Then only `times_sent` shows that the task was sent.
 
     The other fields say when to try the task. Another worker may defer the task, release it or record a failed attempt.
-    A success holds nevertheless, because Pub/Sub has the message. A failure holds only for the same version.
+    A published task is marked nevertheless, because Pub/Sub has the message. A failure is recorded only if no field has
+    changed.
     """
 
     topic: str
@@ -240,7 +244,7 @@ MARKED = Sent("")
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """The task is not published in this batch.
+    """Why the transaction neither publishes nor marks the task.
 
     - `sent`: another worker has sent it. Only this reason is counted: see `Delivered.already_sent`.
     - `changed`: it was published, and then registered again, repaired, moved, or marked and reset.
@@ -280,7 +284,7 @@ class CircuitState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NotSent:
-    """The values that a commit writes to an unsent task: to record a failure, release it, or undo its mark."""
+    """The values that a commit writes to an unsent task: to record a failure, release it, or clear its SentAt."""
 
     attempts: int
     available_at: datetime | None
@@ -301,7 +305,7 @@ class Deferred:
     head: str
 
 
-#: A change to a locked row. A row without a mark is not changed.
+#: What a commit writes to a locked row. A row without a mark is not written.
 Mark = Sent | NotSent | Deferred
 
 
@@ -332,5 +336,5 @@ class Turn:
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether the next turn starts at once, because there is more to do."""
+        """Tell whether there is more to do at once. After STILL_WAITING the next turn starts at once, too."""
         return self.next is Next.AT_ONCE

@@ -19,7 +19,7 @@ from outbox.table.values import chunked
 
 T = TypeVar("T")
 
-#: A count stops at this many tasks in each shard and topic, which is 100,000 for ten shards.
+#: A count stops at this many tasks of a shard and topic: with ten shards, at 100,000 tasks of a topic.
 COUNT_LIMIT = 10_000
 NO_LIMIT = 2**62
 #: Age of the snapshot that metrics read. Any replica can serve a snapshot of ten seconds ago.
@@ -30,8 +30,8 @@ STALENESS = timedelta(seconds=10)
 MAX_TOTAL, MIN_COUNT_LIMIT = 1_000_000, 100
 #: Max topics that are counted.
 MAX_TOPICS = 1_000
-#: Max queries for the ready tasks of a topic. A query that stops at its limit of tasks is followed by one for the lower
-#: priorities.
+#: Max queries for the ready tasks of a shard and topic. A query that stops at its limit of tasks is followed by one for
+#: the lower priorities.
 MAX_QUERIES = 20
 #: Max pairs of a shard and a topic in one request, because Spanner limits a request to 10 MiB.
 MAX_RANGES = 10_000
@@ -120,7 +120,7 @@ def _first(*times: datetime | None) -> datetime | None:
 
 
 class BacklogCounter:
-    """Adds up the counts of all ranges of the index. Pure.
+    """Adds up the counts of all ranges of the index. It reads nothing itself.
 
     Rows are (shard, topic, priority, state, number, oldest, next due, registered in the last minute).
     """
@@ -129,8 +129,8 @@ class BacklogCounter:
         """Expect that each query stops counting at `limit` in each range."""
         self._limit = limit
         self._lines: dict[tuple[str, int], Line] = {}
-        #: By topic, or None for all topics: each incomplete count, and the max priority at and below which it is
-        #: incomplete.
+        #: The incomplete counts of each topic (None: of all topics). Each has a priority: the count is incomplete for
+        #: this priority and all lower ones.
         self._incomplete: dict[str | None, set[tuple[str, int]]] = defaultdict(set)
 
     def add(self, rows: Iterable[Sequence[Any]], *names: str, by_topic: bool = True) -> None:
@@ -164,7 +164,7 @@ class BacklogCounter:
         return {range_: priority - 1 for range_, priority in stopped.items() if priority > _LOWEST}
 
     def mark_incomplete(self, max_priorities: Mapping[tuple[int, str], int]) -> None:
-        """Note the max priority of each range at and below which the count of ready tasks is incomplete."""
+        """Note, for each range, the priority from which on downwards the count of ready tasks is incomplete."""
         for (_, topic), priority in max_priorities.items():
             self._incomplete[topic] |= {("pending", priority), (_REGISTERED, priority)}
 
@@ -198,7 +198,10 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> 
 
 
 def read_unsent_stale(table: TaskTable) -> Backlog:
-    """Return the backlog of ten seconds ago, without sent tasks and live workers. Raises NotReached, OutboxError."""
+    """Return the unsent tasks of ten seconds ago. The other counts of the backlog are incomplete or not read.
+
+    Raises NotReached, OutboxError.
+    """
     return _read_stale(table, lambda at: _read_at(table, at, None, of_sent=False))
 
 
@@ -206,10 +209,11 @@ def oldest_ages(table: TaskTable) -> dict[str, float]:
     """Return the age of the oldest pending task of each topic in seconds, as of ten seconds ago.
 
     Paused topics, and topics without pending tasks, are left out. Seeks in the index find the ages, so the cost does
-    not depend on the number of tasks of a priority. They are exact unless there are more than MAX_TOPICS topics (only
-    the first are read), or a shard and topic has more than MAX_QUERIES priorities (only some tasks of the lower ones
-    are read), or more than FIRST_DUE due tasks (only the first by AvailableAt are read). Raises NotReached,
-    OutboxError.
+    not depend on the number of tasks of a priority. They are exact with three exceptions. Of more than MAX_TOPICS
+    topics, only the first are read. Of more than MAX_QUERIES priorities of a shard and topic, only some tasks of the
+    lower ones are read. Of more than FIRST_DUE due tasks, only the first by AvailableAt are read.
+
+    Raises NotReached, OutboxError.
     """
     return _read_stale(table, lambda at: _oldest_ages_at(table, at))
 

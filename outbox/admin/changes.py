@@ -1,7 +1,7 @@
 """Changes by operators: retry, purge, cancel. They are made in chunks, and each chunk is one transaction.
 
 Each transaction reads its tasks again under the lock, so a task that has left the selection meanwhile is not changed.
-It also writes into the row of the operation where the next chunk begins. So a change that was stopped, or lost its
+It also records, in the row of the operation, where the next chunk begins. So a change that was stopped, or lost its
 process, continues there (`resume`). No chunk is executed twice, even if two processes continue the same operation.
 """
 
@@ -35,7 +35,7 @@ CHUNK = 500
 PAGE = 20 * CHUNK
 #: Max groups of tasks in a preview, the largest first.
 GROUPS = 50
-#: The state of a selection by `ids` that contains every unsent task.
+#: As the state of a selection by `ids`: all unsent states.
 ANY_UNSENT = "unsent"
 _log = logging.getLogger("outbox")
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
@@ -49,8 +49,8 @@ class TaskSelection:
 
     `since` is inclusive, `until` exclusive. Both are compared with SentAt of sent tasks and CreatedAt of others.
     `error` is a part of LastError, ignoring case. `id_prefix` is the beginning of the ID. With `ids` and no state,
-    pending and blocked tasks are excluded: a pending task needs no retry, and a blocked one is released by the head of
-    its key, unless this head is gone. Without `include_expired`, unsent tasks whose ExpiresAt has passed are excluded.
+    pending tasks are excluded, because they need no retry, and blocked ones, because the head of their key releases
+    them, unless this head is gone. Without `include_expired`, unsent tasks whose ExpiresAt has passed are excluded.
     """
 
     state: str | None = None
@@ -213,7 +213,8 @@ def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
 def retry(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
     """Make the selected tasks due now, with 0 failed attempts, chunk by chunk.
 
-    A selection of sent tasks needs `until`. Otherwise it would also select the tasks that it sends again.
+    A selection of sent tasks needs `until`. Otherwise it would also contain the tasks that are sent because of this
+    retry.
     """
     return _change(table, "retry", selection, author)
 
@@ -231,7 +232,7 @@ def purge(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) 
 def cancel(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
     """Delete the selected tasks, chunk by chunk, and release the next tasks of their keys. Only unsent tasks.
 
-    Each transaction waits for the batches that hold its tasks, at most LOCK_SECONDS. The IDs of deleted tasks are
+    Each transaction waits for the batches that hold its tasks, at most 20 s. The IDs of deleted tasks are
     logged.
     """
     return _change(table, "cancel", selection, author)
@@ -255,9 +256,10 @@ def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author,
 
 
 def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
-    """Execute the chunks of a recorded operation after its last one.
+    """Execute the chunks of a recorded operation that are not executed yet.
 
-    Raises NotContinued if it was stopped or finished, or if another process executes it.
+    Before each chunk and at the end, raises NotContinued if the operation was stopped or finished, or if another
+    process has executed a chunk. Raises OutboxError if there is no such operation.
     """
     operation = operations.operation(table, id)
     if operation is None or operation.operation not in _WRITES:
@@ -267,7 +269,7 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
 
 
 def check(name: str, selection: TaskSelection) -> None:
-    """Raise ValueError if a change `name` is not for such a selection."""
+    """Raise ValueError if the operation `name` does not allow this selection."""
     if name == "retry" and (selection.state == "pending" or (selection.state == "sent" and selection.until is None)):
         raise ValueError("pending tasks need no retry, and a selection of sent tasks needs `until`")
     if name == "purge" and selection.state != "sent":
@@ -312,7 +314,7 @@ class _Change:
     author: Author
 
     def outcomes(self, progress: Progress) -> Iterator[Outcome]:
-        """Execute the chunks after the last one of `progress`."""
+        """Execute the chunks that follow `progress`."""
         tag = f"outbox-{self.name}"
         for position, ids in _selected_ids(self.table, self.selection, tag, progress.position):
             work = functools.partial(self._chunk, ids, position, progress)
@@ -321,7 +323,7 @@ class _Change:
             if self.name == "cancel":
                 _log_cancelled(outcome.changed, self.author)
             yield outcome
-        if progress.is_recorded and (warning := operations.finish(self.table, progress.id)):
+        if progress.is_recorded and (warning := operations.finish(self.table, progress)):
             yield Outcome((), {}, (), warning)
 
     def _chunk(
@@ -388,14 +390,14 @@ def _selected_ids(
         for next_after, of_shard in _ids_of_shard(table, selection, tag, values, after):
             yield json.dumps({"column": layout.column, "shard": shard, "after": next_after}), of_shard
         if table.layout != layout:
-            # Another thread has noticed a reshard, so `shard` was a shard of the new layout.
-            raise LayoutChanged(f"{table.name}: the number of shards was changed. Run the command again.")
+            # Another thread has noticed a reshard and replaced the layout: the last pages may be of the new one.
+            raise LayoutChanged(f"{table.name}: the number of shards was changed. Start a new operation")
 
 
 def _ids_of_shard(
     table: TaskTable, selection: TaskSelection, tag: str, values: dict[str, Any], after: str | None
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the selected IDs of a shard in chunks, each with the text of its last row: SentAt, or the ID if unsent."""
+    """Yield the selected IDs of a shard in chunks, each with the text where the next begins: a SentAt, or an ID."""
     state = _state(selection)
     statement = statements.next_ids(state, selection.names)
     if state == "sent":

@@ -75,7 +75,7 @@ class Progress:
     is_recorded: bool = False
 
     def check(self, transaction: Transaction) -> None:
-        """Lock the row. Raise NotContinued if this process must not execute the next chunk.
+        """Lock the row. Raise NotContinued if this process must not go on.
 
         Two processes may work on one operation. Each chunk changes the row, so only one of them executes it.
         """
@@ -177,12 +177,19 @@ def update(writer: Any, id: str, **columns: Any) -> None:
     writer.update(OPERATIONS, ("OperationId", *columns), [(id, *columns.values())])
 
 
-def finish(table: TaskTable, id: str) -> str | None:
-    """Set FinishedAt of the row. Return a warning if that failed."""
+def finish(table: TaskTable, progress: Progress) -> str | None:
+    """Set FinishedAt of the row. Return a warning if that failed. Raises NotContinued."""
+
+    def work(transaction: Transaction) -> None:
+        progress.check(transaction)
+        update(transaction, progress.id, FinishedAt=COMMIT_TIMESTAMP)
+
     try:
-        table.transact(_TAG, lambda transaction: update(transaction, id, FinishedAt=COMMIT_TIMESTAMP))
+        table.transact(_TAG, work)
+    except NotContinued:
+        raise
     except OutboxError as error:
-        return f"all tasks are changed, but operation {id} is not recorded as finished: {error}"
+        return f"all tasks are changed, but operation {progress.id} is not recorded as finished: {error}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The states of a task, each defined once: in SQL, in Python and for the columns of Arrow.
+"""The states of a task. Only this file defines them: in SQL, in Python and for Arrow.
 
 docs/guide/schema.md shows the columns in each state.
 """
@@ -12,7 +12,7 @@ from typing import Any
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
 NEVER_SQL = f"TIMESTAMP '{NEVER:%Y-%m-%dT%H:%M:%SZ}'"
 
-#: Max time for which an at-most-once task may be marked and not yet published.
+#: A mark that is older than this is final. A newer one may be undone: an at-most-once task is marked first.
 MARKS_FINAL_AFTER = timedelta(minutes=1)
 
 LATER_SQL = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {NEVER_SQL}"
@@ -33,10 +33,10 @@ def _are_later(pc: Any, columns: Mapping[str, Any], now: datetime) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state of unsent tasks. Several may hold for a task. The last of these in `UNSENT_STATES` is its state."""
+    """A state of unsent tasks. `holds` and `arrow` may be true for several: the last in `UNSENT_STATES` counts."""
 
     name: str
-    #: The SQL of its ranges in the index AsynchronousTasksToSend, for each shard and topic. It excludes other states.
+    #: The SQL of its ranges in the index AsynchronousTasksToSend, for each shard and topic, without other states.
     ranges: tuple[str, ...]
     #: Tells whether the state holds for a row with `available_at`, `attempts` and `is_blocked`.
     holds: Callable[[Any, datetime], bool]

@@ -26,7 +26,8 @@ def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
     """Run `work` in a read-write transaction, again after each ABORTED, and return its result.
 
     `options` are those of `run_in_transaction`. After an error of Google's API the client leaves the transaction and
-    its locks open. So it is rolled back here whenever `work` has failed, and if Spanner has refused the commit.
+    its locks open. So it is rolled back here if `work` has failed with one other than ABORTED, or if Spanner has
+    refused the commit. After other errors of `work` the client rolls back.
     """
     transaction: Any = None
     working = False

@@ -1,4 +1,4 @@
-"""Changes in the transaction of an application, which owns it and commits it."""
+"""What the library adds to a transaction that an application owns and commits."""
 
 import contextlib
 import inspect
@@ -23,7 +23,7 @@ READ_SECONDS = 30.0
 #: The classes of the client whose inserts return nothing.
 _CLIENT = (Transaction, Batch, MutationGroup)
 
-#: Inserts and updates. The other mutations are deletes and those of queues.
+#: The class of inserts and updates. Deletes have another one, and so have the mutations of Spanner queues.
 _WRITE = Mutation.Write.pb()
 ANY_TABLE = "*"
 
@@ -97,8 +97,8 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
             f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, Batch or MutationGroup. "
             f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
         )
-    # `run_in_transaction` sets `isolation_level` and `read_lock_mode`. `session.transaction()` sets neither, and DB-API
-    # only `isolation_level`.
+    # `run_in_transaction` sets `isolation_level` and `read_lock_mode`, `session.transaction()` sets neither. So a
+    # transaction with the first alone belongs to DB-API.
     if (
         "google.cloud.spanner_dbapi" in sys.modules
         and isinstance(transaction, Transaction)
@@ -113,7 +113,7 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
 
 
 def insert(transaction: SupportsInsert, table: str, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> None:
-    """Add one insert. Raises TypeError if `transaction` has only returned a coroutine."""
+    """Add one insert. Raises TypeError if it returned a coroutine, so that nothing was added."""
     if isinstance(transaction, _CLIENT):
         transaction.insert(table, _converted(columns), rows)  # type: ignore[no-untyped-call]  # the client has no types
         return
@@ -142,10 +142,15 @@ def existing(
 def insert_once(
     transaction: SupportsReadInsert, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, key: Key, tag: str
 ) -> bool:
-    """Add an insert unless the table or the transaction has the key; tell whether. Locks the key until the commit."""
+    """Add an insert unless the table or the transaction has the key. Return whether it was added.
+
+    The key stays locked until the commit.
+    """
     if is_inserted(transaction, key):
         return False
-    if existing(transaction, table, columns[: len(key)], [key], tag=tag) and key[-1] not in deleted(transaction):
+    # The read still returns a task that this transaction has deleted. Only the key of a task has one column.
+    is_deleted = len(key) == 1 and key[0] in deleted(transaction)
+    if existing(transaction, table, columns[: len(key)], [key], tag=tag) and not is_deleted:
         return False
     insert(transaction, table, columns, [row])
     remember(transaction, key)
@@ -169,7 +174,7 @@ class Savepoint:
     """What a transaction has buffered so far."""
 
     def __init__(self, transaction: Any) -> None:
-        """Remember it."""
+        """Note how many mutations there are now."""
         self._transaction = transaction
         self._mutations = len(transaction._mutations)  # noqa: SLF001 - nothing public removes a mutation
         self._inserted, self._deleted = set(_inserted.get(transaction, ())), set(_deleted.get(transaction, ()))

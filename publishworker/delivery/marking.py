@@ -1,4 +1,7 @@
-"""Mark tasks again after their commit failed. They are in doubt: Pub/Sub has them, so they are not published again."""
+"""Write the marks of a batch again after its commit failed, without publishing again.
+
+Tasks that Pub/Sub has, and that may be unmarked, are in doubt.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +14,8 @@ from publishworker.spanner.errors import Refused, StoreError
 
 #: Max seconds that marking is tried. Then the tasks are published again, because a duplicate is better than a loss.
 MAX_MARKING_SECONDS = 900.0
-#: Seconds of the first pause. Each further one is twice as long, up to the max. It is longer for tasks that cannot be
-#: marked while others can.
+#: Seconds of the first pause. Each further one is twice as long, up to MAX_SECONDS, or up to MAX_ASIDE_SECONDS if other
+#: rows can be written.
 FIRST_SECONDS, MAX_SECONDS, MAX_ASIDE_SECONDS = 0.05, 5.0, 30.0
 #: Max seconds between two attempts at exit.
 EXIT_SECONDS = 0.25
@@ -29,7 +32,7 @@ class Marking:
         self.random, self.clock = host.random, host.clock
         #: Two threads may count at the same time, and one count is lost. It matters only whether the number changes.
         self.commits = 0
-        #: The tasks for which Spanner has refused a commit since the last commit.
+        #: The number of rows that Spanner has refused to write since the last commit.
         self.refused = 0
         self._threads = host.threads
         self._exit = host.threads.event()
@@ -80,7 +83,7 @@ class MarkRetry:
         marking: Marking,
         failed: Mapping[Claim, StoreError] = MappingProxyType({}),
     ) -> None:
-        """Write the marks of these parts of the batch. Those in `failed` are known to be refused."""
+        """`parts` are still to be written. `failed` has the parts that Spanner has refused already, with the errors."""
         self._batch = batch
         self._marking = marking
         self._keep([part for part in parts if part.locks])
@@ -92,7 +95,10 @@ class MarkRetry:
         self._found = [Unmarked(part, str(error), batch.state_of(part)) for part, error in failed.items()]
 
     def run(self) -> Iterator[Unmarked]:
-        """Mark again after growing pauses. Yield tasks that cannot be marked while others can, and tasks given up."""
+        """Mark again after growing pauses.
+
+        Yield each row that cannot be written while others can, and what is given up.
+        """
         backoff = Backoff(FIRST_SECONDS, self._max_seconds, self._marking.random)
         while self._parts:
             yield from self._found

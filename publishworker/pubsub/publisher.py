@@ -73,7 +73,7 @@ class PubSubPublisher:
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Outcome]:
-        """See Publisher. All requests share one deadline. Requests without ordering keys are sent concurrently.
+        """See Publisher. All requests share one deadline. They are sent concurrently, except those of one ordering key.
 
         A later request starts only if at least half of the time remains, so a healthy message never times out because
         it started late. If a shared request was refused and there was no time to split it, each of its tasks is sent
@@ -104,7 +104,10 @@ class PubSubPublisher:
         return failed
 
     def _prepared(self, name: str, rows: Sequence[LockedRow]) -> tuple[list[tuple[str, Any]], dict[str, Failed]]:
-        """Return the messages that may be published, and the failures. Rows behind one of their key are in neither."""
+        """Return the messages that may be published, and the failures.
+
+        A row behind a failed row of its ordering key is in neither.
+        """
         try:
             check_topic(name)
         except InvalidMessage as error:
@@ -128,7 +131,10 @@ class PubSubPublisher:
         return valid, failed
 
     def _remember(self, call: "_Call") -> None:
-        """Remember the tasks of refused requests if there was no time to split them. Forget tasks with an outcome."""
+        """Remember the tasks of a refused request that there was no time to split.
+
+        Forget tasks that have an outcome.
+        """
         with self._lock:
             self._refused |= dict.fromkeys(call.not_retried)
             for id in call.outcomes:

@@ -1,4 +1,4 @@
-"""What an error of Spanner says about the rows: whether they may have been written, and what to do next."""
+"""What an error of Spanner says about the rows: whether they may have been written, and what the cause is."""
 
 import re
 
@@ -37,7 +37,7 @@ class TimedOut(StoreError):
 
 
 def kind_of(error: Exception) -> type[StoreError]:
-    """Return what an error of the client says about the rows: whether they may have been written."""
+    """Return the class of StoreError for an error of the client."""
     is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, google.Aborted)
     if is_unanswered or not isinstance(error, _NOT_EXECUTED):
         return TimedOut if isinstance(error, google.DeadlineExceeded) else StoreError
@@ -47,7 +47,7 @@ def kind_of(error: Exception) -> type[StoreError]:
 
 
 def is_lost_session(error: BaseException | None) -> bool:
-    """Tell whether Spanner has no such session. Its words differ: googleapis/google-cloud-cpp#9183."""
+    """Tell whether Spanner has no such session. The text differs between servers: googleapis/google-cloud-cpp#9183."""
     if not isinstance(error, google.NotFound):
         return False
     resources = (detail.resource_type for detail in error.details if isinstance(detail, ResourceInfo))

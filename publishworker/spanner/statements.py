@@ -1,4 +1,4 @@
-"""All SQL of the relay, and the values that go into its rows and come from them. Values are always parameters.
+"""All SQL of the relay, and the conversion of its rows. Values are always parameters.
 
 The poll reads ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
 CreatedAt), and never the table. For each shard and topic the ready tasks are one range and the due tasks another, each
@@ -50,7 +50,7 @@ _READY = _tasks("AvailableAt IS NULL")
 _LOWER = _tasks("AvailableAt IS NULL AND Priority < @below")
 # Due tasks by AvailableAt, the order of the index, so that the task that has been due for longest comes first.
 _DUE = _tasks("AvailableAt <= CURRENT_TIMESTAMP()")
-# OUT-LOSS-2: an unsent task is in one of these ranges until its SentAt is committed.
+# OUT-LOSS-2: a task that is ready or due is in one of these ranges until its SentAt is committed.
 #: The statements of a poll by two flags: whether the poll also reads due tasks, and whether it reads the ready tasks of
 #: lower priorities separately.
 POLLS = {
@@ -71,14 +71,14 @@ _TOPICS = f"""
     WHERE Shard = in_shard AND SentAt IS NULL AND Topic >= low AND Topic < high
     LIMIT 1)) AS found"""
 #: Unknown topics, workers, layouts and topic controls in one request. The last three are whole small tables, with one
-#: row for each worker, up to two rows for layouts, and one for each topic that an operator has paused or limited.
+#: row for each worker, up to two rows for layouts, and one for each topic with controls.
 _REST = ", ".join(map(as_structs, (WORKERS, LAYOUTS, CONTROLS)))
 DISCOVER = f"SELECT ARRAY({_TOPICS}), {_REST}"
 #: The same without topics, for a worker that polls a layout whose index has been dropped.
 DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], {_REST}"
 
-#: When the first task that is not ready becomes due, or became due. One seek into AsynchronousTasksToSend for each
-#: shard and topic.
+#: The earliest AvailableAt of tasks that have one and are not dead. It may be in the past. One seek into
+#: AsynchronousTasksToSend for each shard and topic.
 NEXT_DUE = f"""
 SELECT MIN(next_at), CURRENT_TIMESTAMP() FROM {EACH_TOPIC}, UNNEST(ARRAY(
   SELECT AvailableAt FROM {TO_SEND}
@@ -236,8 +236,8 @@ def write_marks(transaction: Any, locked: Sequence[LockedRow], marks: Mapping[st
 def times_sent(row: LockedRow, *, sent: bool) -> int:
     """Return the TimesSent to write to a row that becomes sent or unsent.
 
-    Another writer may have set the column to an end of int64. There the count goes one back instead of overflowing,
-    because a mark must change it: see `Version`.
+    Another writer may have set the column to an end of int64. If the count would overflow, it changes in the other
+    direction, because a mark must change it: see `Version`.
     """
     change = int(sent) - (row.sent_at is not None)
     number = row.times_sent + change

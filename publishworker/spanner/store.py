@@ -136,7 +136,11 @@ class SpannerStore:
         return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store. A strong single-use read, one request a layout. Inside a claim it would lock index ranges."""
+        """See Store.
+
+        A strong single-use read, one request a layout. In the transaction of a claim, this read would lock index
+        ranges.
+        """
         found: dict[Key, Sequence[QueuedTask]] = {}
         for shards in by_layout(keys.values()):
             of_layout = [key for key, shard in keys.items() if shard in shards]

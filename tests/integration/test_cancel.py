@@ -16,9 +16,10 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner_dbapi import Cursor, OperationalError
 from google.cloud.spanner_v1 import AsyncClient
 from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1.types import PubsubMessage
 
 import outbox
-from outbox import aio
+from outbox import aio, inbox
 from outbox.admin import changes
 from outbox.admin import table as admin_table
 from outbox.admin.changes import TaskSelection
@@ -122,6 +123,18 @@ def test_a_transaction_knows_what_it_has_cancelled(database: Database) -> None:
     assert {id: (each["OrderingKey"], each["BlockedBy"]) for id, each in after.items()} == {
         "a 0": (None, None), "a 2": ("a", None),
     }  # fmt: skip
+
+
+def test_a_processed_task_stays_processed_when_it_is_cancelled(database: Database) -> None:
+    """A subscriber may have received a task whose mark is not committed, and share the outbox's database."""
+    insert(database, [row("id")])
+    message = PubsubMessage(attributes={"asynchronous_task_id": "id"})
+
+    def process(transaction: Any) -> bool:
+        return inbox.process_once(transaction, message, consumer="billing")
+
+    assert database.run_in_transaction(process)
+    assert database.run_in_transaction(lambda both: (outbox.cancel(both, "id"), process(both))) == (True, False)
 
 
 def test_a_replaced_task_has_the_same_id(database: Database) -> None:

@@ -77,6 +77,8 @@ def test_a_change_that_lost_its_process_continues_after_its_last_chunk(
     assert operation.state(table.now()) == "finished"
     with pytest.raises(NotContinued):
         operations.proceed(table, ID, JOHN)
+    with pytest.raises(NotContinued):
+        list(changes.resume(table, ID))
 
 
 def test_a_commit_without_an_answer_is_not_repeated(
