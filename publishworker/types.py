@@ -266,7 +266,8 @@ class Failed:
     error: str
 
 
-Outcome = Sent | Skipped | Failed
+#: What Pub/Sub says about a task.
+Answer = Sent | Failed
 
 
 class CircuitState(NamedTuple):

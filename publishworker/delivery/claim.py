@@ -9,7 +9,7 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
-from publishworker.types import NO_POLICY, Deferred, Failed, Key, NotSent, Outcome, Sent, Skipped, TopicPolicy, Turn
+from publishworker.types import NO_POLICY, Answer, Deferred, Failed, Key, NotSent, Sent, Skipped, TopicPolicy, Turn
 
 
 class Kind(Enum):
@@ -29,11 +29,14 @@ class ClaimedTask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TopicHints:
-    """What the worker knows about the topic when it starts the batch. It decides which failed attempts are recorded."""
+    """What the worker knows about the topic when it starts the batch.
+
+    They decide which failed attempts are recorded.
+    """
 
     #: The batch probes a topic whose circuit is open.
     probe: bool = False
-    #: The worker has published a task to the topic since its last outage.
+    #: False from an outage of the topic until the worker has published a task to it again.
     accepts: bool = True
     #: Tasks whose publish failed in the topic's last outage. If one fails again while the topic accepts other tasks, a
     #: failed attempt is recorded.
@@ -42,14 +45,17 @@ class TopicHints:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A batch: tasks of one topic. The tasks of each ordering key are in order, except in a batch that defers them."""
+    """A batch: tasks of one topic.
+
+    The tasks of each ordering key are in order. A batch that defers begins with the head.
+    """
 
     topic: str
     tasks: tuple[ClaimedTask, ...]
     kind: Kind = Kind.PUBLISH
     #: Deferred tasks that follow the sendable prefixes, to be released when these are sent.
     releases: tuple[ClaimedTask, ...] = ()
-    #: Size of all messages.
+    #: Size of all messages of the batch. A part keeps the size of the whole.
     bytes: int = 0
     hints: TopicHints = TopicHints()
     #: The Pub/Sub topic that the messages go to, if it is not `topic`. It is fixed when the batch starts.
@@ -78,7 +84,7 @@ class Claim:
         return frozenset(Key(self.topic, name) for name in names if name is not None)
 
     def part(self, ids: Collection[str], kind: Kind | None = None) -> "Claim":
-        """Return a claim of these tasks alone. Its commit also releases the deferred task behind them."""
+        """Return a claim of these tasks alone. It also releases the deferred task behind them in each ordering key."""
         ids = frozenset(ids)
         tasks = tuple(task for task in self.tasks if task.id in ids)
         keys = {task.ordering_key for task in tasks} - {None}
@@ -104,7 +110,7 @@ class Claim:
         return replace(self, releases=self.releases[:half]), replace(self, releases=self.releases[half:])
 
 
-#: What has happened to a task whose marks are not written. `marked`: at most once, marked but not published.
+#: What is true of a task whose last write failed. `marked`: at most once, marked but not published.
 State: TypeAlias = Literal["published", "unpublished", "marked"]
 
 
@@ -112,16 +118,16 @@ State: TypeAlias = Literal["published", "unpublished", "marked"]
 class Delivered:
     """What became of the tasks of a batch, after its first transaction.
 
-    `error` is why the commit failed. It is also None if only single rows were refused: each has an Unmarked.
+    `error` says why the commit failed. It is None after a commit, and if only single rows were refused: each of these
+    has an Unmarked.
     """
 
     claim: Claim
-    #: Pub/Sub's answer for each task over all transaction attempts. A task that is expired or cannot be published has a
-    #: failure instead, without a request.
-    answers: Mapping[str, Outcome] = field(default_factory=dict)
-    #: The outcomes of the last attempt. If another worker sent a task while this one published it, `answers` has Sent
-    #: and `outcomes` has Skipped.
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    #: Pub/Sub's answer for each task over all runs of the transaction. A task that is expired or cannot be published
+    #: has a failure instead, without a request.
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    #: The tasks that the last run skipped. If another worker sent a task while this one published it, both have it.
+    skipped: Mapping[str, Skipped] = field(default_factory=dict)
     #: Failed attempts and deferrals that are written.
     recorded: Mapping[str, NotSent] = field(default_factory=dict)
     deferred: Mapping[str, Deferred] = field(default_factory=dict)
@@ -133,9 +139,9 @@ class Delivered:
     traces: Mapping[str, str] = field(default_factory=dict)
     #: Seconds between a task's due time and Pub/Sub's answer.
     latencies: Mapping[str, float] = field(default_factory=dict)
-    #: Seconds of each phase, over all attempts.
+    #: Seconds of each phase, over all runs.
     phases: Mapping[str, float] = field(default_factory=dict)
-    #: Transaction attempts that were aborted.
+    #: Runs of transactions that were aborted.
     aborted: int = 0
     error: str | None = None
 
@@ -144,12 +150,12 @@ class Delivered:
         return [id for id, outcome in self.answers.items() if isinstance(outcome, Sent)]
 
     def uncommitted(self) -> list[str]:
-        """Return the IDs of published tasks that are in doubt, or whose rows were deleted after an aborted attempt."""
+        """Return the IDs of published tasks that are in doubt, or whose rows were deleted after an abort."""
         gone = Skipped("gone")
-        return [id for id in self.published() if id in self.unmarked or self.outcomes.get(id) == gone]
+        return [id for id in self.published() if id in self.unmarked or self.skipped.get(id) == gone]
 
     def has_written(self) -> bool:
-        """Tell whether the batch has written a mark, so that another turn may find other tasks."""
+        """Tell whether the batch has changed a row. Then the next poll may find other tasks."""
         return len(self.published()) > len(self.uncommitted()) or bool(self.recorded or self.deferred)
 
     def already_sent(self) -> list[str]:
@@ -163,14 +169,13 @@ class Delivered:
     def at_most_once(self) -> Claim | None:
         """Return a claim of the tasks that must be marked first, without those behind a failure, or None."""
         skipped = self._skipped("at_most_once")
-        tried = {*self.published(), *self.outcomes}.difference(self.failed())
+        tried = {*self.published(), *self.skipped}.difference(self.failed())
         stopped = {task.ordering_key for task in self.claim.tasks if task.id not in tried and skipped} - {None}
         once = {task.id for task in self.claim.tasks if task.id in skipped and task.ordering_key not in stopped}
         return self.claim.part(once, Kind.MARK_FIRST) if once else None
 
     def _skipped(self, reason: str) -> list[str]:
-        skipped = ((id, outcome) for id, outcome in self.outcomes.items() if isinstance(outcome, Skipped))
-        return [id for id, outcome in skipped if outcome.reason == reason]
+        return [id for id, skipped in self.skipped.items() if skipped.reason == reason]
 
 
 def counted_in_turn(batches: Sequence[Delivered]) -> Turn:

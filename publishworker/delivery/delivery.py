@@ -3,7 +3,7 @@
 `Delivery` publishes and marks in one transaction. For the other kinds of claims see `MarkFirst` and `Deferral`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim, Delivered, State, Unmarked
 from publishworker.delivery.marking import Marking, MarkRetry
-from publishworker.delivery.rules import RetryPolicy, should_record
+from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
-from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import Refused, StoreError
@@ -24,17 +23,18 @@ from publishworker.types import (
     COMMIT,
     MARKED,
     PUBLISH,
+    Answer,
     Deferred,
     Failed,
     LockedRow,
     Mark,
     NotSent,
-    Outcome,
     Sent,
+    Skipped,
     Version,
 )
 
-#: Max seconds to search for the rows for which Spanner refuses a commit, before the result is reported.
+#: Max seconds to search for the rows that make Spanner refuse a commit. Then the batch reports its result, and goes on.
 SEARCH_SECONDS = 20.0
 
 
@@ -47,7 +47,7 @@ class Tools:
     retries: RetryPolicy
     #: The time limit for publishing one batch.
     publish_seconds: float
-    #: A dead task does not block its ordering key.
+    #: Workers pass over a dead task of an ordering key. Otherwise it blocks the key.
     skip_dead: bool
     host: Host = field(default_factory=Host)
     trace: Trace | None = None
@@ -58,18 +58,38 @@ class Tools:
         return self.store if self.trace is None else self.trace.reading(self.store)
 
 
+class Laps:
+    """The seconds of each phase, over all runs of the transaction."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._began = clock()
+
+    def begin(self) -> None:
+        """Begin a phase."""
+        self._began = self._clock()
+
+    def end(self, phase: str) -> float:
+        """Add the time since `begin` to this phase. Return the time now."""
+        now = self._clock()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._began
+        self._began = now
+        return now
+
+
 class Delivery:
     """One batch, on a thread of its own. The relay's thread reads `claim`, `unmarked`, `aside` and `transactions`.
 
-    After an abort the transaction function, `decide`, runs again. The next attempt publishes only tasks that have no
-    answer yet, and failed tasks whose row has changed since. It marks every task that any attempt has published.
+    After an abort the transaction runs again, with newly locked rows. This run publishes only tasks that have no answer
+    yet, and failed tasks whose row has changed since. It marks every task that any run has published.
     """
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
         self.claim = claim
-        #: The tasks whose marks are not written yet. Before `run` has returned, all tasks.
+        #: The tasks whose marks are not written: all, and after a failed commit those that are still to be marked.
         self.unmarked = frozenset(claim.ids)
-        #: The rows that are left cannot be written although other rows can, so the batch needs no place.
+        #: Spanner refuses every row that is left, but accepts others. The batch then gives up its place.
         self.aside = False
         #: Transactions that have begun. While the number grows, the batch is not stuck.
         self.transactions = 0
@@ -77,18 +97,19 @@ class Delivery:
         self._retries = tools.retries.for_topic(claim.policy)
         self._marking = marking
         self._clock = tools.host.clock
-        self._answers: dict[str, Outcome] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        #: Over all runs of the transaction: the answer of Pub/Sub, or the failure that made a request needless.
+        self._answers: dict[str, Answer] = {}
+        #: Of the last run: why tasks were skipped, and the failed attempts and deferrals that it writes.
+        self._skipped: dict[str, Skipped] = {}
         self._recorded: dict[str, NotSent] = {}
         self._deferred: dict[str, Deferred] = {}
-        self._unconfirmed: list[str] = []
         #: The rows as they were when their tasks were last tried.
         self._tried: dict[str, Version] = {}
-        #: The marks that Spanner has refused to write. They hold while their rows are as they were.
+        #: The marks that Spanner has refused to write, each with the version of its row. A change of the row voids it.
         self._refused: dict[str, tuple[Mark, Version]] = {}
         self._latencies: dict[str, float] = {}
         self._traces: dict[str, str] = {}
-        self._phases: dict[str, float] = {}
+        self._laps = Laps(tools.host.clock)
         self._aborted = 0
         self._locked_at = 0.0
         self._error: str | None = None
@@ -100,11 +121,11 @@ class Delivery:
             self._transact(self.claim, self._decide)
             self.unmarked = frozenset()
         except StoreError as error:
-            self._note_failed_commit(error)
+            self._begin_marking(error)
         return self._delivered()
 
     def mark_again(self) -> Iterator[Unmarked]:
-        """Mark again, in transactions that publish nothing. Yield tasks that cannot be marked while others can."""
+        """Mark again, in transactions that publish nothing. Yield what cannot be marked while others can."""
         return iter(()) if self._mark_retry is None else self._mark_retry.run()
 
     def write_marks(self, claim: Claim) -> None:
@@ -123,17 +144,16 @@ class Delivery:
         return marks | self._releases(self.claim, rows, marks, now)
 
     def _check(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
-        """Return the rows to publish, and those already published, to mark. Keep the order of each ordering key.
+        """Return the rows that this transaction may publish or mark. Keep the order of each ordering key.
 
-        Note why the other rows are skipped. A task that failed in an earlier attempt loses its answer if its row has
-        changed since.
+        Note why the other rows are skipped. A task that failed before an abort loses its answer if its row has changed.
         """
         self._forget(claim)
         for row in rows:
             if isinstance(self._answers.get(row.id), Failed) and self._tried.get(row.id) != Version.of(row):
                 del self._answers[row.id]
-        self._outcomes |= rules.skip_reasons(claim, rows, now, self._published(), skip_dead=self._tools.skip_dead)
-        excluded = {*self._outcomes, *(task.id for task in claim.releases)}
+        self._skipped |= rules.skip_reasons(claim, rows, now, self._published(), skip_dead=self._tools.skip_dead)
+        excluded = {*self._skipped, *(task.id for task in claim.releases)}
         eligible = [row for row in rules.in_order(claim, rows) if row.id not in excluded]
         self._tried |= {row.id: Version.of(row) for row in eligible if row.id not in self._answers}
         return eligible
@@ -146,53 +166,22 @@ class Delivery:
         if not rows:
             return
         alone = {row.id for row in rows if row.attempts or row.id in self.claim.hints.suspects}  # OUT-DELAY-1
-        began = self._clock()
+        self._laps.begin()
         answers = self._tools.publisher.publish(self.claim.destination, rows, self._tools.publish_seconds, alone)
-        ended = self._clock()
+        ended = self._laps.end(PUBLISH)
         self._answers |= answers
-        self._phases[PUBLISH] = self._phases.get(PUBLISH, 0.0) + ended - began
         for row in rows:
             if isinstance(answers.get(row.id), Sent):
                 due = max(row.created_at, row.available_at or row.created_at)
                 self._latencies[row.id] = max(0.0, (now - due).total_seconds() + ended - self._locked_at)
 
-    def _marks(self, eligible: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+    def _marks(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Return the marks of all answers, and note failed attempts and deferrals."""
-        topic_accepts = self.claim.hints.accepts or any(isinstance(each, Sent) for each in self._answers.values())
-        marks: dict[str, Mark] = {}
-        #: The ordering keys that a failed task stops, each with the deferrals for the tasks behind it, if any.
-        stopped: dict[str, Iterator[Deferred]] = {}
-        for row in eligible:
-            answer = self._answers.get(row.id)
-            if answer is not None:
-                self._outcomes[row.id] = answer
-            if isinstance(answer, Sent):  # OUT-LOSS-3
-                marks[row.id] = answer
-            elif row.ordering_key in stopped:
-                if deferral := next(stopped[row.ordering_key], None):
-                    marks[row.id] = self._deferred[row.id] = deferral
-            elif isinstance(answer, Failed):
-                recorded = None
-                if should_record(self.claim.hints, row.id, answer, topic_accepts=topic_accepts):
-                    recorded = marks[row.id] = self._record(row, answer, now)
-                blocks_nothing = recorded is not None and recorded.dead and self._tools.skip_dead
-                if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
-                    continue  # this dead task blocks nothing, and the later tasks of its key have answers of their own
-                if row.ordering_key is not None and rules.stops_key(answer):
-                    stopped[row.ordering_key] = self._deferrals_behind(row, None if blocks_nothing else recorded, now)
-        return marks
-
-    def _record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
-        recorded = self._recorded[row.id] = self._retries.record(row, failure, now)
-        if (trace := trace_id(row.data)) is not None:
-            self._traces[row.id] = trace
-        return recorded
-
-    def _deferrals_behind(self, head: LockedRow, recorded: NotSent | None, now: datetime) -> Iterator[Deferred]:
-        """Return the deferrals of the tasks behind a failed one. There are none if the failure was not recorded."""
-        if recorded is None or recorded.available_at is None:
-            return iter(())
-        return self._retries.deferrals(head, recorded.available_at, now)
+        found = rules.marks_of(self.claim, rows, self._answers, now, self._retries, skip_dead=self._tools.skip_dead)
+        self._recorded |= found.recorded
+        self._deferred |= found.deferred
+        self._traces |= {row.id: id for row in rows if row.id in found.recorded and (id := trace_id(row.data))}
+        return {**found.sent, **found.recorded, **found.deferred}
 
     def _releases(
         self, claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
@@ -202,7 +191,7 @@ class Delivery:
         return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
 
     def _marks_again(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of published tasks, and the refused marks of rows that are as they were."""
+        """Return the marks of published tasks, and those that Spanner has refused if their rows have not changed."""
         marks: dict[str, Mark] = {}
         published = self._published()
         for row in rows:
@@ -215,45 +204,41 @@ class Delivery:
         return marks | self._releases(claim, rows, marks, now)
 
     def _transact(self, claim: Claim, decide: Decide) -> datetime:
-        """Lock the rows of `claim`, write the marks of `decide` and commit. Return when. Raises StoreError."""
-        since, phase = self._clock(), CLAIM
+        """Lock the rows of `claim`, write the marks of `decide` and return the commit timestamp. Raises StoreError."""
         marks: Mapping[str, Mark] = {}
         locked: Sequence[LockedRow] = ()
+        has_decided = False
         self.transactions += 1
+        self._laps.begin()
 
-        def end_phase() -> None:
-            self._phases[phase] = self._phases.get(phase, 0.0) + self._clock() - since
-
-        def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-            nonlocal since, phase, locked, marks
-            self._aborted += phase == COMMIT
-            phase = CLAIM  # after an abort, the time since the last `decide` counts as claim
-            end_phase()
-            self._locked_at, locked = self._clock(), rows
-            marks = decide(rows, now)
-            since, phase = self._clock(), COMMIT
+        def decide_timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+            nonlocal has_decided, locked, marks
+            self._aborted += has_decided
+            self._locked_at, locked = self._laps.end(CLAIM), rows  # after an abort, with the time of the commit
+            marks, has_decided = decide(rows, now), True
+            self._laps.begin()
             return marks
 
         try:
-            committed = self._tools.store.claim(claim.locks, timed)
+            committed = self._tools.store.claim(claim.locks, decide_timed)
         except Refused:
             self._refused |= {row.id: (marks[row.id], Version.of(row)) for row in locked if row.id in marks}
             raise
         finally:
-            end_phase()
+            self._laps.end(COMMIT if has_decided else CLAIM)
         if marks:  # a commit without marks does not show that Spanner accepts writes
             self._marking.committed()
         if self._refused:
             self._refused = {id: kept for id, kept in self._refused.items() if id not in marks}
         return committed
 
-    def _note_failed_commit(self, error: StoreError) -> None:
-        """Note that the commit failed. If Spanner has refused it, find the rows that are the reason."""
+    def _begin_marking(self, error: StoreError) -> None:
+        """Prepare to mark again. If Spanner has refused the commit, find the rows that are the reason."""
         self._error = str(error)
         spanner_refused = isinstance(error, Refused)
         left = self.claim.part({*self._published(), *self._refused})
         self._mark_retry = MarkRetry(self, (left,), self._marking)
-        if not spanner_refused:
+        if not spanner_refused:  # whether it was written is unknown, so no failure and no deferral is reported
             self._recorded.clear()
             self._deferred.clear()
             return
@@ -262,8 +247,8 @@ class Delivery:
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _forget(self, claim: Claim) -> None:
-        """Forget what an earlier attempt has decided."""
-        decided: tuple[dict[str, Any], ...] = (self._outcomes, self._recorded, self._deferred)
+        """Forget what an earlier run has decided."""
+        decided: tuple[dict[str, Any], ...] = (self._skipped, self._recorded, self._deferred)
         for each in filter(None, decided):
             for id in claim.locks:
                 each.pop(id, None)
@@ -276,14 +261,13 @@ class Delivery:
         return Delivered(
             self.claim,
             answers=dict(self._answers),
-            outcomes=dict(self._outcomes),
+            skipped=dict(self._skipped),
             recorded={id: mark for id, mark in self._recorded.items() if id not in unwritten},
             deferred={id: mark for id, mark in self._deferred.items() if id not in unwritten},
             unmarked=self.unmarked,
-            unconfirmed=tuple(self._unconfirmed),
             traces=dict(self._traces),
             latencies=dict(self._latencies),
-            phases=dict(self._phases),
+            phases=dict(self._laps.seconds),
             aborted=self._aborted,
             error=self._error,
         )

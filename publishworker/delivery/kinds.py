@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from publishworker.delivery.claim import Claim, Delivered, State
@@ -10,7 +11,7 @@ from publishworker.delivery.marking import MAX_REFUSED, Marking, MarkRetry
 from publishworker.delivery.rules import in_order, last_error, skip_reasons, to_publish
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
-from publishworker.types import MARKED, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Skipped
+from publishworker.types import MARKED, Answer, Failed, LockedRow, Mark, NotSent, Sent, Skipped
 
 #: If Spanner refuses the mark of a task, the worker leaves the task alone for this many seconds.
 HOLD_SECONDS = 60.0
@@ -21,6 +22,7 @@ class MarkFirst(Delivery):
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
         super().__init__(claim, tools, marking)
+        self._unconfirmed: list[str] = []
         #: By ID, each row as it was before its mark, and the commit timestamp of the mark.
         self._marked: dict[str, tuple[LockedRow, datetime]] = {}
         #: The parts that Spanner refuses to mark, and the error.
@@ -43,13 +45,13 @@ class MarkFirst(Delivery):
                 if not halves:
                     self._stop(part, error)
         self._undo()
-        return self._delivered()
+        return replace(self._delivered(), unconfirmed=tuple(self._unconfirmed))
 
     def write_marks(self, claim: Claim) -> None:
-        """Undo the marks of a part. For a held part, raise its error until the hold is over. Raises StoreError."""
+        """Undo the marks of a part. A held part has none: raise its error until the hold is over. Raises StoreError."""
         if self._marked.keys().isdisjoint(claim.ids):
             if self._clock() < self._hold_until:
-                raise next(iter(self._held.values()))
+                raise self._held.get(claim) or next(iter(self._held.values()))
         else:
             self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))
 
@@ -95,16 +97,16 @@ class MarkFirst(Delivery):
 
     def _undo(self) -> None:
         """Undo the marks of messages that Pub/Sub certainly has not accepted."""
-        undone = {id for id in self._marked if _is_unpublished(self._answers.get(id))}
-        unsure = (id for id in self._marked if id not in undone)
+        to_undo = {id for id in self._marked if _is_unpublished(self._answers.get(id))}
+        unsure = (id for id in self._marked if id not in to_undo)
         self._unconfirmed += [id for id in unsure if not isinstance(self._answers[id], Sent)]
-        self._marked = {id: kept for id, kept in self._marked.items() if id in undone}
+        self._marked = {id: kept for id, kept in self._marked.items() if id in to_undo}
         self._hold_until = self._clock() + HOLD_SECONDS
-        self._mark_retry = MarkRetry(self, (self.claim.part(undone), *self._held), self._marking, self._held)
+        self._mark_retry = MarkRetry(self, (self.claim.part(to_undo), *self._held), self._marking, self._held)
         self._mark_retry.search(SEARCH_SECONDS)
 
     def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return marks that clear SentAt of rows that have not changed since their marks, and record failures."""
+        """Return marks that clear SentAt of rows that still have the mark of this batch, and record failures."""
         before = [
             self._marked[row.id][0]
             for row in in_order(claim, rows)
@@ -119,19 +121,19 @@ class MarkFirst(Delivery):
         return marks | self._releases(claim, rows, marks, now)
 
 
-def _is_unpublished(outcome: Outcome | None) -> bool:
+def _is_unpublished(outcome: Answer | None) -> bool:
     """Tell whether Pub/Sub has certainly not accepted the message: no request was sent, or it was refused."""
     return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
 
 
-def _restored(row: LockedRow, outcome: Outcome | None) -> NotSent:
+def _restored(row: LockedRow, outcome: Answer | None) -> NotSent:
     """Return the mark that restores the row, with a LastError that says what happened. A deferred row becomes ready."""
     error = last_error(outcome) if isinstance(outcome, Failed) else None
     return NotSent(row.attempts, None if row.deferred else row.available_at, row.expires_at, error)
 
 
 class Deferral(Delivery):
-    """A batch that defers tasks behind their key head, which is its first task, if the head is unsent and not due."""
+    """Defers tasks behind a key head, the first task of the claim, if the head is unsent and not due."""
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         self._forget(self.claim)

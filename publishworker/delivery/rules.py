@@ -1,8 +1,9 @@
 """Which of the locked rows may be sent, when a failed task is retried, and when it is dead. Pure functions.
 
-The rules for rows keep the order of each ordering key (docs/guide/ordering.md). Sent and missing rows do not end the
-sendable prefix. It ends before the first task that blocks its key and is neither due nor deferred. After a failure,
-except expiry, no later task of the key is published, not even in a later transaction attempt.
+The rules for rows keep the order of each ordering key (docs/guide/ordering.md). The sendable prefix of a key is its
+first tasks that may be sent now. Sent and missing rows do not end it. It ends before the first task that blocks the key
+and is neither due nor deferred, or must be marked first. After a failure, except expiry, no later task of the key is
+published, not even when the transaction runs again.
 
 All times derive from the database's time, so a wrong clock of the worker has no effect.
 """
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from itertools import chain, repeat
 from random import Random
+from typing import NamedTuple
 
 from outbox.program.times import shown
 from outbox.table.states import NEVER, is_dead
@@ -19,12 +21,12 @@ from publishworker.delivery.claim import Claim, Kind, TopicHints
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
 from publishworker.types import (
     MAX_INT64,
+    Answer,
     Deferred,
     Failed,
     LockedRow,
     Mark,
     NotSent,
-    Outcome,
     Sent,
     Skipped,
     TopicPolicy,
@@ -34,7 +36,7 @@ from publishworker.types import (
 
 def skip_reasons(
     claim: Claim, rows: Sequence[LockedRow], now: datetime, published: Mapping[str, Version], *, skip_dead: bool
-) -> dict[str, Outcome]:
+) -> dict[str, Skipped]:
     """Return the skip reason of each task of the claim that this transaction must not publish.
 
     `published` are the tasks that an earlier transaction attempt has published. They still need their mark, so they are
@@ -43,7 +45,7 @@ def skip_reasons(
     `skip_dead` is set.
     """
     by_id = {row.id: row for row in rows}
-    reasons: dict[str, Outcome] = {}
+    reasons: dict[str, Skipped] = {}
     blocked: set[str] = set()
     for id, key in claim.tasks:
         row, version = by_id.get(id), published.get(id)
@@ -82,7 +84,7 @@ def in_order(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
     return sorted(rows, key=lambda row: positions[row.id])
 
 
-def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Outcome]) -> list[LockedRow]:
+def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> list[LockedRow]:
     """Return the rows to publish now. They have no answer yet, and no earlier task of their key has failed."""
     stopped: set[str] = set()
     unanswered = []
@@ -100,8 +102,8 @@ def to_release(
 ) -> list[LockedRow]:
     """Return the deferred rows that become heads of their keys with this commit. The commit must make them ready.
 
-    Until its deferral ends, no poll reads a deferred task. One ready task is enough for a poll to find the key. A head
-    that has expired blocks no task, so the one behind it is released, too.
+    No poll reads a deferred task until its deferral ends, so the key would wait. One ready task is enough. A head that
+    has expired blocks no task, so the one behind it is released, too.
     """
     released: list[LockedRow] = []
     keys = {task.ordering_key for task in claim.tasks} - {None}
@@ -123,7 +125,7 @@ def deferred_behind(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
     return [row for row in rows if row.id in releases and row.deferred and row.topic == claim.topic]
 
 
-def stops_key(outcome: Outcome | None) -> bool:
+def stops_key(outcome: Answer | None) -> bool:
     """Tell whether this outcome stops the later tasks of its key: true for every failure except expiry."""
     return isinstance(outcome, Failed) and outcome.reason != "expired"
 
@@ -179,8 +181,8 @@ class RetryPolicy:
         """Yield the values to write to each task behind `head`, which is not due before `available_at`.
 
         The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
-        deleted or changed by SQL. The commit that sends a task releases the next, so one such task would be enough.
-        The second is needed if the first is deleted as well.
+        deleted or changed by SQL. One such task would be enough, because the commit that sends a task releases the
+        next. The second is for the case that the first is deleted as well.
 
         The others end within `longest` seconds. Otherwise the tasks behind a dead head would look dead too. All end
         when the head expires, because an expired head blocks no task.
@@ -191,12 +193,55 @@ class RetryPolicy:
             yield Deferred(min(available_at, now + timedelta(seconds=longest)), head.id)
 
 
-def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
-    """Tell whether to record the failure as a failed attempt of its task. Otherwise it only opens the topic's circuit.
+class Marks(NamedTuple):
+    """The marks of a batch by task: published tasks, failed attempts, and deferrals behind them."""
 
-    If the topic is missing or refuses messages, only the failures of probes are recorded. In an outage, a
-    failure is recorded only if the topic accepts other tasks, the task is a suspect (it failed in the last outage too),
-    and its batch is no probe. Outages that no message can cause, such as an exhausted quota, are never recorded.
+    sent: dict[str, Sent]
+    recorded: dict[str, NotSent]
+    deferred: dict[str, Deferred]
+
+
+def marks_of(
+    claim: Claim,
+    rows: Sequence[LockedRow],
+    answers: Mapping[str, Answer],
+    now: datetime,
+    retries: RetryPolicy,
+    *,
+    skip_dead: bool,
+) -> Marks:
+    """Return the marks of the answers. `rows` keep the order of each ordering key."""
+    topic_accepts = claim.hints.accepts or any(isinstance(each, Sent) for each in answers.values())
+    marks = Marks({}, {}, {})
+    #: The ordering keys that a failed task stops, each with the deferrals for the tasks behind it, if any.
+    stopped: dict[str, Iterator[Deferred]] = {}
+    for row in rows:
+        answer = answers.get(row.id)
+        if isinstance(answer, Sent):  # OUT-LOSS-3
+            marks.sent[row.id] = answer
+        elif row.ordering_key in stopped:
+            if deferral := next(stopped[row.ordering_key], None):
+                marks.deferred[row.id] = deferral
+        elif answer is not None:
+            recorded = None
+            if should_record(claim.hints, row.id, answer, topic_accepts=topic_accepts):
+                recorded = marks.recorded[row.id] = retries.record(row, answer, now)
+            blocks_nothing = recorded is not None and recorded.dead and skip_dead
+            if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
+                continue  # a later task of its key is marked by its answer, or stays as it is if it was not tried
+            if row.ordering_key is not None and stops_key(answer):
+                later = None if recorded is None or blocks_nothing else recorded.available_at
+                stopped[row.ordering_key] = iter(()) if later is None else retries.deferrals(row, later, now)
+    return marks
+
+
+def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
+    """Tell whether to record the failure as a failed attempt of its task.
+
+    Otherwise it counts only for the topic's circuit. If the topic is missing or refuses messages, only the failures of
+    probes are recorded. In an outage, a failure is recorded only if the topic accepts other tasks, the task is a
+    suspect (it failed in the last outage too), and its batch is no probe. Outages that no message can cause, such as an
+    exhausted quota, are never recorded.
     """
     match kind_of(failure.reason):
         case FailureKind.TARGET:

@@ -25,7 +25,7 @@ from outbox.message import (
 )
 from outbox.tracing import span_of
 from publishworker.log import log
-from publishworker.types import Failed, LockedRow, Outcome
+from publishworker.types import Answer, Failed, LockedRow
 
 #: Messages in one publish request (https://cloud.google.com/pubsub/quotas#resource_limits).
 MAX_REQUEST_MESSAGES = 1_000
@@ -136,7 +136,7 @@ _failed: set[str] = set()  # classes of errors that were logged
 
 
 @contextlib.contextmanager
-def sending(topic: str, messages: Sequence[Any], outcomes: Mapping[str, Outcome]) -> Iterator[None]:
+def sending(topic: str, messages: Sequence[Any], outcomes: Mapping[str, Answer]) -> Iterator[None]:
     """Open a span for the block, which publishes `messages` to the full name `topic` and fills `outcomes`."""
     span = _guarded(lambda: _started(topic, messages))
     if span is None:
@@ -166,7 +166,7 @@ def _started(topic: str, messages: Sequence[Any]) -> Span | None:
     return tracer.start_span(name, kind=SpanKind.PRODUCER, attributes=attributes, links=links)
 
 
-def _end(span: Span, count: int, outcomes: Mapping[str, Outcome]) -> None:
+def _end(span: Span, count: int, outcomes: Mapping[str, Answer]) -> None:
     if failures := Counter(each.reason for each in outcomes.values() if isinstance(each, Failed)):
         reasons = ", ".join(f"{number} {reason}" for reason, number in failures.most_common())
         span.set_attribute("error.type", failures.most_common(1)[0][0])

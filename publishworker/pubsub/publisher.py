@@ -20,7 +20,7 @@ from outbox.message import check_topic
 from publishworker.host import Queue, Threads
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import reason_of
-from publishworker.types import Failed, LockedRow, Outcome, Sent
+from publishworker.types import Answer, Failed, LockedRow, Sent
 
 #: Max task IDs to remember. If a shared request is refused and no time is left to split it, each of its tasks is sent
 #: alone in its next batch. The oldest IDs are forgotten.
@@ -32,7 +32,7 @@ class Publisher(Protocol):
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, Answer]:
         """Return Sent or Failed for each row that was tried within `seconds`. Raises nothing.
 
         Rows of an ordering key are published in the given order, in one request if they fit, otherwise one request
@@ -72,7 +72,7 @@ class PubSubPublisher:
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, Answer]:
         """See Publisher. All requests share one deadline. They are sent concurrently, except those of one ordering key.
 
         A later request starts only if at least half of the time remains, so a healthy message never times out because
@@ -166,7 +166,7 @@ class _Call:
     deadline: float
     answers: Queue  # of (lane, future of the answer)
     create_command: Callable[[str], str]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, Answer] = field(default_factory=dict)
     not_retried: list[str] = field(default_factory=list)  # refused in a shared request, with no time to split it
 
 
@@ -186,7 +186,7 @@ def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.La
     return [lane] if lane.requests and all(isinstance(each, Sent) for each in answer.values()) else []
 
 
-def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str, Outcome]:
+def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str, Answer]:
     if len(message_ids) == len(ids):
         return {id: Sent(message_id) for id, message_id in zip(ids, message_ids, strict=True)}
     failure = Failed("unknown", f"{name}: Pub/Sub returned {len(message_ids)} message IDs for {len(ids)} messages")

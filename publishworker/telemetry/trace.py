@@ -20,7 +20,7 @@ from publishworker.log import log
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.spanner.store import Decide, Store
-from publishworker.types import Deferred, Key, KeyHeads, LockedRow, Mark, Outcome, QueuedTask, Sent, Version
+from publishworker.types import Answer, Deferred, Key, KeyHeads, LockedRow, Mark, QueuedTask, Sent, Version
 
 
 class File:
@@ -120,7 +120,7 @@ class _Publisher:
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, Answer]:
         self._step("publish", ids=[row.id for row in rows])
         answers = self._publisher.publish(topic, rows, seconds, singly)
         results = {id: "published" if isinstance(each, Sent) else each.reason for id, each in answers.items()}

@@ -33,7 +33,7 @@ from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-from publishworker.types import Failed, LockedRow, Outcome, Sent
+from publishworker.types import Answer, Failed, LockedRow, Sent
 
 #: Seconds for one call, and until all published messages have arrived. The emulator takes milliseconds.
 SECONDS = 10.0
@@ -188,7 +188,7 @@ class _Publisher(PubSubPublisher):
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, Answer]:
         outcomes = super().publish(topic, rows, seconds, singly)
         sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Sent)]
         self.counts[topic_name(topic, self._project)] += len(sent)

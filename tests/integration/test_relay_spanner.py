@@ -23,7 +23,7 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
 from publishworker.turn.relay import Relay
-from publishworker.types import Failed, LockedRow, Outcome, Sent
+from publishworker.types import Answer, Failed, LockedRow, Sent
 from tests.support import real
 from tests.support.fakes import Counted, FakePublisher
 from tests.support.parts import poll_request, relay_of
@@ -270,7 +270,7 @@ def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, t
     class Observed(FakePublisher):
         def publish(
             self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
-        ) -> dict[str, Outcome]:
+        ) -> dict[str, Answer]:
             seen.append(set(unsent(database)))
             return {answered: Sent("1"), refused: Failed("unavailable", "later")}
 

@@ -7,7 +7,7 @@ from itertools import repeat
 from typing import Any
 
 from outbox.admin.reshard import Snapshot
-from publishworker.delivery import delivery, marking, rules
+from publishworker.delivery import marking, rules
 from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.kinds import MarkFirst
@@ -22,7 +22,7 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import KnownTopics, Poller
 from publishworker.turn.worker import Worker
-from publishworker.types import Deferred, LockedRow, Sent, Skipped, Version
+from publishworker.types import Deferred, LockedRow, NotSent, Sent, Skipped, Version
 
 
 def always(value: object) -> Callable[[Any], Any]:
@@ -78,7 +78,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a transaction attempt remembers outcomes": (rules, "to_publish", lambda _: lambda rows, _outcomes: rows),
     "a later attempt marks what an earlier one published": (Delivery, "_published", always({})),
     "only published tasks are marked": (Delivery, "_marks", late_mark),
-    "a failed commit is remembered": (Delivery, "_note_failed_commit", always(None)),
+    "a failed commit is remembered": (Delivery, "_begin_marking", always(None)),
     "tasks in doubt are marked": (Delivery, "_marks_again", always({})),
     "tasks in doubt are not claimed": (InFlight, "ids", always(frozenset())),
     "tasks in doubt are remembered for 15 minutes": (marking, "MAX_MARKING_SECONDS", lambda _: 1.0),
@@ -118,7 +118,8 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         )
     ),
     "deferred tasks cost no attempt": (
-        Delivery, "_deferrals_behind", lambda _: lambda _self, _head, recorded, _now: repeat(recorded)
+        RetryPolicy, "deferrals",
+        lambda _: lambda _self, head, at, _now: repeat(NotSent(head.attempts + 1, at, None, "")),
     ),
     "a deferral is short": (
         RetryPolicy, "deferrals", lambda _: lambda _self, head, at, _now: repeat(Deferred(at, head.id))
@@ -126,7 +127,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "the first deferred task of a key returns soon": (rules, "CHECK_SECONDS", lambda _: 3600.0),
     "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
-    "an outage records no attempt": (delivery, "should_record", always(True)),
+    "an outage records no attempt": (rules, "should_record", always(True)),
     "every shard is polled": (Membership, "assign", one_shard_less),
     "a topic without candidates is found again": (KnownTopics, "discover", lambda real: lambda self, names: (
         real(self, [name for name in names if name not in self.recent])

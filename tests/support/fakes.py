@@ -21,6 +21,7 @@ from publishworker.spanner.statements import times_sent
 from publishworker.spanner.store import Decide
 from publishworker.types import (
     LIVENESS_TIMEOUT_SECONDS,
+    Answer,
     Candidate,
     Deferred,
     Discovery,
@@ -31,7 +32,6 @@ from publishworker.types import (
     LockedRow,
     Mark,
     NotSent,
-    Outcome,
     PollRequest,
     QueuedTask,
     Sent,
@@ -332,9 +332,9 @@ class FakePublisher:
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, Answer]:
         name = messages.topic_name(topic, self.project)
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, Answer] = {}
         stopped: set[str | None] = set()
         with self._lock:
             for request in _requests(rows, singly):
@@ -351,9 +351,9 @@ class FakePublisher:
         decoded = {row.id: messages.decode(row) for row in rows}
         return {id: message for id, message in decoded.items() if isinstance(message, Failed)}
 
-    def _request(self, name: str, rows: Sequence[LockedRow]) -> dict[str, Outcome]:
+    def _request(self, name: str, rows: Sequence[LockedRow]) -> dict[str, Answer]:
         decoded = {row.id: messages.decode(row) for row in rows}
-        outcomes: dict[str, Outcome] = {id: each for id, each in decoded.items() if isinstance(each, Failed)}
+        outcomes: dict[str, Answer] = {id: each for id, each in decoded.items() if isinstance(each, Failed)}
         ordered = any(row.ordering_key for row in rows)
         refused = {id for id, failure in self.failing.items() if kind_of(failure.reason) is FailureKind.CONTENT}
         if ordered and (culprit := next((id for id in decoded if id in refused | outcomes.keys()), None)):

@@ -13,9 +13,9 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 from google.pubsub_v1.types import GetTopicRequest, PublishRequest, PublishResponse, Topic
 
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.types import Failed, Outcome, Sent
+from publishworker.types import Answer, Failed, Sent
 
-Answer = Callable[[Any, grpc.ServicerContext], Any]
+Handler = Callable[[Any, grpc.ServicerContext], Any]
 
 
 class PubSubServer:
@@ -24,8 +24,8 @@ class PubSubServer:
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.address = ""
-        self.publish: Answer = accept
-        self.get_topic: Answer = lambda request, _context: Topic.pb()(name=request.topic)
+        self.publish: Handler = accept
+        self.get_topic: Handler = lambda request, _context: Topic.pb()(name=request.topic)
 
     def _publish(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.requests.append(request)
@@ -35,7 +35,7 @@ class PubSubServer:
         return self.get_topic(request, context)
 
     def handlers(self) -> Any:
-        def unary(answer: Answer, request: Any, response: Any) -> Any:
+        def unary(answer: Handler, request: Any, response: Any) -> Any:
             return grpc.unary_unary_rpc_method_handler(
                 answer,
                 request_deserializer=request.pb().FromString,
@@ -55,14 +55,14 @@ def accept(request: Any, _context: grpc.ServicerContext) -> Any:
     return PublishResponse.pb()(message_ids=[str(n) for n, _ in enumerate(request.messages)])
 
 
-def refuse(code: grpc.StatusCode, details: str = "refused") -> Answer:
+def refuse(code: grpc.StatusCode, details: str = "refused") -> Handler:
     def answer(_request: Any, context: grpc.ServicerContext) -> Any:
         context.abort(code, details)
 
     return answer
 
 
-def to_message(data: bytes, answer: Answer) -> Answer:
+def to_message(data: bytes, answer: Handler) -> Handler:
     return lambda request, context: (answer if any(message.data == data for message in request.messages) else accept)(
         request, context
     )
@@ -75,11 +75,11 @@ def publisher_to(address: str, *arguments: Any, **options: Any) -> PubSubPublish
     return PubSubPublisher(transport, "project", *arguments, **options)
 
 
-def reasons(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+def reasons(outcomes: Mapping[str, Answer]) -> dict[str, str]:
     return {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)}
 
 
-def sent(outcomes: Mapping[str, Outcome]) -> set[str]:
+def sent(outcomes: Mapping[str, Answer]) -> set[str]:
     return {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)}
 
 

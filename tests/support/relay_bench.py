@@ -11,7 +11,7 @@ import pytest
 from publishworker.host import Event, Thread, Threads
 from publishworker.telemetry import metrics as m
 from publishworker.turn.relay import Relay
-from publishworker.types import LockedRow, Outcome, Turn
+from publishworker.types import Answer, LockedRow, Turn
 from tests.support.fakes import Abort, Counted, FakePublisher, FakeStore, serialized
 from tests.support.parts import relay_of
 
@@ -149,7 +149,7 @@ class SlowPublisher(FakePublisher):
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, Answer]:
         self.release.wait(30 if topic in self.hanging else self.seconds)
         return super().publish(topic, rows, seconds, singly)
 

@@ -12,7 +12,7 @@ from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.spanner.store import Decide
 from publishworker.telemetry import metrics as m
-from publishworker.types import Failed, LockedRow, Outcome, Sent, Skipped
+from publishworker.types import Answer, Failed, LockedRow, Sent, Skipped
 from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench
 from tests.support.waiting import eventually
@@ -27,7 +27,7 @@ NO_ANSWER = StoreError("deadline exceeded")
 def test_an_at_most_once_task_is_marked_before_its_own_batch_is_published(bench: Bench) -> None:
     marked, publish = dict[str, bool](), bench.publisher.publish
 
-    def watch(topic: str, rows: Sequence[LockedRow], *arguments: Any) -> dict[str, Outcome]:
+    def watch(topic: str, rows: Sequence[LockedRow], *arguments: Any) -> dict[str, Answer]:
         marked.update({row.id: bench.store.rows[row.id].sent_at is not None for row in rows})
         return publish(topic, rows, *arguments)
 
@@ -266,9 +266,11 @@ def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:
 def test_a_result_contains_the_batch_of_its_at_most_once_tasks() -> None:
     once = Skipped("at_most_once")
 
-    def waits(outcomes: dict[str, Outcome], *keys: str | None) -> Claim | None:
-        batch = claim_of("orders", *outcomes, keys=keys, bytes=800)
-        return Delivered(batch, answers=outcomes, outcomes=outcomes).at_most_once()
+    def waits(found: dict[str, Answer | Skipped], *keys: str | None) -> Claim | None:
+        skipped = {id: each for id, each in found.items() if isinstance(each, Skipped)}
+        answers = {id: each for id, each in found.items() if not isinstance(each, Skipped)}
+        batch = claim_of("orders", *found, keys=keys, bytes=800)
+        return Delivered(batch, answers=answers, skipped=skipped).at_most_once()
 
     keyed = {"failed": LOST, "behind": once, "alone": LOST, "once": once, "sent": Sent("1"), "next": once}
     assert waits(keyed | {"gone": Skipped("gone")}, "bad", "bad", None, None, "good", "good", "other") == claim_of(
@@ -277,5 +279,5 @@ def test_a_result_contains_the_batch_of_its_at_most_once_tasks() -> None:
     got = waits({"sent": Sent("1"), "once": once, "other": once})
     assert got == claim_of("orders", "once", "other", kind=Kind.MARK_FIRST, bytes=800)
     assert waits({"a": Sent("1"), "gone": Skipped("gone")}) is None
-    untried = Delivered(claim_of("orders", "untried", "once", keys=("k", "k")), outcomes={"once": once})
+    untried = Delivered(claim_of("orders", "untried", "once", keys=("k", "k")), skipped={"once": once})
     assert untried.at_most_once() is None

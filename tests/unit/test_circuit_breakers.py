@@ -11,7 +11,7 @@ import pytest
 from publishworker.delivery.claim import Claim, Delivered
 from publishworker.topics import circuit_breaker
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS, CircuitBreakers, CircuitChange
-from publishworker.types import Candidate, CircuitState, Failed, NotSent, Outcome, Sent, Skipped
+from publishworker.types import Answer, Candidate, CircuitState, Failed, NotSent, Sent, Skipped
 from tests.support.parts import claim_of
 
 AWAY = Failed("unavailable", "away")
@@ -31,7 +31,7 @@ class Watch(CircuitBreakers):
         self.seconds = 1000.0
         super().__init__(Random(3), lambda: self.seconds, places=8)
 
-    def ended(self, batch: Claim, *recorded: str, **outcomes: Outcome) -> bool:
+    def ended(self, batch: Claim, *recorded: str, **outcomes: Answer) -> bool:
         """Learn of a batch, of which some tasks are recorded; return whether its topic's state has changed."""
         failures = {id: NotSent(1, NOON, None, "unavailable: away") for id in recorded}
         return self.observe(Delivered(batch, answers=outcomes, recorded=failures)) is not None
@@ -39,7 +39,7 @@ class Watch(CircuitBreakers):
     def fail(self, outcome: Failed, *ids: str, topic: str = "orders") -> None:
         self.ended(claim_of(topic, *ids), **dict.fromkeys(ids, outcome))
 
-    def probe(self, outcome: Outcome) -> None:
+    def probe(self, outcome: Answer) -> None:
         self.seconds += self.seconds_to_probe() or 0
         batch = self.next("probe")
         assert batch.hints.probe
@@ -207,7 +207,7 @@ def test_an_outage_is_probed_with_at_most_once_tasks_only_as_a_last_resort(watch
     """Three draws skip them. A missing topic risks nothing, because it refuses. A batch that is no probe waits."""
 
     def is_risked(*, probe: bool = True) -> bool:
-        result = Delivered(claim_of("orders", "once", probe=probe), outcomes={"once": Skipped("at_most_once")})
+        result = Delivered(claim_of("orders", "once", probe=probe), skipped={"once": Skipped("at_most_once")})
         watch.observe(result)
         return watch.admit_at_most_once(result)
 

@@ -15,7 +15,7 @@ from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.spanner.errors import StoreError
 from publishworker.turn.in_flight import delivery_of
-from publishworker.types import CLAIM, COMMIT, PUBLISH, Failed, Outcome
+from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, Failed
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
 from tests.support.parts import claim_of
 
@@ -28,7 +28,7 @@ class Bench(FakePublisher):
         self.store = FakeStore()
         self.seconds = 100.0
 
-    def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
+    def publish(self, *arguments: Any, **keywords: Any) -> dict[str, Answer]:
         self.seconds += 2
         return super().publish(*arguments, **keywords)
 

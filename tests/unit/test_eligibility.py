@@ -9,7 +9,7 @@ import pytest
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.rules import in_order, skip_reasons, to_publish, to_release
-from publishworker.types import Deferred, Failed, LockedRow, Mark, NotSent, Outcome, Sent, Version
+from publishworker.types import Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Version
 from tests.support.parts import claim_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -131,7 +131,7 @@ def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
     """Whatever the failure was, except an exceeded deadline. Other keys and tasks without a key continue."""
     keys = {"a": "k", "b": "k", "c": "l", "d": "l", "e": "m", "f": "m", "g": None, "h": None}
     rows = [row(id, ordering_key=key) for id, key in keys.items()]
-    tried: dict[str, Outcome] = {"a": Failed("unavailable", "no"), "c": Failed("expired", "late"), "e": Sent("1")}
+    tried: dict[str, Answer] = {"a": Failed("unavailable", "no"), "c": Failed("expired", "late"), "e": Sent("1")}
     tried["g"] = Failed("data_loss", "no")
     assert [each.id for each in to_publish(rows, tried)] == ["d", "f", "h"]
 

@@ -12,7 +12,7 @@ from publishworker.host import Host
 from publishworker.turn import in_flight
 from publishworker.turn import relay as relay_module
 from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, InFlight, StuckBatch
-from publishworker.types import Key, Next, Outcome, Turn
+from publishworker.types import Answer, Key, Next, Turn
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher
@@ -273,7 +273,7 @@ def test_large_messages_wait_for_free_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     publishing: list[str] = []
 
     class Watched(FakePublisher):
-        def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Outcome]:
+        def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Answer]:
             publishing.extend(row.id for row in rows)
             max_in_flight[0] = max(max_in_flight[0], len(publishing))
             eventually(lambda: max_in_flight[0] >= 3)

@@ -18,7 +18,7 @@ from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import LockedRow
 from tests.support.fakes import serialized
 from tests.support.outages import hang
-from tests.support.pubsub_server import Answer, PubSubServer, accept, reasons, refuse, sent, to_message
+from tests.support.pubsub_server import Handler, PubSubServer, accept, reasons, refuse, sent, to_message
 
 #: Seconds for which an answer is kept back, so that a request that should have waited for it is seen.
 KEPT_BACK = 0.05
@@ -28,7 +28,7 @@ class Recorder:
     """Calls `answer`, a little late, and keeps accepted IDs and the max number of concurrent requests of a key."""
 
     def __init__(self) -> None:
-        self.answer: Answer = accept
+        self.answer: Handler = accept
         self.requests: list[tuple[str, list[str]]] = []  # the key and the ids of each, as they came
         self.accepted: list[str] = []
         self.max_requests: Counter[str] = Counter()  # requests at once, by key

@@ -92,7 +92,7 @@ def test_the_end_of_a_pause_makes_a_probe_due() -> None:
     found = topics()
     for _ in range(9):
         found.apply(TopicControls(), 1)
-        found.observe(Delivered(found.start(claim()), answers={"a": NOT_FOUND}, outcomes={"a": NOT_FOUND}))
+        found.observe(Delivered(found.start(claim()), answers={"a": NOT_FOUND}))
     found.apply(TopicControls(), 1)
     assert found.unavailable({}) == {"orders"}
     found.apply(TopicControls(paused=frozenset({"orders"})), 1)
@@ -106,11 +106,11 @@ def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> N
     found = topics()
     before = found.start(claim())
     found.apply(TopicControls(routes={"orders": NEW}), 1)
-    assert found.observe(Delivered(before, answers={"a": NOT_FOUND}, outcomes={"a": NOT_FOUND})) is None
+    assert found.observe(Delivered(before, answers={"a": NOT_FOUND})) is None
     assert found.circuit_states() == {}
     after = found.start(claim())
     assert (before.destination, after.destination) == ("orders", NEW)
-    change = found.observe(Delivered(after, answers={"a": NOT_FOUND}, outcomes={"a": NOT_FOUND}))
+    change = found.observe(Delivered(after, answers={"a": NOT_FOUND}))
     assert change is not None
     assert [*found.circuit_states()] == ["orders"]
 

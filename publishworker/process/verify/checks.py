@@ -30,7 +30,7 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-from publishworker.types import Failed, Key, LockedRow, Mark, Outcome, PollRequest, Sent
+from publishworker.types import Answer, Failed, Key, LockedRow, Mark, PollRequest, Sent
 
 PASSED, FAILED, NOT_AVAILABLE = "passed", "failed", "not available"
 #: Batch sizes of the sweep, and tasks that are sent with each.
@@ -205,7 +205,7 @@ def _relay(scratch: Scratch, batch_size: int) -> Relay:
 
 
 class _InstantPublisher:
-    def publish(self, _topic: str, rows: Sequence[LockedRow], *_more: Any) -> dict[str, Outcome]:
+    def publish(self, _topic: str, rows: Sequence[LockedRow], *_more: Any) -> dict[str, Answer]:
         return {row.id: Sent("verify") for row in rows}
 
     def refusals(self, _topic: str, _rows: Sequence[LockedRow]) -> dict[str, Failed]:
