@@ -17,8 +17,9 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox import registration
 from outbox.cancellation import next_heads
 from outbox.errors import InvalidMessage, InvalidTransaction
-from outbox.inbox import TABLE as INBOX
-from outbox.inbox import Key, ReceivedMessage, record_with
+from outbox.inbox import Key, ReceivedMessage
+from outbox.inbox.once import TABLE as INBOX
+from outbox.inbox.once import record_with
 from outbox.message import Message
 from outbox.registration import Options, Task
 from outbox.table.statements import LOCK_UNSENT, RELEASED

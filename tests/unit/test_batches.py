@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from outbox.batches import Collector
+from outbox.inbox.collector import Collector
 
 SECONDS = 30.0
 

@@ -21,6 +21,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import inbox
+from outbox.inbox.once import inbox_row
 from outbox.testing import RecordingTransaction
 
 
@@ -108,7 +109,7 @@ def test_names_and_ids_are_plain_text(set_metrics: Any) -> None:
     without_id = message(None)
     without_id.message_id = consumer
     assert [type(each) for each in row[:2]] == [str, str]
-    assert inbox.inbox_row(without_id, consumer, "message_id")[1].endswith("-message-billing")
+    assert inbox_row(without_id, consumer, "message_id")[1].endswith("-message-billing")
     counter.increment.assert_called_once_with(
         "outbox.inbox_message_count", 1, ["consumer:billing", "outcome:processed"]
     )

@@ -13,7 +13,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StructField, StructType
 
 from outbox.errors import OutboxError
-from outbox.inbox import TABLE, table_errors
+from outbox.inbox.once import TABLE, table_errors
 from outbox.program.settings import DatabaseSettings
 from outbox.table.connection import open_database
 from outbox.table.transact import retry_and_timeout

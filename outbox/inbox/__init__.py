@@ -1,0 +1,108 @@
+"""The subscriber's inbox: each task takes effect once, although Pub/Sub delivers its message more than once.
+
+    @inbox.Handler(database, consumer="billing")
+    def charge(transaction, message): ...
+
+    subscriber.subscribe(subscription, charge)
+
+`process_once` records the ID of a task in the table ProcessedTasks of the subscriber's own database, in the transaction
+that also changes the subscriber's rows. `Handler` does this for each message, and acknowledges after the commit.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from google.cloud.spanner_v1.database import Database
+
+from outbox.inbox.batch import BatchReceiver
+from outbox.inbox.once import Key, ReceivedMessage, check_choice, plain_consumer, process_once, pushed_message
+from outbox.inbox.receiver import Handle, Missing, PulledMessage, Receiver, Settings, name_of
+
+__all__ = [
+    "Handle", "Handler", "Key", "Missing", "PulledMessage", "ReceivedMessage", "Receiver", "process_once",
+    "pushed_message",
+]  # fmt: skip
+
+#: Max messages in one transaction.
+MAX_BATCH = 1_000
+
+#: Kinds of functions that do nothing when they are called: they return an object to await or to iterate over.
+_WITHOUT_EFFECT: Mapping[Callable[[object], bool], str] = {
+    inspect.iscoroutinefunction: "a coroutine function",
+    inspect.isgeneratorfunction: "a generator function",
+    inspect.isasyncgenfunction: "an async generator function",
+}
+
+
+class Handler:
+    """Wraps a function `handle(transaction, message)`, whose changes are committed once for each task.
+
+    A decorator. Its result is a `Receiver`: the callback for `SubscriberClient.subscribe`.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        consumer: str,
+        key: Key = "task_id",
+        missing_task_id: Missing = "nack",
+        max_batch: int = 1,
+        max_delay: float = 0.02,
+        **transaction_options: Any,
+    ) -> None:
+        """Check the settings; nothing is sent.
+
+        Args:
+            database: the subscriber's database, with the table ProcessedTasks.
+            consumer: see `process_once`.
+            key: see `process_once`.
+            missing_task_id: what happens to a message without a task ID if `key` is "task_id". With "nack" Pub/Sub
+                redelivers it. If the subscription has a dead-letter topic, Pub/Sub forwards it there after the maximum
+                number of delivery attempts. With "raise" the streaming pull ends, and its future raises MissingTaskId.
+            max_batch: max messages in one transaction of a streaming pull, 1 to 1,000. With 1, each message has its
+                own. With more, one thread runs the function for one message after the other.
+            max_delay: max seconds for which a message waits for others, if `max_batch` is more than 1.
+            transaction_options: for `database.run_in_transaction`, such as `timeout_secs` or `transaction_tag`.
+
+        Raises:
+            InvalidConsumer: see `process_once`.
+            ValueError: an argument is not one of the values above.
+            TypeError: `database` is not a Spanner Database.
+        """
+        if not callable(getattr(database, "run_in_transaction", None)):
+            raise TypeError(
+                f"database is {type(database).__name__}. It must be a Spanner Database. With SQLAlchemy, Django or "
+                "DB-API, call process_once of outbox.ext in a transaction for each message, without `max_batch`"
+            )
+        consumer = plain_consumer(consumer)
+        check_choice("key", key, Key)
+        check_choice("missing_task_id", missing_task_id, Missing)
+        if not 1 <= max_batch <= MAX_BATCH:
+            raise ValueError(f"max_batch is {max_batch}. It must be 1 to {MAX_BATCH:,}")
+        if not max_delay >= 0:
+            raise ValueError(f"max_delay is {max_delay}. It must be 0 or more seconds")
+        self._settings = Settings(
+            database=database,
+            consumer=consumer,
+            key=key,
+            missing_task_id=missing_task_id,
+            max_batch=max_batch,
+            max_delay=max_delay,
+            transaction_options=transaction_options,
+        )
+
+    def __call__(self, handle: Handle) -> "Receiver":
+        """Return the callback.
+
+        Args:
+            handle: called with the transaction and the message, and again after each ABORTED. Its result is ignored.
+
+        Raises:
+            TypeError: `handle` is a coroutine, generator or async generator function, which would have no effect.
+        """
+        for is_kind, kind in _WITHOUT_EFFECT.items():
+            if is_kind(handle):
+                raise TypeError(f"{name_of(handle)} is {kind}. It must be a plain function")
+        return (Receiver if self._settings.max_batch == 1 else BatchReceiver)(self._settings, handle)
