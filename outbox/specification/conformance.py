@@ -19,7 +19,7 @@ from outbox.specification import state as spec
 from outbox.specification.protocol import AGAIN, Protocol
 from outbox.specification.state import DEAD, GONE, NO_ANSWER, PUBLISHED, READY, RETRYING, Batch, Row, Seen, State
 
-#: A line of a trace, as `publishworker.telemetry.trace` writes it.
+#: A line of a trace, as `publishworker.delivery.trace` writes it.
 Step: TypeAlias = Mapping[str, Any]
 #: The tasks of an ordering key in a claim, or a task without a key, and the tasks to release behind them.
 Lane: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]

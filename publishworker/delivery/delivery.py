@@ -12,12 +12,12 @@ from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim, Delivered, State, Unmarked
 from publishworker.delivery.marking import Marking, MarkRetry
 from publishworker.delivery.rules import RetryPolicy
+from publishworker.delivery.trace import Trace
 from publishworker.host import Host
 from publishworker.pubsub.messages import trace_id
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide, Store
-from publishworker.telemetry.trace import Trace
 from publishworker.types import (
     CLAIM,
     COMMIT,

@@ -20,6 +20,7 @@ from outbox.table.connection import LimitedDatabase, open_database, uses_emulato
 from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.rules import RetryPolicy
+from publishworker.delivery.trace import Trace
 from publishworker.host import Host
 from publishworker.log import log
 from publishworker.process import exits
@@ -36,7 +37,6 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.telemetry.trace import Trace
 from publishworker.turn.in_flight import Limits, StuckBatch
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Options, Relay

@@ -16,6 +16,7 @@ from outbox.program import logs
 from outbox.program.settings import unknown_variables
 from outbox.program.signals import handled
 from outbox.program.terminal import say
+from publishworker.delivery.trace import File, Trace
 from publishworker.log import ThrottledLog, log
 from publishworker.process import exits
 from publishworker.process.app import App, until_drained
@@ -23,7 +24,6 @@ from publishworker.process.settings import WorkerSettings
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
-from publishworker.telemetry.trace import File, Trace
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 
 from outbox.program.terminal import counted, listed
 from publishworker.delivery.claim import Delivered, Kind, Unmarked
+from publishworker.delivery.trace import Trace
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
-from publishworker.telemetry.trace import Trace
 from publishworker.topics.circuit_breaker import CircuitChange
 from publishworker.types import POLL, PUBLISH, Turn
 

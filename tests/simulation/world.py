@@ -16,9 +16,9 @@ from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.rules import RetryPolicy
+from publishworker.delivery.trace import Trace
 from publishworker.host import Host
 from publishworker.telemetry.metrics import Client, Metrics
-from publishworker.telemetry.trace import Trace
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Options, Relay

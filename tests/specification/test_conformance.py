@@ -17,7 +17,7 @@ from outbox.specification.conformance import Conformance, conform
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
-from publishworker.telemetry.trace import File, Trace
+from publishworker.delivery.trace import File, Trace
 from publishworker.turn.in_flight import delivery_of
 from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import Plan, World
