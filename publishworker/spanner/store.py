@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from google.api_core.exceptions import Aborted, GoogleAPICallError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, RequestOptions
+from google.protobuf.struct_pb2 import ListValue, Value
 
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.layouts import Layout, LayoutShards, by_layout
@@ -279,7 +280,7 @@ def _controls(found: Sequence[Sequence[Any]]) -> TopicControls:
 
 def _lock(transaction: Any, ids: Sequence[str], request: Mapping[str, Any]) -> tuple[list[LockedRow], datetime]:
     """Return the locked rows and the database's time. IDs are sorted so that workers lock in the same order."""
-    values = {"ids": sorted(ids)}
+    values = {"ids": ListValue(values=[Value(string_value=id) for id in sorted(ids)])}  # half of the CPU of a list
     try:
         found = list(transaction.execute_sql(statements.LOCK, **parameters(values), **request, lazy_decode=True))
     except Aborted:

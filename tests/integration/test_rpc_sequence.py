@@ -47,10 +47,7 @@ STRING, INT64, BYTES, TIMESTAMP, BOOL, ARRAY = (
 )
 CANDIDATE = (STRING, STRING, INT64, INT64, TIMESTAMP, TIMESTAMP, STRING, INT64)
 KEY_HEAD = (STRING, STRING, STRING, INT64, BOOL, BOOL, BOOL)
-LOCKED = (
-    STRING, STRING, BYTES, STRING, TIMESTAMP, TIMESTAMP, TIMESTAMP, BOOL, INT64, TIMESTAMP, BOOL, BOOL, INT64,
-    TIMESTAMP,
-)  # fmt: skip
+LOCKED = (STRING, STRING, BYTES, STRING, TIMESTAMP, INT64, TIMESTAMP, ARRAY)
 #: Reads that a turn does not run at each poll.
 INTERVAL_TAGS = ("outbox-discover",)
 
@@ -90,7 +87,7 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
         mock.mock_spanner.add_result(statement, result(CANDIDATE, found))
     for statement in (statements.DISCOVER, statements.DISCOVER_NO_TOPICS):
         mock.mock_spanner.add_result(statement, result((ARRAY,) * 4, [([], [], [], [])]))
-    locked = [(id, "orders", body, key, NOW, None, None, True, 0, None, False, False, 0, NOW) for id in ids]
+    locked = [(id, "orders", body, key, NOW, 0, NOW, None) for id in ids]
     mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
     key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
     mock.mock_spanner.add_result(statements.KEY_HEADS, result(KEY_HEAD, key_heads))
