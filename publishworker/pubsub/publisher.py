@@ -84,7 +84,8 @@ class PubSubPublisher:
         valid, failed = self._prepared(name, rows)
         singly = {row.id for row in rows if row.id in self._refused} | {*singly}
         with messages.sending(name, [message for _, message in valid], call.outcomes):
-            in_flight = sum(self._start(lane, call) for lane in messages.lanes(name, valid, singly))
+            lanes = messages.lanes(name, valid, singly)
+            in_flight = sum(self._start(lane, call, waits=len(lanes) == 1) for lane in lanes)
             while in_flight:
                 lane, future = call.answers.get()  # each request has an answer by the deadline
                 in_flight -= 1
@@ -142,8 +143,11 @@ class PubSubPublisher:
             for id in list(self._refused)[: max(0, len(self._refused) - MAX_REFUSED)]:
                 del self._refused[id]
 
-    def _start(self, lane: messages.Lane, call: "_Call", min_seconds: float = 0.0) -> bool:
-        """Send the next request of a lane if over `min_seconds` remain; tell whether. Untried tasks have no outcome."""
+    def _start(self, lane: messages.Lane, call: "_Call", min_seconds: float = 0.0, *, waits: bool = False) -> bool:
+        """Send the next request of a lane if over `min_seconds` remain; tell whether. Untried tasks have no outcome.
+
+        With `waits`, this thread waits for the answer. Otherwise gRPC does, on a thread that costs CPU.
+        """
         ids, request = lane.requests[0]
         if failure := messages.too_large(request):
             call.outcomes.update(dict.fromkeys(ids, failure))
@@ -153,9 +157,19 @@ class PubSubPublisher:
             call.not_retried += lane.refused
             return False
         header = (("x-goog-request-params", f"topic={quote(call.name, safe='')}"),)
+        if waits:
+            call.answers.put((lane, self._answer(request, remaining, header)))
+            return True
         future = self._publish.future(request, timeout=remaining, metadata=header)
         future.add_done_callback(lambda answered: call.answers.put((lane, answered)))
         return True
+
+    def _answer(self, request: Any, seconds: float, header: Any) -> Any:
+        try:
+            _, future = self._publish.with_call(request, timeout=seconds, metadata=header)
+        except grpc.RpcError as error:
+            return error.with_traceback(None)  # a future, too; without a reference cycle, see `_answered`
+        return future
 
 
 @dataclass(slots=True)

@@ -72,7 +72,9 @@ class Service:
 
     def __init__(self) -> None:
         self.published: list[tuple[str, Any]] = []
-        self.grpc_channel = mock.Mock(**{"unary_unary.return_value.future.side_effect": self.future})
+        calls = {"future": self.future, "with_call": lambda request, **_more: (None, self.future(request))}
+        sends = {f"unary_unary.return_value.{name}.side_effect": call for name, call in calls.items()}
+        self.grpc_channel = mock.Mock(**sends)
 
     def future(self, request: Any, **_more: Any) -> Any:
         assert request.ByteSize() <= MAX_REQUEST_BYTES
