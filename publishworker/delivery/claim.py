@@ -151,8 +151,8 @@ class Delivered:
 
     def uncommitted(self) -> list[str]:
         """Return the IDs of published tasks that are in doubt, or whose rows were deleted after an abort."""
-        gone = Skipped("gone")
-        return [id for id in self.published() if id in self.unmarked or self.skipped.get(id) == gone]
+        uncommitted = self.unmarked.union(self._skipped("gone"))
+        return [id for id in self.published() if id in uncommitted]
 
     def has_written(self) -> bool:
         """Tell whether the batch has changed a row. Then the next poll may find other tasks."""
@@ -168,9 +168,10 @@ class Delivered:
 
     def at_most_once(self) -> Claim | None:
         """Return a claim of the tasks that must be marked first, without those behind a failure, or None."""
-        skipped = self._skipped("at_most_once")
+        if not (skipped := self._skipped("at_most_once")):
+            return None
         tried = {*self.published(), *self.skipped}.difference(self.failed())
-        stopped = {task.ordering_key for task in self.claim.tasks if task.id not in tried and skipped} - {None}
+        stopped = {task.ordering_key for task in self.claim.tasks if task.id not in tried} - {None}
         once = {task.id for task in self.claim.tasks if task.id in skipped and task.ordering_key not in stopped}
         return self.claim.part(once, Kind.MARK_FIRST) if once else None
 

@@ -53,7 +53,7 @@ class Reporter:
             for phase, seconds in delivered.phases.items():
                 of_topic = {"topic": topic} if phase == PUBLISH else {}
                 self._metrics.sample(m.PHASE_DURATION, seconds, 1, phase=phase, **of_topic)
-            for seconds in delivered.latencies.values():
+            for seconds in delivered.latencies.values() if self._metrics.wanted else ():
                 self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(delivered.latencies), topic=topic)
         self._failures(delivered)
         self._metrics.count(m.DEFERRED, len(delivered.deferred), topic=topic)
