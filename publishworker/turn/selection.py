@@ -108,6 +108,9 @@ class Selector:
         chosen = {id for claim in lower for id in claim.ids}
         others = [each for each in candidates if each.id not in chosen]
         wanted = lower + self._batches(others, in_flight, deferrals + lower, allowed)
+        places = self._limits.batches - in_flight.places - len(deferrals)
+        if len(wanted) < places and self._is_filled_later(wanted, polled.cut_off - allowed.keys()):
+            wanted.pop()
         claims = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
         # Tasks of topics in `allowed` are not left: they wait for a rate limit or a circuit, not for a place.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
@@ -117,6 +120,16 @@ class Selector:
         given = sum(any(claim is each for each in claims) for claim in lower)
         self._fair_share.count(len(claims), given, highest if left_tasks else None)
         return Selection(deferrals + claims, left_tasks, is_byte_limited=len(claims) < len(wanted))
+
+    def _is_filled_later(self, batches: Sequence[Claim], cut_off: frozenset[str]) -> bool:
+        """Tell whether the next poll finds more tasks for the last batch, which needs as many requests as a full one.
+
+        Only the least urgent batch can wait, and only while another one of its topic is sent.
+        """
+        if len(batches) < 2 or not batches[-2].topic == batches[-1].topic in cut_off:
+            return False
+        last, limits = batches[-1], self._limits
+        return len(last.tasks) < limits.batch_size and 2 * last.bytes < limits.batch_bytes
 
     def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:
         places = self._limits.batches // (2 if nothing_else else 4)
