@@ -73,6 +73,12 @@ class _Channel:
         clockwork.after(timeout, lambda: self._answer(answer, grpc.StatusCode.DEADLINE_EXCEEDED))
         return answer
 
+    def with_call(self, request: Any, timeout: float, **_more: Any) -> tuple[None, "_Answer"]:
+        """Send a request, and wait for its answer."""
+        answers = VirtualThreads(self._pubsub.clockwork, self._process).queue()
+        self.future(request, timeout).add_done_callback(answers.put)
+        return None, answers.get()
+
     def _answer(self, answer: "_Answer", code: grpc.StatusCode) -> None:
         if answer.answered is None:
             answer.answered = code
