@@ -150,11 +150,19 @@ def narrowed(state: str | None, names: Collection[str]) -> str:
         "since": f"{time} >= @since",
         "until": f"{time} < @until",
         "error": "STRPOS(LOWER(LastError), LOWER(@error)) > 0",
-        "ordering_key": "OrderingKey = @ordering_key",
+        "ordering_key": "OrderingKey = @ordering_key AND OrderingKey IS NOT NULL",
         "id_prefix": "STARTS_WITH(Id, @id_prefix)",
         "unexpired": f"NOT {_IS_EXPIRED}",
     }
     return "".join(f" AND {condition}" for name, condition in conditions.items() if name in names)
+
+
+def _index(names: Collection[str]) -> tuple[str, str]:
+    """Return the index to read for these conditions, and its key: the tasks of an ordering key are in one of their own.
+
+    All other conditions but the topic and the state are compared with each row of a range.
+    """
+    return (IN_ORDER, IN_ORDER_ORDER) if "ordering_key" in names else (TO_SEND, TO_SEND_ORDER)
 
 
 def _ranges_of(state: str, names: Collection[str]) -> list[tuple[str, str]]:
@@ -179,12 +187,12 @@ def listed_unsent(states: Collection[str], columns: str, names: Collection[str],
 
     The index is not sorted by age, so of each range only the first @ceiling tasks are compared.
     """
-    direction = " DESC" if newest else ""
+    direction, (index, key) = " DESC" if newest else "", _index(names)
     # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
     union = "\nUNION ALL".join(
         f"""
   SELECT '{state}' AS in_state, task.* FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT Id, CreatedAt FROM {TO_SEND} WHERE {where} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)) AS task"""
+    SELECT AS STRUCT Id, CreatedAt FROM {index} WHERE {where} ORDER BY {key} LIMIT @ceiling)) AS task"""
         for state in states
         for places, where in _ranges_of(state, names)
     )
@@ -204,7 +212,7 @@ def listed_sent(columns: str, names: Collection[str], *, newest: bool) -> str:
     return f"""
 SELECT 'sent', {columns} FROM (
   SELECT task.Id AS found FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {TO_SEND} WHERE {where} AND {_beyond("SentAt", newest=newest)}
+    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {_index(names)[0]} WHERE {where} AND {_beyond("SentAt", newest=newest)}
     ORDER BY {order} LIMIT @limit)) AS task
   ORDER BY {order} LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found"""
@@ -223,7 +231,7 @@ def count_of_states(states: Collection[str], names: Collection[str]) -> str:
     return "\nUNION ALL".join(
         f"""
 SELECT part.number FROM {places}, UNNEST(ARRAY(
-  SELECT AS STRUCT COUNT(*) AS number FROM (SELECT Id FROM {TO_SEND} WHERE {where} LIMIT @limit))) AS part"""
+  SELECT AS STRUCT COUNT(*) AS number FROM (SELECT Id FROM {_index(names)[0]} WHERE {where} LIMIT @limit))) AS part"""
         for state in states
         for places, where in _ranges_of(state, names)
     )
@@ -244,7 +252,7 @@ def grouped(state: str, names: Collection[str]) -> str:
     groups = "\nUNION ALL".join(
         f"""
   SELECT part.of_task, part.error FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT Topic AS of_task, {ERROR_SQL} AS error FROM {TO_SEND} WHERE {where})) AS part"""
+    SELECT AS STRUCT Topic AS of_task, {ERROR_SQL} AS error FROM {_index(names)[0]} WHERE {where})) AS part"""
         for places, where in _ranges_of(state, names)
     )
     return f"""
@@ -266,7 +274,7 @@ ORDER BY {TO_SEND_ORDER}, Id LIMIT @limit"""
     range_ = " OR ".join(RANGES[state])
     return f"""
 SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
-{SEEK} {TO_SEND} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND ({range_})
+{SEEK} {_index(names)[0]} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND ({range_})
 WHERE Id > @after_id{narrowing}
 ORDER BY Id LIMIT @limit"""
 

@@ -11,7 +11,7 @@ docs/security.md says against whom. Every answer has the same headers.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import QueryParams
@@ -20,10 +20,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outbox.console.identity import Identify
-from outbox.console.refusals import Refused
 from outbox.console.rendering import render_refusal
 from outbox.console.roles import Role, Roles
-from outbox.console.visits import Console, Route, Visit
+from outbox.console.visits import Console, Refused, Route, Visit
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import host_and_port
 
@@ -57,18 +56,15 @@ class Access:
     ) -> None:
         self._console, self._identify, self._roles = console, identify, roles
         self._hosts, self._prefix = frozenset(allowed_hosts), path_prefix
-        self._routes: dict[str, dict[str, Route]] = {}
-        for route in routes:
-            self._routes.setdefault(route.path, {})[route.method] = route
+        self._routes = {(route.path, route.method): route for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"the console answers HTTP only, not {scope['type']}")
         prefix = scope.get("root_path", "") + self._prefix
-        request = Request(scope, receive)
         try:
-            response = await self._answer(request, prefix)
+            response = await self._answer(Request(scope, receive), prefix)
         except Refused as refused:
             _log.info("refused: %s", f"{refused.title}: {refused.__cause__}" if refused.__cause__ else refused.title)
             response = render_refusal(refused, prefix)
@@ -81,7 +77,7 @@ class Access:
         path = _path(request, prefix)
         route = self._route(request.method, path)
         person = await run_in_threadpool(self._identify, request) if route.role else ""
-        roles = self._roles.of(person) if route.role else frozenset[Role]()
+        roles = self._roles.of(person) & self._console.allowed if route.role else frozenset[Role]()
         self._check_role(route, person, roles)
         visit = Visit(
             console=self._console, person=person, roles=roles, path=path, prefix=prefix,
@@ -95,25 +91,21 @@ class Access:
             raise Refused(403, "The console does not answer to this host name", advice)
 
     def _route(self, method: str, path: str) -> Route:
-        methods: Mapping[str, Route] = self._routes.get(path, {})
-        if not methods:
-            raise Refused(404, "There is no such page", "Open the overview, or search for a task ID.")
-        route = methods.get("GET" if method == "HEAD" else method)
-        if route is None:
-            raise Refused(405, f"This page does not answer to {method}", f"It answers to {' and '.join(methods)}.")
-        return route
+        route = self._routes.get((path, "GET" if method == "HEAD" else method))
+        if route:
+            return route
+        if others := [other for found, other in self._routes if found == path]:
+            raise Refused(405, f"This page does not answer to {method}", f"It answers to {' and '.join(others)}.")
+        raise Refused(404, "There is no such page", "Open the overview, or search for a task ID.")
 
     def _check_role(self, route: Route, person: str, roles: frozenset[Role]) -> None:
-        if route.role and route.role not in roles:
-            allowed = self._console.show_data if route.role is Role.DATA else self._console.allow_actions
-            raise Refused(403, f"This needs the role {route.role}", _how_to_get(route.role, person, allowed=allowed))
-
-
-def _how_to_get(role: Role, person: str, *, allowed: bool) -> str:
-    if role is not Role.VIEWER and not allowed:
-        flag = "--show-data" if role is Role.DATA else "--allow-actions"
-        return f"The console was started without {flag}. Use the command, or a console that was started with it."
-    return f"Ask for {person} to be added to the role {role} in the file of --roles."
+        if not route.role or route.role in roles:
+            return
+        advice = f"Ask for {person} to be added to the role {route.role} in the file of --roles."
+        if route.role not in self._console.allowed:
+            flag = route.role.flag
+            advice = f"The console was started without {flag}. Use the command, or a console that was started with it."
+        raise Refused(403, f"This needs the role {route.role}", advice)
 
 
 def _name(host: str) -> str:
@@ -126,14 +118,10 @@ def _name(host: str) -> str:
 
 def _check_origin(request: Request) -> None:
     """Raise Refused if another site's page may have sent the request."""
-    if request.method in _SAFE:
-        return
     host, site = request.headers["host"], request.headers.get("sec-fetch-site")
-    if site is None:
-        is_own = request.headers.get("origin", "") in {f"http://{host}", f"https://{host}"}
-    else:
-        is_own = site == "same-origin"
-    if not is_own:
+    if request.method in _SAFE or site == "same-origin":
+        return
+    if site is not None or request.headers.get("origin") not in (f"http://{host}", f"https://{host}"):
         raise Refused(403, "The request does not come from a page of the console", _RELOAD)
 
 
@@ -161,12 +149,12 @@ def _handled(route: Route, visit: Visit) -> Response:
     """Return the answer of a handler, on its thread. Raises Refused."""
     try:
         return route.handler(visit)
+    except Refused:
+        raise
     except NotReached as error:
         raise Refused(503, "Spanner did not answer", f"{error}. Reload the page.") from error
     except OutboxError as error:
         raise Refused(400, "This was refused", str(error)) from error
-    except Refused:
-        raise
     except Exception as error:
         _log.exception("the page %s failed", visit.path)
         raise Refused(500, "The page failed", "The log of the console has the reason. Reload the page.") from error

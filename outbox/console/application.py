@@ -1,32 +1,27 @@
 """The console as an ASGI application."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 
 from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, Response
 
 from outbox.admin.table import TaskTable
-from outbox.console import acting, blocked, operations, overview, search, task, tasks, topic, workers
+from outbox.console import acting, operations, task, tasks, topic
 from outbox.console.access import Access
 from outbox.console.identity import Identify
-from outbox.console.readings import SharedReads
-from outbox.console.roles import EVERYTHING, VIEWERS, Roles
+from outbox.console.readings import History, Shared, Status, read_status
+from outbox.console.rendering import render
+from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
-from outbox.console.visits import Console, Handler, Redact, Route, Visit, page, unredacted
+from outbox.console.visits import Console, Handler, Redact, Route, Visit, page
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 TAG = "outbox-console"
+#: The pages that show nothing but the shared figures.
+FIGURES = {"/": "overview", "/blocked": "blocked", "/workers": "workers", "/operations": "operations"}
 _TYPES = {"css": "text/css", "js": "text/javascript"}
-
-
-class ConsoleTable(TaskTable):
-    """The table, with one tag for all reads of the console, so that Spanner's statistics show what it costs."""
-
-    def query(self, statement: str, tag: str, *values: object, **options: object) -> list[list[object]]:
-        """Return the rows of one statement."""
-        return super().query(statement, TAG, *values, **options)  # type: ignore[arg-type]  # passed on as they are
 
 
 def app(
@@ -39,7 +34,7 @@ def app(
     allowed_hosts: Sequence[str] = LOOPBACK_HOSTS,
     path_prefix: str = "",
     production: str = "",
-    redact: Redact = unredacted,
+    redact: Redact = lambda _topic, attributes, data: (attributes, data),
 ) -> Access:
     """Return the console of a database as an ASGI application, to serve or to mount.
 
@@ -51,22 +46,27 @@ def app(
 
     Raises NotReached, SchemaDiffers.
     """
-    table = ConsoleTable(database)
-    roles = roles or (VIEWERS if identify else EVERYTHING)
+    table, history = TaskTable(database, TAG), History()
+
+    def read() -> Status:
+        status = read_status(table)
+        history.add(status.backlog)
+        return status
+
     console = Console(
         table=table,
         running=Running(table),
-        reads=SharedReads(table),
-        redact=redact,
-        allow_actions=allow_actions,
-        show_data=show_data,
+        history=history,
+        status=Shared(read),
+        allowed=frozenset({Role.VIEWER, *(ACTIONS if allow_actions else ()), *([Role.DATA] if show_data else ())}),
         production=production,
+        redact=redact,
     )
     return Access(
         console,
         routes(),
         identify=identify or (lambda _request: table.principal),
-        roles=roles.without(actions=allow_actions, data=show_data),
+        roles=roles or (VIEWERS if identify else EVERYTHING),
         allowed_hosts=allowed_hosts,
         path_prefix=path_prefix,
     )
@@ -74,9 +74,9 @@ def app(
 
 def routes() -> list[Route]:
     """Return all routes of the console."""
-    static = [page(f"/static/{name}", handler) for name, handler in _static_files().items()]
-    pages = (overview, topic, tasks, acting, task, blocked, workers, operations, search)
-    return [page("/healthz", _healthz, role=None), *static, *(route for each in pages for route in each.ROUTES)]
+    figures = [page(path, _figures(f"{name}.html")) for path, name in FIGURES.items()]
+    others = (route for module in (topic, tasks, acting, task, operations) for route in module.ROUTES)
+    return [page("/healthz", _healthz, role=None), *_static_files(), *figures, *others]
 
 
 def _healthz(_visit: Visit) -> Response:
@@ -84,10 +84,13 @@ def _healthz(_visit: Visit) -> Response:
     return PlainTextResponse("ok\n")
 
 
-def _static_files() -> Mapping[str, Handler]:
-    folder = resources.files("outbox.console") / "static"
-    files = {each.name: each.read_bytes() for each in folder.iterdir()}
-    return {name: _static(content, _TYPES[name.rpartition(".")[2]]) for name, content in files.items()}
+def _figures(template: str) -> Handler:
+    return lambda visit: render(visit, template)
+
+
+def _static_files() -> Iterator[Route]:
+    for file in (resources.files("outbox.console") / "static").iterdir():
+        yield page(f"/static/{file.name}", _static(file.read_bytes(), _TYPES[file.name.rpartition(".")[2]]))
 
 
 def _static(content: bytes, media_type: str) -> Handler:

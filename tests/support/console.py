@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from outbox.console.access import Access
 from outbox.console.application import LOOPBACK_HOSTS
 from outbox.console.identity import Identify
-from outbox.console.readings import SharedReads
-from outbox.console.roles import EVERYTHING, Roles
+from outbox.console.readings import History, Shared
+from outbox.console.roles import EVERYTHING, Role, Roles
 from outbox.console.running import Running
 from outbox.console.visits import Console, Route, Visit
 
@@ -25,7 +25,8 @@ def bare_console(**values: Any) -> Console:
     """Return a console whose table has only a name."""
     table = mock.Mock()
     table.name = DATABASE
-    return Console(table=table, running=Running(table), reads=SharedReads(table), **values)
+    usual: dict[str, Any] = {"allowed": frozenset(Role), "production": "", "redact": mock.Mock()}
+    return Console(table=table, running=Running(table), history=History(), status=Shared(mock.Mock()), **usual | values)
 
 
 def recording(routes: Sequence[Route]) -> tuple[list[Route], list[Visit]]:

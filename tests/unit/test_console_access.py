@@ -1,16 +1,19 @@
 """Access to the console: every route and method with every role, and requests of other sites, hosts and proxies."""
 
 import itertools
+from unittest import mock
 
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
+from outbox.console import application
 from outbox.console.access import HEADERS, MAX_FORM
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.visits import Route, Visit, action, page
+from outbox.table import schema
 from tests.support.console import ORIGIN, SAME, client, recording
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -95,17 +98,25 @@ def test_actions_and_data_need_their_flags_whatever_the_roles_file_says() -> Non
     assert everyone.of("ann") == {Role.DESTROYER, Role.OPERATOR, Role.VIEWER}
     assert everyone.of("bob") == {Role.DATA, Role.VIEWER}
     assert everyone.of("eve") == set()
-    neither = everyone.without(actions=False, data=False)
-    assert [neither.of(person) for person in ("ann", "bob", "eve")] == [{Role.VIEWER}, {Role.VIEWER}, set()]
-    assert EVERYTHING.without(actions=True, data=False).of("x") == {Role.VIEWER, Role.OPERATOR, Role.DESTROYER}
-    assert VIEWERS.without(actions=True, data=True).of("x") == {Role.VIEWER}
+    recorded, visits = recording(routes())
+    database = mock.Mock()
+    for flags, allowed in (
+        ({}, {Role.VIEWER}),
+        ({"show_data": True}, {Role.VIEWER, Role.DATA}),
+        ({"allow_actions": True}, {Role.VIEWER, Role.OPERATOR, Role.DESTROYER}),
+    ):
+        with mock.patch.object(application, "routes", return_value=recorded), mock.patch.object(schema, "layout"):
+            app = application.app(database, identify=lambda _request: "ann", roles=EVERYTHING, **flags)
+        caller = TestClient(app, base_url=ORIGIN)
+        caller.get("/workers")
+        assert visits.pop().roles == allowed
 
 
 def test_a_refusal_says_which_flag_or_role_is_missing() -> None:
     recorded, _ = recording([CHANGE])
-    closed = client(recorded, roles=EVERYTHING.without(actions=False, data=False), allow_actions=False)
+    closed = client(recorded, allowed=frozenset({Role.VIEWER}))
     assert "without --allow-actions" in closed.post("/change", headers=SAME).text
-    viewer = client(recorded, roles=VIEWERS, allow_actions=True)
+    viewer = client(recorded, roles=VIEWERS)
     assert "Ask for ann to be added to the role operator" in viewer.post("/change", headers=SAME).text
 
 
