@@ -10,6 +10,7 @@
 docs/security.md says against whom. Every answer has the same headers.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -41,28 +42,22 @@ _RELOAD = "Go back, reload the page and try again."
 _log = logging.getLogger("outbox")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """The ASGI application of the console."""
 
-    def __init__(
-        self,
-        console: Console,
-        routes: Sequence[Route],
-        *,
-        identify: Identify,
-        roles: Roles,
-        allowed_hosts: Sequence[str],
-        path_prefix: str = "",
-    ) -> None:
-        self._console, self._identify, self._roles = console, identify, roles
-        self._hosts, self._prefix = frozenset(allowed_hosts), path_prefix
-        self._routes = {(route.path, route.method): route for route in routes}
+    console: Console
+    routes: Sequence[Route]
+    identify: Identify
+    roles: Roles
+    allowed_hosts: Sequence[str]
+    path_prefix: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"the console answers HTTP only, not {scope['type']}")
-        prefix = scope.get("root_path", "") + self._prefix
+        prefix = scope.get("root_path", "") + self.path_prefix
         try:
             response = await self._answer(Request(scope, receive), prefix)
         except Refused as refused:
@@ -76,44 +71,41 @@ class Access:
         _check_origin(request)
         path = _path(request, prefix)
         route = self._route(request.method, path)
-        person = await run_in_threadpool(self._identify, request) if route.role else ""
-        roles = self._roles.of(person) & self._console.allowed if route.role else frozenset[Role]()
+        person = await run_in_threadpool(self.identify, request) if route.role else ""
+        roles = self.roles.of(person) & self.console.allowed if route.role else frozenset[Role]()
         self._check_role(route, person, roles)
         visit = Visit(
-            console=self._console, person=person, roles=roles, path=path, prefix=prefix,
+            console=self.console, person=person, roles=roles, path=path, prefix=prefix,
             query=request.query_params, form=await _form(request),
         )  # fmt: skip
         return await run_in_threadpool(_handled, route, visit)
 
     def _check_host(self, request: Request) -> None:
-        if _name(request.headers.get("host", "")) not in self._hosts:
+        try:
+            name = host_and_port(request.headers.get("host", ""))[0].lower()
+        except ValueError:
+            name = ""
+        if name not in self.allowed_hosts:
             advice = "Open it under a name of --allowed-hosts, or add this one there."
             raise Refused(403, "The console does not answer to this host name", advice)
 
     def _route(self, method: str, path: str) -> Route:
-        route = self._routes.get((path, "GET" if method == "HEAD" else method))
-        if route:
-            return route
-        if others := [other for found, other in self._routes if found == path]:
-            raise Refused(405, f"This page does not answer to {method}", f"It answers to {' and '.join(others)}.")
-        raise Refused(404, "There is no such page", "Open the overview, or search for a task ID.")
+        methods = {route.method: route for route in self.routes if route.path == path}
+        if not methods:
+            raise Refused(404, "There is no such page", "Open the overview, or search for a task ID.")
+        route = methods.get("GET" if method == "HEAD" else method)
+        if route is None:
+            raise Refused(405, f"This page does not answer to {method}", f"It answers to {' and '.join(methods)}.")
+        return route
 
     def _check_role(self, route: Route, person: str, roles: frozenset[Role]) -> None:
         if not route.role or route.role in roles:
             return
         advice = f"Ask for {person} to be added to the role {route.role} in the file of --roles."
-        if route.role not in self._console.allowed:
+        if route.role not in self.console.allowed:
             flag = route.role.flag
             advice = f"The console was started without {flag}. Use the command, or a console that was started with it."
         raise Refused(403, f"This needs the role {route.role}", advice)
-
-
-def _name(host: str) -> str:
-    """Return the name of HOST or HOST:PORT in lower case, or an empty one."""
-    try:
-        return host_and_port(host)[0].lower()
-    except ValueError:
-        return ""
 
 
 def _check_origin(request: Request) -> None:

@@ -18,17 +18,12 @@ from outbox.cli.changes import RETRY_STATES
 from outbox.console import selections
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, action, page
+from outbox.console.visits import Refused, Route, Visit, action
+from outbox.program.settings import whole_number
 from outbox.program.terminal import counted
 from outbox.table.states import MARKS_FINAL_AFTER, UNSENT
 
-#: Why tasks are not changed, by state. For other states, it is the state itself.
-REASONS = {
-    "expired": "ExpiresAt has passed",
-    "pending": "a pending task needs no retry",
-    "blocked": "a blocked task waits for the head of its ordering key",
-    "missing": "not in the table",
-}
+COUNT = whole_number(1, 2**63 - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +43,7 @@ class Action:
 
     def routes(self) -> Iterator[Route]:
         """Yield the page that shows what would happen, and the form that begins it."""
-        yield page(f"/tasks/{self.name}", self._preview, self.role)
+        yield Route(f"/tasks/{self.name}", self._preview, self.role)
         yield action(f"/tasks/{self.name}", self._begin, self.role)
 
     def _preview(self, visit: Visit) -> Response:
@@ -61,14 +56,13 @@ class Action:
             acted=self,
             selection=selection,
             found=found,
-            reasons=REASONS,
             query=query,
             operation=uuid.uuid4(),
             command=selections.command(visit, self.name, selection, reason="TEXT"),
         )
 
     def _begin(self, visit: Visit) -> Response:
-        selection, count, id = self._selection(visit), _count(visit), _operation(visit)
+        selection, (count, id) = self._selection(visit), _previewed(visit)
         author = visit.author(required=self.is_destructive or selection.ids is None)
         if self.is_destructive:
             _check_count(visit, selection, count)
@@ -105,17 +99,10 @@ def _check_count(visit: Visit, selection: TaskSelection, count: int) -> None:
         raise Refused(409, "More tasks match than you have seen", f"{found} Nothing was changed. Look again.")
 
 
-def _count(visit: Visit) -> int:
-    """Return the number of the preview. Raises Refused."""
-    text = visit.query.get("count", "")
-    if not re.fullmatch("[1-9][0-9]{0,17}", text):
-        raise Refused(400, "There is nothing to do", "Go back, and select tasks.")
-    return int(text)
-
-
-def _operation(visit: Visit) -> str:
+def _previewed(visit: Visit) -> tuple[int, str]:
+    """Return the number of tasks of the preview, and the ID of the operation. Raises Refused."""
     try:
-        return str(uuid.UUID(visit.query.get("operation", "")))
+        return COUNT.parse(visit.query.get("count", "")), str(uuid.UUID(visit.query.get("operation", "")))
     except ValueError:
         raise Refused(400, "This form is not complete", "Go back, and look at the selection again.") from None
 

@@ -1,6 +1,7 @@
 """The console as an ASGI application."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import resources
 
 from google.cloud.spanner_v1.database import Database
@@ -10,11 +11,11 @@ from outbox.admin.table import TaskTable
 from outbox.console import acting, operations, task, tasks, topic
 from outbox.console.access import Access
 from outbox.console.identity import Identify
-from outbox.console.readings import History, Shared, Status, read_status
+from outbox.console.readings import History, Shared, read_status
 from outbox.console.rendering import render
 from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
-from outbox.console.visits import Console, Handler, Redact, Route, Visit, page
+from outbox.console.visits import Console, Handler, Redact, Route
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -47,24 +48,18 @@ def app(
     Raises NotReached, SchemaDiffers.
     """
     table, history = TaskTable(database, TAG), History()
-
-    def read() -> Status:
-        status = read_status(table)
-        history.add(status.backlog)
-        return status
-
     console = Console(
         table=table,
         running=Running(table),
         history=history,
-        status=Shared(read),
+        status=Shared(lambda: read_status(table, history)),
         allowed=frozenset({Role.VIEWER, *(ACTIONS if allow_actions else ()), *([Role.DATA] if show_data else ())}),
-        production=production,
+        is_production=production != "" and production in table.name,
         redact=redact,
     )
     return Access(
-        console,
-        routes(),
+        console=console,
+        routes=routes(),
         identify=identify or (lambda _request: table.principal),
         roles=roles or (VIEWERS if identify else EVERYTHING),
         allowed_hosts=allowed_hosts,
@@ -74,23 +69,16 @@ def app(
 
 def routes() -> list[Route]:
     """Return all routes of the console."""
-    figures = [page(path, _figures(f"{name}.html")) for path, name in FIGURES.items()]
+    figures = [Route(path, partial(render, template=f"{name}.html")) for path, name in FIGURES.items()]
     others = (route for module in (topic, tasks, acting, task, operations) for route in module.ROUTES)
-    return [page("/healthz", _healthz, role=None), *_static_files(), *figures, *others]
-
-
-def _healthz(_visit: Visit) -> Response:
-    """Tell that the process answers. It does not ask Spanner, whose outage no restart of the console ends."""
-    return PlainTextResponse("ok\n")
-
-
-def _figures(template: str) -> Handler:
-    return lambda visit: render(visit, template)
+    # It does not ask Spanner, whose outage no restart of the console ends.
+    healthz = Route("/healthz", lambda _visit: PlainTextResponse("ok\n"), role=None)
+    return [healthz, *_static_files(), *figures, *others]
 
 
 def _static_files() -> Iterator[Route]:
     for file in (resources.files("outbox.console") / "static").iterdir():
-        yield page(f"/static/{file.name}", _static(file.read_bytes(), _TYPES[file.name.rpartition(".")[2]]))
+        yield Route(f"/static/{file.name}", _static(file.read_bytes(), _TYPES[file.name.rpartition(".")[2]]))
 
 
 def _static(content: bytes, media_type: str) -> Handler:

@@ -10,7 +10,7 @@ from outbox.admin.operations import Operation
 from outbox.console.acting import ACTIONS
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Visit, action, page
+from outbox.console.visits import Refused, Route, Visit, action
 
 
 def show(visit: Visit) -> Response:
@@ -52,7 +52,7 @@ def _continue(name: str) -> Callable[[Visit], Response]:
 
 
 ROUTES = (
-    page("/operation", show),
+    Route("/operation", show),
     action("/operation/stop", _stop, Role.OPERATOR),
     *(action(f"/operation/continue-{each.name}", _continue(each.name), each.role) for each in ACTIONS),
 )

@@ -100,23 +100,6 @@ class Status:
         return sorted({*self.backlog.topics(), *self.controls})
 
 
-def read_status(table: TaskTable) -> Status:
-    """Read what the pages show without a selection. Raises NotReached, OutboxError."""
-    backlog = admin.backlog.read(table)
-    progress = admin.reshard.Resharding(table).progress()
-    return Status(
-        backlog=backlog,
-        controls=admin.topics.controls(table),
-        circuits=admin.workers.open_circuits(backlog.workers),
-        differing=admin.workers.differing(backlog.workers),
-        orphans=admin.workers.shards_without_worker(table, backlog.workers),
-        errors=admin.tasks.errors(table, backlog),
-        blocked=admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.total.blocked else (),
-        operations=admin.operations.latest(table, OPERATIONS, at=backlog.as_of),
-        reshard=progress[0].describe(progress[1]) if progress else None,
-    )
-
-
 class History:
     """The pending tasks of each topic in the last hour. There are no samples for times without a visible tab."""
 
@@ -133,6 +116,24 @@ class History:
         """Return the samples of a topic, each with its age in seconds."""
         samples = [((now - at).total_seconds(), pending.get(topic, 0)) for at, pending in tuple(self._samples)]
         return [(age, number) for age, number in samples if age <= HOUR]
+
+
+def read_status(table: TaskTable, history: History) -> Status:
+    """Read what the pages show without a selection, and add to the history. Raises NotReached, OutboxError."""
+    backlog = admin.backlog.read(table)
+    history.add(backlog)
+    progress = admin.reshard.Resharding(table).progress()
+    return Status(
+        backlog=backlog,
+        controls=admin.topics.controls(table),
+        circuits=admin.workers.open_circuits(backlog.workers),
+        differing=admin.workers.differing(backlog.workers),
+        orphans=admin.workers.shards_without_worker(table, backlog.workers),
+        errors=admin.tasks.errors(table, backlog),
+        blocked=admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.total.blocked else (),
+        operations=admin.operations.latest(table, OPERATIONS, at=backlog.as_of),
+        reshard=progress[0].describe(progress[1]) if progress else None,
+    )
 
 
 def sparkline(samples: Sequence[tuple[float, int]]) -> list[str]:

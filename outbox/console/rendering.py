@@ -20,20 +20,6 @@ from outbox.console.visits import Refused, Visit
 from outbox.program.terminal import counted, escaped, listed
 from outbox.program.times import spoken
 
-#: The pages in the navigation.
-NAVIGATION = {
-    "/": "Overview", "/tasks": "Tasks", "/blocked": "Blocked keys", "/workers": "Workers", "/operations": "Operations",
-}  # fmt: skip
-#: What the states of a task mean.
-SENTENCES = {
-    "pending": "Ready or due: a worker publishes it as soon as it can.",
-    "retrying": "An attempt failed. A worker publishes it again when it is due.",
-    "scheduled": "Due later, as the application asked.",
-    "blocked": "Waits for the head of its ordering key.",
-    "dead": "Not retried automatically. The last error says why.",
-    "sent": "Published and marked. A subscriber may have processed it.",
-}
-
 
 def _visible(value: Any) -> Any:
     """Return a text without control characters, and a number with separators."""
@@ -82,10 +68,8 @@ def _environment() -> Environment:
         # The value of a form field, which the browser sends back: with its control characters.
         "exact": escape,
     }
-    environment.globals |= {
-        "Role": Role, "advice": advice, "sparkline": sparkline, "NAVIGATION": NAVIGATION, "SENTENCES": SENTENCES,
-        "HEADS": HEADS, "OPERATIONS": OPERATIONS, "counted": counted,
-    }  # fmt: skip
+    environment.globals |= {"Role": Role, "advice": advice, "counted": counted, "sparkline": sparkline}
+    environment.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
     return environment
 
 

@@ -15,7 +15,7 @@ from outbox.cli.tasks import SHOWN_BYTES, readable
 from outbox.console.acting import ACTIONS
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Visit, action, page
+from outbox.console.visits import Refused, Route, Visit, action
 from outbox.errors import OutboxError
 from outbox.table.states import is_dead
 
@@ -102,17 +102,8 @@ def show_data(visit: Visit) -> Response:
         lines=lines,
         size=len(data),
         more=max(0, len(data) - SHOWN_BYTES),
-        trace=_trace(visit, attributes),
+        trace=format_trace_id(span.trace_id) if (span := tracing.span_of(attributes)) else None,
     )
 
 
-def _trace(visit: Visit, attributes: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the ID of the trace in which the task was registered, and its address in Cloud Trace."""
-    span = tracing.span_of(attributes)
-    if span is None:
-        return None
-    id, project = format_trace_id(span.trace_id), visit.table.name.split("/")[1]
-    return {"id": id, "address": f"https://console.cloud.google.com/traces/explorer;traceId={id}?project={project}"}
-
-
-ROUTES = (page("/task", show), action("/task/message", show_data, Role.DATA))
+ROUTES = (Route("/task", show), action("/task/message", show_data, Role.DATA))

@@ -10,7 +10,7 @@ from outbox.cli.flags import MAX_ID_CHARACTERS, MIN_PREFIX
 from outbox.console import selections
 from outbox.console.acting import ACTIONS
 from outbox.console.rendering import render
-from outbox.console.visits import Visit, page
+from outbox.console.visits import Route, Visit
 
 #: Tasks on one page, and max results of each kind of a search.
 PAGE, RESULTS = 50, 20
@@ -60,4 +60,4 @@ def _ids(visit: Visit, text: str) -> list[str]:
     return ids if len(text) >= MIN_PREFIX else [id for id in ids if id == text]
 
 
-ROUTES = (page("/tasks", show), page("/search", search))
+ROUTES = (Route("/tasks", show), Route("/search", search))

@@ -10,7 +10,7 @@ from outbox import admin
 from outbox.cli.topics import LIMITS, POLICY, TOPIC_NAME, described
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, action, page
+from outbox.console.visits import Refused, Route, Visit, action
 from outbox.program.settings import SettingType
 from outbox.program.times import MOMENT, shown
 
@@ -73,7 +73,7 @@ def _route(form: Mapping[str, str]) -> dict[str, Any]:
 
 
 ROUTES = (
-    page("/topic", show),
+    Route("/topic", show),
     _change("pause", lambda _form: {"Paused": True}),
     _change("resume", lambda _form: {"Paused": False}),
     _change("limit", _numbers(LIMITS)),

@@ -6,7 +6,7 @@
             raise Refused(404, "There is no task with this ID", "It may have been deleted.")
         return render(visit, "task.html", task=task)
 
-    ROUTES = (page("/task", show), action("/task/cancel", cancel, Role.DESTROYER))
+    ROUTES = (Route("/task", show), action("/task/cancel", cancel, Role.DESTROYER))
 
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`.
 - A handler runs on a thread. It calls `outbox.admin` with `visit.table`, and has no SQL of its own.
@@ -56,7 +56,7 @@ class Console:
     status: Shared[Status]
     #: The roles that the flags of the command allow.
     allowed: frozenset[Role]
-    production: str
+    is_production: bool
     redact: Redact
 
 
@@ -77,11 +77,6 @@ class Visit:
     def table(self) -> TaskTable:
         """Return the table of the console."""
         return self.console.table
-
-    @property
-    def is_production(self) -> bool:
-        """Tell whether the header is red."""
-        return self.console.production != "" and self.console.production in self.table.name
 
     @property
     def here(self) -> str:
@@ -126,21 +121,16 @@ Handler = Callable[[Visit], Response]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """A method and a path, and the role that it needs. Without a role, no identity is needed either."""
+    """A path, by default of a page, and the role that it needs. Without a role, no identity is needed either."""
 
-    method: str
     path: str
     handler: Handler
-    role: Role | None
-
-
-def page(path: str, handler: Handler, role: Role | None = Role.VIEWER) -> Route:
-    """Return the route of a page, which changes nothing."""
-    return Route("GET", path, handler, role)
+    role: Role | None = Role.VIEWER
+    method: str = "GET"
 
 
 def action(path: str, handler: Handler, role: Role) -> Route:
     """Return the route of a form, which changes or records something."""
     if role is Role.VIEWER:
         raise ValueError(f"{path}: a viewer changes nothing")
-    return Route("POST", path, handler, role)
+    return Route(path, handler, role, "POST")

@@ -146,7 +146,7 @@ def test_an_operator_cannot_continue_a_cancel_with_the_form_of_a_retry(database:
     assert operator.post(f"/operation/continue-retry?id={id}", headers=SAME).status_code == 400
     assert operator.post(f"/operation/continue-cancel?id={id}", headers=SAME).status_code == 403
     assert operator.get("/tasks/cancel?state=dead").status_code == 403
-    assert id not in operator.app._console.running.ids  # type: ignore[attr-defined]
+    assert id not in operator.app.console.running.ids  # type: ignore[attr-defined]
     assert rows_of(database).keys() == {"a"}
 
 
@@ -349,7 +349,7 @@ def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: Te
     finished(table, begun(jane, "/tasks/retry?id=head", reason=""))
     update(database, "head", AvailableAt=NEVER)
     finished(table, begun(jane, "/tasks/retry?state=dead&topic=orders"))
-    jane.app._console.status.forget()  # type: ignore[attr-defined]
+    jane.app.console.status.forget()  # type: ignore[attr-defined]
     page = jane.get("/task?id=head").text
     assert re.findall(r">([\w ]*changed: retry by jane@example.com)", page) == [
         "changed: retry by jane@example.com", "perhaps changed: retry by jane@example.com",

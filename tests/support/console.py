@@ -1,5 +1,6 @@
 """The console without Spanner: routes whose handlers only record that they ran, and a client in its own origin."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ def bare_console(**values: Any) -> Console:
     """Return a console whose table has only a name."""
     table = mock.Mock()
     table.name = DATABASE
-    usual: dict[str, Any] = {"allowed": frozenset(Role), "production": "", "redact": mock.Mock()}
+    usual: dict[str, Any] = {"allowed": frozenset(Role), "is_production": False, "redact": mock.Mock()}
     return Console(table=table, running=Running(table), history=History(), status=Shared(mock.Mock()), **usual | values)
 
 
@@ -37,7 +38,7 @@ def recording(routes: Sequence[Route]) -> tuple[list[Route], list[Visit]]:
         visits.append(visit)
         return PlainTextResponse("done")
 
-    return [Route(each.method, each.path, handler, each.role) for each in routes], visits
+    return [dataclasses.replace(each, handler=handler) for each in routes], visits
 
 
 def client(
@@ -50,6 +51,7 @@ def client(
 ) -> TestClient:
     """Return a client of these routes."""
     access = Access(
-        bare_console(**values), routes, identify=identify, roles=roles, allowed_hosts=LOOPBACK_HOSTS, path_prefix=prefix
-    )
+        console=bare_console(**values), routes=routes, identify=identify, roles=roles, allowed_hosts=LOOPBACK_HOSTS,
+        path_prefix=prefix,
+    )  # fmt: skip
     return TestClient(access, base_url=ORIGIN, follow_redirects=False)

@@ -12,7 +12,7 @@ from outbox.console import application
 from outbox.console.access import HEADERS, MAX_FORM
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
-from outbox.console.visits import Route, Visit, action, page
+from outbox.console.visits import Route, Visit, action
 from outbox.table import schema
 from tests.support.console import ORIGIN, SAME, client, recording
 
@@ -48,8 +48,8 @@ def test_every_unsafe_route_has_a_role_of_its_own() -> None:
         action("/x", lambda _visit: pytest.fail("called"), Role.VIEWER)
 
 
-CHANGE = Route("POST", "/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR)
-SHOW = page("/show", lambda _visit: pytest.fail("replaced"))
+CHANGE = action("/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR)
+SHOW = Route("/show", lambda _visit: pytest.fail("replaced"))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_console_answers_to_its_hosts(host: str) -> None:
     "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil", "[::1", "", "a@localhost"]
 )
 def test_the_console_answers_to_no_other_host(host: str) -> None:
-    recorded, visits = recording([SHOW, page("/healthz", SHOW.handler, role=None)])
+    recorded, visits = recording([SHOW, Route("/healthz", SHOW.handler, role=None)])
     for path in ("/show", "/healthz", "/none"):
         assert client(recorded).get(path, headers={"Host": host}).status_code == 403
     assert not visits
