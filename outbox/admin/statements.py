@@ -182,19 +182,38 @@ def _beyond(time: str, *, newest: bool) -> str:
     )
 
 
+def _compared(state: str, names: Collection[str]) -> list[tuple[str, str]]:
+    """Return what a list reads of a state, the first @ceiling rows of each range of the index, and what it drops.
+
+    The conditions for what it drops come after the limit, so that a read ends however few rows they hold for.
+    """
+    index, order = _index(names)
+    more = {"error": ", LastError", "unexpired": ", SentAt, ExpiresAt"}  # The index does not have these.
+    columns = "Id, Topic, CreatedAt, OrderingKey, Attempts, BlockedBy" + "".join(more.get(name, "") for name in names)
+    of_key = " AND OrderingKey = @ordering_key AND OrderingKey IS NOT NULL" if "ordering_key" in names else ""
+    parts = [(LATER_SQL if LATER_SQL in range_ else range_, range_) for range_ in _RANGES[state]]
+    return [
+        (
+            f"SELECT {columns} FROM {index} WHERE {OF_TOPIC}{of_key} AND {part} ORDER BY {order} LIMIT @ceiling",
+            f"TRUE{range_.removeprefix(part)}{narrowed(state, names)}",
+        )
+        for part, range_ in parts
+    ]
+
+
 def listed_unsent(states: Collection[str], columns: str, names: Collection[str], *, newest: bool) -> str:
     """Return the statement for state and `columns` of the next @limit tasks by CreatedAt and Id, at @now.
 
     The index is not sorted by age, so of each range only the first @ceiling tasks are compared.
     """
-    direction, (index, key) = " DESC" if newest else "", _index(names)
+    direction = " DESC" if newest else ""
     # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
     union = "\nUNION ALL".join(
         f"""
-  SELECT '{state}' AS in_state, task.* FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT Id, CreatedAt FROM {index} WHERE {where} ORDER BY {key} LIMIT @ceiling)) AS task"""
+  SELECT '{state}' AS in_state, task.* FROM {EACH_TOPIC}, UNNEST(ARRAY(
+    SELECT AS STRUCT Id, CreatedAt FROM ({part}) WHERE {condition})) AS task"""
         for state in states
-        for places, where in _ranges_of(state, names)
+        for part, condition in _compared(state, names)
     )
     # All states are those at one time. With CURRENT_TIMESTAMP(), a task could be in none of them, or in two.
     return at_now(f"""
@@ -216,6 +235,18 @@ SELECT 'sent', {columns} FROM (
     ORDER BY {order} LIMIT @limit)) AS task
   ORDER BY {order} LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found"""
+
+
+def compared(states: Collection[str], names: Collection[str]) -> str:
+    """Return the statement for the number of tasks that `listed_unsent` compares, with one row for each range."""
+    return at_now(
+        "\nUNION ALL".join(
+            f"""
+SELECT part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(SELECT AS STRUCT COUNT(*) AS number FROM ({part}))) AS part"""
+            for state in states
+            for part, _ in _compared(state, names)
+        )
+    )
 
 
 #: When the first task was sent, for each shard that has a sent task.
@@ -240,10 +271,10 @@ SELECT part.number FROM {places}, UNNEST(ARRAY(
 #: The heads behind which tasks are blocked, with the number of these tasks. All are in one shard and topic.
 BLOCKED_HEADS = at_now(f"""
 SELECT part.head_id, part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(
-  SELECT AS STRUCT head_id, COUNT(*) AS number FROM (
-    SELECT BlockedBy AS head_id FROM {TO_SEND}
-    WHERE {OF_TOPIC} AND {RANGES["blocked"][0]} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)
-  GROUP BY head_id)) AS part
+  SELECT AS STRUCT BlockedBy AS head_id, COUNT(*) AS number FROM (
+    SELECT BlockedBy FROM {TO_SEND} WHERE {OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)
+  WHERE BlockedBy IS NOT NULL
+  GROUP BY BlockedBy)) AS part
 ORDER BY part.number DESC, part.head_id LIMIT @limit""")
 
 

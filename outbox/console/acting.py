@@ -108,7 +108,7 @@ def _previewed(visit: Visit) -> tuple[int, str]:
 
 
 ACTIONS = (
-    Action("retry", Role.OPERATOR, RETRY_STATES, None, "become due now, with all their attempts"),
+    Action("retry", Role.OPERATOR, RETRY_STATES, None, "become due now, with 0 failed attempts"),
     Action("cancel", Role.DESTROYER, UNSENT, ANY_UNSENT, "are deleted permanently and never sent"),
     Action("purge", Role.DESTROYER, ("sent",), "sent", "are deleted, so that they cannot be sent again"),
 )

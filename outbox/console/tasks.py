@@ -21,7 +21,7 @@ DEFAULT_STATE = "dead"
 def show(visit: Visit) -> Response:
     """Show a page of the tasks that match the address."""
     query = visit.query
-    selection = selections.read(query, visit.table.now())
+    selection = dataclasses.replace(selections.read(query, visit.table.now()), include_expired=True)
     state, order = selection.state or DEFAULT_STATE, "oldest" if query.get("order") == "oldest" else "newest"
     found = admin.tasks.find(
         visit.table, [state], selection, newest=order == "newest", after=query.get("after") or None, limit=PAGE

@@ -194,6 +194,17 @@ def test_a_person_stops_and_continues_an_operation(
     assert jane.post(f"/operation/stop?id={id}", headers=SAME).status_code == 400
 
 
+def test_the_first_page_offers_to_continue_what_another_console_has_left(database: Database, table: TaskTable):
+    id = "00000000-0000-0000-0000-000000000001"
+    changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=id, selected=1)
+    assert "was interrupted" not in console(database).get("/").text
+    with database.batch() as batch:
+        batch.update("AsynchronousTaskOperations", ("OperationId", "SeenAt"), [(id, PAST)])
+    page = console(database).get("/").text
+    assert "A retry by jane was interrupted after 0 tasks" in page
+    assert f'href="/operation?id={id}">Continue or stop it' in page
+
+
 class Outage:
     """Requests fail while `away` is set. It is set before the transaction with the number `begins_with`."""
 
@@ -258,6 +269,7 @@ def test_pages_of_tasks_keep_their_state_in_the_address(
 ):
     monkeypatch.setattr(tasks, "PAGE", 2)
     insert(database, [row(f"t{n}", **DEAD, OrderingKey="k", CreatedAt=PAST + timedelta(hours=n)) for n in range(5)])
+    insert(database, [row("t5", **DEAD, OrderingKey="k", CreatedAt=PAST + timedelta(hours=5), ExpiresAt=PAST)])
     insert(database, [row("other", **DEAD), row("sent", SentAt=PAST)])
     address, seen = "/tasks?state=dead&key=k&order=oldest", list[str]()
     while address:
@@ -265,7 +277,7 @@ def test_pages_of_tasks_keep_their_state_in_the_address(
         seen += re.findall(r'name="id" value="(\w+)"', page)
         following = re.findall(r'href="([^"]+)">Next page', page)
         address = html.unescape(following[0]) if following else ""
-    assert seen == ["t0", "t1", "t2", "t3", "t4"]
+    assert seen == ["t0", "t1", "t2", "t3", "t4", "t5"]
     assert "No command has the filters" in jane.get("/tasks?state=dead&key=k").text
     assert "No dead task matches the filter" in jane.get("/tasks?state=dead&prefix=zz").text
     assert "sent" in re.findall(

@@ -27,7 +27,8 @@ def bare_console(**values: Any) -> Console:
     table = mock.Mock()
     table.name = DATABASE
     usual: dict[str, Any] = {"allowed": frozenset(Role), "is_production": False, "redact": mock.Mock()}
-    return Console(table=table, running=Running(table), history=History(), status=Shared(mock.Mock()), **usual | values)
+    usual |= {"history": History(), "status": Shared(mock.Mock())}
+    return Console(table=table, running=Running(table), **usual | values)
 
 
 def recording(routes: Sequence[Route]) -> tuple[list[Route], list[Visit]]:
