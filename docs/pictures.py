@@ -120,7 +120,7 @@ def write(folder: Path, body: str) -> Path:
 
 
 def screenshot(address: str, name: str, width: int, height: int) -> None:
-    """Write `docs/pictures/NAME.png`, with at most 128 colors and without the empty end of the page."""
+    """Write `docs/pictures/NAME.png`, with at most 256 colors and without the empty end of the page."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "screenshot.png")
         flags = (f"--user-data-dir={folder}", f"--screenshot={file}", f"--window-size={width},{height}")
@@ -131,7 +131,7 @@ def screenshot(address: str, name: str, width: int, height: int) -> None:
     used = np.flatnonzero((pixels != pixels[-1, -1]).any(axis=(1, 2)))
     image = image.crop((0, 0, width, min(height, int(used[-1]) + 17)))
     PICTURES.mkdir(exist_ok=True)
-    image.quantize(128, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
+    image.quantize(256, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
 
 
 def take_console() -> None:
