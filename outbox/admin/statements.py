@@ -183,13 +183,14 @@ def _beyond(time: str, *, newest: bool) -> str:
 
 
 def _compared(state: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """Return what a list reads of a state, the first @ceiling rows of each range of the index, and what it drops.
+    """Return the parts of the index that a list of a state compares, each with the condition for the listed tasks.
 
-    The conditions for what it drops come after the limit, so that a read ends however few rows they hold for.
+    A part has at most @ceiling rows. The condition follows this limit, so a read ends however few rows match.
     """
     index, order = _index(names)
-    more = {"error": ", LastError", "unexpired": ", SentAt, ExpiresAt"}  # The index does not have these.
-    columns = "Id, Topic, CreatedAt, OrderingKey, Attempts, BlockedBy" + "".join(more.get(name, "") for name in names)
+    more = {"error": "LastError", "unexpired": "SentAt, ExpiresAt"}  # The index does not have these.
+    narrowing = [column for name, column in more.items() if name in names]
+    columns = ", ".join(["Id, Topic, CreatedAt, OrderingKey, Attempts, BlockedBy", *narrowing])
     of_key = " AND OrderingKey = @ordering_key AND OrderingKey IS NOT NULL" if "ordering_key" in names else ""
     parts = [(LATER_SQL if LATER_SQL in range_ else range_, range_) for range_ in _RANGES[state]]
     return [
@@ -256,14 +257,13 @@ SELECT task.SentAt FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
   ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS task"""
 
 
-def count_of_states(states: Collection[str], names: Collection[str]) -> str:
-    """Return the statement that counts tasks by state, up to @limit in each range, with one row for each range."""
+def count_of_state(state: str, names: Collection[str]) -> str:
+    """Return the statement that counts the tasks of a state, at most @limit in each range, with a row for each."""
     # Without ORDER BY, because a count needs no order and sorting costs time.
     return "\nUNION ALL".join(
         f"""
 SELECT part.number FROM {places}, UNNEST(ARRAY(
   SELECT AS STRUCT COUNT(*) AS number FROM (SELECT Id FROM {_index(names)[0]} WHERE {where} LIMIT @limit))) AS part"""
-        for state in states
         for places, where in _ranges_of(state, names)
     )
 
