@@ -71,7 +71,7 @@ def routes() -> list[Route]:
     """Return all routes of the console."""
     figures = [Route(path, partial(render, template=f"{name}.html")) for path, name in FIGURES.items()]
     others = (route for module in (topic, tasks, acting, task, operations) for route in module.ROUTES)
-    # It does not ask Spanner, whose outage no restart of the console ends.
+    # It does not ask Spanner, because no restart of the console ends an outage of Spanner.
     healthz = Route("/healthz", lambda _visit: PlainTextResponse("ok\n"), role=None)
     return [healthz, *_static_files(), *figures, *others]
 
