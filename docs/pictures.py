@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+import uvicorn
 from datadog.dogstatsd.base import DogStatsd
 from google.cloud import pubsub_v1
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -40,16 +41,19 @@ from payments import demo
 from PIL import Image
 
 import outbox
-from outbox import admin
+from outbox import admin, console
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
+from outbox.console.roles import EVERYTHING
 from outbox.table import ddl
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"
 TOPICS = ("invoices", "orders", "payments")
 SHARDS, WORKERS = 2, 2
+#: Who looks at the console.
+PERSON = "maria@example.com"
 #: Seconds of the run that the dashboard shows. The topic `invoices` is missing in between.
 SECONDS, MISSING_FROM, MISSING_UNTIL = 240, 60, 120
 #: Seconds of a point in a graph: the workers' gauges have this interval.
@@ -116,7 +120,7 @@ def write(folder: Path, body: str) -> Path:
 
 
 def screenshot(address: str, name: str, width: int, height: int) -> None:
-    """Write `docs/pictures/NAME.png`, with at most 128 colors and without the empty end of the page."""
+    """Write `docs/pictures/NAME.png`, with at most 256 colors and without the empty end of the page."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "screenshot.png")
         flags = (f"--user-data-dir={folder}", f"--screenshot={file}", f"--window-size={width},{height}")
@@ -127,7 +131,7 @@ def screenshot(address: str, name: str, width: int, height: int) -> None:
     used = np.flatnonzero((pixels != pixels[-1, -1]).any(axis=(1, 2)))
     image = image.crop((0, 0, width, min(height, int(used[-1]) + 17)))
     PICTURES.mkdir(exist_ok=True)
-    image.quantize(128, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
+    image.quantize(256, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
 
 
 def take_console() -> None:
@@ -135,7 +139,7 @@ def take_console() -> None:
     with stage.emulators():
         made = stage.make("shop", ddl.statements(SHARDS), TOPICS)
         pubsub_v1.PublisherClient().delete_topic(topic=f"projects/{made.project}/topics/invoices")
-        with stage.workers(made, WORKERS) as workers, console(made) as address:
+        with stage.workers(made, WORKERS) as workers, served_console(made) as address:
             workers.wait_until_polling()
             fill(made.database)
             table = TaskTable(made.database)
@@ -174,14 +178,18 @@ def fill(database: Database) -> None:
 
 
 @contextlib.contextmanager
-def console(made: stage.Stage) -> Iterator[str]:
-    """Serve the console for the time of the block, and give its address."""
-    command = [str(Path(sys.executable).with_name("outbox")), "console", "--bind", "127.0.0.1:0", "--allow-actions"]
-    with subprocess.Popen([*command, *made.flags], stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - constant
+def served_console(made: stage.Stage) -> Iterator[str]:
+    """Serve the console to PERSON for the time of the block, and give its address."""
+    app = console.app(made.database, identify=lambda _request: PERSON, roles=EVERYTHING, allow_actions=True)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
         try:
-            yield process.stdout.readline().strip() if process.stdout else ""
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
         finally:
-            process.terminate()
+            server.should_exit = True
+            thread.join()
 
 
 class Run:

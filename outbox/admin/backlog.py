@@ -276,9 +276,9 @@ def _ready(
         yield ask(statement, range_shards=shards, range_topics=topics, max_priorities=priorities, limit=limit, **more)
 
 
-def range_limit(table: TaskTable, topics: Collection[str]) -> int:
-    """Return the max number of tasks that a read of a state reads in each shard and topic."""
-    return max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // (max(1, len(topics)) * len(table.shards))))
+def range_limit(table: TaskTable, topics: Collection[str], most: int = COUNT_LIMIT) -> int:
+    """Return the max number of tasks that a read of a state reads in each shard and topic, at most `most`."""
+    return max(MIN_COUNT_LIMIT, min(most, MAX_TOTAL // (max(1, len(topics)) * len(table.shards))))
 
 
 def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool = True) -> Backlog:

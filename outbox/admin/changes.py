@@ -167,7 +167,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool, at: dateti
     if selection.ids is not None:
         return Count(sum(row.matches for row in _rows_of_ids(table, selection)))
     limit = NO_LIMIT if exact else COUNT_LIMIT
-    statement = statements.count_of_states([_state(selection)], selection.names)
+    statement = statements.count_of_state(_state(selection), selection.names)
     values = selection.values | _ranges(table, selection) | {"limit": limit}
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
     numbers = [number for (number,) in table.query(statement, "outbox-count", values, at=at, seconds=seconds)]

@@ -150,11 +150,19 @@ def narrowed(state: str | None, names: Collection[str]) -> str:
         "since": f"{time} >= @since",
         "until": f"{time} < @until",
         "error": "STRPOS(LOWER(LastError), LOWER(@error)) > 0",
-        "ordering_key": "OrderingKey = @ordering_key",
+        "ordering_key": "OrderingKey = @ordering_key AND OrderingKey IS NOT NULL",
         "id_prefix": "STARTS_WITH(Id, @id_prefix)",
         "unexpired": f"NOT {_IS_EXPIRED}",
     }
     return "".join(f" AND {condition}" for name, condition in conditions.items() if name in names)
+
+
+def _index(names: Collection[str]) -> tuple[str, str]:
+    """Return the index to read for these conditions, and its key: the tasks of an ordering key are in one of their own.
+
+    All other conditions but the topic and the state are compared with each row of a range.
+    """
+    return (IN_ORDER, IN_ORDER_ORDER) if "ordering_key" in names else (TO_SEND, TO_SEND_ORDER)
 
 
 def _ranges_of(state: str, names: Collection[str]) -> list[tuple[str, str]]:
@@ -174,6 +182,26 @@ def _beyond(time: str, *, newest: bool) -> str:
     )
 
 
+def _compared(state: str, names: Collection[str]) -> list[tuple[str, str]]:
+    """Return the parts of the index that a list of a state compares, each with the condition for the listed tasks.
+
+    A part has at most @ceiling rows. The condition follows this limit, so a read ends however few rows match.
+    """
+    index, order = _index(names)
+    more = {"error": "LastError", "unexpired": "SentAt, ExpiresAt"}  # The index does not have these.
+    narrowing = [column for name, column in more.items() if name in names]
+    columns = ", ".join(["Id, Topic, CreatedAt, OrderingKey, Attempts, BlockedBy", *narrowing])
+    of_key = " AND OrderingKey = @ordering_key AND OrderingKey IS NOT NULL" if "ordering_key" in names else ""
+    parts = [(LATER_SQL if LATER_SQL in range_ else range_, range_) for range_ in _RANGES[state]]
+    return [
+        (
+            f"SELECT {columns} FROM {index} WHERE {OF_TOPIC}{of_key} AND {part} ORDER BY {order} LIMIT @ceiling",
+            f"TRUE{range_.removeprefix(part)}{narrowed(state, names)}",
+        )
+        for part, range_ in parts
+    ]
+
+
 def listed_unsent(states: Collection[str], columns: str, names: Collection[str], *, newest: bool) -> str:
     """Return the statement for state and `columns` of the next @limit tasks by CreatedAt and Id, at @now.
 
@@ -183,10 +211,10 @@ def listed_unsent(states: Collection[str], columns: str, names: Collection[str],
     # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
     union = "\nUNION ALL".join(
         f"""
-  SELECT '{state}' AS in_state, task.* FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT Id, CreatedAt FROM {TO_SEND} WHERE {where} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)) AS task"""
+  SELECT '{state}' AS in_state, task.* FROM {EACH_TOPIC}, UNNEST(ARRAY(
+    SELECT AS STRUCT Id, CreatedAt FROM ({part}) WHERE {condition})) AS task"""
         for state in states
-        for places, where in _ranges_of(state, names)
+        for part, condition in _compared(state, names)
     )
     # All states are those at one time. With CURRENT_TIMESTAMP(), a task could be in none of them, or in two.
     return at_now(f"""
@@ -204,10 +232,22 @@ def listed_sent(columns: str, names: Collection[str], *, newest: bool) -> str:
     return f"""
 SELECT 'sent', {columns} FROM (
   SELECT task.Id AS found FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {TO_SEND} WHERE {where} AND {_beyond("SentAt", newest=newest)}
+    SELECT AS STRUCT SentAt, CreatedAt, Id FROM {_index(names)[0]} WHERE {where} AND {_beyond("SentAt", newest=newest)}
     ORDER BY {order} LIMIT @limit)) AS task
   ORDER BY {order} LIMIT @limit)
 {SEEK} {BY_ID} ON Id = found"""
+
+
+def compared(states: Collection[str], names: Collection[str]) -> str:
+    """Return the statement for the number of tasks that `listed_unsent` compares, with one row for each range."""
+    return at_now(
+        "\nUNION ALL".join(
+            f"""
+SELECT part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(SELECT AS STRUCT COUNT(*) AS number FROM ({part}))) AS part"""
+            for state in states
+            for part, _ in _compared(state, names)
+        )
+    )
 
 
 #: When the first task was sent, for each shard that has a sent task.
@@ -217,14 +257,13 @@ SELECT task.SentAt FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
   ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS task"""
 
 
-def count_of_states(states: Collection[str], names: Collection[str]) -> str:
-    """Return the statement that counts tasks by state, up to @limit in each range, with one row for each range."""
+def count_of_state(state: str, names: Collection[str]) -> str:
+    """Return the statement that counts the tasks of a state, at most @limit in each range, with a row for each."""
     # Without ORDER BY, because a count needs no order and sorting costs time.
     return "\nUNION ALL".join(
         f"""
 SELECT part.number FROM {places}, UNNEST(ARRAY(
-  SELECT AS STRUCT COUNT(*) AS number FROM (SELECT Id FROM {TO_SEND} WHERE {where} LIMIT @limit))) AS part"""
-        for state in states
+  SELECT AS STRUCT COUNT(*) AS number FROM (SELECT Id FROM {_index(names)[0]} WHERE {where} LIMIT @limit))) AS part"""
         for places, where in _ranges_of(state, names)
     )
 
@@ -232,10 +271,10 @@ SELECT part.number FROM {places}, UNNEST(ARRAY(
 #: The heads behind which tasks are blocked, with the number of these tasks. All are in one shard and topic.
 BLOCKED_HEADS = at_now(f"""
 SELECT part.head_id, part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(
-  SELECT AS STRUCT head_id, COUNT(*) AS number FROM (
-    SELECT BlockedBy AS head_id FROM {TO_SEND}
-    WHERE {OF_TOPIC} AND {RANGES["blocked"][0]} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)
-  GROUP BY head_id)) AS part
+  SELECT AS STRUCT BlockedBy AS head_id, COUNT(*) AS number FROM (
+    SELECT BlockedBy FROM {TO_SEND} WHERE {OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)
+  WHERE BlockedBy IS NOT NULL
+  GROUP BY BlockedBy)) AS part
 ORDER BY part.number DESC, part.head_id LIMIT @limit""")
 
 
@@ -244,7 +283,7 @@ def grouped(state: str, names: Collection[str]) -> str:
     groups = "\nUNION ALL".join(
         f"""
   SELECT part.of_task, part.error FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT Topic AS of_task, {ERROR_SQL} AS error FROM {TO_SEND} WHERE {where})) AS part"""
+    SELECT AS STRUCT Topic AS of_task, {ERROR_SQL} AS error FROM {_index(names)[0]} WHERE {where})) AS part"""
         for places, where in _ranges_of(state, names)
     )
     return f"""
@@ -266,7 +305,7 @@ ORDER BY {TO_SEND_ORDER}, Id LIMIT @limit"""
     range_ = " OR ".join(RANGES[state])
     return f"""
 SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
-{SEEK} {TO_SEND} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND ({range_})
+{SEEK} {_index(names)[0]} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND ({range_})
 WHERE Id > @after_id{narrowing}
 ORDER BY Id LIMIT @limit"""
 

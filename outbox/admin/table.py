@@ -70,10 +70,12 @@ class TaskTable:
     """Queries and transactions on the outbox's tables, which must exist. Every method raises NotReached or OutboxError.
 
     When the layout is dropped, the method that notices it raises LayoutChanged, and the next one reads another layout.
+    With a `tag`, all queries have this one, so that Spanner's statistics show what their sender costs.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, tag: str | None = None) -> None:
         self._database: Any = database  # its methods carry no types
+        self._tag = tag
         self.read_layout()
 
     def read_layout(self) -> None:
@@ -125,7 +127,7 @@ class TaskTable:
     ) -> list[list[Any]]:
         """Return the rows of one statement, read at the time `at`, or now. Takes no locks."""
         with self._errors(), self._database.snapshot(read_timestamp=at) as snapshot:
-            return _rows(snapshot, self.layout.sql(statement), dict(parameters or {}), tag, seconds)
+            return _rows(snapshot, self.layout.sql(statement), dict(parameters or {}), self._tag or tag, seconds)
 
     def strong_query(
         self, statement: str, tag: str, parameters: Mapping[str, Any], *, seconds: float = SCAN_SECONDS

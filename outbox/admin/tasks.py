@@ -12,7 +12,7 @@ from typing import Any
 from google.api_core.datetime_helpers import DatetimeWithNanoseconds
 
 from outbox.admin import statements
-from outbox.admin.backlog import Backlog, range_limit
+from outbox.admin.backlog import COUNT_LIMIT, MAX_TOTAL, Backlog, range_limit
 from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.errors import OutboxError
@@ -169,7 +169,8 @@ def tried(table: TaskTable, state: str, topics: Sequence[str], limit: int, at: d
     A recorded failure sets AvailableAt. So of the pending tasks, only the due ones are read, however many are ready.
     """
     range_ = "due" if state == "pending" else state
-    tasks = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=at).of_ranges([range_], topics, limit)
+    reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=at)
+    tasks = reader.of_ranges([range_], topics, max(limit, range_limit(table, topics)))
     return [dataclasses.replace(task, state=state) for task in tasks]
 
 
@@ -188,10 +189,12 @@ class _Reader:
         """Return tasks, and whether all tasks of the states were compared."""
         topic = self.selection.topic
         topics = [topic] if topic is not None else self.table.topics(at=self.at)
-        ceiling = max(self.limit, range_limit(self.table, topics))
+        # A filter may hold for few of the tasks, so more of them are read.
+        most = MAX_TOTAL if self.selection.names - {"topic"} else COUNT_LIMIT
+        ceiling = max(self.limit, range_limit(self.table, topics, most))
         tasks = self.of_ranges(states, topics, ceiling)
-        counting = statements.count_of_states(states, self.selection.names)
-        numbers = self.query(counting, self.selection.values | {"topics": topics, "limit": ceiling})
+        counting = statements.compared(states, self.selection.names)
+        numbers = self.query(counting, self.selection.values | {"topics": topics, "ceiling": ceiling})
         return tasks, all(number < ceiling for (number,) in numbers)
 
     def of_ranges(self, states: Sequence[str], topics: Sequence[str], ceiling: int) -> list[Task]:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import ipaddress
 import os
 import signal
@@ -40,8 +39,8 @@ login, and it changes nothing unless you pass --allow-actions.
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, separator, port = text.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65_535:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65_535:
         raise ValueError(text)
     return host_and_port(host)[0], int(port)
 
@@ -117,31 +116,43 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal, then return 0. Raises SettingError, NotReached, OutboxError."""
     settings, database = ConsoleSettings.read(vars(options)), DatabaseSettings.read(vars(options))
-    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise OutboxError("the console needs starlette, uvicorn and jinja2: pip install 'spanner-outbox[console]'")
-    application = _application(settings, database)
-    with _listening(settings.bind) as listener, exit_on(signal.SIGTERM, signal.SIGINT, code=0):
-        _announce(settings, listener)
+    try:
+        application = _application(settings, database)
+    except ModuleNotFoundError as error:
+        raise OutboxError(f"the console needs {error.name}: pip install 'spanner-outbox[console]'") from None
+    with _listening(*settings.bind) as listener, exit_on(signal.SIGTERM, signal.SIGINT, code=0):
+        host, port = listener.getsockname()[:2]
+        say(f"http://{f'[{host}]' if ':' in host else host}:{port}{settings.path_prefix}/")
+        actions = "actions are allowed" if settings.allow_actions else "read-only"
+        note(f"the console is running, {actions}. Press Ctrl-C to stop it")
         _serve(application, listener)
     return 0
 
 
-def _identify(settings: ConsoleSettings) -> "console.identity.Identify | None":
-    """Return who sends a request, or None for `local`."""
-    if settings.identity == "iap":
-        return console.Iap(settings.iap_audience)
-    if settings.identity == "header":
-        return console.Header(settings.identity_header, settings.trusted_proxy)
-    return None
+def _serve(application: Any, listener: socket.socket) -> None:
+    import uvicorn  # noqa: PLC0415 - optional
+
+    logs.configure()
+    # proxy_headers would let any client choose the address that --trusted-proxy is compared with.
+    config = uvicorn.Config(
+        application, log_config=None, access_log=False, lifespan="off", proxy_headers=False, server_header=False,
+        ws="none", timeout_graceful_shutdown=5,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
-    from outbox.console.roles import parsed  # noqa: PLC0415 - the same
+    from outbox.console.roles import parsed  # noqa: PLC0415 - optional
     from outbox.table.connection import open_database  # noqa: PLC0415 - the client: half a second
 
+    identify: console.identity.Identify | None = None
+    if settings.identity == "iap":
+        identify = console.Iap(settings.iap_audience)
+    elif settings.identity == "header":
+        identify = console.Header(settings.identity_header, settings.trusted_proxy)
     return console.app(
         open_database(database),
-        identify=_identify(settings),
+        identify=identify,
         roles=parsed(_read(settings.roles)) if settings.roles else None,
         allow_actions=settings.allow_actions,
         show_data=settings.show_data,
@@ -158,29 +169,9 @@ def _read(file: str) -> str:
         raise SettingError(f"--roles: {file!r} cannot be read: {error}") from None
 
 
-def _listening(address: tuple[str, int]) -> socket.socket:
-    host, port = address
+def _listening(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise OutboxError(f"cannot listen at {host}, port {port}: {why}. Pass another --bind") from None
-
-
-def _announce(settings: ConsoleSettings, listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
-    say(f"http://{f'[{host}]' if ':' in host else host}:{port}{settings.path_prefix}/")
-    actions = "actions are allowed" if settings.allow_actions else "read-only"
-    note(f"the console is running, {actions}. Press Ctrl-C to stop it")
-
-
-def _serve(application: Any, listener: socket.socket) -> None:
-    import uvicorn  # noqa: PLC0415 - optional
-
-    logs.configure()
-    # proxy_headers would let any client choose the address that --trusted-proxy is compared with.
-    config = uvicorn.Config(
-        application, log_config=None, access_log=False, lifespan="off", proxy_headers=False, server_header=False,
-        ws="none", timeout_graceful_shutdown=5,
-    )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listener])

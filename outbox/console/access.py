@@ -10,8 +10,9 @@
 docs/security.md says against whom. Every answer has the same headers.
 """
 
+import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import QueryParams
@@ -20,10 +21,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outbox.console.identity import Identify
-from outbox.console.refusals import Refused
 from outbox.console.rendering import render_refusal
 from outbox.console.roles import Role, Roles
-from outbox.console.visits import Console, Route, Visit
+from outbox.console.visits import Console, Refused, Route, Visit
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import host_and_port
 
@@ -42,33 +42,24 @@ _RELOAD = "Go back, reload the page and try again."
 _log = logging.getLogger("outbox")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """The ASGI application of the console."""
 
-    def __init__(
-        self,
-        console: Console,
-        routes: Sequence[Route],
-        *,
-        identify: Identify,
-        roles: Roles,
-        allowed_hosts: Sequence[str],
-        path_prefix: str = "",
-    ) -> None:
-        self._console, self._identify, self._roles = console, identify, roles
-        self._hosts, self._prefix = frozenset(allowed_hosts), path_prefix
-        self._routes: dict[str, dict[str, Route]] = {}
-        for route in routes:
-            self._routes.setdefault(route.path, {})[route.method] = route
+    console: Console
+    routes: Sequence[Route]
+    identify: Identify
+    roles: Roles
+    allowed_hosts: Sequence[str]
+    path_prefix: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"the console answers HTTP only, not {scope['type']}")
-        prefix = scope.get("root_path", "") + self._prefix
-        request = Request(scope, receive)
+        prefix = scope.get("root_path", "") + self.path_prefix
         try:
-            response = await self._answer(request, prefix)
+            response = await self._answer(Request(scope, receive), prefix)
         except Refused as refused:
             _log.info("refused: %s", f"{refused.title}: {refused.__cause__}" if refused.__cause__ else refused.title)
             response = render_refusal(refused, prefix)
@@ -80,22 +71,26 @@ class Access:
         _check_origin(request)
         path = _path(request, prefix)
         route = self._route(request.method, path)
-        person = await run_in_threadpool(self._identify, request) if route.role else ""
-        roles = self._roles.of(person) if route.role else frozenset[Role]()
+        person = await run_in_threadpool(self.identify, request) if route.role else ""
+        roles = self.roles.of(person) & self.console.allowed if route.role else frozenset[Role]()
         self._check_role(route, person, roles)
         visit = Visit(
-            console=self._console, person=person, roles=roles, path=path, prefix=prefix,
+            console=self.console, person=person, roles=roles, path=path, prefix=prefix,
             query=request.query_params, form=await _form(request),
         )  # fmt: skip
         return await run_in_threadpool(_handled, route, visit)
 
     def _check_host(self, request: Request) -> None:
-        if _name(request.headers.get("host", "")) not in self._hosts:
+        try:
+            name = host_and_port(request.headers.get("host", ""))[0].lower()
+        except ValueError:
+            name = ""
+        if name not in self.allowed_hosts:
             advice = "Open it under a name of --allowed-hosts, or add this one there."
             raise Refused(403, "The console does not answer to this host name", advice)
 
     def _route(self, method: str, path: str) -> Route:
-        methods: Mapping[str, Route] = self._routes.get(path, {})
+        methods = {route.method: route for route in self.routes if route.path == path}
         if not methods:
             raise Refused(404, "There is no such page", "Open the overview, or search for a task ID.")
         route = methods.get("GET" if method == "HEAD" else method)
@@ -104,36 +99,21 @@ class Access:
         return route
 
     def _check_role(self, route: Route, person: str, roles: frozenset[Role]) -> None:
-        if route.role and route.role not in roles:
-            allowed = self._console.show_data if route.role is Role.DATA else self._console.allow_actions
-            raise Refused(403, f"This needs the role {route.role}", _how_to_get(route.role, person, allowed=allowed))
-
-
-def _how_to_get(role: Role, person: str, *, allowed: bool) -> str:
-    if role is not Role.VIEWER and not allowed:
-        flag = "--show-data" if role is Role.DATA else "--allow-actions"
-        return f"The console was started without {flag}. Use the command, or a console that was started with it."
-    return f"Ask for {person} to be added to the role {role} in the file of --roles."
-
-
-def _name(host: str) -> str:
-    """Return the name of HOST or HOST:PORT in lower case, or an empty one."""
-    try:
-        return host_and_port(host)[0].lower()
-    except ValueError:
-        return ""
+        if not route.role or route.role in roles:
+            return
+        advice = f"Ask for {person} to be added to the role {route.role} in the file of --roles."
+        if route.role not in self.console.allowed:
+            flag = route.role.flag
+            advice = f"The console was started without {flag}. Use the command, or a console that was started with it."
+        raise Refused(403, f"This needs the role {route.role}", advice)
 
 
 def _check_origin(request: Request) -> None:
     """Raise Refused if another site's page may have sent the request."""
-    if request.method in _SAFE:
-        return
     host, site = request.headers["host"], request.headers.get("sec-fetch-site")
-    if site is None:
-        is_own = request.headers.get("origin", "") in {f"http://{host}", f"https://{host}"}
-    else:
-        is_own = site == "same-origin"
-    if not is_own:
+    if request.method in _SAFE or site == "same-origin":
+        return
+    if site is not None or request.headers.get("origin") not in (f"http://{host}", f"https://{host}"):
         raise Refused(403, "The request does not come from a page of the console", _RELOAD)
 
 
@@ -161,12 +141,12 @@ def _handled(route: Route, visit: Visit) -> Response:
     """Return the answer of a handler, on its thread. Raises Refused."""
     try:
         return route.handler(visit)
+    except Refused:
+        raise
     except NotReached as error:
         raise Refused(503, "Spanner did not answer", f"{error}. Reload the page.") from error
     except OutboxError as error:
         raise Refused(400, "This was refused", str(error)) from error
-    except Refused:
-        raise
     except Exception as error:
         _log.exception("the page %s failed", visit.path)
         raise Refused(500, "The page failed", "The log of the console has the reason. Reload the page.") from error

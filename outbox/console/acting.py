@@ -8,8 +8,7 @@ one operation.
 import dataclasses
 import re
 import uuid
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Iterator
 
 from starlette.responses import Response
 
@@ -17,12 +16,14 @@ from outbox import admin
 from outbox.admin.changes import ANY_UNSENT, TaskSelection
 from outbox.cli.changes import RETRY_STATES
 from outbox.console import selections
-from outbox.console.refusals import Refused
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Route, Visit, action, page
+from outbox.console.visits import Refused, Route, Visit, action
+from outbox.program.settings import whole_number
 from outbox.program.terminal import counted
 from outbox.table.states import MARKS_FINAL_AFTER, UNSENT
+
+COUNT = whole_number(1, 2**63 - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,107 +41,75 @@ class Action:
         """Tell whether the person types the number of tasks."""
         return self.role is Role.DESTROYER
 
+    def routes(self) -> Iterator[Route]:
+        """Yield the page that shows what would happen, and the form that begins it."""
+        yield Route(f"/tasks/{self.name}", self._preview, self.role)
+        yield action(f"/tasks/{self.name}", self._begin, self.role)
 
-ACTIONS = (
-    Action("retry", Role.OPERATOR, RETRY_STATES, None, "become due now, with all their attempts"),
-    Action("cancel", Role.DESTROYER, UNSENT, ANY_UNSENT, "are deleted permanently and never sent"),
-    Action("purge", Role.DESTROYER, ("sent",), "sent", "are deleted, so that they cannot be sent again"),
-)
-#: Why tasks are not changed, by state. For other states, it is the state itself.
-REASONS = {
-    "expired": "ExpiresAt has passed",
-    "pending": "a pending task needs no retry",
-    "blocked": "a blocked task waits for the head of its ordering key",
-    "missing": "not in the table",
-}
-
-
-def _selection(acted: Action, visit: Visit) -> TaskSelection:
-    """Return the tasks of the address. None of them is newer than the page. Raises SettingError, Refused."""
-    now = visit.table.now()
-    found = selections.read(visit.query, now)
-    if found.state not in (*acted.states, *([None] if found.ids else [])):
-        raise Refused(
-            400, f"{acted.name} is not for these tasks", f"It is for tasks that are {', '.join(acted.states)}."
-        )
-    expired = found.include_expired or acted.name != "retry"
-    state = found.state or acted.anything
-    return dataclasses.replace(found, state=state, until=_until(acted, found, now), include_expired=expired)
-
-
-def _until(acted: Action, found: TaskSelection, now: datetime) -> datetime:
-    # An at-most-once task is marked as sent shortly before it is published.
-    newest = now - MARKS_FINAL_AFTER if acted.name == "purge" else now
-    return min(found.until or newest, newest)
-
-
-def _preview(acted: Action) -> Callable[[Visit], Response]:
-    def preview(visit: Visit) -> Response:
-        selection = _selection(acted, visit)
+    def _preview(self, visit: Visit) -> Response:
+        selection = self._selection(visit)
         found = admin.changes.preview(visit.table, selection)
+        query = selections.address(selection) | ({"state": None} if selection.state == ANY_UNSENT else {})
         return render(
             visit,
             "acting.html",
-            acted=acted,
-            title=f"{acted.name.capitalize()} {counted(found.tasks, 'task')}",
+            acted=self,
             selection=selection,
             found=found,
-            reasons=REASONS,
-            query=_address(selection) | {"count": found.tasks, "operation": uuid.uuid4()},
-            with_expired=_address(selection) | {"expired": 1},
-            paused={topic for topic, control in admin.topics.controls(visit.table).items() if control.Paused},
-            command=selections.command(visit, acted.name, selection, reason="TEXT"),
+            query=query,
+            operation=uuid.uuid4(),
+            command=selections.command(visit, self.name, selection, reason="TEXT"),
         )
 
-    return preview
-
-
-def _address(selection: TaskSelection) -> dict[str, object]:
-    """Return the query that `_selection` reads as the same selection."""
-    return selections.address(selection) | ({"state": None} if selection.state == ANY_UNSENT else {})
-
-
-def _begin(acted: Action) -> Callable[[Visit], Response]:
-    def begin(visit: Visit) -> Response:
-        selection, count, id = _selection(acted, visit), _count(visit), _operation(visit)
-        author = visit.author(required=acted.is_destructive or selection.ids is None)
-        if acted.is_destructive:
-            visit.check_typed(count)
-            _check_not_more(visit, selection, count)
+    def _begin(self, visit: Visit) -> Response:
+        selection, (count, id) = self._selection(visit), _previewed(visit)
+        author = visit.author(required=self.is_destructive or selection.ids is None)
+        if self.is_destructive:
+            _check_count(visit, selection, count)
         # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
-        if admin.changes.begin(visit.table, acted.name, selection, author, id=id, selected=count):
+        if admin.changes.begin(visit.table, self.name, selection, author, id=id, selected=count):
             visit.console.running.start(id)
-        visit.changed()
         return visit.redirect("/operation", id=id)
 
-    return begin
+    def _selection(self, visit: Visit) -> TaskSelection:
+        """Return the tasks of the address. None of them is newer than the page. Raises SettingError, Refused."""
+        now = visit.table.now()
+        found = selections.read(visit.query, now)
+        if found.state not in (*self.states, *([None] if found.ids else [])):
+            allowed = ", ".join(self.states)
+            raise Refused(400, f"{self.name} is not for these tasks", f"It is for tasks that are {allowed}.")
+        # An at-most-once task is marked as sent shortly before it is published.
+        newest = now - MARKS_FINAL_AFTER if self.name == "purge" else now
+        return dataclasses.replace(
+            found,
+            state=found.state or self.anything,
+            until=min(found.until or newest, newest),
+            include_expired=found.include_expired or self.name != "retry",
+        )
 
 
-def _check_not_more(visit: Visit, selection: TaskSelection, count: int) -> None:
+def _check_count(visit: Visit, selection: TaskSelection, count: int) -> None:
+    """Raise Refused unless the person typed the number of the preview, and no more tasks match now."""
+    if re.sub(r"[\s,._']", "", visit.form.get("typed", "")) != str(count):
+        advice = f"Go back and type {count:,}. If the number changed meanwhile, look at the selection again."
+        raise Refused(409, "The typed number is not the number of tasks", advice)
     now = admin.changes.count(visit.table, selection, exact=True).number
     if now > count:
         found = f"{counted(now, 'task')} match now, and {count:,} when you looked."
         raise Refused(409, "More tasks match than you have seen", f"{found} Nothing was changed. Look again.")
 
 
-def _count(visit: Visit) -> int:
-    """Return the number of the preview. Raises Refused."""
-    text = visit.query.get("count", "")
-    if not re.fullmatch("[1-9][0-9]{0,17}", text):
-        raise Refused(400, "There is nothing to do", "Go back, and select tasks.")
-    return int(text)
-
-
-def _operation(visit: Visit) -> str:
+def _previewed(visit: Visit) -> tuple[int, str]:
+    """Return the number of tasks of the preview, and the ID of the operation. Raises Refused."""
     try:
-        return str(uuid.UUID(visit.query.get("operation", "")))
+        return COUNT.parse(visit.query.get("count", "")), str(uuid.UUID(visit.query.get("operation", "")))
     except ValueError:
         raise Refused(400, "This form is not complete", "Go back, and look at the selection again.") from None
 
 
-def _routes(acted: Action) -> tuple[Route, Route]:
-    path = f"/tasks/{acted.name}"
-    return page(path, _preview(acted), acted.role), action(path, _begin(acted), acted.role)
-
-
-ROUTES = tuple(route for acted in ACTIONS for route in _routes(acted))
+ACTIONS = (
+    Action("retry", Role.OPERATOR, RETRY_STATES, None, "become due now, with 0 failed attempts"),
+    Action("cancel", Role.DESTROYER, UNSENT, ANY_UNSENT, "are deleted permanently and never sent"),
+    Action("purge", Role.DESTROYER, ("sent",), "sent", "are deleted, so that they cannot be sent again"),
+)
+ROUTES = tuple(route for acted in ACTIONS for route in acted.routes())

@@ -1,32 +1,28 @@
 """The console as an ASGI application."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import resources
 
 from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, Response
 
 from outbox.admin.table import TaskTable
-from outbox.console import acting, blocked, operations, overview, search, task, tasks, topic, workers
+from outbox.console import acting, operations, task, tasks, topic
 from outbox.console.access import Access
 from outbox.console.identity import Identify
-from outbox.console.readings import SharedReads
-from outbox.console.roles import EVERYTHING, VIEWERS, Roles
+from outbox.console.readings import History, Shared, read_status
+from outbox.console.rendering import render
+from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
-from outbox.console.visits import Console, Handler, Redact, Route, Visit, page, unredacted
+from outbox.console.visits import Console, Handler, Redact, Route
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 TAG = "outbox-console"
+#: The pages that show nothing but the shared figures.
+FIGURES = {"/": "overview", "/blocked": "blocked", "/workers": "workers", "/operations": "operations"}
 _TYPES = {"css": "text/css", "js": "text/javascript"}
-
-
-class ConsoleTable(TaskTable):
-    """The table, with one tag for all reads of the console, so that Spanner's statistics show what it costs."""
-
-    def query(self, statement: str, tag: str, *values: object, **options: object) -> list[list[object]]:
-        """Return the rows of one statement."""
-        return super().query(statement, TAG, *values, **options)  # type: ignore[arg-type]  # passed on as they are
 
 
 def app(
@@ -39,7 +35,7 @@ def app(
     allowed_hosts: Sequence[str] = LOOPBACK_HOSTS,
     path_prefix: str = "",
     production: str = "",
-    redact: Redact = unredacted,
+    redact: Redact = lambda _topic, attributes, data: (attributes, data),
 ) -> Access:
     """Return the console of a database as an ASGI application, to serve or to mount.
 
@@ -51,22 +47,21 @@ def app(
 
     Raises NotReached, SchemaDiffers.
     """
-    table = ConsoleTable(database)
-    roles = roles or (VIEWERS if identify else EVERYTHING)
+    table, history = TaskTable(database, TAG), History()
     console = Console(
         table=table,
         running=Running(table),
-        reads=SharedReads(table),
+        history=history,
+        status=Shared(lambda: read_status(table, history)),
+        allowed=frozenset({Role.VIEWER, *(ACTIONS if allow_actions else ()), *([Role.DATA] if show_data else ())}),
+        is_production=production != "" and production in table.name,
         redact=redact,
-        allow_actions=allow_actions,
-        show_data=show_data,
-        production=production,
     )
     return Access(
-        console,
-        routes(),
+        console=console,
+        routes=routes(),
         identify=identify or (lambda _request: table.principal),
-        roles=roles.without(actions=allow_actions, data=show_data),
+        roles=roles or (VIEWERS if identify else EVERYTHING),
         allowed_hosts=allowed_hosts,
         path_prefix=path_prefix,
     )
@@ -74,20 +69,16 @@ def app(
 
 def routes() -> list[Route]:
     """Return all routes of the console."""
-    static = [page(f"/static/{name}", handler) for name, handler in _static_files().items()]
-    pages = (overview, topic, tasks, acting, task, blocked, workers, operations, search)
-    return [page("/healthz", _healthz, role=None), *static, *(route for each in pages for route in each.ROUTES)]
+    figures = [Route(path, partial(render, template=f"{name}.html")) for path, name in FIGURES.items()]
+    others = (route for module in (topic, tasks, acting, task, operations) for route in module.ROUTES)
+    # It does not ask Spanner, because no restart of the console ends an outage of Spanner.
+    healthz = Route("/healthz", lambda _visit: PlainTextResponse("ok\n"), role=None)
+    return [healthz, *_static_files(), *figures, *others]
 
 
-def _healthz(_visit: Visit) -> Response:
-    """Tell that the process answers. It does not ask Spanner, whose outage no restart of the console ends."""
-    return PlainTextResponse("ok\n")
-
-
-def _static_files() -> Mapping[str, Handler]:
-    folder = resources.files("outbox.console") / "static"
-    files = {each.name: each.read_bytes() for each in folder.iterdir()}
-    return {name: _static(content, _TYPES[name.rpartition(".")[2]]) for name, content in files.items()}
+def _static_files() -> Iterator[Route]:
+    for file in (resources.files("outbox.console") / "static").iterdir():
+        yield Route(f"/static/{file.name}", _static(file.read_bytes(), _TYPES[file.name.rpartition(".")[2]]))
 
 
 def _static(content: bytes, media_type: str) -> Handler:

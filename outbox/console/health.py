@@ -29,26 +29,17 @@ def health(reading: Reading[Status]) -> Health:
 
 def _found(status: Status) -> Iterator[Health]:
     """Yield sentences, the most urgent first."""
-    backlog, total = status.backlog, status.backlog.total
-    oldest, workers = backlog.oldest, counted(len(backlog.workers), "live worker")
-    late = oldest if backlog.age(oldest) > LATE_SECONDS else None
+    backlog, total, late = status.backlog, status.backlog.total, status.backlog.oldest
+    workers, age = counted(len(backlog.workers), "live worker"), spoken(backlog.age(late))
+    circuits = {each.topic: f"circuit open since {each.since:%H:%M}: {each.reason}" for each in status.circuits}
     if not backlog.workers:
         yield Health("bad", f"No live worker, so no task is published. Pending: {counted(total.pending, 'task')}")
-    if late:
-        yield Health("bad", f"{late.topic} is late: oldest {spoken(backlog.age(late))}{_circuit(status, late.topic)}")
+    if late and backlog.age(late) > LATE_SECONDS:
+        yield Health("bad", ", ".join(filter(None, [f"{late.topic} is late: oldest {age}", circuits.get(late.topic)])))
     if status.orphans:
         yield Health("bad", f"{counted(len(status.orphans), 'shard')} without a live worker")
-    for circuit in status.circuits:
-        yield Health("warn", f"{circuit.topic}: circuit open since {circuit.since:%H:%M}: {circuit.reason}")
+    for topic, sentence in circuits.items():
+        yield Health("warn", f"{topic}: {sentence}")
     if total.dead:
-        yield Health("warn", f"{counted(total.dead, 'dead task')}. Oldest pending task {_age(status)}, {workers}")
-    yield Health("ok", f"Healthy: oldest pending task {_age(status)}, {workers}, no dead tasks")
-
-
-def _age(status: Status) -> str:
-    return spoken(status.backlog.age(status.backlog.oldest))
-
-
-def _circuit(status: Status, topic: str) -> str:
-    found = [each for each in status.circuits if each.topic == topic]
-    return f", circuit open since {found[0].since:%H:%M}: {found[0].reason}" if found else ""
+        yield Health("warn", f"{counted(total.dead, 'dead task')}. Oldest pending task {age}, {workers}")
+    yield Health("ok", f"Healthy: oldest pending task {age}, {workers}, no dead tasks")

@@ -12,7 +12,7 @@ from google.auth import jwt
 from google.auth.transport.requests import Request as HttpRequest
 from starlette.requests import Request
 
-from outbox.console.refusals import Refused
+from outbox.console.visits import Refused
 
 #: https://cloud.google.com/iap/docs/signed-headers-howto
 IAP_HEADER = "X-Goog-IAP-JWT-Assertion"

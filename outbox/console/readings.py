@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from outbox import admin
 from outbox.admin.backlog import Backlog
@@ -26,12 +26,13 @@ T = TypeVar("T")
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
 FRESH_SECONDS = 5.0
 #: An hour of samples of pending tasks, one for each half minute in which a tab asked.
-SAMPLE_SECONDS = 30
-SAMPLES = 3_600 // SAMPLE_SECONDS
-#: Max heads of blocked keys.
-HEADS = 100
-#: Operations on the overview.
-OPERATIONS = 5
+HOUR, SAMPLE_SECONDS = 3_600, 30
+#: Max heads of blocked keys, and max operations.
+HEADS = OPERATIONS = 100
+#: Size of a sparkline in the units of its view box.
+WIDTH, HEIGHT = 120, 20
+#: Max seconds between two samples that a line joins. A longer time had no visible tab.
+GAP_SECONDS = 90.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,26 +80,6 @@ class Shared(Generic[T]):
         self._tried_at = self._clock()
 
 
-class SharedReads:
-    """One Shared value for each function that reads the table."""
-
-    def __init__(self, table: TaskTable) -> None:
-        self._table, self._lock = table, threading.Lock()
-        self._shared: dict[Callable[[TaskTable], Any], Shared[Any]] = {}
-
-    def get(self, read: Callable[[TaskTable], T]) -> Reading[T]:
-        """Return what the function returned last."""
-        with self._lock:
-            shared: Shared[T] = self._shared.setdefault(read, Shared(lambda: read(self._table)))
-        return shared.get()
-
-    def forget(self) -> None:
-        """Let all values be read again, because an action has changed what they show."""
-        with self._lock:
-            for shared in self._shared.values():
-                shared.forget()
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Status:
     """What `outbox status`, `workers` and `operations` print, read together."""
@@ -113,10 +94,34 @@ class Status:
     operations: Sequence[Operation]
     reshard: str | None
 
+    @property
+    def topics(self) -> list[str]:
+        """Return the topics that have a task or a control, sorted."""
+        return sorted({*self.backlog.topics(), *self.controls})
 
-def read_status(table: TaskTable) -> Status:
-    """Read everything that the overview shows. Raises NotReached, OutboxError."""
+
+class History:
+    """The pending tasks of each topic in the last hour. There are no samples for times without a visible tab."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[datetime, Mapping[str, int]]] = deque(maxlen=HOUR // SAMPLE_SECONDS)
+
+    def add(self, backlog: Backlog) -> None:
+        """Add a sample if the last one is old enough."""
+        if not self._samples or backlog.as_of - self._samples[-1][0] >= timedelta(seconds=SAMPLE_SECONDS):
+            pending = {topic: line.pending for topic, line in backlog.topics().items()}
+            self._samples.append((backlog.as_of, pending))
+
+    def of(self, topic: str, now: datetime) -> list[tuple[float, int]]:
+        """Return the samples of a topic, each with its age in seconds."""
+        samples = [((now - at).total_seconds(), pending.get(topic, 0)) for at, pending in tuple(self._samples)]
+        return [(age, number) for age, number in samples if age <= HOUR]
+
+
+def read_status(table: TaskTable, history: History) -> Status:
+    """Read what the pages show without a selection, and add to the history. Raises NotReached, OutboxError."""
     backlog = admin.backlog.read(table)
+    history.add(backlog)
     progress = admin.reshard.Resharding(table).progress()
     return Status(
         backlog=backlog,
@@ -126,31 +131,18 @@ def read_status(table: TaskTable) -> Status:
         orphans=admin.workers.shards_without_worker(table, backlog.workers),
         errors=admin.tasks.errors(table, backlog),
         blocked=admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.total.blocked else (),
-        operations=admin.operations.latest(table, OPERATIONS),
+        operations=admin.operations.latest(table, OPERATIONS, at=backlog.as_of),
         reshard=progress[0].describe(progress[1]) if progress else None,
     )
 
 
-class History:
-    """The pending tasks of each topic in the last hour. There are no samples for times without a visible tab."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[datetime, Mapping[str, int]]] = deque(maxlen=SAMPLES)
-
-    def read(self, table: TaskTable) -> Status:
-        """Read the status, and add a sample of it. Raises NotReached, OutboxError."""
-        status = read_status(table)
-        self.add(status.backlog)
-        return status
-
-    def add(self, backlog: Backlog) -> None:
-        """Add a sample if the last one is old enough."""
-        last = self._samples[-1][0] if self._samples else None
-        if last is None or backlog.as_of - last >= timedelta(seconds=SAMPLE_SECONDS):
-            pending = {topic: line.pending for topic, line in backlog.topics().items()}
-            self._samples.append((backlog.as_of, pending))
-
-    def of(self, topic: str, now: datetime) -> list[tuple[float, int]]:
-        """Return the samples of a topic, each with its age in seconds."""
-        samples = [((now - at).total_seconds(), pending.get(topic, 0)) for at, pending in tuple(self._samples)]
-        return [(age, number) for age, number in samples if age <= SAMPLES * SAMPLE_SECONDS]
+def sparkline(samples: Sequence[tuple[float, int]]) -> list[str]:
+    """Return the points of each line of a chart in SVG. `samples` have an age in seconds and a value, oldest first."""
+    top = max((value for _, value in samples), default=0) or 1
+    lines, before = list[list[str]](), float("inf")
+    for age, value in samples:
+        if before - age > GAP_SECONDS:
+            lines.append([])
+        lines[-1].append(f"{WIDTH * (1 - age / HOUR):.1f},{(HEIGHT - 1) * (1 - value / top) + 0.5:.1f}")
+        before = age
+    return [" ".join(points if len(points) > 1 else points * 2) for points in lines]  # a dot is a line to itself

@@ -1,5 +1,6 @@
 """Pages from templates. Every text is escaped, for HTML by Jinja2 and for control characters by `_visible`."""
 
+import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -8,22 +9,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse, Response
 
+from outbox import admin
+from outbox.admin.operations import Operation
+from outbox.cli.workers import runs
 from outbox.console.health import health
-from outbox.console.refusals import Refused
+from outbox.console.readings import HEADS, OPERATIONS, sparkline
 from outbox.console.roles import Role
 from outbox.console.runbook import advice
-from outbox.console.visits import Visit
-from outbox.program.terminal import escaped
+from outbox.console.visits import Refused, Visit
+from outbox.program.terminal import counted, escaped, listed
 from outbox.program.times import spoken
-
-#: The pages in the navigation.
-NAVIGATION = (
-    ("/", "Overview"),
-    ("/tasks", "Tasks"),
-    ("/blocked", "Blocked keys"),
-    ("/workers", "Workers"),
-    ("/operations", "Operations"),
-)
 
 
 def _visible(value: Any) -> Any:
@@ -35,9 +30,23 @@ def _visible(value: Any) -> Any:
     return value
 
 
-def at(time: datetime) -> str:
-    """Return a time as the pages show it."""
-    return f"{time:%Y-%m-%d %H:%M:%S} UTC"
+def relative(time: datetime, now: datetime) -> str:
+    """Return how long ago a time was, or in how long it will be."""
+    seconds = (now - time).total_seconds()
+    return f"{spoken(seconds)} ago" if seconds >= 0 else f"in {spoken(-seconds)}"
+
+
+def described(operation: Operation) -> str:
+    """Return the column Selection in words: each name with its value, and few of many IDs."""
+    found = admin.operations.parsed(operation.selection)
+    if not isinstance(found, dict):
+        return str(found)
+    if operation.operation != "retry":
+        found.pop("include_expired", None)  # only a retry depends on it
+    if isinstance(found.get("ids"), list):
+        found["ids"] = listed(map(str, found["ids"]))
+    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
 def _environment() -> Environment:
@@ -51,12 +60,16 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "spoken": spoken,
-        "time": at,
-        "clock": lambda time: f"{time:%H:%M:%S}",
+        "relative": relative,
+        "time": lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
+        "clock": lambda time: f"{time:%H:%M:%S} UTC",
+        "described": described,
+        "runs": runs,
+        # The value of a form field, which the browser sends back: with its control characters.
+        "exact": escape,
     }
-    # The value of a form field, which the browser sends back: with its control characters.
-    environment.filters["exact"] = escape
-    environment.globals |= {"Role": Role, "advice": advice, "NAVIGATION": NAVIGATION}
+    environment.globals |= {"Role": Role, "advice": advice, "counted": counted, "sparkline": sparkline}
+    environment.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
     return environment
 
 
@@ -64,8 +77,8 @@ _ENVIRONMENT = _environment()
 
 
 def render(visit: Visit, template: str, **values: Any) -> Response:
-    """Return a page. `values` are the names that its template uses."""
-    reading = visit.status()
+    """Return a page. `values` are the names that its template uses besides those of every page."""
+    reading = visit.console.status.get()
     common = {"visit": visit, "link": visit.link, "reading": reading, "status": reading.value}
     return _answer(template, 200, common | {"health": health(reading)} | values)
 

@@ -17,10 +17,16 @@ class Role(enum.StrEnum):
     OPERATOR = "operator"  # pause, resume, limit, route, policy, retry
     DESTROYER = "destroyer"  # cancel, purge
 
+    @property
+    def flag(self) -> str:
+        """Return the flag without which nobody holds the role."""
+        return "--show-data" if self is Role.DATA else "--allow-actions"
 
+
+#: The roles that change the outbox.
+ACTIONS = (Role.OPERATOR, Role.DESTROYER)
 #: The roles that a role includes. Every role includes the viewer.
-_INCLUDED = {Role.DESTROYER: {Role.OPERATOR, Role.VIEWER}}
-_ACTIONS = frozenset({Role.OPERATOR, Role.DESTROYER})
+_INCLUDED = {Role.DESTROYER: ACTIONS}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,14 +38,7 @@ class Roles:
     def of(self, person: str) -> frozenset[Role]:
         """Return the roles of a person, with those that they include."""
         held = {role for role, patterns in self.names.items() if any(_matches(person, each) for each in patterns)}
-        return frozenset(each for role in held for each in {role, Role.VIEWER, *_INCLUDED.get(role, ())})
-
-    def without(self, *, actions: bool, data: bool) -> "Roles":
-        """Return the roles that are left if the console shows no `data` or allows no `actions`."""
-        removed = (frozenset() if actions else _ACTIONS) | (frozenset() if data else {Role.DATA})
-        viewers = tuple(name for role in removed for name in self.names.get(role, ()))
-        kept = {role: names for role, names in self.names.items() if role not in removed}
-        return Roles(kept | {Role.VIEWER: (*kept.get(Role.VIEWER, ()), *viewers)})
+        return frozenset(each for role in held for each in (role, Role.VIEWER, *_INCLUDED.get(role, ())))
 
 
 #: Everyone with an identity may see all pages. `--roles` says more.
@@ -54,12 +53,11 @@ def parsed(text: str) -> Roles:
     Raises SettingError.
     """
     try:
-        found = json.loads(text)
-        return Roles({Role(role): _names(names) for role, names in found.items()})
+        return Roles({Role(role): _names(names) for role, names in json.loads(text).items()})
     except (ValueError, AttributeError, RecursionError) as error:
-        allowed = ", ".join(Role)
         raise SettingError(
-            f'--roles: the file must be JSON such as {{"viewer": ["*@example.com"]}}, with the roles {allowed}: {error}'
+            '--roles: the file must be JSON such as {"viewer": ["*@example.com"]}, with the roles '
+            f"{', '.join(Role)}: {error}"
         ) from None
 
 

@@ -7,9 +7,10 @@ thread may die with the console at any time: the next console continues after th
 import logging
 import threading
 import time
+from datetime import datetime
 
 from outbox import admin
-from outbox.admin.operations import NotContinued
+from outbox.admin.operations import NotContinued, Operation
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError
 
@@ -23,21 +24,19 @@ class Running:
 
     def __init__(self, table: TaskTable) -> None:
         self._table = table
-        self._errors: dict[str, str] = {}
-        self._ids: set[str] = set()
+        #: Why the last chunk of an operation failed in this console.
+        self.errors: dict[str, str] = {}
+        self.ids: set[str] = set()
 
-    def __contains__(self, id: str) -> bool:
-        """Tell whether a thread of this console executes an operation."""
-        return id in self._ids
-
-    def error(self, id: str) -> str | None:
-        """Return why the last chunk of an operation failed in this console, or None."""
-        return self._errors.get(id)
+    def state(self, operation: Operation, now: datetime) -> str:
+        """Return the state of an operation. One that waits here for Spanner is not interrupted."""
+        state = operation.state(now)
+        return "running" if state == "interrupted" and operation.id in self.ids else state
 
     def start(self, id: str) -> None:
         """Execute an operation on a thread of its own, which ends with the console."""
-        if id not in self._ids:
-            self._ids.add(id)
+        if id not in self.ids:
+            self.ids.add(id)
             threading.Thread(target=self._execute, args=(id,), name=f"operation {id}", daemon=True).start()
 
     def _execute(self, id: str) -> None:
@@ -45,20 +44,20 @@ class Running:
             while self._is_to_be_repeated(id):
                 time.sleep(RETRY_SECONDS)
         finally:
-            self._ids.discard(id)
+            self.ids.discard(id)
 
     def _is_to_be_repeated(self, id: str) -> bool:
         """Execute chunks. Return True if Spanner could not be reached, so that the next one is tried later."""
         try:
             for outcome in admin.changes.resume(self._table, id):
-                self._errors.pop(id, None)
+                self.errors.pop(id, None)
                 if outcome.warning:
                     raise NotReached(outcome.warning)
         except NotContinued:
             return False
         except OutboxError as error:
-            self._errors[id] = str(error)
+            self.errors[id] = str(error)
             _log.warning("operation %s: %s", id, error)
             return isinstance(error, NotReached)
-        self._errors.pop(id, None)
+        self.errors.pop(id, None)
         return False

@@ -20,6 +20,7 @@ TEXTS = {
     "key": ("ordering_key", matching(r"[^\ud800-\udfff]{1,1024}", "1 to 1,024 characters of valid Unicode")),
     "prefix": ("id_prefix", flags.ID),
 }
+TIMES = ("since", "until")
 #: The fields that a person fills in, with their labels.
 FILTERS = {
     "topic": "Topic", "since": "Since, such as 2h", "until": "Until", "error": "Error contains", "key": "Ordering key",
@@ -29,29 +30,26 @@ FILTERS = {
 
 def read(query: QueryParams, now: datetime) -> TaskSelection:
     """Return the selection of an address. Relative times count from `now`. Raises SettingError."""
-    values: dict[str, Any] = {
-        field: kind.value(query[name], name) for name, (field, kind) in TEXTS.items() if query.get(name)
+    texts = {field: kind.value(query[name], name) for name, (field, kind) in TEXTS.items() if query.get(name)}
+    times: dict[str, Any] = {
+        name: resolved(MOMENT.value(query[name].strip(), name), now) for name in TIMES if query.get(name)
     }
-    for name in ("since", "until"):
-        if query.get(name):
-            values[name] = resolved(MOMENT.value(query[name].strip(), name), now)
     ids = tuple(dict.fromkeys(flags.ID.value(id, "id") for id in query.getlist("id")))
-    return TaskSelection(**values, ids=ids or None, include_expired=bool(query.get("expired")))
+    return TaskSelection(**texts, **times, ids=ids or None, include_expired=bool(query.get("expired")))
 
 
 def address(selection: TaskSelection) -> dict[str, Any]:
     """Return the query of the address of a selection, with absolute times."""
     query = {name: getattr(selection, field) for name, (field, _) in TEXTS.items()}
-    times = {name: shown(time) for name in ("since", "until") if (time := getattr(selection, name))}
+    times = {name: shown(time) for name in TIMES if (time := getattr(selection, name))}
     return query | times | {"id": list(selection.ids or ()), "expired": int(selection.include_expired) or None}
 
 
 def command(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
     """Return the command that acts on the same tasks, or None, because no command has all filters of the console."""
-    given = address(selection)
-    narrowing = {each: given.get(each) for each in ("topic", "since", "until", "error")}
     if selection.ordering_key or selection.id_prefix:
         return None
+    narrowing = {each: address(selection).get(each) for each in ("topic", "error", *TIMES)}
     if name == "purge":
         excess = selection.ids or selection.since or selection.error
         return None if excess else visit.command(name, topic=selection.topic, sent_before=narrowing["until"], **more)

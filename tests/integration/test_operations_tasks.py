@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -118,6 +119,9 @@ def test_a_list_compares_a_bounded_number_of_tasks(
     assert ([task.columns["Id"] for task in page.tasks], page.whole) == (["2", "1"], False)
     assert tasks.find(table, limit=3).whole is False
     assert tasks.find(table, limit=5).whole is True
+    few = TaskSelection(id_prefix="4")
+    assert tasks.find(table, selection=few, limit=2) == tasks.Page([], mock.ANY, None, whole=False)
+    assert len(tasks.find(table, selection=few, limit=5).tasks) == 1
 
 
 def test_a_list_is_narrowed_by_key_and_by_the_beginning_of_an_id(database: Database, table: TaskTable):

@@ -68,15 +68,17 @@ def statements(database: Database) -> list[str]:
     operations.latest(table, 5, operation="retry", topic="orders", principal="jane")
     tasks.errors(table, backlog.read(table)), tasks.blocked_heads(table, backlog.read(table))
     narrowed = {"topic": "orders", "since": PAST, "until": datetime.now(UTC), "error": "x"}
+    of_key = {"ordering_key": "k", "id_prefix": "d"}
     operations.operation(table, "x"), changes.preview(table, TaskSelection(ids=("dead",)))
     for state in STATES:
         changes.preview(table, TaskSelection(state=state, include_expired=False))
-        for more in ({}, narrowed):
+        for more in ({}, narrowed, of_key):
             tasks.find(table, [state], TaskSelection(**more), newest=not more)
             tasks.find(table, [state], TaskSelection(**more), newest=bool(more))
             changes.count(table, TaskSelection(state=state, **more), exact=True)
     for state in ("dead", "retrying", "scheduled"):
         list(changes.retry(table, TaskSelection(state=state)))
+        list(changes.retry(table, TaskSelection(state=state, **of_key)))
     list(changes.retry(table, TaskSelection(ids=("dead",))))
     list(changes.purge(table, TaskSelection(state="sent", until=PAST)))
     for selection in (TaskSelection(state="unsent", ids=("dead",)), *(TaskSelection(state=state) for state in UNSENT)):

@@ -1,5 +1,6 @@
 """The console without Spanner: routes whose handlers only record that they ran, and a client in its own origin."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -10,8 +11,8 @@ from starlette.testclient import TestClient
 from outbox.console.access import Access
 from outbox.console.application import LOOPBACK_HOSTS
 from outbox.console.identity import Identify
-from outbox.console.readings import SharedReads
-from outbox.console.roles import EVERYTHING, Roles
+from outbox.console.readings import History, Shared
+from outbox.console.roles import EVERYTHING, Role, Roles
 from outbox.console.running import Running
 from outbox.console.visits import Console, Route, Visit
 
@@ -25,7 +26,9 @@ def bare_console(**values: Any) -> Console:
     """Return a console whose table has only a name."""
     table = mock.Mock()
     table.name = DATABASE
-    return Console(table=table, running=Running(table), reads=SharedReads(table), **values)
+    usual: dict[str, Any] = {"allowed": frozenset(Role), "is_production": False, "redact": mock.Mock()}
+    usual |= {"history": History(), "status": Shared(mock.Mock())}
+    return Console(table=table, running=Running(table), **usual | values)
 
 
 def recording(routes: Sequence[Route]) -> tuple[list[Route], list[Visit]]:
@@ -36,7 +39,7 @@ def recording(routes: Sequence[Route]) -> tuple[list[Route], list[Visit]]:
         visits.append(visit)
         return PlainTextResponse("done")
 
-    return [Route(each.method, each.path, handler, each.role) for each in routes], visits
+    return [dataclasses.replace(each, handler=handler) for each in routes], visits
 
 
 def client(
@@ -49,6 +52,7 @@ def client(
 ) -> TestClient:
     """Return a client of these routes."""
     access = Access(
-        bare_console(**values), routes, identify=identify, roles=roles, allowed_hosts=LOOPBACK_HOSTS, path_prefix=prefix
-    )
+        console=bare_console(**values), routes=routes, identify=identify, roles=roles, allowed_hosts=LOOPBACK_HOSTS,
+        path_prefix=prefix,
+    )  # fmt: skip
     return TestClient(access, base_url=ORIGIN, follow_redirects=False)

@@ -22,6 +22,25 @@ def scans(statement: str) -> list[str]:
     return found
 
 
+def unbounded(statement: str) -> list[str]:
+    """Return each part of a statement that reads more of an index than its limit.
+
+    It has no limit, or it drops rows before the limit, by a condition that the key of the index does not begin with.
+    """
+    statement = " ".join(statement.split())
+    found = []
+    for table in _TABLE.finditer(statement):
+        scope = _own(statement[table.end() :])
+        if re.search(r"\bId (?:=|IN\b|BETWEEN\b.* LIMIT @)|= \w+\.Id\b", scope):
+            continue  # single rows, or those at the beginning of a range of IDs
+        conditions = scope.partition(" ORDER BY ")[0].replace("Priority = max_priority AND CreatedAt >", "")
+        columns = r"\b(?:Attempts|BlockedBy|LastError|ExpiresAt|CreatedAt)\b|STRPOS|STARTS_WITH"
+        dropped = re.search(columns if "InOrder" in table[0] else f"{columns}|@topic", conditions)
+        if dropped or not re.search(r"\bLIMIT (?:@\w+|1)$", scope.strip()):
+            found.append(table[0] + scope)
+    return found
+
+
 def _own(text: str) -> str:
     """Return a text up to the end of its query, without what is in parentheses."""
     while (shorter := _INNERMOST.sub("_", text)) != text:

@@ -1,16 +1,19 @@
 """Access to the console: every route and method with every role, and requests of other sites, hosts and proxies."""
 
 import itertools
+from unittest import mock
 
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
+from outbox.console import application
 from outbox.console.access import HEADERS, MAX_FORM
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
-from outbox.console.visits import Route, Visit, action, page
+from outbox.console.visits import Route, Visit, action
+from outbox.table import schema
 from tests.support.console import ORIGIN, SAME, client, recording
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -45,8 +48,8 @@ def test_every_unsafe_route_has_a_role_of_its_own() -> None:
         action("/x", lambda _visit: pytest.fail("called"), Role.VIEWER)
 
 
-CHANGE = Route("POST", "/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR)
-SHOW = page("/show", lambda _visit: pytest.fail("replaced"))
+CHANGE = action("/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR)
+SHOW = Route("/show", lambda _visit: pytest.fail("replaced"))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_the_console_answers_to_its_hosts(host: str) -> None:
     "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil", "[::1", "", "a@localhost"]
 )
 def test_the_console_answers_to_no_other_host(host: str) -> None:
-    recorded, visits = recording([SHOW, page("/healthz", SHOW.handler, role=None)])
+    recorded, visits = recording([SHOW, Route("/healthz", SHOW.handler, role=None)])
     for path in ("/show", "/healthz", "/none"):
         assert client(recorded).get(path, headers={"Host": host}).status_code == 403
     assert not visits
@@ -95,17 +98,25 @@ def test_actions_and_data_need_their_flags_whatever_the_roles_file_says() -> Non
     assert everyone.of("ann") == {Role.DESTROYER, Role.OPERATOR, Role.VIEWER}
     assert everyone.of("bob") == {Role.DATA, Role.VIEWER}
     assert everyone.of("eve") == set()
-    neither = everyone.without(actions=False, data=False)
-    assert [neither.of(person) for person in ("ann", "bob", "eve")] == [{Role.VIEWER}, {Role.VIEWER}, set()]
-    assert EVERYTHING.without(actions=True, data=False).of("x") == {Role.VIEWER, Role.OPERATOR, Role.DESTROYER}
-    assert VIEWERS.without(actions=True, data=True).of("x") == {Role.VIEWER}
+    recorded, visits = recording(routes())
+    database = mock.Mock()
+    for flags, allowed in (
+        ({}, {Role.VIEWER}),
+        ({"show_data": True}, {Role.VIEWER, Role.DATA}),
+        ({"allow_actions": True}, {Role.VIEWER, Role.OPERATOR, Role.DESTROYER}),
+    ):
+        with mock.patch.object(application, "routes", return_value=recorded), mock.patch.object(schema, "layout"):
+            app = application.app(database, identify=lambda _request: "ann", roles=EVERYTHING, **flags)
+        caller = TestClient(app, base_url=ORIGIN)
+        caller.get("/workers")
+        assert visits.pop().roles == allowed
 
 
 def test_a_refusal_says_which_flag_or_role_is_missing() -> None:
     recorded, _ = recording([CHANGE])
-    closed = client(recorded, roles=EVERYTHING.without(actions=False, data=False), allow_actions=False)
+    closed = client(recorded, allowed=frozenset({Role.VIEWER}))
     assert "without --allow-actions" in closed.post("/change", headers=SAME).text
-    viewer = client(recorded, roles=VIEWERS, allow_actions=True)
+    viewer = client(recorded, roles=VIEWERS)
     assert "Ask for ann to be added to the role operator" in viewer.post("/change", headers=SAME).text
 
 

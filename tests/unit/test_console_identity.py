@@ -15,8 +15,8 @@ from google.auth.crypt import es
 from starlette.requests import Request
 
 from outbox.console.identity import IAP_HEADER, IAP_ISSUER, KEY_SECONDS, UNKNOWN_KEY_SECONDS, Header, Iap, Keys
-from outbox.console.refusals import Refused
 from outbox.console.roles import Role, parsed
+from outbox.console.visits import Refused
 from outbox.errors import SettingError
 
 AUDIENCE = "/projects/1/global/backendServices/2"

@@ -1,7 +1,8 @@
 """What tabs share: the number of reads in an hour, memory, waiting threads, samples, and the sentence at the top."""
 
+import gc
+import sys
 import threading
-import tracemalloc
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
@@ -10,15 +11,17 @@ import pytest
 
 from outbox.admin.backlog import Backlog, Line
 from outbox.admin.workers import TopicCircuit, Worker, shards_without_worker
-from outbox.console.charts import sparkline
+from outbox.console.application import routes
 from outbox.console.health import health
-from outbox.console.readings import FRESH_SECONDS, SAMPLES, History, Reading, Shared, SharedReads, Status
+from outbox.console.readings import FRESH_SECONDS, HOUR, SAMPLE_SECONDS, History, Reading, Shared, Status, sparkline
+from outbox.console.visits import Visit
 from outbox.errors import NotReached
 from outbox.table.layouts import Layout
+from tests.support.console import bare_console
 from tests.support.waiting import eventually
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
-HOUR = 3_600
+SAMPLES = HOUR // SAMPLE_SECONDS
 
 
 class Clock:
@@ -102,43 +105,12 @@ def test_the_first_value_is_awaited_and_read_once() -> None:
     assert (found, len(reads)) == (["value"] * 20, 1)
 
 
-def test_an_action_lets_all_pages_be_read_again() -> None:
-    asked: list[Any] = []
-
-    def read(table: Any) -> int:
-        asked.append(table)
-        return len(asked)
-
-    table = mock.Mock()
-    reads = SharedReads(table)
-    assert [reads.get(read).value for _ in range(2)] == [1, 1]
-    reads.forget()
-    assert reads.get(read).value == 2
-    assert asked == [table, table]
-
-
-def test_memory_is_flat_over_hours_of_polling() -> None:
-    """Only the last value and SAMPLES are kept."""
-    clock, history = Clock(), History()
-    shared = Shared(lambda: "x" * 10_000 + str(clock.now), clock)
-
-    def poll(begin: int, seconds: int) -> None:
-        for second in range(begin, begin + seconds, 5):
-            clock.now = second
-            shared.get()
-            lines = [Line(f"topic {n}", 50, pending=second) for n in range(20)]
-            history.add(Backlog(NOW + timedelta(seconds=second), (), lines))
-
-    poll(0, HOUR)  # until all is full
-    tracemalloc.start()
-    try:
-        poll(HOUR, HOUR // 4)
-        before = tracemalloc.get_traced_memory()[0]
-        poll(2 * HOUR, HOUR)
-        assert tracemalloc.get_traced_memory()[0] - before < 500_000
-    finally:
-        tracemalloc.stop()
-    assert len(history.of("topic 1", NOW + timedelta(seconds=3 * HOUR))) == SAMPLES
+def test_an_action_lets_the_next_page_read_again() -> None:
+    clock, numbers = Clock(), iter(range(9))
+    shared = Shared(lambda: next(numbers), clock)
+    assert [shared.get().value for _ in range(2)] == [0, 0]
+    shared.forget()
+    assert [shared.get().value for _ in range(2)] == [1, 1]
 
 
 def status(**values: Any) -> Status:
@@ -147,6 +119,34 @@ def status(**values: Any) -> Status:
         "operations": (), "blocked": (), "reshard": None,
     }  # fmt: skip
     return Status(**usual | values)
+
+
+@pytest.mark.extended
+def test_memory_is_flat_over_an_hour_of_polling() -> None:
+    """Only the last status and SAMPLES are kept. A page is rendered for each poll."""
+    clock, history = Clock(), History()
+
+    def read() -> Status:
+        lines = [Line(f"topic {n}", 50, pending=int(clock.now)) for n in range(2)]
+        found = status(backlog=Backlog(NOW + timedelta(seconds=clock.now), (), lines))
+        history.add(found.backlog)
+        return found
+
+    console = bare_console(history=history, status=Shared(read, clock))
+    visit = Visit(console=console, person="ann", roles=frozenset(), path="/")
+    [overview] = [route for route in routes() if route.path == "/"]
+
+    def poll(begin: int, seconds: int) -> int:
+        for clock.now in range(begin, begin + seconds, 5):
+            assert overview.handler(visit).status_code == 200
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    for clock.now in range(0, HOUR, SAMPLE_SECONDS):
+        read()  # until all samples are there
+    before = poll(HOUR, HOUR // 10)
+    assert poll(2 * HOUR, HOUR) - before < 300
+    assert len(history.of("topic 1", NOW + timedelta(seconds=3 * HOUR))) == SAMPLES
 
 
 def test_samples_are_half_a_minute_apart_and_an_hour_old_at_most() -> None:

@@ -12,7 +12,7 @@ from outbox import cli
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import INTERRUPTED_AFTER, Operation
 from outbox.console import selections
-from outbox.console.operations import described
+from outbox.console.rendering import described
 from outbox.console.visits import Visit
 from outbox.errors import SettingError
 from outbox.table.states import STATES
@@ -88,7 +88,7 @@ def operation(selection: str, name: str = "retry", **times: datetime | None) -> 
     [
         ("retry", '{"state": "dead", "include_expired": true}', "state dead, include expired true"),
         ("cancel", '{"state": "dead", "include_expired": true}', "state dead"),
-        ("retry", '{"ids": ["a", "b", "c", "d", "e", "f"], "more_ids": 3}', "IDs a, b, c, d, e, ..., more ids 3"),
+        ("retry", '{"ids": ["a", "b", "c", "d", "e", "f"], "more_ids": 3}', "ids a, b, c, d, e, ..., more ids 3"),
         ("limit", '{"topics": ["x"], "values": {"Burst": null}}', 'topics ["x"], values {"Burst": null}'),
         ("pause", "no JSON", "no JSON"),
         ("pause", "[1]", "[1]"),

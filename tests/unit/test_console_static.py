@@ -5,7 +5,9 @@ import hashlib
 import re
 from importlib import resources
 
+from outbox.console import rendering
 from outbox.console.application import routes
+from outbox.table.states import STATES
 
 STATIC = resources.files("outbox.console") / "static"
 TEMPLATES = resources.files("outbox.console") / "templates"
@@ -27,6 +29,10 @@ def test_pages_load_nothing_from_elsewhere_and_have_no_inline_code() -> None:
         assert not re.search(r"<(script|link|img)[^>]*(https?:)?//", text)
         assert not re.search(r"\son\w+=|\sstyle=|javascript:|<style|\|safe", text)
         assert {f"/static/{name}" for name in re.findall(r"/static/([\w.]+)", text)} <= served
+
+
+def test_pages_explain_every_state() -> None:
+    assert tuple(rendering._ENVIRONMENT.get_template("parts.html").module.SENTENCES) == STATES  # type: ignore[attr-defined]
 
 
 def test_htmx_evaluates_no_code() -> None:

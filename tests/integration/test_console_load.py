@@ -1,0 +1,128 @@
+"""A table of millions of rows does not slow a page: each page reads bounded parts of an index, or single rows."""
+
+import math
+import uuid
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from google.cloud.spanner_v1.database import Database
+from starlette.testclient import TestClient
+
+from outbox import admin, console
+from outbox.admin import backlog
+from outbox.admin.changes import TaskSelection
+from outbox.admin.operations import Author
+from outbox.admin.table import TaskTable
+from outbox.console.application import routes
+from outbox.console.roles import EVERYTHING
+from outbox.devtools.emulators import Emulators
+from outbox.table.states import NEVER, STATES
+from tests.support.console import ORIGIN
+from tests.support.counting import Counting
+from tests.support.operations import CALLS, CREATED, FUTURE, OF_STATES, insert, opened, row
+from tests.support.spanner import record_requests
+from tests.support.statements import scans, unbounded
+
+ID = "00000000-0000-0000-0000-000000000001"
+FILTERS = ("topic=orders", "key=k", "error=x", "prefix=pen", "since=9d&until=1s", "topic=orders&order=oldest")
+BOUNDED = (
+    "/", "/topic?name=orders", "/blocked", "/workers", "/operations", f"/operation?id={ID}", "/tasks", "/task?id=head",
+    "/task?id=keyed", "/search", "/search?q=head", "/search?q=k", "/search?q=pending", "/tasks/retry?id=head&id=keyed",
+    "/tasks/cancel?id=head", "/tasks/purge?id=sent0", *(f"/tasks?state={state}" for state in STATES),
+    *(f"/tasks?state={state}&{more}" for state in STATES[:-1] for more in FILTERS), "/tasks?state=sent&order=oldest",
+)  # fmt: skip
+#: They read all tasks that match: the person must see the exact number before an action.
+EXACT = ("/tasks/retry?state=dead", "/tasks/cancel?state=pending", "/tasks/purge?state=sent")
+#: They read the sent tasks of growing windows of time until they have found enough.
+WINDOWS = tuple(f"/tasks?state=sent&{more}" for more in FILTERS if more.startswith(("topic", "error", "prefix")))
+
+
+def fill(database: Database) -> None:
+    """Insert tasks of each state, and an operation."""
+    rows = [row(f"{state}{n}", **each) for state, found in OF_STATES.items() for n, each in enumerate(found)]
+    insert(database, [*rows, row("head", OrderingKey="k"), row("keyed", OrderingKey="k")])
+    table = TaskTable(opened(database))
+    admin.changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=ID, selected=1)
+
+
+def add(database: Database, number: int, hours: int) -> None:
+    """Insert a number of ready tasks, of scheduled and of dead ones, behind those with fewer hours in the index."""
+    later = hours * timedelta(hours=1)
+    dead = {"AvailableAt": NEVER + later, "LastError": "x: y"}
+    for columns in ({"CreatedAt": CREATED + later}, {"AvailableAt": FUTURE + later}, dead):
+        insert(database, (row(str(uuid.uuid4()), **columns) for _ in range(number)))
+
+
+def browser(database: Database) -> TestClient:
+    app = console.app(opened(database), identify=lambda _: "ann", roles=EVERYTHING, allow_actions=True)
+    return TestClient(app, base_url=ORIGIN)
+
+
+@pytest.mark.extended
+def test_every_page_is_about_a_bounded_part_of_the_table(database: Database) -> None:
+    fill(database)
+    watched = opened(database)
+    requests = record_requests(watched, *CALLS)
+    app = console.app(watched, identify=lambda _: "ann", roles=EVERYTHING, allow_actions=True)
+    caller = TestClient(app, base_url=ORIGIN)
+    pages = {route.path for route in routes() if route.method == "GET" and not route.path.startswith("/static/")}
+    assert pages - {"/healthz"} == {path.partition("?")[0] for path in BOUNDED}
+    for path in (*BOUNDED, *EXACT, *WINDOWS):
+        requests.clear()
+        assert caller.get(path).status_code == 200, path
+        parts = {part for name, request in requests for part in unbounded_of(name, request, is_exact=path in EXACT)}
+        assert bool(parts) == (path not in BOUNDED), (path, parts)
+
+
+def unbounded_of(name: str, request: Any, *, is_exact: bool) -> list[str]:
+    """Return the parts of a request that read an unbounded part of the table. None reads all of it."""
+    if name in ("read", "streaming_read"):
+        assert not request.key_set.all_ or request.table == "AsynchronousTaskTopics"
+        return []
+    if not hasattr(request, "sql"):
+        return []
+    assert scans(request.sql) == []
+    values = {key: request.params[key] for key in request.params} if request.params else {}
+    ranges = math.prod(len(values.get(key, "1")) for key in ("shards", "topics"))
+    for key in {"limit", "ceiling"} & values.keys():
+        # A list joins the rows of all ranges.
+        most = backlog.MAX_TOTAL / (ranges if key == "ceiling" else 1)
+        assert int(values[key]) <= (math.inf if is_exact else most), (key, values[key])
+    return unbounded(request.sql)
+
+
+@pytest.mark.long("the emulator needs minutes for 9,900 tasks")
+@pytest.mark.timeout(1_800)
+def test_requests_and_rows_do_not_depend_on_the_number_of_tasks(
+    emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a thousandth of the limits, 900 and 9,900 tasks. The emulator compares all rows for each range."""
+    for name, most in {"COUNT_LIMIT": 10, "MIN_COUNT_LIMIT": 1, "MAX_TOTAL": 100}.items():
+        monkeypatch.setattr(backlog, name, most)
+    monkeypatch.setattr(admin.tasks, "ERRORS_READ", 100)
+    with Counting(emulators.spanner_host) as proxy:
+        monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
+        add(database, 300, 1)
+        before = asked(database, proxy)
+        add(database, 3_000, 2)
+        assert asked(database, proxy) == before
+
+
+def asked(database: Database, proxy: Counting) -> list[tuple[str, Counter[Any], Counter[Any]]]:
+    """Return the requests and the rows of answers of each page."""
+    caller, found = browser(database), []
+    for path in (
+        "/",
+        "/tasks",
+        "/tasks?state=pending&order=oldest",
+        "/tasks?state=retrying",
+        "/search?q=k",
+        "/blocked",
+    ):
+        proxy.clear()
+        caller.app.console.status.forget()  # type: ignore[attr-defined]
+        assert caller.get(path).status_code == 200
+        found.append((path, Counter(proxy.counts), Counter(proxy.rows)))
+    return found
