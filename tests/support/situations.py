@@ -242,7 +242,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "Operations": a_day,
         "Shell completion": lambda _place: None,
     },
-    "routes.md": {"Move a topic": routed, "Set a retry policy": routed, "Keep the controls in a file": in_a_file},
+    "topics.md": {"Move a topic": routed, "Set a retry policy": routed, "Keep the controls in a file": in_a_file},
     "runbook.md": {
         "The backlog grows": backlog_grows,
         "The oldest age alarms": oldest_age,
