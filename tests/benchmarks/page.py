@@ -22,9 +22,9 @@ Pub/Sub. Requests, rows, bytes and client CPU of a task are valid for them, too,
 | Does memory grow with the backlog? | no: {small} MB with 5,000 tasks, {large} MB with 100,000 ([memory](#memory)) |
 | What does Spark cost? | between {least} and {most} times the CPU of a loop in one process |
 
-`make bench` and `make bench-pipeline` write this page. `python -m tests.benchmarks` with the flag at the end of a section
-runs this section alone. The tables show medians. [results.json](benchmarks/results.json) has the values of each round,
-and the limits that the figures should keep. A section names each limit that is not kept.
+`make bench` and `make bench-pipeline` write this page. `python -m tests.benchmarks` with the flag at the end of a
+section runs this section alone. The tables show medians. [results.json](benchmarks/results.json) has the values of each
+round, and the limits that the figures should keep. A section names each limit that is not kept.
 
 Unless a section says otherwise: {where}.
 CPU is that of the process, and for Spark also of the JVM and its Python workers. The loop uses one core, and Spark all
