@@ -59,7 +59,7 @@ OTHER_FLAGS = f"""\
 | `publishworker drain` | `--deadline SECONDS` | Stop after this time with exit code 4. The default is no limit. |
 | `publishworker check` | `TOPIC ...` | Topics to check in addition to those of pending tasks. |
 | `publishworker verify` | `--database`, `--rows`, `--keep`, `--yes`, `--json` | \
-See [verify an instance](../operations/verify.md). |
+See [verify an instance](../operations/checklist.md#verify-an-instance). |
 | `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The heartbeat file of the worker. |
 | `publishworker healthcheck` | `--max-age` (`OUTBOX_MAX_AGE`) | Max heartbeat age in seconds; default {MAX_AGE:g}. |
 | `outbox-pipeline JOB` | `--json` | Print the summary as one line of JSON. |

@@ -24,6 +24,10 @@ NOT_SHOWN = {"examples", "decisions.md", "acceptance.md"}
 #: Draws the diagrams. Zensical's own scripts expect this major version.
 MERMAID = "mermaid@12.3.0"
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+#: Code in a line, or a block of code, which stays as it is.
+_CODE = re.compile(r"^ *```.*?^ *```|`[^`]+`", re.MULTILINE | re.DOTALL)
+#: Names of settings, metrics and files.
+_NAME = re.compile(r"`[^`\s]{1,40}`")
 #: The tests at the end of a page, which the site folds.
 _PROOF = re.compile(r"^## Verified by\n(.+?)\s*\Z", re.MULTILINE | re.DOTALL)
 _FOLDED = r'<details id="verified-by" markdown="1"><summary>Verified by</summary>\n\1\n\n</details>\n'
@@ -65,7 +69,12 @@ def on_site(text: str, folder: Path, repository: str) -> str:
             return match[0]
         return f"{repository}/{'tree' if target.is_dir() else 'blob'}/{BRANCH}/{inside.as_posix()}{anchor}"
 
-    return _PROOF.sub(_FOLDED, _LINK.sub(link, text))
+    return _PROOF.sub(_FOLDED, _CODE.sub(_whole, _LINK.sub(link, text)))
+
+
+def _whole(code: re.Match[str]) -> str:
+    """Mark a name, which no line may break (docs/theme/main.html)."""
+    return code[0] + "{.name}" * bool(_NAME.fullmatch(code[0]))
 
 
 def add_mermaid(assets: Path) -> None:

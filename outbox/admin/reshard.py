@@ -1,4 +1,4 @@
-"""Change the number of shards of the table while workers run (docs/operations/reshard.md).
+"""Change the number of shards of the table while workers run (docs/operations/upgrade.md).
 
 The command adds a new layout (a shard column and its two indexes) and waits until it contains all tasks. Workers poll
 both layouts, then only the new one, and the command drops the old one. At every moment all live workers poll a common

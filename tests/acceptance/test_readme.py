@@ -317,7 +317,7 @@ def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
     """Two tasks of a key; the first is dead: who is blocked, send it again, let the others pass, have them at once."""
     assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
     [pay] = blocks("docs/guide/ordering.md", "python")
-    blocked, again, let_pass, at_once = blocks("docs/guide/blocked-keys.md", "sql")
+    blocked, again, let_pass, at_once = blocks("docs/guide/ordering.md", "sql")
     publisher = FakePublisher("payments", project=PROJECT)
     relay = relay_of(
         SpannerStore(open_database(place("shop", project=PROJECT, instance="main")), Layout(10)), publisher

@@ -22,7 +22,7 @@ PAGE = Path("docs/operations/topics.md")
 
 
 def blocks(language: str) -> str:
-    [block] = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / PAGE).read_text(), re.MULTILINE | re.DOTALL)
+    block, *_ = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / PAGE).read_text(), re.MULTILINE | re.DOTALL)
     return str(block)
 
 

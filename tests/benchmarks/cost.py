@@ -1,4 +1,4 @@
-"""The arithmetic of docs/operations/cost.md: what a number of tasks costs in rows, requests and bytes."""
+"""The arithmetic of docs/operations/scaling.md: what a number of tasks costs in rows, requests and bytes."""
 
 from dataclasses import dataclass
 

@@ -22,14 +22,13 @@ Pub/Sub. Requests, rows, bytes and client CPU of a task are valid for them, too,
 | Does memory grow with the backlog? | no: {small} MB with 5,000 tasks, {large} MB with 100,000 ([memory](#memory)) |
 | What does Spark cost? | between {least} and {most} times the CPU of a loop in one process |
 
-`make bench` and `make bench-pipeline` write this page. Do not edit it. `python -m tests.benchmarks` with the flag at
-the end of a section runs this section alone. The tables show medians. [results.json](benchmarks/results.json) has the
-values of each round, the load of the machine, and the limits that the figures should keep. A section names each limit
-that is not kept.
+`make bench` and `make bench-pipeline` write this page. `python -m tests.benchmarks` with the flag at the end of a
+section runs this section alone. The tables show medians. [results.json](benchmarks/results.json) has the values of each
+round, and the limits that the figures should keep. A section names each limit that is not kept.
 
-Unless a section says otherwise: {where}. With Spark, each way has run once before it
-counts. CPU is that of the process, and for Spark also of the JVM and its Python workers. The loop uses one core, and
-Spark all of them.
+Unless a section says otherwise: {where}.
+CPU is that of the process, and for Spark also of the JVM and its Python workers. The loop uses one core, and Spark all
+of them.
 """
 
 
@@ -91,7 +90,8 @@ def _text(name: str, section: Section, where: str) -> str:
         parts.append(f"**Not kept:** {missed}.")
     rounds = max(len(figure.values) for figure in section.figures)  # some sections run once, whatever was asked for
     often = f"{rounds} rounds" if rounds > 1 else "once"
-    ending = "" if _where(section) == where else f" {_where(section)}."
+    others = "; ".join(ran[same] for same in SAME if ran[same] not in where)
+    ending = f" {others}." if others else ""
     parts.append(f"Valid for the services: {section.transfers} {ran['date']}, {often}: `--only {name}`.{ending}")
     return "\n\n".join(parts) + "\n"
 

@@ -1,4 +1,4 @@
-"""An application that runs the relay in its own process, as docs/operations/worker-tuning.md shows it."""
+"""An application that runs the relay in its own process, as docs/operations/worker.md shows it."""
 
 import re
 import time
@@ -14,7 +14,7 @@ from tests.support.pubsub import PubSub
 from tests.support.spanner import INSTANCE, PROJECT
 from tests.support.waiting import eventually
 
-PAGE = ROOT / "docs/operations/worker-tuning.md"
+PAGE = ROOT / "docs/operations/worker.md"
 
 
 def test_a_hosted_relay_sends_a_task_when_it_is_woken(

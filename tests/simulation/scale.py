@@ -54,7 +54,7 @@ SLOW = 3
 WARMING = 10
 #: Seconds of a run that do not count. The workers' pauses are long then.
 BEGINNING = 1.0
-#: As docs/operations/cost.md assumes: bytes of a message and of a row with its index entries, days that rows are
+#: As docs/operations/scaling.md assumes: bytes of a message and of a row with its index entries, days that rows are
 #: stored, and the price of Pub/Sub. Hours of a month.
 MESSAGE_BYTES, ROW_BYTES, STORED_DAYS, DOLLARS_PER_TIB, HOURS = 300, 700, 10, 40, 730
 #: Dollars for a node and an hour, and for a GB and a month: the example of

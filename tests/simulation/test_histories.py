@@ -1,6 +1,6 @@
 """Histories by seed: whatever happens, no task is lost, no key leaves its order, and each duplicate has a cause.
 
-docs/architecture/simulation.md says what is modeled, and what is not.
+docs/architecture/specification.md says what is modeled, and what is not.
 """
 
 import dataclasses

@@ -428,7 +428,7 @@ class World:
         """Check that the live workers poll a common layout, so that no shard with unsent tasks is without a worker."""
         live, known = self.spanner.table.workers().live, self._known
         nodes = [node for node in self.nodes if node.process.name in live and node.process.alive]
-        # A worker of the previous version that appears only then is not supported (docs/operations/reshard.md).
+        # A worker of the previous version that appears only then is not supported (docs/operations/upgrade.md).
         nodes = [node for node in nodes if not node.previous or known is None or node.process.name in known]
         polled = [{*node.membership.layouts} for node in nodes]
         if not set(self.spanner.table.built).intersection(*polled):

@@ -108,13 +108,6 @@ def circuit_open(place: Place) -> None:
     place.tasks(_ids("probe", 10), "orders", ago=2 * MINUTES, **failed)
 
 
-def acked_by_mistake(place: Place) -> None:
-    place.topics("orders")
-    place.tasks(_ids("early", 5), "orders", ago=5 * HOURS, SentAt=_now() - 5 * HOURS)
-    place.tasks(_ids("order", 30), "orders", ago=HOURS, SentAt=_now() - HOURS)
-    place.tasks(_ids("invoice", 4), "invoices", ago=HOURS, SentAt=_now() - HOURS)
-
-
 def poison(place: Place) -> None:
     place.topics("orders")
     error = "invalid_argument: 400 The value for message.data is refused by the schema of the topic"
@@ -185,11 +178,6 @@ def unheard(place: Place) -> None:
     place.workers(2)
 
 
-def slow_stop(place: Place) -> None:
-    place.topics("orders")
-    place.tasks(["order-1"], "orders")
-
-
 def in_doubt(place: Place) -> None:
     place.topics("passwords")
     place.tasks(["otp-1"], "passwords", ago=MINUTES, SentAt=_now() - MINUTES)
@@ -242,7 +230,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "Operations": a_day,
         "Shell completion": lambda _place: None,
     },
-    "routes.md": {"Move a topic": routed, "Set a retry policy": routed, "Keep the controls in a file": in_a_file},
+    "topics.md": {"Move a topic": routed, "Set a retry policy": routed, "Keep the controls in a file": in_a_file},
     "runbook.md": {
         "The backlog grows": backlog_grows,
         "The oldest age alarms": oldest_age,
@@ -256,12 +244,9 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "A storm of duplicates": duplicates,
         "The table is too large": too_large,
         "A worker hangs": worker_hangs,
-        "A worker differs from the others": disagree,
         "No worker sends metrics": unheard,
-        "A stop takes too long": slow_stop,
         "An at-most-once task is in doubt": in_doubt,
         "A deploy goes wrong": bad_deploy,
-        "A subscriber acknowledged by mistake": acked_by_mistake,
         "The database was restored or cloned": restored,
     },
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from publishworker.process.settings import RelaySettings
 from tests.benchmarks.cost import cost
 
-PAGE = Path(__file__).parents[2] / "docs/operations/cost.md"
+PAGE = Path(__file__).parents[2] / "docs/operations/scaling.md"
 
 
 def test_full_batches_are_those_of_the_default_settings() -> None:

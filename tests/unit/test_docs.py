@@ -208,3 +208,9 @@ def test_links_to_files_that_the_site_does_not_have_lead_to_the_repository() -> 
         "[a](register.md#x) [b](https://r/tree/main/outbox/cli) "
         "[c](https://r/blob/main/docs/examples/orders/README.md#y) [d](https://e.org) [f](#g)"
     )
+
+
+def test_the_site_does_not_break_names() -> None:
+    """A block of code and a command stay as they are."""
+    text = "`--batch-size`, `a b`,`c d`\n```sh\n`x`\n```\n"
+    assert site().on_site(text, ROOT / "docs", "") == text.replace("size`", "size`{.name}")
