@@ -102,6 +102,7 @@ def test_requests_and_rows_do_not_depend_on_the_number_of_tasks(
     for name, most in {"COUNT_LIMIT": 10, "MIN_COUNT_LIMIT": 1, "MAX_TOTAL": 100}.items():
         monkeypatch.setattr(backlog, name, most)
     monkeypatch.setattr(admin.tasks, "ERRORS_READ", 100)
+    monkeypatch.setattr(admin.table, "TOPIC_ROWS", 20)
     with Counting(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
         add(database, 300, 1)
