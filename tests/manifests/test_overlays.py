@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -81,6 +82,11 @@ def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Pa
     assert (settings.bind, settings.identity, settings.allow_actions) == (("127.0.0.1", 8080), "local", False)
     assert DatabaseSettings.read({}, given | database).database_role == "outbox_viewer"
     assert template["spec"]["serviceAccountName"] == "outbox-console"
+    page = (K8S.parent / "docs/operations/console.md").read_text()
+    [*_, probe] = container(console, "console")["livenessProbe"]["exec"]["command"]
+    hosts = re.findall(r"OUTBOX_ALLOWED_HOSTS=([\w.,]+)", page)
+    assert hosts
+    assert all(urlsplit(re.findall(r'"(http.+?)"', probe)[0]).hostname in each.split(",") for each in hosts)
     assert not {"Service", "Ingress", "Gateway"} & {each["kind"] for each in objects}
     policy = the(objects, "NetworkPolicy", "outbox-console")["spec"]
     assert "Ingress" in policy["policyTypes"]
