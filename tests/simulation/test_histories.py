@@ -27,7 +27,7 @@ MOST = 500
 #: Defects that few histories notice.
 SLOW = (
     "a task behind a blocked one is skipped under the lock", "tasks in doubt are not claimed",
-    "the keys of tasks in doubt wait", "an expired task is not sent", "a topic without candidates is found again",
+    "an expired task is not sent", "a topic without candidates is found again",
     "the first deferred task of a key returns soon",
 )  # fmt: skip
 
