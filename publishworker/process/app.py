@@ -210,7 +210,7 @@ def relay_of(
         Options(
             limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
             # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
-            discovery_seconds=min(settings.poll_interval, 1.0) / 2,
+            discovery_seconds=min(settings.poll_interval / 2, 1.0),
             fair_share=settings.fair_share,
             stragglers=settings.concurrency // 8,
             shutdown_seconds=settings.shutdown_timeout,

@@ -83,16 +83,14 @@ class Poller:
     ) -> Discovery | None:
         """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
 
-        It is time every `discovery_seconds` after a turn that has found nothing to start although it had room
-        (`found_nothing`), at once if that turn was the first after `wake`, and after twice as long while tasks are
-        sent. It is also time when the worker's shards have changed. The poll after a discovery also reads due tasks.
+        It is time every `discovery_seconds`, when the worker's shards have changed, and when a turn after `wake` has
+        found nothing to start although it had room (`found_nothing`). The poll after a discovery also reads due tasks.
         If a discovery finds topics, the next call reads again, because one read finds at most one new topic between two
         neighboring known names. With `at_once` it is always time, and topics without candidates for long are given up
         first, so that the discovery finds them if they have tasks. Topics in `unavailable` stay known.
         """
         shards = self._membership.shards
-        seconds = self._discovery_seconds * (1 if found_nothing else 2)
-        is_early = self._clock() - self._discovered_at < seconds and shards == self._discovered_shards
+        is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
         if is_early and not at_once and not (self._woken and found_nothing):
             return None
         if at_once:

@@ -28,9 +28,8 @@ class Options:
     """The settings of a relay."""
 
     limits: Limits
-    #: Seconds between two discoveries, twice as many while tasks are sent. A discovery reads the small tables (live
-    #: workers, layouts and topic controls), and finds topics that polls do not read yet. The next poll also reads due
-    #: tasks.
+    #: Seconds between two discoveries. A discovery reads the small tables (live workers, layouts and topic controls),
+    #: and finds topics that polls do not read yet. The next poll also reads due tasks.
     discovery_seconds: float
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0

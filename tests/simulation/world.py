@@ -170,7 +170,7 @@ class Node:
             membership,
             Options(
                 limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
-                discovery_seconds=min(plan.poll_interval, 1.0) / 2,
+                discovery_seconds=min(plan.poll_interval / 2, 1.0),
                 fair_share=plan.fair_share,
                 stragglers=plan.concurrency // 8,
                 shutdown_seconds=20.0,

@@ -79,16 +79,6 @@ def test_a_wake_up_lets_the_next_discovery_read_at_once_if_polls_find_nothing(wa
     assert len(watch.store.discoveries) == reads + 1
 
 
-def test_topics_are_discovered_half_as_often_while_tasks_are_sent(watch: Watch) -> None:
-    watch.find()
-    watch.turn(), watch.turn()
-    reads = len(watch.store.discoveries)
-    for expected in (reads, reads + 1, reads + 1, reads + 2):
-        watch.seconds += 1
-        watch.turn()
-        assert len(watch.store.discoveries) == expected
-
-
 def test_other_shards_are_searched_for_topics_at_once(watch: Watch) -> None:
     watch.membership.shards = (1, 2)
     watch.turn()
@@ -240,7 +230,7 @@ def idle_ranges(used: int, pending: int) -> int:
     for number in range(pending, used):
         del watch.store.rows[f"id-{number}"]
     for _ in range(8):
-        watch.seconds += 2
+        watch.seconds += 1
         watch.store.polls.clear()
         watch.turn()
     gaps = len(watch.store.discoveries[-1]) + 1  # between the known topics, in each shard
