@@ -42,7 +42,7 @@ def run(bench: Bench) -> Section:
         conditions,
         "all of it.",
     )
-    for what, column, limit in ((REQUESTS, REQUESTS, 15), ("rows to the worker/task", ROWS, 2.2)):
+    for what, column, limit in ((REQUESTS, REQUESTS, 13), ("rows to the worker/task", ROWS, 2.3)):
         section.at_most(what, section.value("all of it", column), limit)
     return section
 
