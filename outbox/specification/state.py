@@ -2,18 +2,17 @@
 
 from typing import NamedTuple
 
-# The states of a row. An orphan is a deferred task of which no commit knows, so that only its deferral ends it.
-ABSENT, SCHEDULED, READY, RETRYING, DEFERRED, ORPHAN, DEAD, SENT, GONE = (
-    "absent", "scheduled", "ready", "retrying", "deferred", "orphan", "dead", "sent", "gone"
+# The states of a row.
+ABSENT, SCHEDULED, READY, RETRYING, DEFERRED, DEAD, SENT, GONE = (
+    "absent", "scheduled", "ready", "retrying", "deferred", "dead", "sent", "gone"
 )  # fmt: skip
-IS_DEFERRED, NOT_DUE = frozenset({DEFERRED, ORPHAN}), frozenset({SCHEDULED, RETRYING, DEAD})
-IS_SENDABLE, NOT_UNSENT = IS_DEFERRED | {READY}, frozenset({ABSENT, SENT, GONE})
+NOT_UNSENT, NOT_DUE, SENDABLE = {ABSENT, SENT, GONE}, {SCHEDULED, RETRYING, DEAD}, {READY, DEFERRED}
 #: The answers to a publish request besides a failed attempt, which makes the task retrying or dead.
 PUBLISHED, NO_ANSWER = "published", "no answer"
 #: After each of these a task may be published twice.
 FAULTS = ("crash", "lost lock", "abort", "unknown commit", NO_ANSWER, "give up")
 #: What happens only as often as the fleet allows.
-EVENTS = (*FAULTS, RETRYING, DEAD, "retry", "cancel")
+EVENTS = (*FAULTS, RETRYING, DEAD, *(OPERATOR := ("retry", "cancel")))
 
 
 class Row(NamedTuple):
@@ -42,11 +41,12 @@ class Batch(NamedTuple):
     ids: tuple[int, ...]
     defers: bool = False  # the first task is a key head that is not due, and the others are deferred behind it
     release: tuple[int, ...] = ()  # the deferred task behind the prefix
-    step: str = "polled"  # or locked, answered, doubt
+    next: str = "claim"  # then publish, commit; mark_again if the commit had no answer; read_again
     holds: bool = False  # the locks of its rows
     takes: tuple[Seen, ...] = ()  # the rows to publish or to mark
     answered: tuple[Seen, ...] = ()  # over all transaction attempts
-    stale: bool = False  # a task of the key was deferred or deleted since the snapshot
+    had_lost: bool = False  # the locks, after a task was published
+    left: tuple[int, ...] = ()  # at the snapshot: of what operators do
 
 
 class Worker(NamedTuple):
