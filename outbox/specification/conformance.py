@@ -29,7 +29,7 @@ _PUBLISH = ("publish", NO_ANSWER, RETRYING, DEAD)
 _PATHS = {
     "claim": (("lock",), _PUBLISH, ("commit",)), "mark_again": (("mark again",),), "read_again": (("read again",),)
 }  # fmt: skip
-_LEFT, _OPERATOR = (9,) * len(spec.EVENTS), (9,) * len(spec.OPERATOR)
+_LEFT = (9,) * len(spec.EVENTS)
 
 
 @dataclass
@@ -93,9 +93,7 @@ class _Batch:
                 seen.append(Seen(n, row["state"], row["times_sent"], end if end in (RETRYING, DEAD) else NO_ANSWER))
                 break  # the later tasks of the request have no answer of their own
         places, defers = tuple(range(len(ids))), self.claim["kind"] == "defer"
-        batch = Batch(
-            places[: len(lane[0])], defers, places[len(lane[0]) :], self.path, answered=tuple(seen), left=_OPERATOR
-        )
+        batch = Batch(places[: len(lane[0])], defers, places[len(lane[0]) :], self.path, answered=tuple(seen))
         known = tuple(Row(row["state"], row["times_sent"], messages=1, fresh=True) for row in rows)
         is_keyed = self.path == "read_again" or len(ids) > 1 or dict(self.claim["tasks"]).get(ids[0]) is not None
         return ("key" if is_keyed else None,) * len(ids), State(known, (spec.Worker((batch,)),), _LEFT)

@@ -45,10 +45,8 @@ class Protocol:
 
     def canonical(self, s: State) -> State:
         """Return the state that stands for all with another order of workers, or with knowledge that no step needs."""
-        workers = (
-            worker._replace(knows=tuple((i, n) for i, n in worker.knows if s.rows[i].times_sent == n))
-            for worker in s.workers
-        )
+        knows = (tuple(each for each in worker.knows if s.see(each[0]).message == each) for worker in s.workers)
+        workers = (worker._replace(knows=each) for worker, each in zip(s.workers, knows, strict=True))
         return s._replace(workers=tuple(sorted(workers)), late=tuple(sorted(s.late)))
 
     def begin(self) -> State:
@@ -96,12 +94,13 @@ class Protocol:
                 if locked.isdisjoint(head):
                     yield ("cancel", i), self._checked(s, self._release(gone, head), i)
         for n, request in enumerate(s.late):
-            yield ("execute late", request), self._receive(s._replace(late=s.late[:n] + s.late[n + 1 :]), request)
+            rest = s._replace(late=s.late[:n] + s.late[n + 1 :])
+            yield ("execute late", request), self._receive(rest, request, late=True)
 
     def _poll(self, s: State, w: int) -> Iterator[Step]:
         """Read a snapshot: the ready tasks, and the first tasks of the keys that have a ready task."""
         if any(batch.next not in ("mark_again", "read_again") for batch in s.workers[w].batches):
-            return  # a worker that has other batches could start no other one than a second worker could
+            return  # two batches of one worker would be like those of two workers
         in_flight = {i for batch in s.workers[w].batches for i in batch.ids}
         busy = in_flight if self.keeps("tasks in doubt are no candidates") else set[int]()
         heads = self.keeps("a prefix begins at the key head")
@@ -128,8 +127,8 @@ class Protocol:
         blocked, takes, answered = False, list[Seen](), list[Seen]()
         before = {seen.id: seen for seen in batch.answered if self.keeps("answers outlive a transaction attempt")}
         for i in batch.ids:
-            now, seen = Seen(i, *s.rows[i][:2]), before.get(i)
-            if seen and (seen.answer == PUBLISHED or seen[:3] == now[:3]):
+            now, seen = s.see(i), before.get(i)
+            if seen and (seen.answer == PUBLISHED or seen._replace(answer="") == now):
                 answered.append(seen)  # a failure counts only for the row as it was
             if now.state == GONE or (now.state == SENT and self.keeps("a sent row is skipped")):
                 continue
@@ -142,7 +141,7 @@ class Protocol:
         if batch.defers:
             blocked = s.rows[batch.ids[0]].state in NOT_DUE and self._blocks(s.rows[batch.ids[0]])
             blocked |= not self.keeps("a deferral reads the head again")
-            takes = [Seen(i, *s.rows[i][:2]) for i in batch.ids[1:] if blocked and s.rows[i].state in SENDABLE]
+            takes = [s.see(i) for i in batch.ids[1:] if blocked and s.rows[i].state in SENDABLE]
         had_lost = len(answered) > 0
         after = Batch(*batch[:3], "publish", True, tuple(takes), tuple(answered), had_lost, batch.left)
         yield ("lock", w, batch.ids), s.batch(w, batch, after)
@@ -155,7 +154,7 @@ class Protocol:
         for n in range(len(todo) + 1):
             failing, stops = todo[n : n + 1], self.keeps("a failure stops the key")
             ok = todo[:n] if stops else todo[:n] + todo[n + 1 :]
-            sent = self._receive(s, [seen.id for seen in ok], w, batch, ok)
+            sent = self._learn(self._receive(s, [seen.id for seen in ok]), w, batch, ok)
             answered = (*batch.answered, *(seen._replace(answer=PUBLISHED) for seen in ok))
             if not failing:
                 yield ("publish", w, n), sent.batch(w, batch, batch._replace(next="commit", answered=answered))
@@ -165,20 +164,22 @@ class Protocol:
                     news = batch._replace(next="commit", answered=(*answered, failing[0]._replace(answer=answer)))
                     yield (answer, w, n), after._replace(late=(*after.late, *rest)).batch(w, batch, news)
 
-    def _receive(
-        self, s: State, ids: Sequence[int], w: int = 0, batch: Batch | None = None, seen: Sequence[Seen] = ()
-    ) -> State:
-        """Pub/Sub receives tasks, and a worker gets the answer for those that it has seen."""
+    def _receive(self, s: State, ids: Iterable[int], *, late: bool = False) -> State:
+        """Let Pub/Sub receive tasks."""
         used = sum(self.events.get(event, 0) - s.left[n] for n, event in enumerate(FAULTS))
         for i in ids:
             row, before = s.rows[i], [s.rows[j] for j in range(i) if self.keys[i] and self.keys[j] == self.keys[i]]
             is_first = all(each.messages or each.excused or each.state == GONE for each in before)
             s = s.breaks(ORDER, row.messages == 0 and not is_first).breaks(CAUSE, row.messages > row.resets + used)
-            s = s.row(i, messages=row.messages + 1, fresh=row.fresh or batch is not None)
+            s = s.row(i, messages=row.messages + 1, fresh=row.fresh or not late)
+        return s
+
+    def _learn(self, s: State, w: int, batch: Batch, seen: Iterable[Seen]) -> State:
+        """Let a worker get the answer that tasks are published."""
         for each in seen:
-            s = s.breaks(AGAIN, each[:3:2] in s.workers[w].knows).breaks(EARLY, each.state in NOT_DUE)
-            s = s.breaks(CANCELLED, s.rows[each.id].state == GONE and batch is not None and batch.holds)
-        return s.worker(w, knows=tuple(sorted({*s.workers[w].knows, *(each[:3:2] for each in seen)})))
+            s = s.breaks(AGAIN, each.message in s.workers[w].knows).breaks(EARLY, each.state in NOT_DUE)
+            s = s.breaks(CANCELLED, s.rows[each.id].state == GONE and batch.holds)
+        return s.worker(w, knows=tuple(sorted({*s.workers[w].knows, *(each.message for each in seen)})))
 
     def _commit(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
         """Write all marks or none. If the answer to the commit is lost, the published tasks are in doubt."""
@@ -200,20 +201,21 @@ class Protocol:
 
     def _marked(self, s: State, batch: Batch) -> State:
         """Return the state with the marks. The tasks behind a failed one are deferred until it is due."""
-        before, answers = s, {seen.id: seen.answer for seen in batch.answered}
-        head, marked = "", set[int]()
+        before, answers, marked = s, {seen.id: seen.answer for seen in batch.answered}, set[int]()
+        is_blocked = batch.defers and s.rows[batch.ids[0]].state != READY
         for i, *_ in batch.takes:
             answer = answers.get(i, "")
+            is_skipped = answer == DEAD and self.skip_dead
             if answer == PUBLISHED or not (batch.defers or self.keeps("only published tasks are marked")):
                 s = self._send(s, i)
-            elif head in (RETRYING, DEAD) or (batch.defers and s.rows[batch.ids[0]].state != READY):
+            elif is_blocked:
                 s = s.row(i, state=DEFERRED)
             elif answer in (RETRYING, DEAD):
-                s = s.row(i, state=answer, excused=s.rows[i].excused or (answer == DEAD and self.skip_dead))
+                s = s.row(i, state=answer, excused=s.rows[i].excused or is_skipped)
+                is_blocked = not is_skipped
             else:
                 continue
             marked.add(i)
-            head = head or ("skipped" if answer == DEAD and self.skip_dead else answer.replace(PUBLISHED, ""))
         return self._released(before, s, batch, (*batch.ids, *batch.release), marked)
 
     def _mark_again(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
@@ -222,29 +224,27 @@ class Protocol:
         behind = [i for i in batch.ids if i > max(published)][:1]
         after, rows = s.batch(w, batch), [*published, *behind, *batch.release]
         for i, seen in published.items():
-            now, is_same = Seen(i, *s.rows[i][:2]), self.keeps("a deferral does not end the doubt")
-            if now.state not in NOT_UNSENT and self._is_version(seen, now) and (is_same or now.state == seen.state):
+            now, holds = s.see(i), self.keeps("a deferral does not end the doubt")
+            if now.state not in NOT_UNSENT and self._is_version(seen, now) and (holds or now.state == seen.state):
                 after = self._send(after, i)
         if self._locked_rows(s).isdisjoint(rows):
             after = self._released(s, after, batch, rows).start(w, *self._reads(batch))
             yield ("mark again", w, tuple(published)), after
         for after in self._spend(s, "give up"):
-            forgets = {seen[:3:2] for seen in published.values()}
+            forgets = {seen.message for seen in published.values()}
             knows = tuple(each for each in s.workers[w].knows if each not in forgets)
             yield ("give up", w), after.worker(w, knows=knows).batch(w, batch)
 
     def _reads(self, batch: Batch) -> list[Batch]:
-        """Return the batch that reads the key again, if other workers may have deferred tasks while locks were lost."""
+        """Return the batch that reads the key again, if that is needed."""
         is_needed = batch.had_lost and self.keys[batch.ids[0]] and self.keeps("a worker reads a key again")
         return [Batch(batch.ids[:1], next="read_again")] if is_needed else []
 
     def _read_again(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
-        """Release the key head."""
+        """Release the key head. Other workers may have deferred it while the worker had lost its locks."""
         head = self._queue(s, batch.ids[0])[:1]
         if self._locked_rows(s).isdisjoint(head):
             yield ("read again", w), self._release(s.batch(w, batch), head)
-
-    # What several steps use.
 
     def _new(self, i: int) -> str:
         return SCHEDULED if i in self.scheduled else READY
@@ -283,19 +283,18 @@ class Protocol:
 
     def _release(self, s: State, rows: Iterable[int], marked: Iterable[int] = ()) -> State:
         """Make the first unsent one of these rows ready, if it is deferred."""
-        first = next((i for i in rows if self._blocks(s.rows[i])), None)
-        is_deferred = first is not None and first not in marked and s.rows[first].state == DEFERRED
-        return s.row(first, state=READY) if first is not None and is_deferred else s
+        first = [i for i in rows if self._blocks(s.rows[i])][:1]
+        return (
+            s.row(first[0], state=READY) if any(s.rows[i].state == DEFERRED and i not in marked for i in first) else s
+        )
 
-    def _released(
-        self, before: State, s: State, batch: Batch, rows: Iterable[int], marked: Iterable[int] = ()
-    ) -> State:
+    def _released(self, old: State, s: State, batch: Batch, rows: Iterable[int], marked: Iterable[int] = ()) -> State:
         """Release the key head, if the commit has locked it."""
         s = self._release(s, rows, marked) if self.keeps("a commit releases the next task") else s
-        is_excused = batch.left != s.left[-len(OPERATOR) :]  # the page says what an operator may cause
-        return s if is_excused or self._reads(batch) else self._checked(before, s, batch.ids[0])
+        is_excused = batch.left not in ((), s.left[-len(OPERATOR) :])  # the page says what an operator may cause
+        return s if is_excused or self._reads(batch) else self._checked(old, s, batch.ids[0])
 
-    def _checked(self, before: State, s: State, i: int) -> State:
+    def _checked(self, old: State, s: State, i: int) -> State:
         """Note a new key head that is deferred."""
-        old, new = ([(j, each.rows[j].state) for j in self._queue(each, i)[:1]] for each in (before, s))
-        return s.breaks(RELEASED, old != new and any(state == DEFERRED for _, state in new))
+        before, now = ([(j, each.rows[j].state) for j in self._queue(each, i)[:1]] for each in (old, s))
+        return s.breaks(RELEASED, before != now and any(state == DEFERRED for _, state in now))

@@ -34,6 +34,11 @@ class Seen(NamedTuple):
     times_sent: int
     answer: str = ""
 
+    @property
+    def message(self) -> tuple[int, int]:
+        """Return the task and its TimesSent. After a retry by an operator, the row asks for another message."""
+        return self.id, self.times_sent
+
 
 class Batch(NamedTuple):
     """A claim of an unordered task, or of tasks of one ordering key in their order."""
@@ -46,14 +51,14 @@ class Batch(NamedTuple):
     takes: tuple[Seen, ...] = ()  # the rows to publish or to mark
     answered: tuple[Seen, ...] = ()  # over all transaction attempts
     had_lost: bool = False  # the locks, after a task was published
-    left: tuple[int, ...] = ()  # at the snapshot: of what operators do
+    left: tuple[int, ...] = ()  # of what operators do, at the snapshot
 
 
 class Worker(NamedTuple):
     """A process. Its batches are only in memory, as is what it knows to be published."""
 
     batches: tuple[Batch, ...] = ()
-    knows: tuple[tuple[int, int], ...] = ()  # task and TimesSent
+    knows: tuple[tuple[int, int], ...] = ()  # messages
     lives: bool = True
 
 
@@ -65,6 +70,10 @@ class State(NamedTuple):
     left: tuple[int, ...]  # of each of EVENTS
     late: tuple[tuple[int, ...], ...] = ()  # requests without an answer, which Pub/Sub may execute later
     broken: str = ""
+
+    def see(self, i: int) -> Seen:
+        """Return a row as it is now."""
+        return Seen(i, self.rows[i].state, self.rows[i].times_sent)
 
     def row(self, i: int, **columns: object) -> "State":
         """Return the state with a changed row."""
