@@ -109,7 +109,8 @@ class Protocol:
         keys = {self.keys[i]: i for i in ready if heads and self.keys[i] not in {None, *(self.keys[j] for j in busy)}}
         batches += [self._of_key(s, self._queue(s, i)) for i in keys.values()]
         for batch in batches:
-            left = s.left[-len(OPERATOR) :] if self.keys.count(self.keys[batch.ids[0]]) > 1 else ()
+            is_needed = self.events.get(DEAD) or self.keys.count(self.keys[batch.ids[0]]) > 2  # by `_released`
+            left = s.left[-len(OPERATOR) :] if is_needed else ()
             yield ("poll", w, *batch[:3]), s.start(w, batch._replace(left=left))
 
     def _of_key(self, s: State, queue: tuple[int, ...]) -> Batch:
@@ -142,9 +143,8 @@ class Protocol:
             blocked = s.rows[batch.ids[0]].state in NOT_DUE and self._blocks(s.rows[batch.ids[0]])
             blocked |= not self.keeps("a deferral reads the head again")
             takes = [s.see(i) for i in batch.ids[1:] if blocked and s.rows[i].state in SENDABLE]
-        had_lost = len(answered) > 0
-        after = Batch(*batch[:3], "publish", True, tuple(takes), tuple(answered), had_lost, batch.left)
-        yield ("lock", w, batch.ids), s.batch(w, batch, after)
+        after = batch._replace(next="publish", holds=True, takes=tuple(takes), answered=tuple(answered))
+        yield ("lock", w, batch.ids), s.batch(w, batch, after._replace(had_lost=len(answered) > 0))
 
     def _publish(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
         """Publish the tasks before the first failure. Pub/Sub may execute a request without an answer later."""
@@ -192,12 +192,11 @@ class Protocol:
         yield ("commit", w, batch.ids), marked.start(w, *self._reads(batch))
         for after in self._spend(s, "abort"):
             yield ("abort", w), after.batch(w, batch, again)
-        is_published = any(seen.answer == PUBLISHED for seen in batch.answered)
-        doubt = again._replace(next="mark_again", takes=(), had_lost=True, left=())
-        doubts = (doubt,) if is_published and self.keeps("doubt is remembered") else ()
+        is_in_doubt = self.keeps("doubt is remembered") and any(seen.answer == PUBLISHED for seen in batch.answered)
+        doubt = [again._replace(next="mark_again", takes=(), had_lost=True, left=())] * is_in_doubt
         for written in (ended, marked):
             for after in self._spend(written, "unknown commit"):
-                yield ("unknown commit", w, written is marked), after.start(w, *doubts)
+                yield ("unknown commit", w, written is marked), after.start(w, *doubt)
 
     def _marked(self, s: State, batch: Batch) -> State:
         """Return the state with the marks. The tasks behind a failed one are deferred until it is due."""
