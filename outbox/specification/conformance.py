@@ -26,7 +26,9 @@ Lane: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
 
 _PUBLISH = ("publish", NO_ANSWER, RETRYING, DEAD)
 #: The steps of a transaction, by the step of the batch before it.
-_PATHS = {"polled": (("lock",), _PUBLISH, ("commit",)), "doubt": (("mark again",),)}
+_PATHS = {
+    "claim": (("lock",), _PUBLISH, ("commit",)), "mark_again": (("mark again",),), "read_again": (("read again",),)
+}  # fmt: skip
 _LEFT = (9,) * len(spec.EVENTS)
 
 
@@ -56,7 +58,7 @@ class _Batch:
 
     claim: Step
     answers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # with the version of the row then
-    path: str = "polled"
+    path: str = "claim"
     is_refused: bool = False
     lock: Step = field(default_factory=dict)  # of the current transaction attempt
     before: dict[str, tuple[str, Any]] = field(default_factory=dict)  # the answers at the lock
@@ -68,8 +70,10 @@ class _Batch:
 
     def lanes(self) -> list[Lane]:
         """Return what the current transaction locks. One that marks again locks published tasks and those behind."""
+        if self.path == "read_again":
+            return [((id,), ()) for id in self.lock["ids"]]
         tasks, releases = self.claim["tasks"], self.claim["releases"]
-        if self.path == "doubt":
+        if self.path == "mark_again":
             keys, ids = dict([*tasks, *releases]), self.lock["ids"]
             tasks = [(id, keys[id]) for id in ids if self.is_published(id)]
             releases = [(id, keys[id]) for id in ids if not self.is_published(id)]
@@ -91,7 +95,7 @@ class _Batch:
         places, defers = tuple(range(len(ids))), self.claim["kind"] == "defer"
         batch = Batch(places[: len(lane[0])], defers, places[len(lane[0]) :], self.path, answered=tuple(seen))
         known = tuple(Row(row["state"], row["times_sent"], messages=1, fresh=True) for row in rows)
-        is_keyed = len(ids) > 1 or dict(self.claim["tasks"]).get(ids[0]) is not None
+        is_keyed = self.path == "read_again" or len(ids) > 1 or dict(self.claim["tasks"]).get(ids[0]) is not None
         return ("key" if is_keyed else None,) * len(ids), State(known, (spec.Worker((batch,)),), _LEFT)
 
 
@@ -120,7 +124,7 @@ class _Replay:
         for step in trace:
             match step["step"]:
                 case "poll":
-                    self._queues[step["topic"], step["key"]] = step["queue"]
+                    self._poll(step)
                 case "claim":
                     self._claim(step)
                 case "give up":
@@ -135,6 +139,12 @@ class _Replay:
                     yield from self._end(self._batches[step["batch"]], step)
         for batch in self._batches.values():  # the worker has ended in this transaction
             yield from self._end(batch, {"written": "unknown"})
+
+    def _poll(self, step: Step) -> None:
+        if "batch" in step:
+            self._batches[step["batch"]].path = "read_again"
+        else:
+            self._queues[step["topic"], step["key"]] = step["queue"]
 
     def _claim(self, step: Step) -> None:
         self._batches[step["batch"]] = _Batch(step)
@@ -194,7 +204,7 @@ class _Replay:
             gone = {id: {"state": GONE} for id in batch.lock["ids"] if id not in rows}
             at, who = step.get("at", batch.lock["now"]), f"{self._worker}, batch {batch.claim['batch']}"
             yield Transaction(at, who, rows | gone, after, written == "yes")
-        batch.lock, batch.path = {}, "doubt"
+        batch.lock, batch.path = {}, "mark_again"
         batch.is_refused |= written == "refused"
 
     def _differ(self, batch: int, text: str) -> None:
@@ -238,7 +248,7 @@ def _ends(
         ends = [after for s in ends for name, after in machine.steps(s) if name[0] in names and not after.broken]
         if names == _PUBLISH:
             ends = [s for s in ends if _published(s) == published]
-    return frozenset(tuple(spec.DEFERRED if row.state == spec.ORPHAN else row.state for row in s.rows) for s in ends)
+    return frozenset(tuple(row.state for row in s.rows) for s in ends)
 
 
 def _published(s: State) -> set[int]:

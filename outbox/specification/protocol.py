@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outbox.specification.state import (  # isort: skip
-    ABSENT, DEAD, DEFERRED, EVENTS, FAULTS, GONE, IS_DEFERRED, IS_SENDABLE, NO_ANSWER, NOT_DUE, NOT_UNSENT, ORPHAN,
-    PUBLISHED, READY, RETRYING, SCHEDULED, SENT, Batch, Row, Seen, State, Worker, put,
+    ABSENT, DEAD, DEFERRED, EVENTS, FAULTS, GONE, NO_ANSWER, NOT_DUE, NOT_UNSENT, OPERATOR, PUBLISHED, READY, RETRYING,
+    SCHEDULED, SENDABLE, SENT, Batch, Row, Seen, State, Worker, put,
 )  # fmt: skip
 
 # The promises. Those with a name are in docs/guarantees.md, in other words.
@@ -21,9 +21,9 @@ ORDER = "Tasks of an ordering key are published in commit order."  # OUT-ORDER-1
 EARLY = "A task is not published before it is due."  # OUT-ORDER-2
 CAUSE = "Each duplicate has a cause: a fault explains at most one more message of a task."
 CANCELLED = "A cancelled task is not published."
-RELEASED = "The first unsent task of a key is not deferred."
+RELEASED = "No commit leaves the first unsent task of its key deferred, unless the worker then reads the key again."
 #: The steps of a healthy system. From every state, they lead to a state in which everything is sent.
-HEALTHY = frozenset({"poll", "lock", "publish", "commit", "roll back", "mark again", "due"})
+HEALTHY = frozenset({"poll", "lock", "publish", "commit", "roll back", "mark again", "read again", "due"})
 
 Step = tuple[tuple[object, ...], State]
 
@@ -45,16 +45,19 @@ class Protocol:
 
     def canonical(self, s: State) -> State:
         """Return the state that stands for all with another order of workers, or with knowledge that no step needs."""
-        workers = (
-            worker._replace(knows=tuple((i, n) for i, n in worker.knows if s.rows[i].times_sent == n))
-            for worker in s.workers
-        )
+        knows = (tuple(each for each in worker.knows if s.see(each[0]).message == each) for worker in s.workers)
+        workers = (worker._replace(knows=each) for worker, each in zip(s.workers, knows, strict=True))
         return s._replace(workers=tuple(sorted(workers)), late=tuple(sorted(s.late)))
 
     def begin(self) -> State:
         """Return the first state."""
         rows = (ABSENT if i >= self.registered else self._new(i) for i in range(len(self.keys)))
         return State(tuple(map(Row, rows)), (Worker(),) * self.workers, tuple(self.events.get(e, 0) for e in EVENTS))
+
+    def is_done(self, s: State) -> bool:
+        """Tell whether every task is sent, dead, behind a dead one of its key, or deleted."""
+        unsent = {i for i, row in enumerate(s.rows) if row.state not in NOT_UNSENT and row.state != DEAD}
+        return all(self.keys[i] and s.rows[self._queue(s, i)[0]].state == DEAD for i in unsent)
 
     def keeps(self, rule: str) -> bool:
         """Tell whether the protocol has this rule."""
@@ -67,64 +70,67 @@ class Protocol:
             if worker.lives:
                 yield from self._poll(s, w)
                 for batch in worker.batches:
-                    yield from getattr(self, "_" + batch.step)(s, w, batch)
+                    yield from getattr(self, "_" + batch.next)(s, w, batch)
                     for after in self._spend(s, "lost lock") if batch.holds else ():
                         yield ("lost lock", w), after.batch(w, batch, batch._replace(holds=False))
                 for after in self._spend(s, "crash"):
                     yield ("crash", w), after.worker(w, lives=False, batches=(), knows=())
 
-    # Applications, time, the operator, and requests that Pub/Sub executes late.
-
     def _outside(self, s: State) -> Iterator[Step]:
+        """Yield the steps of applications, time and operators, and requests that Pub/Sub executes late."""
         locked = self._locked_rows(s) if self.keeps("an operator waits for the lock") else set[int]()
         for i, row in enumerate(s.rows):
             if row.state == ABSENT and (i == 0 or s.rows[i - 1].state != ABSENT):
                 yield ("register", i), s.row(i, state=self._new(i))
-            if row.state in (SCHEDULED, RETRYING) or (row.state in IS_DEFERRED and self.keeps("a deferral ends")):
+            if row.state in (SCHEDULED, RETRYING) or (row.state == DEFERRED and self.keeps("a deferral ends")):
                 yield ("due", i), self._due(s, i)
             for after in self._spend(s, "retry") if row.state in (SENT, DEAD) and i not in locked else ():
-                is_reset = row.state == SENT  # a mark of a dead task was never written, so it may be in doubt
+                is_reset = row.state == SENT  # otherwise it asks for the same message, which may be in doubt
                 reset = after.row(i, state=READY, resets=row.resets + is_reset, fresh=row.fresh and not is_reset)
                 yield ("retry", i), reset
             for after in self._spend(s, "cancel") if row.state not in NOT_UNSENT and i not in locked else ():
-                gone = self._outdate(after.row(i, state=GONE), i)
-                queue = self._queue(gone, i) if self.keeps("a cancel releases the next task") else ()
-                if locked.isdisjoint(queue[:1]):
-                    yield ("cancel", i), self._release(gone, i, queue)
+                gone = after.row(i, state=GONE)
+                head = self._queue(gone, i)[:1] if self.keeps("a cancel releases the next task") else ()
+                if locked.isdisjoint(head):
+                    yield ("cancel", i), self._checked(s, self._release(gone, head), i)
         for n, request in enumerate(s.late):
-            yield ("execute late", request), self._receive(s._replace(late=s.late[:n] + s.late[n + 1 :]), request)
-
-    # The poll: a snapshot of the tasks that are ready, and of the keys that have a ready task.
+            rest = s._replace(late=s.late[:n] + s.late[n + 1 :])
+            yield ("execute late", request), self._receive(rest, request, late=True)
 
     def _poll(self, s: State, w: int) -> Iterator[Step]:
-        if any(batch.step != "doubt" for batch in s.workers[w].batches):
-            return
+        """Read a snapshot: the ready tasks, and the first tasks of the keys that have a ready task."""
+        if any(batch.next not in ("mark_again", "read_again") for batch in s.workers[w].batches):
+            return  # two batches of one worker would be like those of two workers
         in_flight = {i for batch in s.workers[w].batches for i in batch.ids}
         busy = in_flight if self.keeps("tasks in doubt are no candidates") else set[int]()
-        found = [i for i, row in enumerate(s.rows) if row.state == READY]
         heads = self.keeps("a prefix begins at the key head")
-        batches = [Batch((i,)) for i in found if i not in busy and not (self.keys[i] and heads)]
-        keys = {self.keys[i]: i for i in found if heads and self.keys[i] not in {None, *(self.keys[j] for j in busy)}}
-        for queue in (self._queue(s, i) for i in keys.values()):
-            sendable = next((n for n, i in enumerate(queue) if s.rows[i].state not in IS_SENDABLE), len(queue))
-            n = min(sendable, self.batch_size)
-            behind = tuple(i for i in queue[n:sendable][:1] if s.rows[i].state in IS_DEFERRED)
-            waiting = tuple(i for i in queue[1:] if s.rows[i].state == READY)
-            batches.append(Batch(queue[:n], release=behind) if n else Batch((queue[0], *waiting), defers=True))
+        ready = [i for i, row in enumerate(s.rows) if row.state == READY]
+        batches = [Batch((i,)) for i in ready if i not in busy and not (self.keys[i] and heads)]
+        keys = {self.keys[i]: i for i in ready if heads and self.keys[i] not in {None, *(self.keys[j] for j in busy)}}
+        batches += [self._of_key(s, self._queue(s, i)) for i in keys.values()]
         for batch in batches:
-            yield ("poll", w, *batch[:3]), s.start(w, batch)
+            is_needed = self.events.get(DEAD) or self.keys.count(self.keys[batch.ids[0]]) > 2  # by `_released`
+            left = s.left[-len(OPERATOR) :] if is_needed else ()
+            yield ("poll", w, *batch[:3]), s.start(w, batch._replace(left=left))
 
-    # The claim: the rows are locked and read again. What they are now decides.
+    def _of_key(self, s: State, queue: tuple[int, ...]) -> Batch:
+        """Return the batch that sends the first tasks of a key, or that defers those behind a head that is not due."""
+        sendable = next((n for n, i in enumerate(queue) if s.rows[i].state not in SENDABLE), len(queue))
+        if sendable == 0:
+            return Batch((queue[0], *(i for i in queue if s.rows[i].state == READY)), defers=True)
+        n = min(sendable, self.batch_size)
+        return Batch(queue[:n], release=tuple(i for i in queue[n:sendable][:1] if s.rows[i].state == DEFERRED))
 
-    def _polled(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+    def _claim(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+        """Lock the rows and read them again. Take those that the worker must publish or mark, as they are now."""
         if self.keeps("a claim waits for the locks of others") and self._locked_rows(s) & {*batch.ids, *batch.release}:
             return
         blocked, takes, answered = False, list[Seen](), list[Seen]()
         before = {seen.id: seen for seen in batch.answered if self.keeps("answers outlive a transaction attempt")}
         for i in batch.ids:
-            now, seen = Seen(i, *s.rows[i][:2]), before.get(i)
-            if seen and (seen.answer == PUBLISHED or seen[:3] == now[:3]):
-                answered.append(seen)
+            now, seen = s.see(i), before.get(i)
+            if seen and (seen.answer == PUBLISHED or seen._replace(answer="") == now):
+                answered.append(seen)  # a failure counts only for the row as it was
             if now.state == GONE or (now.state == SENT and self.keeps("a sent row is skipped")):
                 continue
             if seen and seen.answer == PUBLISHED:
@@ -136,102 +142,108 @@ class Protocol:
         if batch.defers:
             blocked = s.rows[batch.ids[0]].state in NOT_DUE and self._blocks(s.rows[batch.ids[0]])
             blocked |= not self.keeps("a deferral reads the head again")
-            takes = [Seen(i, *s.rows[i][:2]) for i in batch.ids[1:] if blocked and s.rows[i].state in IS_SENDABLE]
-        after = batch._replace(step="locked", holds=True, takes=tuple(takes), answered=tuple(answered))
-        yield ("lock", w, batch.ids), s.batch(w, batch, after)
+            takes = [s.see(i) for i in batch.ids[1:] if blocked and s.rows[i].state in SENDABLE]
+        after = batch._replace(next="publish", holds=True, takes=tuple(takes), answered=tuple(answered))
+        yield ("lock", w, batch.ids), s.batch(w, batch, after._replace(had_lost=len(answered) > 0))
 
-    # Publish: the tasks before the first failure are published. A request without an answer may be executed later.
-
-    def _locked(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+    def _publish(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+        """Publish the tasks before the first failure. Pub/Sub may execute a request without an answer later."""
         asked = {seen.id: seen.answer for seen in batch.answered}
         stop = next((i for i in batch.ids if asked.get(i, PUBLISHED) != PUBLISHED), len(self.keys))
         todo = () if batch.defers else tuple(seen for seen in batch.takes if seen.id not in asked and seen.id < stop)
         for n in range(len(todo) + 1):
             failing, stops = todo[n : n + 1], self.keeps("a failure stops the key")
             ok = todo[:n] if stops else todo[:n] + todo[n + 1 :]
-            sent = self._receive(s, [seen.id for seen in ok], w, batch, ok)
+            sent = self._learn(self._receive(s, [seen.id for seen in ok]), w, batch, ok)
             answered = (*batch.answered, *(seen._replace(answer=PUBLISHED) for seen in ok))
             if not failing:
-                yield ("publish", w, n), sent.batch(w, batch, batch._replace(step="answered", answered=answered))
+                yield ("publish", w, n), sent.batch(w, batch, batch._replace(next="commit", answered=answered))
             for answer in (RETRYING, DEAD, NO_ANSWER) if failing else ():
                 for after in self._spend(sent, answer):
                     rest = (tuple(seen.id for seen in todo[n:]),) if answer == NO_ANSWER else ()
-                    news = batch._replace(step="answered", answered=(*answered, failing[0]._replace(answer=answer)))
+                    news = batch._replace(next="commit", answered=(*answered, failing[0]._replace(answer=answer)))
                     yield (answer, w, n), after._replace(late=(*after.late, *rest)).batch(w, batch, news)
 
-    def _receive(
-        self, s: State, ids: Sequence[int], w: int = 0, batch: Batch | None = None, seen: Sequence[Seen] = ()
-    ) -> State:
-        """Pub/Sub receives tasks, and a worker gets the answer for those that it has seen."""
+    def _receive(self, s: State, ids: Iterable[int], *, late: bool = False) -> State:
+        """Let Pub/Sub receive tasks."""
         used = sum(self.events.get(event, 0) - s.left[n] for n, event in enumerate(FAULTS))
         for i in ids:
             row, before = s.rows[i], [s.rows[j] for j in range(i) if self.keys[i] and self.keys[j] == self.keys[i]]
             is_first = all(each.messages or each.excused or each.state == GONE for each in before)
             s = s.breaks(ORDER, row.messages == 0 and not is_first).breaks(CAUSE, row.messages > row.resets + used)
-            s = s.row(i, messages=row.messages + 1, fresh=row.fresh or batch is not None)
+            s = s.row(i, messages=row.messages + 1, fresh=row.fresh or not late)
+        return s
+
+    def _learn(self, s: State, w: int, batch: Batch, seen: Iterable[Seen]) -> State:
+        """Let a worker get the answer that tasks are published."""
         for each in seen:
-            s = s.breaks(AGAIN, each[:3:2] in s.workers[w].knows).breaks(EARLY, each.state in NOT_DUE)
-            s = s.breaks(CANCELLED, s.rows[each.id].state == GONE and batch is not None and batch.holds)
-        return s.worker(w, knows=tuple(sorted({*s.workers[w].knows, *(each[:3:2] for each in seen)})))
+            s = s.breaks(AGAIN, each.message in s.workers[w].knows).breaks(EARLY, each.state in NOT_DUE)
+            s = s.breaks(CANCELLED, s.rows[each.id].state == GONE and batch.holds)
+        return s.worker(w, knows=tuple(sorted({*s.workers[w].knows, *(each.message for each in seen)})))
 
-    # The commit: it writes all marks or none. Its answer may be lost, and then the published tasks are in doubt.
-
-    def _answered(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
-        again = batch._replace(step="polled", holds=False)
+    def _commit(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+        """Write all marks or none. If the answer to the commit is lost, the published tasks are in doubt."""
+        again = batch._replace(next="claim", holds=False)
         if not batch.holds:
             yield ("roll back", w), s.batch(w, batch, again)
             return
         ended = s.batch(w, batch)
-        marked = self._commit(ended, batch)
-        is_published = any(seen.answer == PUBLISHED for seen in batch.answered)
-        doubt = [again._replace(step="doubt", takes=())] * (is_published and self.keeps("doubt is remembered"))
-        yield ("commit", w, batch.ids), marked
+        marked = self._marked(ended, batch)
+        yield ("commit", w, batch.ids), marked.start(w, *self._reads(batch))
         for after in self._spend(s, "abort"):
             yield ("abort", w), after.batch(w, batch, again)
+        is_in_doubt = self.keeps("doubt is remembered") and any(seen.answer == PUBLISHED for seen in batch.answered)
+        doubt = [again._replace(next="mark_again", takes=(), had_lost=True, left=())] * is_in_doubt
         for written in (ended, marked):
             for after in self._spend(written, "unknown commit"):
                 yield ("unknown commit", w, written is marked), after.start(w, *doubt)
 
-    def _commit(self, s: State, batch: Batch) -> State:
-        answers, head, marked = {seen.id: seen.answer for seen in batch.answered}, "", set[int]()
+    def _marked(self, s: State, batch: Batch) -> State:
+        """Return the state with the marks. The tasks behind a failed one are deferred until it is due."""
+        before, answers, marked = s, {seen.id: seen.answer for seen in batch.answered}, set[int]()
+        is_blocked = batch.defers and s.rows[batch.ids[0]].state != READY
         for i, *_ in batch.takes:
             answer = answers.get(i, "")
+            is_skipped = answer == DEAD and self.skip_dead
             if answer == PUBLISHED or not (batch.defers or self.keeps("only published tasks are marked")):
                 s = self._send(s, i)
-            elif head in (RETRYING, DEAD) or (batch.defers and s.rows[batch.ids[0]].state != READY):
-                s = self._outdate(s.row(i, state=DEFERRED), i)  # a deferral ends when its head is due
+            elif is_blocked:
+                s = s.row(i, state=DEFERRED)
             elif answer in (RETRYING, DEAD):
-                s = s.row(i, state=answer, excused=s.rows[i].excused or (answer == DEAD and self.skip_dead))
+                s = s.row(i, state=answer, excused=s.rows[i].excused or is_skipped)
+                is_blocked = not is_skipped
             else:
                 continue
             marked.add(i)
-            head = head or ("skipped" if answer == DEAD and self.skip_dead else answer.replace(PUBLISHED, ""))
-        return self._release(s, batch.ids[0], [*batch.ids, *batch.release], marked, stale=batch.stale)
+        return self._released(before, s, batch, (*batch.ids, *batch.release), marked)
 
-    # In doubt: a transaction that publishes nothing marks again. It is tried until it works.
-
-    def _doubt(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+    def _mark_again(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+        """Mark tasks in doubt in a transaction that publishes nothing. It is tried until it works."""
         published = {seen.id: seen for seen in batch.answered if seen.answer == PUBLISHED}
         behind = [i for i in batch.ids if i > max(published)][:1]
         after, rows = s.batch(w, batch), [*published, *behind, *batch.release]
         for i, seen in published.items():
-            now, is_same = Seen(i, *s.rows[i][:2]), self.keeps("a deferral does not end the doubt")
-            if now.state not in NOT_UNSENT and self._is_version(seen, now) and (is_same or now.state == seen.state):
+            now, holds = s.see(i), self.keeps("a deferral does not end the doubt")
+            if now.state not in NOT_UNSENT and self._is_version(seen, now) and (holds or now.state == seen.state):
                 after = self._send(after, i)
         if self._locked_rows(s).isdisjoint(rows):
-            after = self._release(after, batch.ids[0], rows, stale=batch.stale)
+            after = self._released(s, after, batch, rows).start(w, *self._reads(batch))
             yield ("mark again", w, tuple(published)), after
         for after in self._spend(s, "give up"):
-            forgets = {seen[:3:2] for seen in published.values()}
+            forgets = {seen.message for seen in published.values()}
             knows = tuple(each for each in s.workers[w].knows if each not in forgets)
             yield ("give up", w), after.worker(w, knows=knows).batch(w, batch)
 
-    def is_done(self, s: State) -> bool:
-        """Whether every task is sent, dead, behind a dead one of its key, or deleted."""
-        unsent = {i for i, row in enumerate(s.rows) if row.state not in NOT_UNSENT and row.state != DEAD}
-        return all(self.keys[i] and s.rows[self._queue(s, i)[0]].state == DEAD for i in unsent)
+    def _reads(self, batch: Batch) -> list[Batch]:
+        """Return the batch that reads the key again, if that is needed."""
+        is_needed = batch.had_lost and self.keys[batch.ids[0]] and self.keeps("a worker reads a key again")
+        return [Batch(batch.ids[:1], next="read_again")] if is_needed else []
 
-    # What several steps use.
+    def _read_again(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
+        """Release the key head. Other workers may have deferred it while the worker had lost its locks."""
+        head = self._queue(s, batch.ids[0])[:1]
+        if self._locked_rows(s).isdisjoint(head):
+            yield ("read again", w), self._release(s.batch(w, batch), head)
 
     def _new(self, i: int) -> str:
         return SCHEDULED if i in self.scheduled else READY
@@ -256,10 +268,8 @@ class Protocol:
 
     def _due(self, s: State, i: int) -> State:
         """Make a task ready. No task is deferred for longer than its head."""
-        behind = (
-            [] if s.rows[i].state in IS_DEFERRED else [j for j in self._queue(s, i) if s.rows[j].state in IS_DEFERRED]
-        )
-        for j in (i, *behind):
+        is_head = s.rows[i].state != DEFERRED
+        for j in (i, *(j for j in self._queue(s, i) if is_head and s.rows[j].state == DEFERRED)):
             s = s.row(j, state=READY)
         return s
 
@@ -270,22 +280,20 @@ class Protocol:
     def _send(self, s: State, i: int) -> State:
         return s.breaks(MARK, not s.rows[i].fresh).row(i, state=SENT, times_sent=s.rows[i].times_sent + 1)
 
-    def _outdate(self, s: State, i: int) -> State:
-        """Note that the snapshots of all batches of this key are old."""
-        for w, worker in enumerate(s.workers):
-            for batch in worker.batches if self.keys[i] else ():
-                if self.keys[batch.ids[0]] == self.keys[i] and not batch.stale:
-                    s = s.batch(w, batch, batch._replace(stale=True))
-        return s
+    def _release(self, s: State, rows: Iterable[int], marked: Iterable[int] = ()) -> State:
+        """Make the first unsent one of these rows ready, if it is deferred."""
+        first = [i for i in rows if self._blocks(s.rows[i])][:1]
+        return (
+            s.row(first[0], state=READY) if any(s.rows[i].state == DEFERRED and i not in marked for i in first) else s
+        )
 
-    def _release(
-        self, s: State, task: int, rows: Iterable[int], marked: Iterable[int] = (), *, stale: bool = False
-    ) -> State:
-        """Make the first unsent one of the locked rows ready, if it is deferred. It is the new head of its key."""
-        first = next((i for i in rows if self._blocks(s.rows[i])), None)
-        if first is not None and first not in marked and self.keeps("a commit releases the next task"):
-            s = s.row(first, state=READY) if s.rows[first].state in IS_DEFERRED else s
-        for head in self._queue(s, task)[:1]:
-            if s.rows[head].state == DEFERRED:
-                s = s.row(head, state=ORPHAN) if stale else s.breaks(RELEASED, True)
-        return s
+    def _released(self, old: State, s: State, batch: Batch, rows: Iterable[int], marked: Iterable[int] = ()) -> State:
+        """Release the key head, if the commit has locked it."""
+        s = self._release(s, rows, marked) if self.keeps("a commit releases the next task") else s
+        is_excused = batch.left not in ((), s.left[-len(OPERATOR) :])  # the page says what an operator may cause
+        return s if is_excused or self._reads(batch) else self._checked(old, s, batch.ids[0])
+
+    def _checked(self, old: State, s: State, i: int) -> State:
+        """Note a new key head that is deferred."""
+        before, now = ([(j, each.rows[j].state) for j in self._queue(each, i)[:1]] for each in (old, s))
+        return s.breaks(RELEASED, before != now and any(state == DEFERRED for _, state in now))

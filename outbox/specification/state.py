@@ -2,18 +2,17 @@
 
 from typing import NamedTuple
 
-# The states of a row. An orphan is a deferred task of which no commit knows, so that only its deferral ends it.
-ABSENT, SCHEDULED, READY, RETRYING, DEFERRED, ORPHAN, DEAD, SENT, GONE = (
-    "absent", "scheduled", "ready", "retrying", "deferred", "orphan", "dead", "sent", "gone"
+# The states of a row.
+ABSENT, SCHEDULED, READY, RETRYING, DEFERRED, DEAD, SENT, GONE = (
+    "absent", "scheduled", "ready", "retrying", "deferred", "dead", "sent", "gone"
 )  # fmt: skip
-IS_DEFERRED, NOT_DUE = frozenset({DEFERRED, ORPHAN}), frozenset({SCHEDULED, RETRYING, DEAD})
-IS_SENDABLE, NOT_UNSENT = IS_DEFERRED | {READY}, frozenset({ABSENT, SENT, GONE})
+NOT_UNSENT, NOT_DUE, SENDABLE = {ABSENT, SENT, GONE}, {SCHEDULED, RETRYING, DEAD}, {READY, DEFERRED}
 #: The answers to a publish request besides a failed attempt, which makes the task retrying or dead.
 PUBLISHED, NO_ANSWER = "published", "no answer"
 #: After each of these a task may be published twice.
 FAULTS = ("crash", "lost lock", "abort", "unknown commit", NO_ANSWER, "give up")
 #: What happens only as often as the fleet allows.
-EVENTS = (*FAULTS, RETRYING, DEAD, "retry", "cancel")
+EVENTS = (*FAULTS, RETRYING, DEAD, *(OPERATOR := ("retry", "cancel")))
 
 
 class Row(NamedTuple):
@@ -35,6 +34,11 @@ class Seen(NamedTuple):
     times_sent: int
     answer: str = ""
 
+    @property
+    def message(self) -> tuple[int, int]:
+        """Return the task and its TimesSent. After a retry by an operator, the row asks for another message."""
+        return self.id, self.times_sent
+
 
 class Batch(NamedTuple):
     """A claim of an unordered task, or of tasks of one ordering key in their order."""
@@ -42,18 +46,19 @@ class Batch(NamedTuple):
     ids: tuple[int, ...]
     defers: bool = False  # the first task is a key head that is not due, and the others are deferred behind it
     release: tuple[int, ...] = ()  # the deferred task behind the prefix
-    step: str = "polled"  # or locked, answered, doubt
+    next: str = "claim"  # then publish, commit; mark_again if the commit had no answer; read_again
     holds: bool = False  # the locks of its rows
     takes: tuple[Seen, ...] = ()  # the rows to publish or to mark
     answered: tuple[Seen, ...] = ()  # over all transaction attempts
-    stale: bool = False  # a task of the key was deferred or deleted since the snapshot
+    had_lost: bool = False  # the locks, after a task was published
+    left: tuple[int, ...] = ()  # of what operators do, at the snapshot
 
 
 class Worker(NamedTuple):
     """A process. Its batches are only in memory, as is what it knows to be published."""
 
     batches: tuple[Batch, ...] = ()
-    knows: tuple[tuple[int, int], ...] = ()  # task and TimesSent
+    knows: tuple[tuple[int, int], ...] = ()  # messages
     lives: bool = True
 
 
@@ -65,6 +70,10 @@ class State(NamedTuple):
     left: tuple[int, ...]  # of each of EVENTS
     late: tuple[tuple[int, ...], ...] = ()  # requests without an answer, which Pub/Sub may execute later
     broken: str = ""
+
+    def see(self, i: int) -> Seen:
+        """Return a row as it is now."""
+        return Seen(i, self.rows[i].state, self.rows[i].times_sent)
 
     def row(self, i: int, **columns: object) -> "State":
         """Return the state with a changed row."""

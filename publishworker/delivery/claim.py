@@ -25,6 +25,7 @@ class ClaimedTask(NamedTuple):
 
     id: str
     ordering_key: str | None = None
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 `Delivery` publishes and marks in one transaction. For the other kinds of claims see `MarkFirst` and `Deferral`.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from publishworker.delivery import rules
-from publishworker.delivery.claim import Claim, Delivered, State, Unmarked
+from publishworker.delivery.claim import Claim, ClaimedTask, Delivered, State, Unmarked
 from publishworker.delivery.marking import Marking, MarkRetry
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.trace import Trace
@@ -26,6 +27,7 @@ from publishworker.types import (
     Answer,
     Deferred,
     Failed,
+    Key,
     LockedRow,
     Mark,
     NotSent,
@@ -120,13 +122,18 @@ class Delivery:
         try:
             self._transact(self.claim, self._decide)
             self.unmarked = frozenset()
+            if self._aborted:
+                self._release_heads()
         except StoreError as error:
             self._begin_marking(error)
         return self._delivered()
 
     def mark_again(self) -> Iterator[Unmarked]:
         """Mark again, in transactions that publish nothing. Yield what cannot be marked while others can."""
-        return iter(()) if self._mark_retry is None else self._mark_retry.run()
+        if self._mark_retry is not None:
+            yield from self._mark_retry.run()
+            if self.transactions > 1:
+                self._release_heads()
 
     def write_marks(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
@@ -189,6 +196,23 @@ class Delivery:
         """Return a mark for each deferred task that this commit makes a key head. The mark releases the task."""
         heads = rules.to_release(claim, rows, marks, now, skip_dead=self._tools.skip_dead)
         return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
+
+    def _release_heads(self) -> None:
+        """Release the tasks that are key heads now, and that another worker has deferred since the poll.
+
+        It may have done so while this batch had lost its locks. If the release fails, their deferrals end by
+        themselves, within a minute.
+        """
+        topic, tasks = self.claim.topic, self.claim.tasks
+        keys = {Key(topic, task.ordering_key): task.shard for task in tasks if task.ordering_key is not None}
+        if not keys:
+            return
+        with contextlib.suppress(StoreError):
+            heads = self._tools.store.key_heads(keys, 1, skip_dead=self._tools.skip_dead)
+            deferred = [ClaimedTask(head.id, key.ordering_key) for key, [head] in heads.items() if head.deferred]
+            if deferred:
+                claim = replace(self.claim, tasks=tuple(deferred), releases=())
+                self._transact(claim, lambda rows, now: self._releases(claim, rows, {}, now))
 
     def _marks_again(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Return the marks of published tasks, and those that Spanner has refused if their rows have not changed."""

@@ -47,7 +47,7 @@ def skip_reasons(
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Skipped] = {}
     blocked: set[str] = set()
-    for id, key in claim.tasks:
+    for id, key, _shard in claim.tasks:
         row, version = by_id.get(id), published.get(id)
         if row is None:
             reasons[id] = Skipped("gone")

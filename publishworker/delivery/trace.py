@@ -92,10 +92,7 @@ class _Reading:
         return found
 
 
-class _Store:
-    def __init__(self, store: Store, step: Step) -> None:
-        self._store, self._step = store, step
-
+class _Store(_Reading):
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         def traced(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             self._step("lock", now=now.isoformat(), ids=ids, rows=[_row(row, now) for row in rows])

@@ -238,7 +238,7 @@ class _Packing:
         return len(self.tasks) + task.task_count <= limits.batch_size and self.bytes + task.bytes <= limits.batch_bytes
 
     def add(self, task: Candidate) -> None:
-        self.tasks += (ClaimedTask(id, task.ordering_key) for id in (task.id, *task.behind))
+        self.tasks += (ClaimedTask(id, task.ordering_key, task.shard) for id in (task.id, *task.behind))
         if task.releases is not None:
             self.releases.append(ClaimedTask(task.releases, task.ordering_key))
         self.bytes += task.bytes

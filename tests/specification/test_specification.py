@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outbox.specification.protocol import AGAIN, CANCELLED, CAUSE, EARLY, LOST, MARK, ORDER, RELEASED, Protocol
-from outbox.specification.state import DEAD, NO_ANSWER, RETRYING, State
+from outbox.specification.state import DEAD, NO_ANSWER, RETRYING
 from tests.specification.explore import Explored, Explorer
 from tests.specification.shards import COMMON, TAKE_OVER, Shards
 
@@ -63,8 +63,9 @@ RULES: dict[str, tuple[Fleet, str]] = {
     "a mark is for one version": (fleet("a", events=(UNKNOWN, "retry")), MARK),
     "a deferral does not end the doubt": (fleet("a", "a", events=(UNKNOWN, RETRYING)), AGAIN),
     "a deferral reads the head again": (fleet("a", "a", batch_size=1, events=(RETRYING,)), RELEASED),
+    "a worker reads a key again": (fleet("a", "a", registered=1, events=(UNKNOWN, RETRYING)), RELEASED),
     "a commit releases the next task": (fleet("a", "a", batch_size=1, events=(DEAD, "retry")), RELEASED),
-    "a deferral ends": (fleet("a", "a", registered=1, events=(UNKNOWN, RETRYING)), LOST),
+    "a deferral ends": (fleet("a", "a", registered=1, events=(UNKNOWN, RETRYING), crashes=1), LOST),
     "an operator waits for the lock": (fleet("a", events=("cancel",)), CANCELLED),
     "a cancel releases the next task": (fleet("a", "a", events=(RETRYING, "cancel")), RELEASED),
     "heartbeats of dead workers time out": (ALONE, TAKE_OVER),
@@ -118,18 +119,3 @@ def test_the_specification_imports_nothing_of_the_product() -> None:
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"(?:from|import) (?:outbox(?!\.specification)|publishworker|tests)", text)
         assert len(text.splitlines()) <= (100 if file.name == "checker.py" else 300)
-
-
-def test_a_deferred_head_waits_for_its_time_if_the_commit_could_not_know_of_it() -> None:
-    """The shortest such history without an operator. The page describes it."""
-
-    class WithoutExcuse(Protocol):
-        def _outdate(self, s: State, _task: int) -> State:
-            return s
-
-    machine = fleet("a", "a", registered=1, events=(UNKNOWN, RETRYING))
-    found = Explorer(WithoutExcuse(machine.keys, registered=1, events=machine.events)).run()
-    assert found.broken == RELEASED
-    assert [step[0] for step in found.trace[:-1]] == [  # type: ignore[index]
-        "poll", "register", "poll", "lock", "publish", UNKNOWN, "lock", RETRYING, "commit", "mark again"
-    ]  # fmt: skip

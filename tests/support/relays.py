@@ -15,11 +15,14 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.devtools.emulators import Emulators
+from outbox.specification.conformance import conform
 from tests.support.processes import Process, started
 from tests.support.pubsub import Subscription
 from tests.support.spanner import query, variables
 from tests.support.waiting import eventually
 
+#: Where the workers of a test write their traces, if anywhere.
+trace: Path | None = None
 #: A value of AsynchronousTasks.Data that is no PubsubMessage, encoded as the client wants it.
 UNDECODABLE = b"////"
 
@@ -51,6 +54,14 @@ class Account:
 
 #: No task is lost, unexpected or duplicated.
 EACH_ONCE = Account(frozenset(), frozenset(), 0)
+
+
+def compare(trace: Path) -> None:
+    """Compare the traces of workers with the specification."""
+    with trace.open(encoding="utf-8") as lines:
+        found = conform(json.loads(line) for line in lines if line.endswith("}\n"))  # a killed worker may leave a part
+    print(f"{found.workers} workers, {found.transactions:,} transactions, {found.skipped} not specified")
+    assert not found.differences, found.differences[0]
 
 
 def account(registered: Sequence[str], subscription: Subscription) -> Account:
@@ -123,7 +134,8 @@ def worker(
     settings = variables(database.database_id, emulators) | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)}
     try:
         environment = settings | environment
-        with started(module, command, *arguments, environment=environment) as process:
+        traced = ("--trace", str(trace)) if trace is not None and command == "run" else ()
+        with started(module, command, *traced, *arguments, environment=environment) as process:
             yield process
     finally:
         heartbeat.unlink(missing_ok=True)

@@ -27,12 +27,11 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from outbox.specification.conformance import conform
 from tests.specification import checker
 from tests.support.processes import Process
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub, Subscription
-from tests.support.relays import divided, execute, first_deliveries, unsent, worker
+from tests.support.relays import compare, divided, execute, first_deliveries, unsent, worker
 from tests.support.rpc import Fault, Faulty
 from tests.support.spanner import query
 from tests.support.waiting import eventually
@@ -305,10 +304,7 @@ class Trial:
         assert figures is not None
         assert (found["lost"], found["order_violations"]) == (figures.lost, figures.out_of_order), found
         assert found["duplicate_messages"] + len(self.ledger.again) == figures.duplicates, found
-        with (self._folder / "trace.jsonl").open(encoding="utf-8") as lines:
-            compared = conform(json.loads(line) for line in lines if line.endswith("}\n"))
-        print(f"{compared.workers} workers, {compared.transactions:,} transactions, {compared.skipped} not specified")
-        assert not compared.differences, compared.differences[0]
+        compare(self._folder / "trace.jsonl")
 
     def _history(self, messages: list[PubsubMessage]) -> Iterator[dict[str, str]]:
         keys = {id: key for key, ids in self.ledger.orders.items() for id in ids}

@@ -165,6 +165,28 @@ def test_marks_of_tasks_in_doubt_release_the_next_task(size: int, errors: int) -
     assert bench.publisher.ids() == ids
 
 
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_task_that_was_deferred_while_a_batch_had_lost_its_locks_is_released(bench: Bench, is_aborted: bool) -> None:
+    """The batch has published the head, and its claim does not name the task, which was registered after the poll."""
+
+    def defer() -> None:
+        """Another worker has recorded a failed attempt of the head."""
+        in_an_hour = bench.store.now + HOUR
+        bench.change("head", attempts=1, available_at=in_an_hour)
+        bench.line("next", available_at=in_an_hour, blocked_by="head")
+
+    bench.line("head")
+    if is_aborted:
+        bench.abort_once(defer)
+    else:
+        bench.commits(StoreError("no answer"))
+    bench.turns()
+    if not is_aborted:
+        defer()
+    bench.run_for(2)
+    assert bench.publisher.ids() == ["head", "next"]
+
+
 def test_a_worker_that_ends_with_tasks_in_doubt_releases_the_next_task() -> None:
     bench = Bench(size=3)
     ids = released(bench, 9)
