@@ -168,7 +168,7 @@ class PubSubPublisher:
         try:
             _, future = self._publish.with_call(request, timeout=seconds, metadata=header)
         except grpc.RpcError as error:
-            return error.with_traceback(None)  # a future, too; without a reference cycle, see `_answered`
+            return error  # it is a future, too
         return future
 
 

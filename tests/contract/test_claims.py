@@ -39,15 +39,17 @@ def test_claim_returns_the_locked_rows(harness: Harness) -> None:
     harness.insert("b", ordering_key="key", available_at=PAST)
     harness.insert("a")
     harness.insert("expiring", expires_at=FUTURE, at_most_once=True)
+    harness.insert("once", at_most_once=True)
     harness.insert("failed", attempts=3, last_error="internal: no", available_at=PAST)
     harness.insert("deleted")
     harness.delete("deleted")
-    rows = locked(harness, "b", "missing", "deleted", "a", "failed", "expiring")
+    rows = locked(harness, "b", "missing", "deleted", "a", "failed", "expiring", "once")
     assert {id: (row.attempts, row.expires_at, row.at_most_once, row.clean) for id, row in rows.items()} == {
         "a": (0, None, False, True),
         "b": (0, None, False, False),
         "expiring": (0, FUTURE, True, False),
         "failed": (3, None, False, False),
+        "once": (0, None, True, True),
     }
     assert rows["b"].data == serialized()
     assert (rows["b"].ordering_key, rows["b"].available_at, rows["b"].sent_at) == ("key", PAST, None)
