@@ -7,22 +7,20 @@ depends on the rows it touches.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any
 
 from google.api_core.exceptions import AlreadyExists, FailedPrecondition
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet, RequestOptions
+from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
 
-from outbox.admin import operations
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
-from outbox.program.times import SECONDS, shown
+from outbox.program.times import SECONDS
 from outbox.registration import TABLE
 from outbox.table.connection import open_database
-from outbox.table.ddl import OPERATIONS
 from outbox.table.statements import TO_SEND_INDEX
 from outbox.table.transact import retry_and_timeout
 
@@ -82,9 +80,10 @@ class Table(TaskTable):
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
         """Insert all of `rows` in one commit. Return False, and insert none, if one of the IDs exists."""
+        options = {"priority": _LOW, "transaction_tag": tag}
         with self._errors():
             try:
-                with self._batch(tag) as batch:
+                with self._database.batch(options, default_retry_delay=ABORTED_DELAY_SECONDS) as batch:
                     batch.insert(TABLE, columns, rows)
             except AlreadyExists:
                 return False
@@ -93,34 +92,6 @@ class Table(TaskTable):
     def read_ids(self, columns: Sequence[str], ids: Iterable[str], tag: str) -> list[list[Any]]:
         """Return the decoded rows of the `ids` that exist."""
         return self.read(TABLE, columns, KeySet(keys=[[id] for id in ids]), tag, seconds=CALL_SECONDS)
-
-    def begin_operation(
-        self, id: str, name: str, selection: Mapping[str, Any], author: operations.Author = operations.UNNAMED
-    ) -> datetime:
-        """Insert the row of an operation and return its StartedAt."""
-        with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
-            operations.record(batch, self, name, selection, author, OperationId=id)
-        # A plain datetime can be pickled for the executors.
-        return datetime.fromisoformat(shown(batch.committed))
-
-    def replay(self, id: str) -> tuple[datetime, datetime | None, str] | None:
-        """Return StartedAt, FinishedAt and Selection of a replay, or None if it does not exist."""
-        columns = ("Operation", "StartedAt", "FinishedAt", "Selection")
-        rows = self.read(OPERATIONS, columns, KeySet(keys=[[id]]), "outbox-pipeline-replay")
-        if not rows or rows[0][0] != "replay":
-            return None
-        [[_, started_at, finished_at, selection]] = rows
-        return datetime.fromisoformat(shown(started_at)), finished_at, selection
-
-    def end_operation(self, id: str, name: str, tasks: int) -> None:
-        """Set FinishedAt and Tasks of an operation."""
-        with self._errors(), self._batch(f"outbox-pipeline-{name}") as batch:
-            operations.update(batch, id, FinishedAt=COMMIT_TIMESTAMP, Tasks=tasks)
-
-    def _batch(self, tag: str) -> Any:
-        return self._database.batch(
-            request_options={"priority": _LOW, "transaction_tag": tag}, default_retry_delay=ABORTED_DELAY_SECONDS
-        )
 
 
 @lru_cache(maxsize=8)

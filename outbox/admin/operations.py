@@ -124,6 +124,19 @@ def begun(table: TaskTable, id: str) -> Progress:
     return Progress(id, tasks, position, is_recorded=True)
 
 
+def begin(table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED) -> Operation:
+    """Record a change that starts now, and return its row. Raises NotReached, OutboxError."""
+    id = str(uuid.uuid4())
+    table.transact(_TAG, lambda writer: record(writer, table, name, selection, author, OperationId=id))
+    [row] = table.query(statements.OPERATION, _TAG, {"id": id})
+    return Operation(*row)
+
+
+def end(table: TaskTable, id: str, **columns: Any) -> None:
+    """Set FinishedAt and further columns of the row. Raises NotReached, OutboxError."""
+    table.transact(_TAG, lambda writer: update(writer, id, FinishedAt=COMMIT_TIMESTAMP, **columns))
+
+
 def exists(transaction: Transaction, id: str) -> bool:
     """Lock the row of an operation, or the gap for it. Return whether it exists."""
     return bool(transaction.read(OPERATIONS, ("OperationId",), _key(id)))

@@ -15,7 +15,7 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
 import outbox
-from outbox.admin import changes
+from outbox.admin import changes, operations
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
@@ -299,14 +299,13 @@ def test_the_record_has_the_account_of_the_credentials(database: Database, monke
         ({"account": ""}, local),
     ]
     table = Table(opened(database))
-    for number, (credentials, principal) in enumerate(cases):
+    for credentials, principal in cases:
         monkeypatch.setattr(type(table._database._instance._client), "credentials", SimpleNamespace(**credentials))
-        began = table.begin_operation(f"id {number}", "replay", {})
-        assert table.replay(f"id {number}") == (began, None, "{}")
-        table.end_operation(f"id {number}", "replay", 7)
+        begun = operations.begin(table, "replay", {})
+        operations.end(table, begun.id, Tasks=7)
         note = noted(database)[-1]
-        assert (note["Principal"], note["Tasks"], note["StartedAt"]) == (principal, 7, began)
-        assert note["FinishedAt"] > began
+        assert (note["Principal"], note["Tasks"], note["StartedAt"]) == (principal, 7, begun.started_at)
+        assert note["FinishedAt"] > begun.started_at
 
 
 def test_a_replay_needs_the_table_of_operations(spark: SparkSession, target: DatabaseSettings, own_database: Database):

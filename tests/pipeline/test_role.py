@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 from google.cloud.spanner_v1.database import Database
 
+from outbox.admin import operations
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.jobs.archive.job import purge_chunk
 from outbox_pipeline.jobs.register.executor import Writer
@@ -35,13 +36,12 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     writer.flush()
     assert purge_chunk(table, {"sent": SENT})["deleted"] == 1
     insert(database, [row("replayed", SentAt=SENT)])
-    began = table.begin_operation("id", "replay", {})
-    assert table.replay("id") == (began, None, "{}")
+    begun = operations.begin(table, "replay", {})
     names = ARCHIVED_COLUMNS
     back = {**row("back", Topic="orders"), "Data": b""}
-    done = replay_chunk(table, [{"Id": "replayed"}, {name: back[name] for name in names}], began)
+    done = replay_chunk(table, [{"Id": "replayed"}, {name: back[name] for name in names}], begun.started_at)
     assert (done["replayed"], done["registered"]) == (1, 1)
-    table.end_operation("id", "replay", 2)
+    operations.end(table, begun.id, Tasks=2)
     assert rows_of(database).keys() == {"new", "replayed", "back", *(f"unsent{number}" for number in range(9))}
     allowed, of_relays = grants("outbox_pipeline"), grants("publishworker")
     assert list(refused(allowed, heard.commits)) == []

@@ -2,7 +2,6 @@
 
 import logging
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -10,7 +9,7 @@ from datetime import datetime, timedelta
 from google.cloud.spanner_v1 import KeySet
 from pyspark.sql import Observation, SparkSession
 
-from outbox.admin import statements
+from outbox.admin import operations, statements
 from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
@@ -175,14 +174,14 @@ class _Job:
 
     def purge(self, window: ArchiveWindow, done: Archived) -> None:
         """Delete the tasks of a finished window from the table."""
-        manifest, operation = window.manifest, str(uuid.uuid4())
+        manifest = window.manifest
         selection = {"archive": str(window.folder), "since": manifest.since, "until": manifest.until}
-        self.table.begin_operation(operation, "purge", selection)
+        operation = operations.begin(self.table, "purge", selection)
         window.note_purging(self.table.now())
         tasks = self.files.read([window]).select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
         [row] = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings)).collect()
         window.note_purged(row.asDict(), self.table.now())
-        self.table.end_operation(operation, "purge", row.deleted)
+        operations.end(self.table, operation.id, Tasks=row.deleted)
         done.purged_windows += 1
         done.deleted += row.deleted
         done.resent += row.resent

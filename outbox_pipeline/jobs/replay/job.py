@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
-from uuid import uuid4
 
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
 
-from outbox.admin import statements
+from outbox.admin import operations, statements
 from outbox.admin.changes import RETRY_COLUMNS, retry_values
 from outbox.admin.operations import Author, as_json
 from outbox.admin.table import Transaction
@@ -118,13 +117,14 @@ def run(
     if dry_run:
         done = job.dry_run(started_at)
     else:
-        id = resume or str(uuid4())
+        id = resume
         if not resume:
-            started_at = table.begin_operation(id, "replay", selection.fields(), Author(reason=reason))
+            begun = operations.begin(table, "replay", selection.fields(), Author(reason=reason))
+            id, started_at = begun.id, _plain(begun.started_at)
         _info(f"Replay {id} of {as_json(selection.fields())}. If it is interrupted, continue it with --resume {id}")
         done = job.replay(started_at)
         done.replay_id = id
-        table.end_operation(id, "replay", done.selected - done.missing)
+        operations.end(table, id, Tasks=done.selected - done.missing)
         _info(f"Replay {id} finished. Workers send its tasks. outbox status shows how many are pending")
     done.seconds = time.monotonic() - begin
     return done
@@ -158,18 +158,24 @@ def _selection_of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
 
 def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
     """Return the selection and StartedAt of an unfinished replay. Raises SettingError."""
-    found = table.replay(id)
-    if found is None:
+    found = operations.operation(table, id)
+    if found is None or found.operation != "replay":
         raise SettingError(f"--resume {id}: AsynchronousTaskOperations of {table.name} has no replay with this ID")
-    started_at, finished_at, selection = found
-    if finished_at is not None:
-        raise SettingError(f"--resume {id}: this replay finished at {shown(finished_at)}. Start a new one instead")
+    if found.finished_at is not None:
+        raise SettingError(
+            f"--resume {id}: this replay finished at {shown(found.finished_at)}. Start a new one instead"
+        )
     try:
-        return ReplaySelection.parsed(selection), started_at
+        return ReplaySelection.parsed(found.selection), _plain(found.started_at)
     except (ValueError, TypeError, RecursionError):
         raise SettingError(
-            f"--resume {id}: the column Selection of this row is not that of a replay: {selection!r}"
+            f"--resume {id}: the column Selection of this row is not that of a replay: {found.selection!r}"
         ) from None
+
+
+def _plain(time: datetime) -> datetime:
+    """Return a datetime that can be pickled for the executors, unlike that of the client."""
+    return datetime.fromisoformat(shown(time))
 
 
 def _check(spark: SparkSession, selection: ReplaySelection) -> None:
