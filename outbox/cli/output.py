@@ -7,13 +7,11 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
-from outbox.program.logs import as_line
 from outbox.program.settings import Settings, one_of, setting
 from outbox.program.terminal import Escaped, complain, escaped, listed
-from outbox.program.times import shown
+from outbox.program.texts import cell
 
 #: Max names that a message lists, and max characters of a text in a table.
 NAMES, CHARACTERS = 10, 80
@@ -37,17 +35,6 @@ def use_color(color: str) -> None:
     global _colored
     terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     _colored = terminal if color == "auto" else color == "always"
-
-
-def cell(value: object) -> str:
-    """Return a value as a table shows it."""
-    if value is None:
-        return ""
-    if isinstance(value, datetime):
-        return shown(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return escaped(str(value))
 
 
 def shortened(text: str | None) -> str | None:
@@ -104,11 +91,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) or value is None or (isinstance(value, str) and value.startswith(">="))
 
 
-def as_json(value: object) -> Escaped:
-    """Return one line of JSON, with times in RFC 3339. Unprintable characters are escaped."""
-    return Escaped(as_line(value, _plain))
-
-
 def by_field(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of columns under the names that JSON has: `ordering_key` for OrderingKey."""
     return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): _finite(value) for name, value in columns.items()}
@@ -117,12 +99,6 @@ def by_field(columns: Mapping[str, Any]) -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     """Return a value, or as a text if it is a number that JSON does not have: nan, inf or -inf."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return shown(value)
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def named(names: Iterable[str]) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli import circuits, errors, flags
-from outbox.cli.output import as_json, cell, note, table
+from outbox.cli.output import note, table
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import whole_number
 from outbox.program.signals import exit_on
 from outbox.program.terminal import Escaped, counted, joined, say
+from outbox.program.texts import as_json, cell
 from outbox.program.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\

@@ -15,10 +15,11 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli import errors, flags
-from outbox.cli.output import as_json, by_field, cell, note, shortened, table
+from outbox.cli.output import by_field, note, shortened, table
 from outbox.errors import OutboxError, PositionExpired
 from outbox.program.signals import exit_on
 from outbox.program.terminal import counted, escaped, say
+from outbox.program.texts import as_json, cell
 from outbox.program.times import MOMENT, resolved, shown, spoken
 from outbox.table.states import STATES, UNSENT, is_dead
 

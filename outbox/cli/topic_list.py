@@ -9,13 +9,14 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli import bulk, circuits, flags
-from outbox.cli.output import as_json, by_field, note
+from outbox.cli.output import by_field, note
 from outbox.cli.output import table as as_table
 from outbox.cli.status import HEADS, cells, fields
 from outbox.cli.topics import APPLIED_SOON, check_destination, described, open_known
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean
 from outbox.program.terminal import Escaped, counted, escaped, say
+from outbox.program.texts import as_json
 from outbox.program.times import shown
 from outbox.table.controls import BOUNDS, problems
 

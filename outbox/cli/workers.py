@@ -7,8 +7,9 @@ from typing import Any
 
 from outbox import admin
 from outbox.cli import circuits, flags
-from outbox.cli.output import as_json, named, note, table
+from outbox.cli.output import named, note, table
 from outbox.program.terminal import counted, say
+from outbox.program.texts import as_json
 from outbox.program.times import shown, spoken
 
 DESCRIPTION = """\

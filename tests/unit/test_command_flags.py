@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from outbox import admin, cli
 from outbox.cli.flags import continue_command, full_ids, ids, selection
-from outbox.cli.output import as_json
 from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
+from outbox.program.texts import as_json
 from outbox.program.times import shown
 from tests.support.commands import here
 

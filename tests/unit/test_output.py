@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox.cli import tasks
-from outbox.cli.output import as_json, cell, table, use_color
+from outbox.cli.output import table, use_color
+from outbox.program.texts import as_json, cell
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 5, tzinfo=UTC)
 #: Control codes of both sets, format characters, separators, unassigned and lone surrogates among all others.

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.cli.output import as_json
 from outbox.program.logs import JsonFormatter, TextFormatter
 from outbox.program.terminal import complain, counted, prepare_streams, say
+from outbox.program.texts import as_json
 from tests.support.processes import ROOT
 
 FAKED = "orders\nok          topic invoices\r\x1b[2J\x9b2J\u202e\u2028\x85ok"

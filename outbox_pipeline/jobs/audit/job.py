@@ -13,8 +13,8 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as f
 
-from outbox.cli.output import as_json
 from outbox.errors import OutboxError, SettingError
+from outbox.program.texts import as_json
 from outbox.program.times import resolved, shown
 from outbox_pipeline.jobs.archive.windows import Archive
 from outbox_pipeline.jobs.audit import effects, received

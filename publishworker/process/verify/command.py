@@ -10,9 +10,10 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader
 
 from outbox.cli.bulk import confirm
-from outbox.cli.output import as_json, table
+from outbox.cli.output import table
 from outbox.errors import SettingError
 from outbox.program.terminal import Escaped, complain, say
+from outbox.program.texts import as_json
 from publishworker.process import exits
 from publishworker.process.settings import WorkerSettings
 from publishworker.process.verify.checks import CHECKS, FAILED, Finding, run
