@@ -5,67 +5,56 @@ from inspect import signature
 from typing import Any
 
 import pyarrow as pa
+from pyspark.sql import types as t
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import (
-    BinaryType,
-    BooleanType,
-    DataType,
-    DateType,
-    LongType,
-    MapType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
 
 from outbox.table import ddl
 
-_TEXT, _NUMBER, _TIME, _BYTES, _FLAG = StringType(), LongType(), TimestampType(), BinaryType(), BooleanType()
-_ATTRIBUTES = MapType(_TEXT, _TEXT, valueContainsNull=False)
+_TEXT, _NUMBER, _TIME, _BYTES, _FLAG = t.StringType(), t.LongType(), t.TimestampType(), t.BinaryType(), t.BooleanType()
+_ATTRIBUTES = t.MapType(_TEXT, _TEXT, valueContainsNull=False)
 
 
-def _optional(**types: DataType) -> StructType:
+def _optional(**types: t.DataType) -> t.StructType:
     """Return columns that can be NULL."""
-    return StructType([StructField(name, type_) for name, type_ in types.items()])
+    return t.StructType([t.StructField(name, type_) for name, type_ in types.items()])
 
 
-def _required(**types: DataType) -> StructType:
+def _required(**types: t.DataType) -> t.StructType:
     """Return columns that are never NULL."""
-    return StructType([StructField(name, type_, nullable=False) for name, type_ in types.items()])
+    return t.StructType([t.StructField(name, type_, nullable=False) for name, type_ in types.items()])
 
 
-def counts(*names: str) -> StructType:
+def counts(*names: str) -> t.StructType:
     """Return columns of counts."""
     return _required(**dict.fromkeys(names, _NUMBER))
 
 
 _TYPES = {"STRING": _TEXT, "INT64": _NUMBER, "TIMESTAMP": _TIME, "BYTES": _BYTES, "BOOL": _FLAG}
 #: The columns of the table, in its order and with its names.
-TABLE = StructType(
+TABLE = t.StructType(
     [
-        StructField(name, _TYPES[re.split(r"\W", definition)[0]], nullable="NOT NULL" not in definition)
+        t.StructField(name, _TYPES[re.split(r"\W", definition)[0]], nullable="NOT NULL" not in definition)
         for name, definition in ddl.columns().items()
     ]
 )
 #: Columns derived from the table: the state at the read timestamp, and the message in Data as subscribers get it. The
 #: message is NULL if Data is not a message.
-DERIVED = StructType([*_required(State=_TEXT), *_optional(Attributes=_ATTRIBUTES, Payload=_BYTES)])
+DERIVED = t.StructType([*_required(State=_TEXT), *_optional(Attributes=_ATTRIBUTES, Payload=_BYTES)])
 #: All columns of the data source.
-TASK = StructType([*TABLE, *DERIVED])
+TASK = t.StructType([*TABLE, *DERIVED])
 
 #: A row to register, after its columns were parsed. `reason` is why the row is rejected, or NULL.
 INPUT = _optional(
-    task_id=_TEXT, topic=_TEXT, data=_BYTES, attributes=MapType(_TEXT, _TEXT), priority=_NUMBER, ordering_key=_TEXT,
+    task_id=_TEXT, topic=_TEXT, data=_BYTES, attributes=t.MapType(_TEXT, _TEXT), priority=_NUMBER, ordering_key=_TEXT,
     available_at=_TIME, expires_at=_TIME, at_most_once=_FLAG, sequence=_NUMBER, line=_TEXT, reason=_TEXT,
 )  # fmt: skip
 
 #: An archived task: the table's columns, and the day (UTC) of its SentAt.
-ARCHIVED = StructType([*TABLE, *_required(SentDate=DateType())])
+ARCHIVED = t.StructType([*TABLE, *_required(SentDate=t.DateType())])
 #: The partition columns of the archive, and all its columns. TopicFolder exists because not every topic is a valid
 #: folder name.
 ARCHIVE_PARTITIONS = ("SentDate", "TopicFolder")
-STORED = StructType([*ARCHIVED, *_required(TopicFolder=_TEXT)])
+STORED = t.StructType([*ARCHIVED, *_required(TopicFolder=_TEXT)])
 
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
 #: was first published, `processed_at` is from the inbox.
@@ -75,7 +64,7 @@ FOUND = _optional(
 )  # fmt: skip
 
 
-def arrow(schema: StructType) -> pa.Schema:
+def arrow(schema: t.StructType) -> pa.Schema:
     """Return the Arrow schema that Spark expects for batches of these columns, including nullability."""
     # Spark 4.0 has no argument `timezone` and always uses UTC.
     zoned: dict[str, Any] = {"timezone": "UTC"} if "timezone" in signature(to_arrow_schema).parameters else {}

@@ -5,20 +5,7 @@ from dataclasses import dataclass
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as f
-from pyspark.sql.types import (
-    BinaryType,
-    BooleanType,
-    ByteType,
-    DataType,
-    DateType,
-    IntegerType,
-    LongType,
-    MapType,
-    NullType,
-    ShortType,
-    StringType,
-    TimestampType,
-)
+from pyspark.sql import types as t
 
 from outbox.errors import SettingError
 from outbox_pipeline import schemas
@@ -38,9 +25,9 @@ UNPARSED, PARSE_ERROR = "_line", "_why"
 #: The prefix of temporary columns, which must not collide with the users' key columns.
 _OURS = "_outbox_"
 
-_INTEGERS = (ByteType, ShortType, IntegerType, LongType)
+_INTEGERS = (t.ByteType, t.ShortType, t.IntegerType, t.LongType)
 #: Types whose conversion to text does not depend on the session.
-_KEY_TYPES = (StringType, *_INTEGERS, BooleanType, DateType)
+_KEY_TYPES = (t.StringType, *_INTEGERS, t.BooleanType, t.DateType)
 #: Date, time and offset. Spark would replace a missing date by today and a missing offset by the session's time zone,
 #: and cut off more than six decimals.
 _MOMENT = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6}0*)?)? ?(?:Z|[+-]\d\d:?\d\d)$"
@@ -58,7 +45,7 @@ class _Format:
     """How to parse a text of a column, which other types the column can have, and what an error calls a valid text."""
 
     parse: Callable[[Column], Column]
-    types: tuple[type[DataType], ...]
+    types: tuple[type[t.DataType], ...]
     wanted: str
 
 
@@ -67,14 +54,16 @@ def _time(text: Column) -> Column:
 
 
 _FORMATS = {
-    "attributes": _Format(lambda text: parsed(text.cast("binary"))["members"], (MapType,), "a JSON object of strings"),
+    "attributes": _Format(
+        lambda text: parsed(text.cast("binary"))["members"], (t.MapType,), "a JSON object of strings"
+    ),
     "priority": _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number"),
     "sequence": _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number"),
-    "available_at": _Format(_time, (TimestampType,), _WANTED_TIME),
-    "expires_at": _Format(_time, (TimestampType,), _WANTED_TIME),
-    "at_most_once": _Format(lambda text: text.try_cast("boolean"), (BooleanType,), "true or false"),
+    "available_at": _Format(_time, (t.TimestampType,), _WANTED_TIME),
+    "expires_at": _Format(_time, (t.TimestampType,), _WANTED_TIME),
+    "at_most_once": _Format(lambda text: text.try_cast("boolean"), (t.BooleanType,), "true or false"),
     "data_base64": _Format(lambda text: f.try_to_binary(text, f.lit("base64")), (), "base64"),
-    "data": _Format(lambda text: text.cast("binary"), (BinaryType,), "a text"),
+    "data": _Format(lambda text: text.cast("binary"), (t.BinaryType,), "a text"),
     "task_id": _Format(lambda text: text, (), "a text"),
     "topic": _Format(lambda text: text, (), "a text"),
     "ordering_key": _Format(lambda text: text, (), "a text"),
@@ -115,7 +104,7 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
     invalid = {
         field.name: ~f.is_valid_utf8(_text(_column(field.name), field.dataType))
         for field in rows.schema
-        if isinstance(field.dataType, (StringType, MapType))
+        if isinstance(field.dataType, (t.StringType, t.MapType))
     }
     values, reasons = {}, [f.col(PARSE_ERROR)] if PARSE_ERROR in has else []
     reasons += [f.when(found, f.lit(f"{name} is not valid UTF-8. {CONVERT}")) for name, found in invalid.items()]
@@ -157,33 +146,33 @@ def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> Da
     )
 
 
-def _value(name: str, type_: DataType) -> tuple[Column, list[Column]]:
+def _value(name: str, type_: t.DataType) -> tuple[Column, list[Column]]:
     """Return the value of a column, and the possible reasons to reject it."""
     source, read = _column(name), _FORMATS[name]
     value, reasons = source, []
-    if isinstance(type_, StringType):
+    if isinstance(type_, t.StringType):
         value = read.parse(source)
         message = f.concat(f.lit(f"{name} "), f.substring(source, 1, 100), f.lit(f" is not {read.wanted}"))
         reasons.append(f.when(source.isNotNull() & value.isNull(), message))
-    elif isinstance(type_, MapType):
+    elif isinstance(type_, t.MapType):
         value = source.cast(schemas.INPUT["attributes"].dataType)
         names = f.map_keys(value)
         reasons.append(f.when(f.size(names) > f.size(f.array_distinct(names)), f.lit(f"{name} has a name twice")))
-    if TimestampType in read.types:
+    if t.TimestampType in read.types:
         is_a_year = f.unix_micros(value).between(*_YEARS)
         reasons.append(f.when(~is_a_year, f.lit(f"{name} is outside of the years 1 to 9999 in UTC")))
     return value, reasons
 
 
-def _text(column: Column, type_: DataType) -> Column:
+def _text(column: Column, type_: t.DataType) -> Column:
     """Return a text, or all texts of a map, as one text."""
-    return f.concat_ws("", f.map_keys(column), f.map_values(column)) if isinstance(type_, MapType) else column
+    return f.concat_ws("", f.map_keys(column), f.map_values(column)) if isinstance(type_, t.MapType) else column
 
 
 def _json_line(names: Sequence[str], rows: DataFrame) -> Column:
     """Return a row as a JSON line that users can correct and register."""
     each = [
-        _column(name).alias("data_base64" if isinstance(rows.schema[name].dataType, BinaryType) else name)
+        _column(name).alias("data_base64" if isinstance(rows.schema[name].dataType, t.BinaryType) else name)
         for name in names
     ]
     return f.to_json(f.struct(*each), {"timestampFormat": TIMES})
@@ -242,12 +231,12 @@ def _check(rows: DataFrame, topic: str, key: Sequence[str]) -> None:
         if name in rows.columns:
             type_ = rows.schema[name].dataType
             # Spark would round other values of a map when it converts them to texts.
-            inside = (type_.keyType, type_.valueType) if isinstance(type_, MapType) else ()
-            if not isinstance(type_, (StringType, *_FORMATS[name].types)) or not all(
+            inside = (type_.keyType, type_.valueType) if isinstance(type_, t.MapType) else ()
+            if not isinstance(type_, (t.StringType, *_FORMATS[name].types)) or not all(
                 isinstance(each, _KEY_TYPES) for each in inside
             ):
                 # In Parquet, pandas writes a column of None as integers without a value.
-                hint = ". If it has no value, drop the column" if isinstance(type_, (IntegerType, NullType)) else ""
+                hint = ". If it has no value, drop the column" if isinstance(type_, (t.IntegerType, t.NullType)) else ""
                 raise SettingError(
                     f"Column {name} is {type_.simpleString()}, but must be {_FORMATS[name].wanted}{hint}"
                 )
