@@ -3,14 +3,15 @@
 import dataclasses
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from pyspark import StorageLevel
-from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox.errors import OutboxError, SettingError
@@ -88,8 +89,7 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     sends = reduce(DataFrame.unionByName, (audit.sends(tasks, bodies=bodies) for tasks in sources))
     if len(sources) > 1:  # an archived task can still be in the table
         sends = sends.dropDuplicates(["task_id", "created_at", "sent_at"])
-    observed = deliveries.observe(job.others, *audit.others())
-    rows = audit.judged(sends, observed, rules).persist(StorageLevel.DISK_ONLY)
+    rows = audit.judged(sends, deliveries, rules).persist(StorageLevel.DISK_ONLY)
     try:
         done = job.report(rows, deliveries, rules, output, bodies=bodies, inbox=inbox)
     finally:
@@ -113,8 +113,6 @@ class _Job:
     spark: SparkSession
     settings: AuditSettings
     table: Table
-    #: The numbers of foreign and unreadable messages.
-    others: Observation = dataclasses.field(default_factory=partial(Observation, "audit"))
     begin: float = dataclasses.field(default_factory=time.monotonic)
 
     def rules_and_tasks(self) -> tuple[audit.Rules, list[DataFrame]]:
@@ -181,26 +179,24 @@ class _Job:
     ) -> Audited:
         """Write the report and return the counts."""
         total, lists = self._numbers(rows)
-        # If no row is counted, Spark removes the empty part of an adaptive plan, and the Observation has no numbers.
-        is_empty = not (total["tasks"] or total["unknown"])
-        [others] = collected(deliveries.agg(*audit.others())) if is_empty else [self.others.get]
+        # Not an Observation of another query: before Spark 4.3, it counts a Spark task again that is repeated.
+        [others] = collected(deliveries.agg(*audit.others()))
         found, classes = audit.findings(rows, audit.out_of_order(rows)), [audit.OUT_OF_ORDER]
         if inbox is not None:
             found = found.unionByName(effects.effects(rows, inbox, rules))
             classes += effects.CLASSES
-        observed = Observation("findings")
-        of_class = (f.count_if(f.col("class") == name).alias(name) for name in classes)
-        found = found.observe(observed, *of_class).where(f.col("class") != effects.APPLIED)
         found = found.persist(StorageLevel.DISK_ONLY)
-        found.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
-        samples = collected(audit.samples(found, self.settings.samples))
+        of_class = Counter({row["class"]: row["count"] for row in found.groupBy("class").count().collect()})
+        listed = found.where(f.col("class") != effects.APPLIED)
+        listed.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
+        samples = collected(audit.samples(listed, self.settings.samples))
         found.unpersist()
         done = Audited(
             since=rules.since,
             until=rules.until,
             **{name: total[name] for name in (*audit.COUNTS, "unknown")},
             **others,
-            **observed.get,
+            **{name: of_class[name] for name in classes},
             report=str(output / REPORT),
             seconds=time.monotonic() - self.begin,
         )
