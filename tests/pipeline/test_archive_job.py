@@ -24,7 +24,7 @@ from outbox.table.states import NEVER
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive import job
 from outbox_pipeline.jobs.archive.job import run
-from outbox_pipeline.jobs.archive.windows import Archive, Manifest, floor
+from outbox_pipeline.jobs.archive.windows import Archive, Manifest, checksum_columns, floor
 from outbox_pipeline.spanner import open_table
 from tests.support.archives import (
     DAY,
@@ -47,6 +47,8 @@ from tests.support.spanner import place
 from tests.support.waiting import eventually
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
+#: An hour later, clocks in New York show this time again.
+TWICE = datetime.fromisoformat("2025-11-02T05:30:00Z")
 #: Names that a path, a reader of paths or a pattern may take for something else.
 TOPICS = (
     "projects/shop/topics/orders", "a%2Fb", "100%", "a+b c", "007", "1e5", "2026-10-20", "true", "null", "a=b", "..",
@@ -68,11 +70,12 @@ def as_the_table_has_them(spark: SparkSession, database: Database, day: datetime
 def test_archived_rows_equal_the_table_in_every_column(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
+    """In every time zone of the session."""
     late = NEXT_DAY - MICROSECOND
     odd = [sent(f"topic {number}", late, Topic=topic) for number, topic in enumerate(TOPICS)]
     full = {
         "OrderingKey": "k\0", "Sequence": -(2**63), "Priority": 2**63 - 1, "AtMostOnce": True, "Attempts": 3,
-        "LastError": "", "AvailableAt": DAY + MICROSECOND, "ExpiresAt": NEVER, "CreatedAt": DAY + MICROSECOND * 2,
+        "LastError": "", "AvailableAt": TWICE + HOUR, "ExpiresAt": NEVER, "CreatedAt": TWICE + MICROSECOND,
     }  # fmt: skip
     messages = {"nul": b"\0" * 3, "empty": b"", "large": os.urandom(8_000_000), "bytes": bytes(range(256))}
     insert(database, odd)
@@ -83,19 +86,23 @@ def test_archived_rows_equal_the_table_in_every_column(
     insert(database, [sent("before", DAY - MICROSECOND), sent("after", NEXT_DAY)])
     insert(database, [row("ready"), row("dead", AvailableAt=NEVER), row("due", CreatedAt=DAY, AvailableAt=DAY)])
 
-    spark.conf.set("spark.sql.session.timeZone", "Pacific/Kiritimati")
+    checksum = expected.select(*checksum_columns()).first()
     try:
-        done = run(spark, settings_of(target, tmp_path, since=shown(DAY + HOUR * 7)), late=True)
-        found = read_archive(spark, str(tmp_path)).cache()
+        for zone in ("America/New_York", "Asia/Kolkata", "Pacific/Kiritimati"):
+            spark.conf.set("spark.sql.session.timeZone", zone)
+            archive = tmp_path / zone
+            done = run(spark, settings_of(target, archive, since=shown(DAY + HOUR * 7)), late=True)
+            assert (done.windows, done.written) == (1, len(odd) + len(messages) + 2)
+            assert [(each["rows"], each["checksum"]) for each in manifests(archive)] == [checksum], zone
+        found = read_archive(spark, str(archive)).cache()
     finally:
         spark.conf.set("spark.sql.session.timeZone", "UTC")
-    assert (done.windows, done.written) == (1, len(odd) + len(messages) + 2)
     assertSchemaEqual(found.schema, schemas.ARCHIVED)
     # A digest instead of 8 MB, because the comparison writes each value as a text.
     micros = {name: f.unix_micros(name) for name in ("CreatedAt", "AvailableAt", "ExpiresAt", "SentAt")}
     assertDataFrameEqual(*(each.withColumns(micros | {"Data": f.sha2("Data", 256)}) for each in (found, expected)))
-    [days] = data_folders(tmp_path)
-    assert [each.name for each in days.iterdir() if each.is_dir()] == ["SentDate=2026-10-20"]
+    days = [day.name for folder in tmp_path.glob("*/*/window=*/run=*") for day in folder.iterdir() if day.is_dir()]
+    assert days == ["SentDate=2026-10-20"] * 3
 
 
 def failing(transform: Callable[[DataFrame], DataFrame], note: Path) -> Callable[[DataFrame], DataFrame]:
