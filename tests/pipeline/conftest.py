@@ -11,7 +11,8 @@ from outbox.devtools.emulators import Emulators
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.source.datasource import register_source
 from outbox_pipeline.spark import session as jobs_session
-from tests.support import quick, spanner
+from tests.support import cluster, quick, spanner
+from tests.support.cluster import Cluster
 
 # In processes of minutes, the second compiler of the JVM costs more than it gains.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
@@ -62,3 +63,15 @@ def in_process(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def target(database: Database) -> DatabaseSettings:
     return spanner.place(str(database.database_id))
+
+
+@pytest.fixture(scope="module")
+def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster.running(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
+@pytest.fixture
+def variables(database: Database, emulators: Emulators) -> dict[str, str]:
+    """The variables of a job on the cluster, and of its executors."""
+    return emulators.environment() | spanner.variables(str(database.database_id))

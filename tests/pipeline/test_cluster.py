@@ -1,10 +1,7 @@
 """The jobs on a standalone cluster, by spark-submit, with executors that have nothing but what is shipped to them."""
 
 import json
-import os
 import re
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +9,24 @@ import pyarrow.parquet
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.devtools.emulators import Emulators
-from tests.support import cluster, spanner
 from tests.support.archives import DAY, NEXT_DAY, sent
 from tests.support.cluster import Cluster
 from tests.support.operations import insert, rows_of
-from tests.support.pipeline import write_received
-from tests.support.processes import Process, kill_family
+from tests.support.pipeline import keyed_rows, write_lines, write_received
 from tests.support.pubsub import PubSub
-from tests.support.relays import key_orders
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(3600)
-
-#: Rows, their ordering keys, and the rows per second while something is killed.
-ROWS, KEYS, RATE = 1200, 12, 60
-
-
-@pytest.fixture(scope="module")
-def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster.running(tmp_path_factory.mktemp("cluster")) as started:
-        yield started
-
-
-@pytest.fixture
-def variables(database: Database, emulators: Emulators) -> dict[str, str]:
-    return emulators.environment() | spanner.variables(str(database.database_id))
-
-
-def input_of(folder: Path, topic: str, count: int) -> Path:
-    """Write rows, the first half of which have an ordering key."""
-    rows: list[dict[str, Any]] = [{"topic": topic, "data": f"{n}", "task_id": f"{n:05d}"} for n in range(count)]
-    for number, row in enumerate(rows[: count // 2]):
-        row |= {"ordering_key": f"key-{number % KEYS}", "sequence": number}
-    file = folder / "in.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
 
 
 def test_register_on_a_cluster(spark_cluster: Cluster, database: Database, variables: dict[str, str], tmp_path: Path):
     """Spark's log is on stderr, because a cluster has a log configuration of its own. stdout has the summary only."""
-    flags = ("--input", str(input_of(tmp_path, "orders", 300)), "--rejects", str(tmp_path / "rejects"), "--json")
+    flags = (
+        "--input",
+        str(write_lines(tmp_path / "in.jsonl", keyed_rows("orders", 300))),
+        "--rejects",
+        str(tmp_path / "rejects"),
+        "--json",
+    )
     done = spark_cluster.submit("register", *flags, variables=variables)
     assert done.code == 0, done.stderr
     assert json.loads(done.stdout)["registered"] == len(rows_of(database)) == 300
@@ -106,43 +80,13 @@ def test_what_an_executor_lacks_is_one_sentence(
 ):
     """The driver has it. The exit code says that something is missing."""
     wanted = {f"spark.{name}": value for name, value in conf.items()} | {"spark.task.maxFailures": "1"}
-    flags = ("--input", str(input_of(tmp_path, "orders", 10)), "--rejects", str(tmp_path / "rejects"))
+    flags = (
+        "--input",
+        str(write_lines(tmp_path / "in.jsonl", keyed_rows("orders", 10))),
+        "--rejects",
+        str(tmp_path / "rejects"),
+    )
     done = spark_cluster.submit("register", *flags, variables=variables, conf=wanted)
     [error] = re.findall(r"^outbox-pipeline: (.*)$", done.stderr, re.MULTILINE)
     assert sentence in error
     assert done.code == 3
-
-
-def kill_an_executor(spark_cluster: Cluster, _driver: Process) -> None:
-    os.kill(spark_cluster.executors()[0], signal.SIGKILL)
-
-
-def kill_the_driver(_cluster: Cluster, driver: Process) -> None:
-    kill_family(driver.pid)
-
-
-@pytest.mark.long("jobs that are slow enough to be killed in the middle")
-@pytest.mark.parametrize("fault", [kill_an_executor, kill_the_driver])
-def test_each_row_is_registered_once_in_its_order_if_a_process_is_killed(
-    spark_cluster: Cluster,
-    database: Database,
-    variables: dict[str, str],
-    tmp_path: Path,
-    fault: Callable[[Cluster, Process], None],
-):
-    """SIGKILL in the middle. Spark repeats the work of an executor. After a killed driver, the job runs again."""
-    file = input_of(tmp_path, "orders", ROWS)
-    flags = ("register", "--input", str(file), "--rejects", str(tmp_path / "rejects"), "--json")
-    slow = ("--max-rows-per-second", str(RATE))
-    with spark_cluster.started(*flags, *slow, variables=variables) as driver:
-        eventually(lambda: spanner.count(database, "TRUE") > ROWS // 8, seconds=600, message="the job has begun")
-        fault(spark_cluster, driver)
-        driver.wait(600)
-        stdout = driver.stdout
-    if fault is kill_the_driver:
-        assert ROWS // 8 < spanner.count(database, "TRUE") < ROWS
-        stdout = spark_cluster.submit(*flags, variables=variables).stdout
-    done = json.loads(stdout)
-    assert (done["registered"] + done["existing"], done["rejected"]) == (ROWS, 0)
-    assert spanner.count(database, "TRUE") == ROWS
-    assert all(sorted(ids) == ids for ids in key_orders(database, "orders").values()), "in the order of `sequence`"

@@ -63,9 +63,9 @@ class Cluster:
 
     @contextlib.contextmanager
     def started(
-        self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None
+        self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None, main: str = ""
     ) -> Iterator[Process]:
-        """Run the driver of a job for the time of the block."""
+        """Run the driver of a job, or of another `main` file, for the time of the block."""
         here = {name: os.environ[name] for name in ("PATH", "HOME", "JAVA_HOME") if name in os.environ}
         here |= {"SPARK_LOCAL_IP": LOOPBACK, "SPARK_SUBMIT_OPTS": QUICK_JAVA, "PYTHONPATH": "environment"}
         here |= {"PYSPARK_PYTHON": str(self.folder / "bare/bin/python")}
@@ -77,11 +77,11 @@ class Cluster:
             "spark.ui.enabled": "false",
             **(conf or {}),
         }
-        *shipping, main = SHIPPED
+        *shipping, ours = SHIPPED
         words = [str(SPARK_HOME / "bin/spark-submit"), "--master", self.master, *shipping]
         for name, value in options.items():
             words += ["--conf", f"{name}={value}"]
-        words += [main, *arguments]
+        words += [main or ours, *arguments]
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             child = subprocess.Popen(
                 tied(words), env=here | dict(variables), cwd=self.folder, stdout=stdout, stderr=stderr
@@ -124,7 +124,7 @@ def install(folder: Path) -> None:
 
     Without pip, because tests download nothing.
     """
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name in ("outbox", "publishworker", "outbox_pipeline"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copytree(ROOT / "schema", folder / "outbox/ddl", dirs_exist_ok=True)

@@ -51,9 +51,22 @@ def counts(done: Registered) -> tuple[int, int, int, int, int]:
     return (done.read, done.registered, done.existing, done.repeated, done.rejected)
 
 
+def keyed_rows(topic: str, count: int, keys: int = 12) -> list[dict[str, Any]]:
+    """Return rows of JSON lines, the first half of which have an ordering key."""
+    rows: list[dict[str, Any]] = [{"topic": topic, "data": f"{n}", "task_id": f"{n:05d}"} for n in range(count)]
+    for number, each in enumerate(rows[: count // 2]):
+        each |= {"ordering_key": f"key-{number % keys}", "sequence": number}
+    return rows
+
+
+def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+    return file
+
+
 def write_received(file: Path, messages: Iterable[Any]) -> Path:
     """Write messages as the page of the audit shows them."""
-    lines = [
+    lines = (
         {
             "message_id": each.message_id,
             "publish_time": each.publish_time.isoformat(),
@@ -61,9 +74,8 @@ def write_received(file: Path, messages: Iterable[Any]) -> Path:
             "data": base64.b64encode(each.data).decode(),
         }
         for each in messages
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return file
+    )
+    return write_lines(file, lines)
 
 
 class FakeTable:
