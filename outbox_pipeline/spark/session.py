@@ -19,9 +19,11 @@ _HOW_TO_GET_THEM = "pip install 'spanner-outbox[spark]'"
 #: Options that every job needs. Speculation would run the writes of a Spark task twice. Times are in UTC.
 _ALWAYS = {
     "spark.speculation": "false",
-    # Without it, the archive would have many small files. It merges the partitions of a shuffle, so their configured
-    # number is only a max, and splits those of the archive at 64 MB, the size of a file before compression.
+    # Spark merges and splits the partitions of a shuffle to this size, the usual row group of Parquet. So the archive
+    # has few and large files, the memory of a Spark task does not grow with the rows, and the configured number of
+    # partitions is only a max. Its default of 200 is enough for 25 GB, the shuffle of about 100 million tasks.
     "spark.sql.adaptive.enabled": "true",
+    "spark.sql.adaptive.advisoryPartitionSizeInBytes": "128m",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.sources.partitionOverwriteMode": "static",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default, INT96, is deprecated in Parquet

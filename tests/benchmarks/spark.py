@@ -166,7 +166,12 @@ def in_turns(bench: Bench, engine: SparkSession, size: int, ways: dict[str, Way]
 def _cpu_of_spark(engine: SparkSession) -> float:
     """Return the CPU seconds of the JVM, which is a child of this process, and of its Python workers."""
     context: Any = engine.sparkContext
-    family = [context._gateway.proc.pid]
+    return cpu_of([context._gateway.proc.pid])
+
+
+def cpu_of(processes: Iterable[int]) -> float:
+    """Return the CPU seconds of processes and of all below them."""
+    family = [*processes]
     for pid in family:
         family += children(pid)
     ticks = 0

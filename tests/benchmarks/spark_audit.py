@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pyarrow.dataset as files
+import pyarrow.dataset
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as f
 
@@ -20,7 +20,6 @@ from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, Manifest, archivable, checksum_columns, rebalanced
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.settings import AuditSettings
-from outbox_pipeline.spanner import open_table
 from tests.benchmarks.bench import Bench, fresh_table
 from tests.benchmarks.results import Section
 from tests.benchmarks.spark import (
@@ -52,8 +51,8 @@ def auditing(bench: Bench) -> Section:
         for size in sizes:
             with tempfile.TemporaryDirectory() as folder:
                 place = Path(folder)
-                _archive(engine, table.id, place, size)
-                _receive(engine, place, size)
+                archive(engine, place, size, f"projects/{PROJECT}/instances/{INSTANCE}/databases/{table.id}")
+                receive(engine, place, size)
                 job = timed(partial(_job, engine, table.id, place, count()))
                 samples += in_turns(bench, engine, size, {LOOP: timed(partial(_loop, place)), SPARK: job})
     section = beside_loops(
@@ -74,14 +73,17 @@ def _id(number: Column) -> Column:
 
 
 def _body(number: Column) -> Column:
-    return f.encode(f.rpad(number.cast("string"), 150, "."), "UTF-8")
+    """Return 150 bytes that can hardly be compressed."""
+    digits = f.concat(*(f.md5(f.concat(number.cast("string"), f.lit(f".{part}"))) for part in range(5)))
+    return f.encode(f.substring(digits, 1, 150), "UTF-8")
 
 
 def _created(number: Column, size: int) -> Column:
     return f.timestamp_micros(f.unix_micros(f.lit(DAY)) + number * int(HOURS * 3600 * 1e6 / size))
 
 
-def _archive(engine: SparkSession, database: str, folder: Path, size: int) -> None:
+def archive(engine: SparkSession, folder: Path, size: int, database: str) -> None:
+    """Write and prove an archive of generated tasks as the job does."""
     number = f.col("id")
     # The bytes of a PubsubMessage: data, and twice an attribute.
     data = f.concat(
@@ -99,19 +101,17 @@ def _archive(engine: SparkSession, database: str, folder: Path, size: int) -> No
     tasks = engine.range(size).select(
         *((created | others)[field.name].cast(field.dataType).alias(field.name) for field in schemas.TABLE)
     )
-    archive = Archive(engine, str(folder / "archive"))
+    files = Archive(engine, str(folder / "archive"))
     since, until = DAY, UNTIL + GRACE + timedelta(hours=1)
-    window, data_folder = archive.folder_of(since, until), archive.new_run()
+    window, data_folder = files.folder_of(since, until), files.new_run()
     rebalanced(archivable(tasks)).write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(window / data_folder))
     [(rows, checksum)] = (
         engine.read.schema(schemas.STORED).parquet(str(window / data_folder)).select(*checksum_columns()).collect()
     )
-    flags = AuditSettings.read(_flags(database, folder, 0), {})
-    name = open_table(flags).name
-    archive.finish(window, Manifest(name, since, until, until, rows, checksum, data_folder, datetime.now(UTC)))
+    files.finish(window, Manifest(database, since, until, until, rows, checksum, data_folder, datetime.now(UTC)))
 
 
-def _receive(engine: SparkSession, folder: Path, size: int) -> None:
+def receive(engine: SparkSession, folder: Path, size: int) -> None:
     number = f.col("id")
     twice = engine.range(size).where(number % MILLION >= MILLION - TWICE)
     strangers = engine.range(size, size + max(1, size * UNKNOWN // MILLION))
@@ -127,7 +127,7 @@ def _receive(engine: SparkSession, folder: Path, size: int) -> None:
     messages.write.parquet(str(folder / "received"))
 
 
-def _flags(database: str, folder: Path, turn: int) -> dict[str, str]:
+def flags(database: str, folder: Path, turn: int) -> dict[str, str]:
     return {
         "project": PROJECT, "instance": INSTANCE, "database": database, "tasks": "archive",
         "archive": str(folder / "archive"), "received": str(folder / "received"), "grace": f"{GRACE.total_seconds():g}",
@@ -136,13 +136,13 @@ def _flags(database: str, folder: Path, turn: int) -> dict[str, str]:
 
 
 def _job(engine: SparkSession, database: str, folder: Path, turns: Iterator[int]) -> int:
-    done = audit.run(engine, AuditSettings.read(_flags(database, folder, next(turns)), {}))
-    expected = _expected(done.tasks)
-    assert (done.lost, done.republished, done.unknown, done.mismatched) == expected, done
+    done = audit.run(engine, AuditSettings.read(flags(database, folder, next(turns)), {}))
+    found = (done.lost, done.republished, done.unknown, done.mismatched)
+    assert found == expected(done.tasks), done
     return done.tasks
 
 
-def _expected(size: int) -> tuple[int, int, int, int]:
+def expected(size: int) -> tuple[int, int, int, int]:
     millions, rest = divmod(size, MILLION)
     lost = millions * LOST + min(rest, LOST)
     twice = millions * TWICE + max(0, rest - (MILLION - TWICE))
@@ -150,7 +150,7 @@ def _expected(size: int) -> tuple[int, int, int, int]:
 
 
 def _rows(folder: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
-    for batch in files.dataset(folder).to_batches(columns=list(columns)):
+    for batch in pyarrow.dataset.dataset(folder).to_batches(columns=list(columns)):
         yield from zip(*(batch[name].to_pylist() for name in columns), strict=True)
 
 
@@ -194,5 +194,5 @@ def _loop(folder: Path) -> int:
     for (_, _, what), number in numbers.items():
         sums[what] += number
     found = (sums["lost"], sums["republished"], len(received), sums["mismatched"])
-    assert (found, overtaken) == (_expected(sums["tasks"]), 0), (found, overtaken)
+    assert (found, overtaken) == (expected(sums["tasks"]), 0), (found, overtaken)
     return sums["tasks"]
