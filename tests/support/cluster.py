@@ -50,6 +50,11 @@ class Cluster:
     workers: tuple[Child, ...]
     folder: Path
 
+    @property
+    def local(self) -> Path:
+        """Return the folder for Spark's own files."""
+        return self.folder / "local"
+
     def submit(
         self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None, seconds: float = 600
     ) -> Finished:
@@ -68,7 +73,7 @@ class Cluster:
         """Run the driver of a job, or of another `main` file, for the time of the block."""
         here = {name: os.environ[name] for name in ("PATH", "HOME", "JAVA_HOME") if name in os.environ}
         here |= {"SPARK_LOCAL_IP": LOOPBACK, "SPARK_SUBMIT_OPTS": QUICK_JAVA, "PYTHONPATH": "environment"}
-        here |= {"PYSPARK_PYTHON": str(self.folder / "bare/bin/python")}
+        here |= {"PYSPARK_PYTHON": str(self.folder / "bare/bin/python"), "SPARK_LOCAL_DIRS": str(self.local)}
         options = {f"spark.executorEnv.{name}": value for name, value in variables.items()}
         options |= {
             "spark.executor.memory": "1g",
@@ -91,28 +96,33 @@ class Cluster:
             finally:
                 if child.poll() is None:
                     kill_family(child.pid)
+                # A killed process leaves the packages that it has unpacked there, 340 MB.
+                shutil.rmtree(self.local, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
-    """Run a master and two workers with one core and 1 GiB each for the time of the block."""
+    """Run a master and two workers with one core and 1 GiB each for the time of the block. Then delete the folder."""
     install(folder / "environment")
     with tarfile.open(folder / "environment.tar.gz", "w:gz", compresslevel=0, dereference=True) as archive:
         archive.add(folder / "environment", "")
     venv.create(folder / "bare", with_pip=False)
     with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         master = stack.enter_context(_daemon("master.Master"))
         url = f"spark://{master.host}"
-        flags = ("--cores", "1", "--memory", "1g")
+        flags, local = ("--cores", "1", "--memory", "1g"), str(folder / "local")
         workers = [
-            stack.enter_context(_daemon("worker.Worker", *flags, "--work-dir", str(folder / name), url))
+            stack.enter_context(
+                _daemon("worker.Worker", *flags, "--work-dir", str(folder / name), url, SPARK_LOCAL_DIRS=local)
+            )
             for name in ("one", "two")
         ]
         yield Cluster(url, tuple(workers), folder)
 
 
-def _daemon(name: str, *flags: str) -> contextlib.AbstractContextManager[Child]:
-    variables = [f"{name}={value}" for name, value in _BARE.items()]
+def _daemon(name: str, *flags: str, **more: str) -> contextlib.AbstractContextManager[Child]:
+    variables = [f"{name}={value}" for name, value in (_BARE | more).items()]
     words = ["/usr/bin/env", "-i", *variables, str(SPARK_HOME / "bin/spark-class"), f"org.apache.spark.deploy.{name}"]
     return child_process.running(
         f"Spark {name}", [*words, "--host", LOOPBACK, "--port", "{port}", "--webui-port", "0", *flags]
