@@ -15,7 +15,7 @@ from proto import Message as ProtoPlusMessage
 
 from outbox import tracing
 from outbox.errors import InvalidMessage
-from outbox.table.values import TOPIC, plain
+from outbox.program.values import TOPIC, plain
 
 #: The attribute that carries the task ID to the subscriber.
 TASK_ID_ATTRIBUTE = "asynchronous_task_id"

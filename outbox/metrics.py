@@ -3,7 +3,7 @@
 import logging
 from typing import Protocol
 
-from outbox.table.values import check_finished
+from outbox.program.values import check_finished
 
 _log = logging.getLogger("outbox")
 

@@ -25,9 +25,9 @@ from outbox.admin.table import SCAN_SECONDS, SCHEMA_OPTIONS, LayoutChanged, Task
 from outbox.errors import PositionExpired
 from outbox.message import parsed
 from outbox.program.times import shown
+from outbox.program.values import chunked, in_utc
 from outbox.table import schema
 from outbox.table.statements import by_ids
-from outbox.table.values import chunked, in_utc
 
 #: Tasks of a page, and max bytes of messages that a reader holds. A larger message is alone.
 PAGE_ROWS, BUFFER_BYTES = 1_000, 8_000_000

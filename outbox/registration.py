@@ -17,6 +17,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox import message as messages
 from outbox.errors import InvalidMessage
 from outbox.metrics import count_registered
+from outbox.program.values import in_utc
 from outbox.table.states import NEVER
 from outbox.table.transactions import (
     SupportsInsert,
@@ -26,7 +27,6 @@ from outbox.table.transactions import (
     insert_once,
     remember,
 )
-from outbox.table.values import in_utc
 
 TABLE = "AsynchronousTasks"
 #: The columns that a registration writes. The others have defaults or are generated.

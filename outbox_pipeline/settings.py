@@ -14,7 +14,7 @@ from outbox.program.settings import (
     whole_number,
 )
 from outbox.program.times import MOMENT, SECONDS
-from outbox.table.values import DATABASE, INSTANCE, PROJECT
+from outbox.program.values import DATABASE, INSTANCE, PROJECT
 from publishworker.process.settings import RelaySettings
 
 FORMATS = ("parquet", "json", "csv")

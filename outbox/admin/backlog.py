@@ -13,9 +13,9 @@ from outbox.admin import statements
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
 from outbox.admin.workers import Worker, live
 from outbox.errors import OutboxError
+from outbox.program.values import chunked
 from outbox.table.statements import CONTROLS
 from outbox.table.states import UNSENT
-from outbox.table.values import chunked
 
 T = TypeVar("T")
 

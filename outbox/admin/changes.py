@@ -24,9 +24,9 @@ from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskT
 from outbox.errors import OutboxError
 from outbox.program.terminal import counted, escaped
 from outbox.program.times import shown
+from outbox.program.values import chunked
 from outbox.table.statements import NEXT_OF_KEYS, RELEASED
 from outbox.table.states import CONDITIONS, STATES, UNSENT
-from outbox.table.values import chunked
 
 _TABLE = "AsynchronousTasks"
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.

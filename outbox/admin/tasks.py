@@ -17,9 +17,9 @@ from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.errors import OutboxError
 from outbox.message import parsed
+from outbox.program.values import chunked
 from outbox.table import ddl
 from outbox.table.states import NEVER, UNSENT
-from outbox.table.values import chunked
 
 _COLUMNS = (
     "Id", "Topic", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt",

@@ -14,8 +14,8 @@ from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import PREFIX, DatabaseSettings, Settings, matching, setting, whole_number
 from outbox.program.terminal import Escaped, joined, say
+from outbox.program.values import TOPIC_ID
 from outbox.table.ddl import cut
-from outbox.table.values import TOPIC_ID
 
 PORT = whole_number(0, 65_535)
 PUBSUB_ID = matching(TOPIC_ID, "an ID that Pub/Sub allows, such as orders")

@@ -12,9 +12,9 @@ from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import PubSubSettings, SettingType, did_you_mean, matching, whole_number
 from outbox.program.terminal import escaped, say
 from outbox.program.times import SECONDS
+from outbox.program.values import TOPIC
 from outbox.table.controls import BOUNDS
 from outbox.table.ddl import MIN_RATE
-from outbox.table.values import TOPIC
 
 PAUSE_DESCRIPTION = """\
 Publish no tasks of these topics until `outbox resume`. Their limits do not change, and

@@ -21,9 +21,9 @@ from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import TABLE as INBOX
 from outbox.inbox.once import record_with
 from outbox.message import Message
+from outbox.program.values import chunked
 from outbox.registration import Options, Task
 from outbox.table.statements import LOCK_UNSENT, RELEASED
-from outbox.table.values import chunked
 
 #: Values in the order of some columns.
 Row = tuple[Any, ...]

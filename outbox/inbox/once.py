@@ -12,12 +12,12 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.errors import InvalidConsumer, InvalidMessage, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
+from outbox.program.values import plain
 from outbox.table.transactions import (
     SupportsReadInsert,
     check_transaction,
     insert_once,
 )
-from outbox.table.values import plain
 
 TABLE = "ProcessedTasks"
 COLUMNS = ("Consumer", "TaskId", "ProcessedAt")

@@ -14,8 +14,8 @@ from outbox.inbox.once import Key, ReceivedMessage, inbox_row, process_once
 from outbox.inbox.watching import uncommitted
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.metrics import count_delivery
+from outbox.program.values import check_finished
 from outbox.table.transact import transact
-from outbox.table.values import check_finished
 from outbox.tracing import processing
 
 T = TypeVar("T")

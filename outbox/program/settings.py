@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from outbox.errors import SettingError
-from outbox.table.values import DATABASE, INSTANCE, PROJECT, plain
+from outbox.program.values import DATABASE, INSTANCE, PROJECT, plain
 
 PREFIX = "OUTBOX_"
 #: The variable names of all settings of all commands, without PREFIX. Each command reports a misspelled one.

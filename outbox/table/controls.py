@@ -5,8 +5,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from outbox.program.values import TOPIC
 from outbox.table.ddl import MIN_RATE
-from outbox.table.values import TOPIC
 
 
 class Bounds(NamedTuple):

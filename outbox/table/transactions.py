@@ -13,8 +13,8 @@ from google.cloud.spanner_v1.batch import Batch, MutationGroup
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.errors import InvalidTransaction
+from outbox.program.values import check_finished
 from outbox.table.transact import retry_and_timeout
-from outbox.table.values import check_finished
 
 #: Max seconds for a read of `insert_once` or `cancel`, including the wait for another transaction's lock. Without a
 #: limit of our own, the client repeats the read without a pause while Spanner is unavailable.

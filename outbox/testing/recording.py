@@ -15,8 +15,8 @@ from google.cloud.spanner_v1.types import ExecuteBatchDmlResponse
 from google.pubsub_v1.types import PubsubMessage
 
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
+from outbox.program.values import plain
 from outbox.registration import COLUMNS, TABLE
-from outbox.table.values import plain
 
 #: How many tasks a failure lists, and how many bytes of each.
 _MAX_TASKS, _MAX_BYTES = 20, 100

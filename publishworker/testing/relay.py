@@ -21,9 +21,9 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.program.channels import channel
 from outbox.program.pubsub import emulator_host, open_pubsub
+from outbox.program.values import plain
 from outbox.table.controls import problems
 from outbox.table.states import NEVER
-from outbox.table.values import plain
 from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.settings import RelaySettings

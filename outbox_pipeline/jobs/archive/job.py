@@ -14,9 +14,9 @@ from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import resolved, shown, spoken
+from outbox.program.values import chunked
 from outbox.registration import TABLE
 from outbox.table.states import MARKS_FINAL_AFTER
-from outbox.table.values import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import (
     Archive,

@@ -15,9 +15,9 @@ from pyspark.sql.types import StructField, StructType
 from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE, table_errors
 from outbox.program.settings import DatabaseSettings
+from outbox.program.values import chunked
 from outbox.table.connection import open_database
 from outbox.table.transact import retry_and_timeout
-from outbox.table.values import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.audit.transforms import STATES, Rules
 from outbox_pipeline.settings import AuditSettings

@@ -12,7 +12,7 @@ from pyspark.sql.types import BinaryType, MapType, StringType, StructField, Stru
 
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.table.values import chunked
+from outbox.program.values import chunked
 from outbox_pipeline import schemas
 
 #: The columns of the messages, described in docs/pipeline/audit.md. Other columns are ignored.

@@ -25,9 +25,9 @@ from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import resolved, shown
+from outbox.program.values import chunked
 from outbox.registration import COLUMNS, TABLE
 from outbox.table.statements import NOW
-from outbox.table.values import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.settings import ReplaySettings
