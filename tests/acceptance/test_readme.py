@@ -290,7 +290,7 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
             body["message"]["attributes"] = {}
             assert client.post("/stock", json=body).status_code == 500
         for id in ("task-2", "task-3", "task-3"):
-            by_sqlalchemy.process(PubsubMessage(data=data, attributes={outbox.TASK_ID_ATTRIBUTE: id}))
+            by_sqlalchemy.take_from_stock(PubsubMessage(data=data, attributes={outbox.TASK_ID_ATTRIBUTE: id}))
         by_sqlalchemy.engine.dispose()
         in_batches = importlib.import_module("stock_in_batches").in_batches
         for expected in (True, False):
