@@ -15,7 +15,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.message import build
 from outbox.table.states import NEVER
 from publishworker.pubsub.messages import topic_name
-from tests.support.operations import insert, pause, row
+from tests.support.operations import insert, pause, row, update
 from tests.support.pubsub import PubSub
 
 NOT_FOUND = "not_found: 404 Topic not found"
@@ -154,6 +154,7 @@ def duplicates(place: Place) -> None:
     place.topics("orders")
     place.workers(2)
     place.tasks(_ids("order", 3), "orders", ago=3 * DAYS, SentAt=_now() - MINUTES)
+    update(place.database, "order-1", TimesSent=2)
     place.tasks(_ids("order-new", 1), "orders", ago=2 * MINUTES, SentAt=_now() - 2 * MINUTES)
 
 
