@@ -1,9 +1,9 @@
 """Read sent tasks in the order of SentAt: `outbox.reader` for programs, and the pages that `outbox tail` prints.
 
 A page is one strong read. Spanner says at which timestamp it read. A mark is the commit that sets SentAt. The page has
-every mark that was committed up to then, and each later mark gets a later commit timestamp. So a reader that goes on
-after that timestamp misses no task, in whatever order the marks of several workers commit. A strong read waits for
-marks that are being committed, usually for milliseconds.
+every mark that was committed up to then, or the first of them if there are many. Each later mark gets a later commit
+timestamp. So a reader that goes on after that timestamp misses no task, in whatever order the marks of several workers
+commit. A strong read waits for marks that are being committed, usually for milliseconds.
 https://cloud.google.com/spanner/docs/true-time-external-consistency
 """
 
@@ -29,7 +29,7 @@ from outbox.program.values import chunked, in_utc
 from outbox.table import schema
 from outbox.table.statements import by_ids
 
-#: Tasks of a page, and max bytes of messages that a reader holds. A larger message is alone.
+#: Max tasks of a page (more if they share a SentAt), and max bytes of messages in memory. A larger message is alone.
 PAGE_ROWS, BUFFER_BYTES = 1_000, 8_000_000
 #: Seconds between two pages when there are no more tasks.
 WAIT_SECONDS = 1.0

@@ -1,6 +1,7 @@
 """Plain data that the steps of a turn pass on: tasks, their outcomes, workers and topic controls.
 
-Types that are created for each task are NamedTuples, which take a quarter of the time of a frozen dataclass to create.
+The types of rows (Candidate, LockedRow, Version) are NamedTuples, because creating one takes a quarter of the time of a
+frozen dataclass.
 """
 
 import math
@@ -199,11 +200,11 @@ class LockedRow(NamedTuple):
 
 
 class Version(NamedTuple):
-    """The state of a row when its task was published, with a hash of the message.
+    """The state of a row when its task was last tried, with a hash of the message.
 
-    The first five fields say what was published. They change if an application registers the ID again (created_at), or
-    an operator repairs the message (message), moves the task, or resets SentAt (times_sent). A mark and a
-    reset of SentAt may leave every other column as it was. Then only `times_sent` shows that the task was sent.
+    The first five fields say which message this was. They change if an application registers the ID again (created_at),
+    or an operator repairs the message (message), moves the task, or resets SentAt (times_sent). A mark and a reset of
+    SentAt may leave every other column as it was. Then only `times_sent` shows that the task was sent.
 
     The other fields say when to try the task. Another worker may defer the task, release it or record a failed attempt.
     A published task is marked nevertheless, because Pub/Sub has the message. A failure is recorded only if no field has

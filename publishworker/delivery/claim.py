@@ -85,7 +85,10 @@ class Claim:
         return frozenset(Key(self.topic, name) for name in names if name is not None)
 
     def part(self, ids: Collection[str], kind: Kind | None = None) -> "Claim":
-        """Return a claim of these tasks alone. It also releases the deferred task behind them in each ordering key."""
+        """Return a claim of these tasks alone.
+
+        It also locks the task behind them in each key, to release it if deferred.
+        """
         ids = frozenset(ids)
         tasks = tuple(task for task in self.tasks if task.id in ids)
         keys = {task.ordering_key for task in tasks} - {None}
@@ -111,7 +114,7 @@ class Claim:
         return replace(self, releases=self.releases[:half]), replace(self, releases=self.releases[half:])
 
 
-#: What is true of a task whose last write failed. `marked`: at most once, marked but not published.
+#: The state of a task whose row could not be written. `marked`: at most once, marked but not published.
 State: TypeAlias = Literal["published", "unpublished", "marked"]
 
 
@@ -127,7 +130,7 @@ class Delivered:
     #: Pub/Sub's answer for each task over all runs of the transaction. A task that is expired or cannot be published
     #: has a failure instead, without a request.
     answers: Mapping[str, Answer] = field(default_factory=dict)
-    #: The tasks that the last run skipped. If another worker sent a task while this one published it, both have it.
+    #: The tasks that the last run skipped. A task that another worker sent meanwhile is in both.
     skipped: Mapping[str, Skipped] = field(default_factory=dict)
     #: Failed attempts and deferrals that are written.
     recorded: Mapping[str, NotSent] = field(default_factory=dict)

@@ -49,14 +49,14 @@ class Tools:
     retries: RetryPolicy
     #: The time limit for publishing one batch.
     publish_seconds: float
-    #: Workers pass over a dead task of an ordering key. Otherwise it blocks the key.
+    #: Whether a dead task does not block its ordering key.
     skip_dead: bool
     host: Host = field(default_factory=Host)
     trace: Trace | None = None
 
     @property
     def heads(self) -> Store:
-        """Return the store for reads of key heads, which the trace notes, too."""
+        """Return the store for reads of key heads. A trace has these reads, too."""
         return self.store if self.trace is None else self.trace.reading(self.store)
 
 
@@ -89,9 +89,10 @@ class Delivery:
 
     def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
         self.claim = claim
-        #: The tasks whose marks are not written: all, and after a failed commit those that are still to be marked.
+        #: The tasks whose marks are not written: at first all, later those that are marked again.
         self.unmarked = frozenset(claim.ids)
-        #: Spanner refuses every row that is left, but accepts others. The batch then gives up its place.
+        #: Spanner refuses all rows that this batch has left to write, but accepts those of others. It gives up its
+        #: place.
         self.aside = False
         #: Transactions that have begun. While the number grows, the batch is not stuck.
         self.transactions = 0
@@ -238,7 +239,10 @@ class Delivery:
         def decide_timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             nonlocal has_decided, locked, marks
             self._aborted += has_decided
-            self._locked_at, locked = self._laps.end(CLAIM), rows  # after an abort, with the time of the commit
+            self._locked_at, locked = (
+                self._laps.end(CLAIM),
+                rows,
+            )  # after an abort, this includes the commit that failed
             marks, has_decided = decide(rows, now), True
             self._laps.begin()
             return marks

@@ -102,8 +102,8 @@ def to_release(
 ) -> list[LockedRow]:
     """Return the deferred rows that become heads of their keys with this commit. The commit must make them ready.
 
-    No poll reads a deferred task until its deferral ends, so the key would wait. One ready task is enough. A head that
-    has expired blocks no task, so the one behind it is released, too.
+    No poll reads a deferred task until its deferral ends, so the key would wait. One ready task is enough for a poll to
+    find it. A head that has expired blocks no task, so the one behind it is released, too.
     """
     released: list[LockedRow] = []
     keys = {task.ordering_key for task in claim.tasks} - {None}
@@ -194,7 +194,7 @@ class RetryPolicy:
 
 
 class Marks(NamedTuple):
-    """The marks of a batch by task: published tasks, failed attempts, and deferrals behind them."""
+    """The marks of a batch by task: published tasks, failed attempts, and deferrals of tasks behind failed ones."""
 
     sent: dict[str, Sent]
     recorded: dict[str, NotSent]

@@ -252,7 +252,8 @@ class SpannerStore:
         except (*SERVICE_ERRORS, StoreError) as error:
             cause = error.__cause__ if isinstance(error, StoreError) else error
             if self._database is used and is_lost_session(cause):  # otherwise another thread has replaced it
-                # Spanner has deleted the session, or the database was restored. The client would keep using it.
+                # Spanner has deleted the session, or the database was restored. The client would keep using the old
+                # session.
                 self._database, self._heartbeats = used.renewed(), self._heartbeats.renewed()
             if isinstance(error, StoreError):
                 raise

@@ -83,7 +83,7 @@ class _Entry:
     batch: Delivery
     seconds: float = 0.0  # since its last transaction began, as of the last check
     transactions: int = 0
-    straggler: bool = False  # a turn has ended while the batch was in flight
+    straggler: bool = False  # a turn has stopped waiting for this batch, and later turns do not wait for it
     reported: bool = False  # its Delivered is reported; if it is still in flight, it marks tasks again
 
 
@@ -149,7 +149,7 @@ class InFlight:
         return sum(claim.kind is Kind.DEFER for claim in self.delivering)
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys whose other tasks must wait for a batch. A deferral that is retried blocks none."""
+        """Return the ordering keys whose other tasks must wait. A deferring batch that only marks again blocks none."""
         claims = (
             entry.batch.claim.part(entry.batch.unmarked) if entry.reported else entry.batch.claim
             for entry in self._running
@@ -217,7 +217,7 @@ class InFlight:
                 self._host.progress()
                 self.raise_if_stuck()
                 continue
-            if entry not in self._running:  # the batch had marked all tasks before, or was reported as stuck
+            if entry not in self._running:  # the batch was removed before: it left nothing unmarked, or was stuck
                 continue
             if isinstance(report, BaseException):
                 del self._running[entry]

@@ -79,14 +79,14 @@ class Relay:
         reports = self._in_flight.collect()
         changed = self._observe(reports)  # circuits, limits, metrics and logs
         self._in_flight.raise_if_stuck()
-        has_discovered = self._discover_if_outdated()
+        needs_no_discovery = self._discover_if_outdated()
         self._start_at_most_once(reports, stopping)
         polled = self._poll()  # reads nothing while no batch may start
         self._progress()
         ready = self._ordering.resolve(polled.candidates, self._in_flight.keys())  # sendable prefixes, blocked keys
         selection = self._select(polled, ready, stopping)
         started = self._start(selection.claims)
-        if not has_discovered:  # live workers, controls, unknown topics
+        if not needs_no_discovery:  # live workers, controls, unknown topics
             changed |= self._discover(found_nothing=not (started or polled.no_room))
         self._reads_incomplete = False
         waits = polled.no_room or started or ready.left_out or selection.is_byte_limited
@@ -100,7 +100,7 @@ class Relay:
         self.woken.set()
 
     def find_next_due(self) -> float | None:
-        """Return the seconds until a task of an available topic is due (0: one is), or None. Raises StoreError."""
+        """Return the seconds until a task of an available topic is due, 0 if one is, or None. Raises StoreError."""
         return self._poller.find_next_due(self._topics.unavailable(self._in_flight.tasks_by_topic()))
 
     def finish(self) -> Turn:
@@ -119,7 +119,7 @@ class Relay:
 
     @property
     def in_flight(self) -> int:
-        """Return the number of batches in flight, including those that mark tasks in doubt."""
+        """Return the number of batches in flight, including those that only mark published tasks again."""
         return len(self._in_flight)
 
     @property
@@ -164,9 +164,9 @@ class Relay:
             self._start(claims)
 
     def _discover_if_outdated(self) -> bool:
-        """Read the small tables again after a turn that failed. If they are outdated without a failure, discover.
+        """After a turn that failed, read the small tables again. Otherwise discover, if they are outdated.
 
-        Tell whether this turn needs no other discovery.
+        Return True if a discovery has found no new topic or shard, so that this turn needs no other one.
         """
         failed, self._reads_incomplete = self._reads_incomplete, True  # `turn` resets it if no read raises StoreError
         if failed:

@@ -32,7 +32,7 @@ class Selection(NamedTuple):
 
 
 class FairShare:
-    """Counts the batches owed to lower priorities. Each goes to the next lower one, from the second highest on."""
+    """Counts the batches owed to lower priorities. The first goes to the second highest, the next one below."""
 
     def __init__(self, share: float) -> None:
         self._share = share  # 0 to 0.5: the part of the batches for lower priorities
@@ -112,7 +112,7 @@ class Selector:
         if len(wanted) < places and self._is_filled_later(wanted, polled.cut_off - allowed.keys()):
             wanted.pop()
         claims = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
-        # Tasks of topics in `allowed` are not left: they wait for a rate limit or a circuit, not for a place.
+        # Topics in `allowed` have a limit or an open circuit. Their tasks are not left, because they wait for no place.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
         left_tasks = bool(polled.cut_off - allowed.keys()) or started < startable
@@ -133,7 +133,7 @@ class Selector:
 
     def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:
         places = self._limits.batches // (2 if nothing_else else 4)
-        if places == 0:  # fewer than four places: deferrals get one place, on average in every fourth turn
+        if places == 0:  # less than one place: one in every fourth turn on average, or in each if no task can be sent
             places = int(nothing_else or self._random.random() < 1 / 4)
         free = self._limits.batches - in_flight.places
         return max(0, min(free, places - in_flight.deferring()))
