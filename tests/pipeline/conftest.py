@@ -23,10 +23,13 @@ SMALL_DATA = {"spark.sql.shuffle.partitions": "1", "spark.sql.adaptive.enabled":
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep these tests in one process of pytest-xdist, because each process would start its own Spark."""
+    """Keep these tests in one process of pytest-xdist, because each process would start its own Spark.
+
+    Those of the cluster, which has processes of its own, may run beside them in another one.
+    """
     for item in items:
         if "tests/pipeline/" in item.nodeid:
-            item.add_marker(pytest.mark.xdist_group("spark"))
+            item.add_marker(pytest.mark.xdist_group("cluster" if "/test_cluster" in item.nodeid else "spark"))
             name = getattr(item, "originalname", item.name)
             if "spark" in getattr(item, "fixturenames", ()) and name not in quick.SPARK:
                 item.add_marker(pytest.mark.extended)
