@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -71,11 +72,11 @@ def _installed_by(extra: str) -> Iterator[str]:
 
 def licence(name: str) -> str:
     """Return the licence as an SPDX expression, or as the package names it."""
-    about = metadata.metadata(name)
-    if expression := about["License-Expression"]:
+    about: Any = metadata.metadata(name)  # `get`, because Python 3.13 warns if a missing field is read
+    if expression := about.get("License-Expression"):
         return str(expression)
     classifiers = [each for each in about.get_all("Classifier") or [] if each.startswith("License :: OSI Approved :: ")]
-    names = [each.rpartition(" :: ")[2] for each in classifiers] or [str(about["License"]).partition("\n")[0]]
+    names = [each.rpartition(" :: ")[2] for each in classifiers] or [str(about.get("License")).partition("\n")[0]]
     return " AND ".join(dict.fromkeys(SPDX.get(each, each) for each in names))
 
 

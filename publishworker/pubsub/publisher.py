@@ -168,7 +168,8 @@ class PubSubPublisher:
         try:
             _, future = self._publish.with_call(request, timeout=seconds, metadata=header)
         except grpc.RpcError as error:
-            return error  # it is a future, too
+            # The error is a future, too. Its traceback could be a reference cycle, like that of a raised future.
+            return error.with_traceback(None)
         return future
 
 
