@@ -48,7 +48,7 @@ demo-pipeline: $(STAMP) ## run the Spark jobs: register, drain with live workers
 unit: $(STAMP) ## run the tests without emulators and processes, in a minute
 	@$(PYTEST) $(TESTS) tests/unit
 
-test: $(STAMP) ## test every promise, command and Spark job on the emulators, in seven minutes
+test: $(STAMP) ## test every promise, command and Spark job on the emulators, in five minutes
 	@$(PYTEST) $(TESTS) -m "not extended and not long"
 
 test-all: $(STAMP) ## run the tests that `make test` omits, in fifteen minutes

@@ -56,6 +56,7 @@ class Site:
         return done.stdout.splitlines()
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(240)
 def test_an_order_becomes_one_task_one_message_and_one_invoice(
     emulators: Emulators, own_database: Database, pubsub: PubSub

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
@@ -23,6 +24,7 @@ USUAL = {
 }  # fmt: skip
 
 
+@pytest.mark.extended
 def test_every_sent_metric_is_documented_with_its_tags(
     emulators: Emulators, database: Database, topic: str, tmp_path: Path
 ) -> None:

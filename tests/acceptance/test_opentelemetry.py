@@ -63,6 +63,7 @@ def collector() -> Iterator[Collector]:
     created.server.server_close()
 
 
+@pytest.mark.extended
 def test_a_collector_receives_the_table_of_metrics(
     emulators: Emulators, database: Database, topic: str, collector: Collector
 ) -> None:

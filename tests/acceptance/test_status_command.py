@@ -121,6 +121,7 @@ def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Dat
         assert "paused (paused)" in done.stdout
 
 
+@pytest.mark.extended
 def test_watch_reads_again_until_ctrl_c(outbox: Commands):
     """Each time is later, one whole JSON object a line, and nothing but these is written at the end."""
 

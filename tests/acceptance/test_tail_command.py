@@ -99,7 +99,7 @@ def test_tail_prints_the_tasks_of_a_key_in_the_order_in_which_they_were_publishe
         assert len({json.loads(line)["sent_at"] for line in process.stdout.splitlines()}) == 1
 
 
-@pytest.mark.parametrize("away", [Proxy.refuse, Proxy.hang])
+@pytest.mark.parametrize("away", [Proxy.refuse, pytest.param(Proxy.hang, marks=pytest.mark.extended)])
 def test_an_outage_of_spanner_loses_no_line(emulators: Emulators, database: Database, away: Callable[[Proxy], None]):
     """Tasks that were sent meanwhile follow when Spanner is available again. One note reports the outage."""
     insert(database, [row("before"), row("meanwhile"), row("after")])
@@ -124,6 +124,7 @@ def test_an_outage_of_spanner_loses_no_line(emulators: Emulators, database: Data
             assert TRACE not in process.stderr
 
 
+@pytest.mark.extended
 def test_commands_that_follow_continue_after_the_number_of_shards_was_changed(
     emulators: Emulators, own_database: Database
 ):

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
@@ -62,6 +63,7 @@ def test_the_sql_of_the_page_does_the_same(database: Database):
     ]
 
 
+@pytest.mark.extended
 def test_workers_follow_pauses_and_limits_within_ten_seconds(
     outbox: Commands, emulators: Emulators, database: Database, topic: str, subscription: Subscription
 ) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox import __version__
@@ -11,6 +12,7 @@ from tests.support.relays import divided, register, worker
 from tests.support.waiting import eventually
 
 
+@pytest.mark.extended
 def test_the_reason_why_a_missing_topic_is_not_sent_is_visible(
     emulators: Emulators, database: Database, outbox: Commands
 ) -> None:
@@ -29,6 +31,7 @@ def test_the_reason_why_a_missing_topic_is_not_sent_is_visible(
         running.end()
 
 
+@pytest.mark.extended
 def test_workers_say_what_they_poll_and_how_they_are_set(
     emulators: Emulators, database: Database, outbox: Commands
 ) -> None:

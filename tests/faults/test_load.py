@@ -95,6 +95,7 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     assert statistics.median(waits) < statistics.median(others)
 
 
+@pytest.mark.extended
 def test_operators_at_work(trial: Trial, fault_seconds: float) -> None:
     """Operators send tasks again and purge sent ones under load, twice a second.
 

@@ -92,7 +92,7 @@ def test_a_missing_stream_is_logged_once(
     assert "AsynchronousTasksInserts" in line.getMessage()
 
 
-@pytest.mark.parametrize("fault", ["hang", "refuse"])
+@pytest.mark.parametrize("fault", [pytest.param("hang", marks=pytest.mark.extended), "refuse"])
 def test_a_broken_or_hung_stream_is_noticed_and_read_anew(
     fault: str,
     streamed: Database,
@@ -138,6 +138,7 @@ def test_an_idle_worker_polls_at_an_insert_and_when_a_task_is_due(
         subscription.pull_until(2, seconds=25)
 
 
+@pytest.mark.extended
 def test_the_first_task_of_a_topic_is_found_soon_after_a_wake_up_in_vain(
     streamed: Database, emulators: Emulators, pubsub: PubSub
 ) -> None:

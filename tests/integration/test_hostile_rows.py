@@ -59,7 +59,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("failing", [False, True])
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("once", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_no_value_of_a_row_makes_spanner_refuse_a_batch(
     database: Database, caplog: pytest.LogCaptureFixture, *, once: bool, failing: bool
 ) -> None:

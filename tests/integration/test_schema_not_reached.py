@@ -58,6 +58,7 @@ def test_an_update_that_spanner_refuses_is_one_sentence(database: Database) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.extended
 def test_an_unavailable_spanner_is_reported_within_the_limits(
     emulators: Emulators, empty_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def statements(database: Database) -> list[str]:
     return [each for each in statements if "INFORMATION_SCHEMA" not in each.upper()]
 
 
+@pytest.mark.extended
 def test_no_plan_depends_on_the_optimizer(statements: list[str]) -> None:
     assert len(set(statements)) > 40
     assert {statement: found for statement in statements if (found := list(problems(statement)))} == {}

@@ -151,7 +151,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2")])
+@pytest.mark.parametrize("arguments", [(), pytest.param(("-n", "2"), marks=pytest.mark.extended)])
 def test_a_test_gets_emulators_a_database_and_a_relay(
     arguments: tuple[str, ...], emulators: Emulators, project: Path
 ) -> None:
@@ -160,6 +160,7 @@ def test_a_test_gets_emulators_a_database_and_a_relay(
     assert "12 passed" in ended.stdout
 
 
+@pytest.mark.extended
 def test_the_emulators_are_reached_without_the_proxy_of_the_environment(emulators: Emulators, project: Path) -> None:
     ended = run(project, "-k", "once", http_proxy="http://127.0.0.1:1", **emulators.environment())
     assert ended.returncode == 0, ended.stdout

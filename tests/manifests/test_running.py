@@ -30,6 +30,7 @@ def variables(objects: Objects, pod: str, name: str, emulators: Emulators, scrat
     return values
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_development_sends_orders(emulators: Emulators, tmp_path: Path) -> None:
     """The init containers run twice, as they do when a worker starts again. The probe finds the heartbeat file."""

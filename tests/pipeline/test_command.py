@@ -50,6 +50,7 @@ def lines(path: Path, *rows: object) -> Path:
     return path
 
 
+@pytest.mark.extended
 def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path):
     file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
     flags = "--input", str(file), "--rejects", str(tmp_path / "no"), "--json"

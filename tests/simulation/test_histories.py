@@ -21,7 +21,7 @@ from tests.simulation.world import Plan, World, shortest
 from tests.support.processes import ROOT
 
 #: CPU seconds of histories.
-QUICK, EXTENDED, LONG = 30.0, 75.0, 3600.0
+QUICK, EXTENDED, LONG = 15.0, 75.0, 3600.0
 #: Max histories in this time, except in the long run. A faster machine then plays no seeds that are not yet examined.
 MOST = 500
 #: Defects that few histories notice.
@@ -89,6 +89,7 @@ def test_a_cancelled_key_head_releases_the_next_task(released: bool) -> None:
     assert any(found) is not released
 
 
+@pytest.mark.extended
 def test_a_seed_gives_the_same_history_in_every_process() -> None:
     """Event for event: otherwise a failing seed would be worth nothing."""
     code = "from tests.simulation.world import *; print([World(Plan.of(s)).play().digest() for s in range(6)])"

@@ -11,6 +11,7 @@ from tests.simulation.bench import BASE
 from tests.simulation.world import World, quiet
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("commit", "grown"), [(0.0, [2, 4, 8, 10]), (2 * commit_limit(), [2])])
 def test_the_autoscaler_doubles_the_workers_unless_commits_are_slow(commit: float, grown: list[int]) -> None:
     """They double each minute up to the maximum. They are removed one by one, ten minutes after they were needed."""
