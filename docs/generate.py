@@ -59,7 +59,7 @@ OTHER_FLAGS = f"""\
 | `publishworker drain` | `--deadline SECONDS` | Stop after this time with exit code 4. The default is no limit. |
 | `publishworker check` | `TOPIC ...` | Topics to check in addition to those of pending tasks. |
 | `publishworker verify` | `--database`, `--rows`, `--keep`, `--yes`, `--json` | \
-See [verify an instance](../operations/checklist.md#verify-an-instance). |
+See [verify an instance](../operations/worker.md#verify-an-instance). |
 | `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The heartbeat file of the worker. |
 | `publishworker healthcheck` | `--max-age` (`OUTBOX_MAX_AGE`) | Max heartbeat age in seconds; default {MAX_AGE:g}. |
 | `outbox-pipeline JOB` | `--json` | Print the summary as one line of JSON. |
@@ -71,8 +71,8 @@ See [verify an instance](../operations/checklist.md#verify-an-instance). |
 | `outbox-pipeline replay` | `--resume ID` | Continue an interrupted replay with its own selection. |
 | `outbox-pipeline replay` | `--reason TEXT` | Why, for the record of operations. |
 | `outbox emulators` | `--create`, `--ddl-file`, `--topic`, `--subscription` | \
-See [emulators](../operations/emulators.md). |
-| `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](../guide/schema.md). |
+See [emulators](../guide/testing.md#emulators). |
+| `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](schema.md). |
 
 ## Environment of others
 
@@ -88,8 +88,8 @@ endpoints without TLS are reached without it. |
 | `DD_DOGSTATSD_URL`, `DD_AGENT_HOST`, `DD_DOGSTATSD_PORT` | `publishworker`, the pipeline | Address of the DogStatsD \
 agent. If none is set, no metrics are sent. |
 | `DD_ENV`, `DD_SERVICE`, `DD_VERSION` | `publishworker`, the pipeline | Tags of every metric. |
-| `OTEL_*` | `publishworker`, the pipeline | [OpenTelemetry](../operations/opentelemetry.md), with `--metrics \
-opentelemetry`. |
+| `OTEL_*` | `publishworker`, the pipeline | [OpenTelemetry](../operations/monitoring.md#opentelemetry), with \
+`--metrics opentelemetry`. |
 | `CLOUDSDK_ROOT_DIR`, `JAVA_HOME` | `outbox emulators`, the pipeline | Folders of the Cloud SDK and of Java. |"""
 
 METRICS_INTRO = """\
@@ -99,12 +99,13 @@ METRICS_INTRO = """\
 
 If an agent is configured ([settings](settings.md#environment-of-others)), the worker sends metrics with DogStatsD. This
 needs the extra `spanner-outbox[worker]`. Without an agent it sends no metrics and logs no warning. With `--metrics
-opentelemetry` it sends them to a [collector](../operations/opentelemetry.md) instead. The worker sends
+opentelemetry` it sends them to a [collector](../operations/monitoring.md#opentelemetry) instead. The worker sends
 counts after the commit, so a retried transaction counts once. Tags are bounded: topic, reason and phase, never an ID.
 
 [metadata.csv](../../k8s/datadog/metadata.csv) has units, types and descriptions for Datadog.
 [k8s/datadog](../../k8s/datadog/) has the dashboard and the monitors, [k8s/prometheus](../../k8s/prometheus/) the same
-alerts in PromQL. In OpenTelemetry the names are the same, and [tags are attributes](../operations/opentelemetry.md)."""
+alerts in PromQL. In OpenTelemetry the names are the same, and [tags are
+attributes](../operations/monitoring.md#opentelemetry)."""
 
 METRICS_OUTRO = """\
 ## How to query them
@@ -132,7 +133,7 @@ worker then does. You find the reason at the beginning of `LastError`, in the lo
 the worker retries.
 
 The column *refused* says whether the error proves that Pub/Sub did not accept the message. If it does, a retry
-causes no duplicate, and an [at-most-once](../guide/schedule.md#at-most-once) task is retried."""
+causes no duplicate, and an [at-most-once](../guide/register.md#at-most-once) task is retried."""
 
 ERRORS = {
     FailureKind.CONTENT: """\

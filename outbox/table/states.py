@@ -1,6 +1,6 @@
 """The states of a task. Only this file defines them: in SQL, in Python and for Arrow.
 
-docs/guide/schema.md shows the columns in each state.
+docs/reference/schema.md shows the columns in each state.
 """
 
 from collections.abc import Callable, Mapping

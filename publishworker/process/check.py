@@ -68,7 +68,7 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     database = open_database(settings)
     layout = schema.layout(database)
     if wrong := schema.problems(database, layout, relay_only=True):
-        yield "missing", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/guide/schema.md"
+        yield "missing", f"table: {'; '.join(wrong)}. Run `outbox schema apply`, or see docs/reference/schema.md"
         return
     yield "ok", f"table: {database.name}, {counted(layout.shards, 'shard')}"
     verify_grants(database)

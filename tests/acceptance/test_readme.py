@@ -181,14 +181,9 @@ def test_the_home_page_shows_the_code_of_the_quick_start() -> None:
     assert all(line in shown for block in blocks("docs/README.md", "python") for line in block.splitlines())
 
 
-def send_again(transaction: Any, statement: str, task_id: str) -> None:
-    types = {"id": spanner.param_types.STRING}
-    assert transaction.execute_update(statement, params={"id": task_id}, param_types=types) == 1
-
-
 def test_the_guide_to_registering(emulators: Emulators, shop: Database) -> None:
     """All blocks of the page in their order, and then the recording transaction of the page about tests."""
-    assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
+    assert run_here(emulators, commands("docs/reference/schema.md")[1]).code == 0
     names: dict[str, Any] = {}
     try:
         for block in (*blocks("docs/guide/register.md", "python"), *blocks("docs/guide/testing.md", "python")):
@@ -196,33 +191,24 @@ def test_the_guide_to_registering(emulators: Emulators, shop: Database) -> None:
                 execute(block, names)
     finally:
         outbox.set_metrics(None)
-    tasks = query(
-        shop,
-        "SELECT Topic, Priority, AvailableAt > CURRENT_TIMESTAMP() FROM AsynchronousTasks ORDER BY CreatedAt, Topic",
-    )
-    placed = [["orders", 100, None], ["reminders", 50, True]]
-    reminder, shipped = ["reminders", 50, None], [["invoices", 50, None], ["orders", 50, None]]
-    assert tasks == [*placed, reminder, reminder, ["orders", 50, None], *shipped]
-    assert query(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 0]]
-
-
-def test_the_guide_to_schedules(emulators: Emulators, shop: Database) -> None:
-    """Each block registers one task: scheduled, with an expiry, at most once."""
-    assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
-    names: dict[str, Any] = {"outbox": outbox, "database": shop}
-    for block in blocks("docs/guide/schedule.md", "python"):
-        execute(block, names)
-    columns = "Topic, AvailableAt > CURRENT_TIMESTAMP(), ExpiresAt > CURRENT_TIMESTAMP(), AtMostOnce"
-    assert query(shop, f"SELECT {columns} FROM AsynchronousTasks ORDER BY CreatedAt") == [
-        ["reminders", True, None, False],
-        ["codes", None, True, False],
-        ["bells", None, None, True],
+    columns = "Topic, Priority, AvailableAt > CURRENT_TIMESTAMP(), ExpiresAt > CURRENT_TIMESTAMP(), AtMostOnce"
+    assert query(shop, f"SELECT {columns} FROM AsynchronousTasks ORDER BY CreatedAt, Topic") == [
+        ["orders", 100, None, None, False],
+        ["reminders", 50, True, None, False],
+        ["reminders", 50, None, None, False],
+        ["reminders", 50, None, None, False],
+        ["orders", 50, None, None, False],
+        ["codes", 50, None, True, False],
+        ["bells", 50, None, None, True],
+        ["invoices", 50, None, None, False],
+        ["orders", 50, None, None, False],
     ]
+    assert query(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 0]]
 
 
 def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path: Path) -> None:
     """From an empty file, and again after a kill: each task counts once, also one that is sent again."""
-    assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
+    assert run_here(emulators, commands("docs/reference/schema.md")[1]).code == 0
     [program] = blocks("docs/guide/projection.md", "python")
     [command] = commands("docs/guide/projection.md")
     assert command == ["python", "totals.py"]
@@ -254,7 +240,7 @@ def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path
 @pytest.mark.usefixtures("topics")
 def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: PubSub, tmp_path: Path) -> None:
     """Each block is the file that its first line names. Its test passes; a task that comes twice takes one piece."""
-    assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
+    assert run_here(emulators, commands("docs/reference/schema.md")[1]).code == 0
     page = "docs/guide/subscribe.md"
     for block in (*blocks(page, "python"), *blocks(page, "sql")):
         (tmp_path / re.findall(r"\A(?:#|--) (\S+)\n", block)[0]).write_text(block)
@@ -301,21 +287,17 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
     assert pieces() == 2
 
 
-def test_the_statements_of_the_schema_guide(emulators: Emulators, shop: Database) -> None:
-    """Each runs as it is: a sent task is unsent again; a second `apply` finds everything."""
-    printed, applied = (run_here(emulators, words) for words in commands("docs/guide/schema.md"))
+@pytest.mark.usefixtures("shop")
+def test_the_commands_of_the_schema_page(emulators: Emulators) -> None:
+    """Each runs as it is, and a second `apply` finds everything."""
+    printed, applied = (run_here(emulators, words) for words in commands("docs/reference/schema.md"))
     assert (printed.code, applied.code) == (0, 0)
-    with shop.batch() as batch:
-        id = outbox.register(batch, "orders", b"")
-    [block] = blocks("docs/guide/schema.md", "sql")
-    shop.run_in_transaction(send_again, block, id)
-    assert query(shop, "SELECT Id FROM AsynchronousTasks WHERE SentAt IS NULL") == [[id]]
-    assert "exists   table AsynchronousTasks" in run_here(emulators, commands("docs/guide/schema.md")[1]).stdout
+    assert "exists   table AsynchronousTasks" in run_here(emulators, commands("docs/reference/schema.md")[1]).stdout
 
 
 def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
     """Two tasks of a key; the first is dead: who is blocked, send it again, let the others pass, have them at once."""
-    assert run_here(emulators, commands("docs/guide/schema.md")[1]).code == 0
+    assert run_here(emulators, commands("docs/reference/schema.md")[1]).code == 0
     [pay] = blocks("docs/guide/ordering.md", "python")
     blocked, again, let_pass, at_once = blocks("docs/guide/ordering.md", "sql")
     publisher = FakePublisher("payments", project=PROJECT)

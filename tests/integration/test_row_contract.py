@@ -1,4 +1,4 @@
-"""docs/reference/row-contract.md: its SQL and its golden rows are what `outbox.register` writes."""
+"""The row contract of docs/reference/schema.md: its SQL and its golden rows are what `outbox.register` writes."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from outbox.testing import RecordingTransaction, assert_registered
 from tests.support.processes import ROOT
 from tests.support.spanner import query
 
-PAGE = (ROOT / "docs/reference/row-contract.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/reference/schema.md").read_text(encoding="utf-8")
 GOLDEN = json.loads((ROOT / "docs/reference/row-contract.json").read_text(encoding="utf-8"))
 HELLO, WHOLE = re.findall(r"^```sql\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 TYPES = {
@@ -90,11 +90,11 @@ def test_the_short_statement_writes_a_whole_task(database: Database) -> None:
 
 def test_the_page_names_every_column(database: Database) -> None:
     """The columns to write are those of `register`, and the page has the version of the golden rows."""
-    write, omit = (re.split(r"^## .*\n", PAGE, flags=re.MULTILINE)[n] for n in (1, 2))
+    write, omit = (re.split(r"^### .*\n", PAGE, flags=re.MULTILINE)[n] for n in (1, 2))
     named = {
         column for line in re.findall(r"^\| (`[^|]*)\|", omit, re.MULTILINE) for column in re.findall(r"\w+", line)
     }
     columns = "SELECT COLUMN_NAME FROM INFORMATION_SCHEMA.COLUMNS WHERE TABLE_NAME = 'AsynchronousTasks'"
     assert sorted(re.findall(r"^\| `(\w+)`", write, re.MULTILINE)) == sorted(COLUMNS)
     assert named == {name for [name] in query(database, columns)} - set(COLUMNS)
-    assert f"Version {GOLDEN['version']}\n" in PAGE
+    assert f"version {GOLDEN['version']} of the contract" in PAGE

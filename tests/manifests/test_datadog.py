@@ -46,7 +46,7 @@ Document = dict[str, Any]
 PARSERS = {"outbox": outbox_cli._parser(), "publishworker": publishworker_cli._parser()}
 #: The parts of each message, in this order.
 PARTS = r"\*\*What it means:\*\*.*\*\*What users feel:\*\*.*\*\*Do first:\*\*.*\*\*Runbook:\*\*"
-PAGE = (ROOT / "docs/operations/datadog.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/operations/monitoring.md").read_text(encoding="utf-8")
 
 
 def of_api(document: Document, model: type[OpenApiModel]) -> Iterator[str]:

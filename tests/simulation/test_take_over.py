@@ -1,4 +1,4 @@
-"""A killed worker's shards get other workers within the time that docs/architecture/workers.md promises."""
+"""A killed worker's shards get other workers within the time that docs/architecture/relay.md promises."""
 
 from random import Random
 

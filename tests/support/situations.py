@@ -222,11 +222,13 @@ def a_day(place: Place) -> None:
 
 #: By the page, and by its headings that show commands.
 SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
-    "retry.md": {"A few tasks": sent_and_dead, "Many tasks": sent_and_dead, "By SQL": sent_and_dead},
     "commands.md": {
         "Status": a_day,
         "Workers": disagree,
         "List, show, tail": a_day,
+        "Retry tasks": sent_and_dead,
+        "Retry many tasks": sent_and_dead,
+        "Retry by SQL": sent_and_dead,
         "Purge and cancel": a_day,
         "Operations": a_day,
         "Shell completion": lambda _place: None,
