@@ -1,5 +1,6 @@
 """Metrics and log lines about finished batches. Nothing else in the relay counts or logs them."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,7 @@ from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import POLL, PUBLISH, Turn
+from publishworker.types import POLL, PUBLISH, Sent, Turn
 
 #: Seconds between two summaries.
 SUMMARY_SECONDS = 60.0
@@ -55,6 +56,7 @@ class Reporter:
                 self._metrics.sample(m.PHASE_DURATION, seconds, 1, phase=phase, **of_topic)
             for seconds in delivered.latencies.values() if self._metrics.wanted else ():
                 self._metrics.sample(m.LATENCY, seconds, rate=LATENCY_SAMPLES / len(delivered.latencies), topic=topic)
+        _log_message_ids(delivered)
         self._failures(delivered)
         self._metrics.count(m.DEFERRED, len(delivered.deferred), topic=topic)
         if uncommitted := delivered.uncommitted():
@@ -178,6 +180,19 @@ class Reporter:
                 max_lines=FAILURE_LINES,
                 fields={**fields, "attempt": mark.attempts},
             )
+
+
+def _log_message_ids(delivered: Delivered) -> None:
+    """Log each published task at DEBUG. Pub/Sub's message IDs are nowhere else, because rows do not store them."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    for id, answer in delivered.answers.items():
+        if isinstance(answer, Sent):
+            fields = {"task_id": id, "topic": delivered.claim.topic, "message_id": answer.message_id}
+            log.debug(
+                "Task %s was published to %s as message %s", id, delivered.claim.destination, answer.message_id,
+                extra={"action": "published", "fields": fields},
+            )  # fmt: skip
 
 
 def _tasks(ids: Sequence[str]) -> str:

@@ -136,6 +136,20 @@ def test_an_outage_logs_each_task_only_at_debug(watch: Watch) -> None:
     assert fields["published"] == 3
 
 
+def test_the_message_id_of_each_published_task_is_logged_at_debug(watch: Watch) -> None:
+    """With the topic that received it. A failed task has no message ID."""
+    claim = replace(claim_of("orders", "a", "b"), publish_to="orders-v2")
+    result = Delivered(claim, answers={"a": Sent("4711"), "b": AWAY})
+    watch.reporter.delivered(result)
+    assert watch.actions() == []
+    watch.caplog.set_level(logging.DEBUG, "publishworker")
+    watch.reporter.delivered(result)
+    line, fields = watch.lines()[0]
+    assert line == "Task a was published to orders-v2 as message 4711"
+    assert fields == {"task_id": "a", "topic": "orders", "message_id": "4711"}
+    assert [record.action for record in watch.caplog.records if hasattr(record, "action")] == ["published"]
+
+
 def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
     watch.turns(150, Turn(published=10, already_sent=1), worked=True)
     assert watch.actions() == ["summary"] * 2
