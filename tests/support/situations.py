@@ -125,11 +125,6 @@ def blocked_key(place: Place) -> None:
         place.tasks([f"payment-{number}"], "payments", ago=(20 - number) * MINUTES, **blocked)
 
 
-def moved(place: Place) -> None:
-    place.topics("orders")
-    place.tasks(_ids("order", 25), "orders")
-
-
 def routed(place: Place) -> None:
     place.topics("orders", "orders-v2")
     place.tasks(_ids("order", 12), "orders")
@@ -241,7 +236,6 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "A topic was deleted": topic_deleted,
         "A poison message": poison,
         "A blocked ordering key": blocked_key,
-        "A topic must be moved": moved,
         "Pub/Sub is unavailable": pubsub_away,
         "Spanner is unavailable": spanner_unavailable,
         "A storm of duplicates": duplicates,
