@@ -226,7 +226,6 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "Retry by SQL": sent_and_dead,
         "Purge and cancel": a_day,
         "Operations": a_day,
-        "Shell completion": lambda _place: None,
     },
     "topics.md": {"Move a topic": routed, "Set a retry policy": routed, "Keep the controls in a file": in_a_file},
     "runbook.md": {
