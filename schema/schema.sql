@@ -106,7 +106,7 @@ CREATE TABLE AsynchronousTaskShards (
 -- One row for each change that an operator or the pipeline made: who, when, which tasks, and how many. Rows stay. Workers
 -- do not need this table.
 CREATE TABLE AsynchronousTaskOperations (
-  -- A random UUID.
+  -- A UUID: a random digit, and then the time, so that the last operations are the first of 16 ranges.
   OperationId STRING(64)  NOT NULL,
   -- retry, purge, cancel, stop, continue, view, pause, resume, limit, route, policy, apply, forget, replay or reshard.
   Operation   STRING(32)  NOT NULL,

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -301,7 +300,7 @@ def _change(
 ) -> Iterator[Outcome]:
     """Change the selection chunk by chunk, and record it as the operation `name` in the same transactions."""
     check(name, selection)
-    return _Change(table, name, selection, author).outcomes(progress or Progress(str(uuid.uuid4())))
+    return _Change(table, name, selection, author).outcomes(progress or Progress(operations.new_id()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
@@ -10,13 +11,15 @@ from typing import Any, NamedTuple
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import statements
-from outbox.admin.table import TaskTable, Transaction
+from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.program.times import shown
 from outbox.table.ddl import OPERATIONS
 
 #: Max task IDs that the record of a selection contains.
 RECORDED_IDS = 1_000
+#: Max operations with the same first digit of the ID, of 16, with which a filter is compared.
+COMPARED = 1_000
 #: A running operation whose last chunk is older has probably lost its process. A chunk takes up to about a minute.
 INTERRUPTED_AFTER = timedelta(minutes=1)
 _TAG = "outbox-operations"
@@ -61,6 +64,15 @@ class Operation(NamedTuple):
         return "running" if now - self.seen_at < INTERRUPTED_AFTER else "interrupted"
 
 
+def new_id() -> str:
+    """Return a UUID for a new row: a random digit, and then the time, of which a later one is a smaller number.
+
+    So the last operations are the first of 16 ranges of the primary key, and no range gets all new rows.
+    """
+    digits = uuid.uuid4().hex
+    return str(uuid.UUID(f"{digits[0]}{2**44 - time.time_ns() // 1_000_000:011x}{digits[12:]}"))
+
+
 class NotContinued(OutboxError):
     """The operation was finished, stopped by a person, or continued by another process."""
 
@@ -100,7 +112,7 @@ def latest(
     Args:
         table: is only read.
         limit: max operations.
-        operation: only those with this name, such as `retry`.
+        operation: only those with this name, such as `retry`. A filter is compared with about the last 16,000.
         topic: only those whose selection contains this text.
         principal: only those by an account that contains this text, ignoring case.
         at: by default now.
@@ -108,7 +120,8 @@ def latest(
     quoted = None if topic is None else json.dumps(topic, ensure_ascii=False)
     given = {"operation": operation, "topic": quoted, "principal": principal}
     values = {name: value for name, value in given.items() if value is not None}
-    rows = table.query(statements.latest_operations(values), _TAG, {**values, "limit": limit}, at=at)
+    most = {"limit": limit, "ceiling": max(limit, COMPARED) if values else limit}
+    rows = table.query(statements.latest_operations(values), _TAG, values | most, at=at, seconds=SCAN_SECONDS)
     return [Operation(*row) for row in rows]
 
 
@@ -126,7 +139,7 @@ def begun(table: TaskTable, id: str) -> Progress:
 
 def begin(table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED) -> Operation:
     """Record a change that starts now, and return its row. Raises NotReached, OutboxError."""
-    id = str(uuid.uuid4())
+    id = new_id()
     table.transact(_TAG, lambda writer: record(writer, table, name, selection, author, OperationId=id))
     [row] = table.query(statements.OPERATION, _TAG, {"id": id})
     return Operation(*row)
@@ -179,7 +192,7 @@ def record(
 
     `writer` is a Transaction, or a Batch of the client.
     """
-    row: dict[str, Any] = {"OperationId": str(uuid.uuid4()), "Operation": name, "StartedAt": COMMIT_TIMESTAMP}
+    row: dict[str, Any] = {"OperationId": new_id(), "Operation": name, "StartedAt": COMMIT_TIMESTAMP}
     row |= {"Principal": author.principal or table.principal, "Reason": author.reason}
     row |= {"Selection": as_json(selection), **columns}
     writer.insert(OPERATIONS, tuple(row), [tuple(row.values())])

@@ -248,10 +248,10 @@ class Resharding:
 
     def _latest(self) -> Change | None:
         """Return the latest change, if there is one, finished or not."""
-        for selection, since in self._table.query(statements.LATEST_RESHARDS, _TAG):
-            match operations.parsed(selection):
+        for each in operations.latest(self._table, 10, operation="reshard"):
+            match operations.parsed(each.selection):
                 case {"from": int(former), "to": int(target)}:
-                    return Change(former, target, since)
+                    return Change(former, target, each.started_at)
         return None
 
     def _build(self, target: Layout) -> None:

@@ -6,6 +6,7 @@ not equal a column name: Spanner ignores case, so `shard` would mean the column.
 """
 
 from collections.abc import Collection
+from itertools import pairwise
 
 from outbox.table.statements import (
     BY_ID,
@@ -35,10 +36,6 @@ HELD = f"""{RANGES["blocked"][0]} AND EXISTS (
 _RANGES = RANGES | {"due": RANGES["pending"][1:]}
 #: The whole of a table with at most two rows.
 RECORDED_SHARDS = "SELECT ColumnName, Shards, State FROM AsynchronousTaskShards ORDER BY ColumnName"
-#: Scans the whole table, which has one row for each change by an operator.
-LATEST_RESHARDS = """
-SELECT Selection, StartedAt FROM AsynchronousTaskOperations
-WHERE Operation = 'reshard' ORDER BY StartedAt DESC LIMIT 10"""
 
 # The topics of the next @limit tasks of each shard, in the order of the index. A small backlog needs one query, and
 # each topic with very many tasks another one.
@@ -52,16 +49,18 @@ SELECT in_shard, part.Topic, part.number FROM UNNEST(@shards) AS in_shard, UNNES
 TOPICS_WITH_UNSENT = f"""
 SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
-_OPERATIONS = """
-SELECT OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason, Selected, SeenAt, StoppedAt
-FROM AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}"""
-OPERATION = f"{_OPERATIONS}\nWHERE OperationId = @id"
+_OPERATIONS = "AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}"
+_OPERATION_COLUMNS = """OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason, Selected,
+  SeenAt, StoppedAt"""
+OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId = @id"
+#: A range for each first digit of an ID. The last operations of a range come first (`operations.new_id`).
+_ID_RANGES = ", ".join(f"('{low}', '{high}')" for low, high in pairwise(["", *"123456789abcdef", "\\U0010FFFF"]))
 
 
 def latest_operations(names: Collection[str]) -> str:
     """Return the statement for the last @limit operations with the conditions in `names`, which are of parameters.
 
-    @topic is quoted as in JSON. Reads the whole table, which has one row for each change by an operator.
+    @topic is quoted as in JSON. Of each range, only the first @ceiling operations are compared.
     """
     conditions = {
         "operation": "Operation = @operation",
@@ -69,7 +68,16 @@ def latest_operations(names: Collection[str]) -> str:
         "principal": "STRPOS(LOWER(Principal), LOWER(@principal)) > 0",
     }
     where = " AND ".join(["TRUE", *(condition for name, condition in conditions.items() if name in names)])
-    return f"{_OPERATIONS} WHERE {where}\nORDER BY StartedAt DESC, OperationId LIMIT @limit"
+    return f"""
+SELECT {_OPERATION_COLUMNS} FROM (
+  SELECT part.OperationId AS found FROM UNNEST([STRUCT<low STRING, high STRING> {_ID_RANGES}]) AS ids, UNNEST(ARRAY(
+    SELECT AS STRUCT OperationId, StartedAt FROM (
+      SELECT OperationId, StartedAt, Operation, Selection, Principal FROM {_OPERATIONS}
+      WHERE OperationId >= ids.low AND OperationId < ids.high ORDER BY OperationId LIMIT @ceiling)
+    WHERE {where})) AS part
+  ORDER BY part.StartedAt DESC, part.OperationId LIMIT @limit)
+{SEEK} {_OPERATIONS} ON OperationId = found
+ORDER BY StartedAt DESC, OperationId"""
 
 
 # The n-th range has the n-th shard of @range_shards, the n-th topic of @range_topics and the n-th max priority.

@@ -57,7 +57,7 @@ class Action:
             selection=selection,
             found=found,
             query=query,
-            operation=uuid.uuid4(),
+            operation=admin.operations.new_id(),
             command=selections.command(visit, self.name, selection, reason="TEXT"),
         )
 

@@ -1,6 +1,7 @@
 """Each change of an operator is recorded in the transactions that make it: who, when, the selection and the count."""
 
 import json
+import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -67,6 +68,29 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
         ({"principal": "JANE"}, [3]),
     ):
         assert operations.latest(table, 9, **narrowed) == [found[number] for number in ids], narrowed
+
+
+def test_a_list_compares_the_last_operations_of_each_range_of_ids(
+    table: TaskTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here all IDs have the same first digit, so they are in one range."""
+    ids = iter(range(10))
+    monkeypatch.setattr(operations, "new_id", lambda new=operations.new_id: f"7{new()[1:]}-{next(ids)}")
+    begun = [operations.begin(table, name, {}).id for name in ("cancel", *["view"] * 4)]
+    assert [each.id for each in operations.latest(table, 3)] == begun[:1:-1]
+    for compared, found in ((4, []), (5, begun[:1])):
+        monkeypatch.setattr(operations, "COMPARED", compared)
+        assert [each.id for each in operations.latest(table, 1, operation="cancel")] == found
+
+
+def test_an_id_begins_with_a_random_digit_and_then_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = []
+    for second in range(200):
+        monkeypatch.setattr(operations.time, "time_ns", lambda second=second: (2_000_000_000 + second) * 10**9)
+        ids.append(operations.new_id())
+    assert all(str(uuid.UUID(id)) == id for id in ids)
+    assert {id[0] for id in ids} == set("0123456789abcdef")
+    assert [id[1:] for id in ids] == sorted((id[1:] for id in ids), reverse=True)
 
 
 def test_a_change_in_chunks_is_one_record_that_counts_its_tasks(

@@ -1,23 +1,25 @@
-"""What a statement on AsynchronousTasks reads: a range of an index, single rows, or everything."""
+"""What a statement on the tasks or operations reads: a range of an index, single rows, or everything."""
 
 import re
 
 #: The table in a statement that reads or changes rows, with its hint and its alias.
-_TABLE = re.compile(r"\b(?:FROM|JOIN(?:@\{[^}]*\})?|UPDATE) AsynchronousTasks(?:@\{[^}]*\})?(?: AS (?!OF)(\w+))?(?!\w)")
+_TABLE = re.compile(
+    r"\b(?:FROM|JOIN(?:@\{[^}]*\})?|UPDATE) AsynchronousTask(?:s|Operations)(?:@\{[^}]*\})?(?: AS (?!OF)(\w+))?(?!\w)"
+)
 _INNERMOST = re.compile(r"\([^()]*\)")
 
 
 def scans(statement: str) -> list[str]:
     """Return each part of a statement that reads the table or an index without a condition on its first column.
 
-    That column is Id, or the number of the shard.
+    That column is Id or OperationId, or the number of the shard.
     """
     statement = " ".join(re.sub(r"--[^\n]*", "", statement).split())
     found = []
     for table in _TABLE.finditer(statement):
         scope = _own(statement[table.end() :])
         alias = rf"{table[1]}\." if table[1] else r"(?<![.\w])"
-        if not re.search(rf"{alias}(?:Shard\d*|Id) (?:=|IN\b|BETWEEN\b)|= {alias}Id\b", scope):
+        if not re.search(rf"{alias}(?:Shard\d*|(?:Operation)?Id) (?:=|>=|IN\b|BETWEEN\b)|= {alias}Id\b", scope):
             found.append(table[0] + scope)
     return found
 
@@ -31,7 +33,7 @@ def unbounded(statement: str) -> list[str]:
     found = []
     for table in _TABLE.finditer(statement):
         scope = _own(statement[table.end() :])
-        if re.search(r"\bId (?:=|IN\b|BETWEEN\b.* LIMIT @)|= \w+\.Id\b", scope):
+        if re.search(r"Id (?:=|IN\b|(?:BETWEEN|>=).* LIMIT @)|= \w+\.Id\b", scope):
             continue  # single rows, or those at the beginning of a range of IDs
         conditions = scope.partition(" ORDER BY ")[0].replace("Priority = max_priority AND CreatedAt >", "")
         columns = r"\b(?:Attempts|BlockedBy|LastError|ExpiresAt|CreatedAt)\b|STRPOS|STARTS_WITH"

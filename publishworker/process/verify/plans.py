@@ -10,14 +10,8 @@ from itertools import takewhile
 
 from google.cloud.spanner_v1 import PlanNode, QueryPlan
 
-#: The tables that are read as a whole, because they have few rows: for topics, workers, layouts and
-#: operations.
-SMALL_TABLES = (
-    "AsynchronousTaskTopics",
-    "AsynchronousTaskWorkers",
-    "AsynchronousTaskShards",
-    "AsynchronousTaskOperations",
-)
+#: The tables that are read as a whole, because they have few rows: for topics, workers and layouts.
+SMALL_TABLES = ("AsynchronousTaskTopics", "AsynchronousTaskWorkers", "AsynchronousTaskShards")
 _FORCED = re.compile(r"(\w+)@\{FORCE_INDEX=(\w+)\}")
 
 
