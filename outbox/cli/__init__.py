@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         prepare_streams()
-        options = _parser().parse_args(arguments, argparse.Namespace(command_line=arguments))
+        options = _parser().parse_args(arguments)
         output.use_color(output.OutputSettings.read(vars(options)).color)
         for sentence in unknown_variables():
             output.note(sentence)

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import signal
 import socket
-from pathlib import Path
 from typing import Any
 
 from outbox import console
@@ -153,20 +152,13 @@ def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
     return console.app(
         open_database(database),
         identify=identify,
-        roles=parsed(_read(settings.roles)) if settings.roles else None,
+        roles=parsed(flags.read_text(settings.roles, "--roles: ")) if settings.roles else None,
         allow_actions=settings.allow_actions,
         show_data=settings.show_data,
         allowed_hosts=settings.allowed_hosts,
         path_prefix=settings.path_prefix,
         production=settings.production,
     )
-
-
-def _read(file: str) -> str:
-    try:
-        return Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--roles: {file!r} cannot be read: {error}") from None
 
 
 def _listening(host: str, port: int) -> socket.socket:

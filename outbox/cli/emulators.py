@@ -6,7 +6,6 @@ import functools
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 from outbox.cli import flags
@@ -114,11 +113,7 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
     place = DatabaseSettings.read(
         dict(zip(("project", "instance", "database"), options.create.split("/"), strict=True))
     )
-    try:
-        ddl = Path(options.ddl_file).read_text(encoding="utf-8-sig") if options.ddl_file else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--ddl-file: {options.ddl_file!r} cannot be read: {error}") from None
-    return place, cut(ddl)
+    return place, cut(flags.read_text(options.ddl_file, "--ddl-file: ") if options.ddl_file else "")
 
 
 def _exports(environment: dict[str, str]) -> Escaped:

@@ -13,6 +13,7 @@ from outbox import admin
 from outbox.cli.output import OutputSettings, named, note
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import (
+    SWITCH,
     DatabaseSettings,
     SettingType,
     argparse_type,
@@ -42,12 +43,15 @@ NARROWING = {
 }
 
 
+_GLOBAL = (*fields_of(DatabaseSettings), *fields_of(OutputSettings))
+
+
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Leaves the global options out of the usage line, because they have a group of their own."""
 
     def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any) -> None:
         """Add the usage line."""
-        names = {field.name for settings in (DatabaseSettings, OutputSettings) for field in fields_of(settings)}
+        names = {field.name for field in _GLOBAL}
         super().add_usage(usage, [action for action in actions if action.dest not in names], *more, **others)
 
 
@@ -71,7 +75,7 @@ def command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=description, formatter_class=HelpFormatter, parents=[global_flags()]
     )
-    parser.set_defaults(**{"run": run} if run else {"words": [name]})
+    parser.set_defaults(**{"run": run, "command": name} if run else {"words": [name]})
     return parser
 
 
@@ -174,18 +178,24 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
     if options.ids_file is None:
         return tuple(dict.fromkeys(options.ids)) or None
     where = "stdin" if options.ids_file == "-" else options.ids_file
-    try:
-        data = sys.stdin.buffer.read() if options.ids_file == "-" else Path(options.ids_file).read_bytes()
-        # splitlines would also split at U+2028 and others, which a line of JSON may contain.
-        lines = data.decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise SettingError(f"--ids-file: {where!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise SettingError(f"--ids-file: {where!r} is not UTF-8: {error.reason} at byte {error.start:,}") from None
+    # splitlines would also split at U+2028 and others, which a line of JSON may contain.
+    lines = read_text(options.ids_file, "--ids-file: ").split("\n")
     listed = [_id(line.strip(), f"{where}, line {number:,}") for number, line in enumerate(lines, 1) if line.strip()]
     if not listed and not options.ids:
         raise OutboxError(f"{where} contains no task IDs. Nothing was changed")
     return tuple(dict.fromkeys([*options.ids, *listed]))
+
+
+def read_text(file: str, source: str = "") -> str:
+    """Return the text of a file, or of stdin if it is `-`. Raises SettingError, which begins with `source`."""
+    where = "stdin" if file == "-" else file
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise SettingError(f"{source}{where!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{source}{where!r} is not UTF-8: {error.reason} at byte {error.start:,}") from None
 
 
 def full_ids(
@@ -251,33 +261,28 @@ def _id(line: str, where: str) -> str:
         ) from None
 
 
-def continue_command(options: argparse.Namespace, **changed: str) -> str:
-    """Return the command line that continues with the same selection without a question, quoted for a shell.
+def command_line(name: str, *arguments: object, **flags: object) -> str:
+    """Return an `outbox` command, quoted for a shell. `flags` that are None or False are left out.
 
-    `changed` are flags with new values, such as an absolute time for `2h`. They come after the user's flags, because
-    argparse uses the last value. The task IDs are `options.ids`: the prefixes that the user typed may belong to other
-    tasks by then.
+    A flag that is True has no value. Values join their flag, so that one that begins with a dash is no flag.
     """
-    command, flags = _command_and_flags(options)
-    flags += [*(f"--{name.replace('_', '-')}={value}" for name, value in changed.items()), "--yes"]
-    ids = vars(options).get("ids")
-    return shlex.join(["outbox", command, *flags, *(["--", *ids] if ids else [])]) + (
-        "  # with the same task IDs on stdin" if vars(options).get("ids_file") == "-" else ""
-    )
+    given = [
+        f"--{flag.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for flag, value in flags.items()
+        if value not in (None, False)
+    ]
+    return shlex.join(["outbox", name, *given, *(["--", *map(str, arguments)] if arguments else [])])
 
 
-def _command_and_flags(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return the name of the command, and the flags of the command line with their values."""
-    flags, arguments = list[str](), list[str]()
-    words = iter(options.command_line)
-    for word in words:
-        name, equals, _ = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if word == "--":
-            arguments += words
-        elif not word.startswith("--") or name not in vars(options):
-            arguments.append(word)
-        else:
-            is_switch = isinstance(vars(options)[name], bool)
-            flags += [word] if equals or is_switch else [word, next(words)]
-    return arguments[0], flags
+def continue_command(options: argparse.Namespace, **times: str) -> str:
+    """Return the command line that continues with the same selection without a question.
+
+    `times` are the absolute times of the selection. The task IDs are `options.ids`: the prefixes that the user typed
+    may belong to other tasks by then.
+    """
+    given = vars(options)
+    place = {field.name: field.kind is SWITCH or given[field.name] for field in _GLOBAL if field.name in given}
+    names = ("state", "topic", "error", "include_expired", "reason", "ids_file")
+    flags = {name: given[name] for name in names if name in given} | times
+    line = command_line(options.command, *given.get("ids", ()), **place, **flags, yes=True)
+    return f"{line}  # with the same task IDs on stdin" if given.get("ids_file") == "-" else line

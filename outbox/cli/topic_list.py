@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from outbox import admin
@@ -132,11 +130,9 @@ def run_forget(options: argparse.Namespace) -> int:
 
 def _read(file: str) -> Any:
     """Return the JSON of a file. Raises SettingError."""
+    text = flags.read_text(file)
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return json.loads(data)
-    except OSError as error:
-        raise SettingError(f"{file!r} cannot be read: {error.strerror}") from None
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SettingError(f"{file!r} is not JSON: {error}. Nothing was changed") from None
 

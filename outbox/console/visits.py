@@ -19,7 +19,6 @@
 """
 
 import dataclasses
-import shlex
 from collections.abc import Callable, Mapping
 from urllib.parse import urlencode
 
@@ -28,6 +27,7 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
+from outbox.cli.flags import command_line
 from outbox.console.readings import History, Shared, Status
 from outbox.console.roles import Role
 from outbox.console.running import Running
@@ -100,20 +100,10 @@ class Visit:
             raise Refused(400, "A reason is required", "Go back and write why. The record of operations keeps it.")
         return Author(self.person, reason or None)
 
-    def command(self, *words: object, **flags: object) -> str:
-        """Return the `outbox` command that does the same, quoted for a shell. `flags` that are None are left out.
-
-        A flag that is True has no value. Values join their flag, so that one that begins with a dash is no flag.
-        """
+    def command(self, name: str, *arguments: object, **flags: object) -> str:
+        """Return the `outbox` command that does the same. `flags` that are None or False are left out."""
         _, project, _, instance, _, database = self.table.name.split("/")
-        place = {"project": project, "instance": instance, "database": database}
-        given = [
-            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-            for name, value in (place | flags).items()
-            if value not in (None, False)
-        ]
-        command, *arguments = map(str, words)
-        return shlex.join(["outbox", command, *given, *(["--", *arguments] if arguments else [])])
+        return command_line(name, *arguments, project=project, instance=instance, database=database, **flags)
 
 
 Handler = Callable[[Visit], Response]
