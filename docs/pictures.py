@@ -151,7 +151,7 @@ def take_console() -> None:
                     admin.topics.change(table, "pause", ["payments"], {"Paused": True}, author)
                 register(made.database, 12 if second % 40 < 20 else 4)
                 time.sleep(1)
-            list(admin.changes.retry(table, TaskSelection(state="dead", topic="orders"), author))
+            list(admin.changes.change(table, "retry", TaskSelection(state="dead", topic="orders"), author))
             time.sleep(30)
             [operation, *_] = admin.operations.latest(table, 1)
             pages = {

@@ -25,7 +25,7 @@ from outbox.program.terminal import counted, escaped
 from outbox.program.times import shown
 from outbox.program.values import chunked
 from outbox.table.statements import NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CONDITIONS, STATES, UNSENT
+from outbox.table.states import CHANGED, CONDITIONS, STATES, UNSENT
 
 _TABLE = "AsynchronousTasks"
 #: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
@@ -209,32 +209,20 @@ def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
     return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
-def retry(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
-    """Make the selected tasks due now, with 0 failed attempts, chunk by chunk.
-
-    A selection of sent tasks needs `until`. Otherwise it would also contain the tasks that are sent because of this
-    retry.
-    """
-    return _change(table, "retry", selection, author)
-
-
 def retry_values(id: str, now: datetime, expires_at: datetime | None = None) -> tuple[object, ...]:
     """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts."""
     return (id, None, None, expires_at, 0, now)
 
 
-def purge(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
-    """Delete the selected tasks, chunk by chunk. Only sent tasks may be selected."""
-    return _change(table, "purge", selection, author)
+def change(table: TaskTable, name: str, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
+    """Retry, cancel or purge the selected tasks, chunk by chunk. Record it in the same transactions.
 
-
-def cancel(table: TaskTable, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
-    """Delete the selected tasks, chunk by chunk, and release the next tasks of their keys. Only unsent tasks.
-
-    Each transaction waits for the batches that hold its tasks, at most 20 s. The IDs of deleted tasks are
-    logged.
+    A retry makes them due now, with 0 failed attempts. Cancel and purge delete them. A cancel also releases the next
+    tasks of their keys, and logs the IDs. Each of its transactions waits at most 20 s for the batches that hold its
+    tasks. Raises OutboxError if the change is not for these tasks.
     """
-    return _change(table, "cancel", selection, author)
+    check(name, selection)
+    return _Change(table, name, selection, author).outcomes(Progress(operations.new_id()))
 
 
 def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
@@ -264,17 +252,20 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     if operation is None or operation.operation not in _WRITES:
         raise OutboxError(f"operation {id} does not exist, or is not a retry, purge or cancel")
     selection, author = TaskSelection.recorded(operation.selection), Author(operation.principal, operation.reason)
-    return _change(table, operation.operation, selection, author, operations.begun(table, id))
+    check(operation.operation, selection)
+    return _Change(table, operation.operation, selection, author).outcomes(operations.begun(table, id))
 
 
 def check(name: str, selection: TaskSelection) -> None:
-    """Raise ValueError if the operation `name` does not allow this selection."""
-    if name == "retry" and (selection.state == "pending" or (selection.state == "sent" and selection.until is None)):
-        raise ValueError("pending tasks need no retry, and a selection of sent tasks needs `until`")
-    if name == "purge" and selection.state != "sent":
-        raise ValueError(f"purge is for sent tasks, not for {selection.state}")
-    if name == "cancel" and selection.state not in (*UNSENT, ANY_UNSENT):
-        raise ValueError(f"cancel is for unsent tasks, not for {selection.state}")
+    """Raise OutboxError if the operation `name` is not for this selection.
+
+    A retry of sent tasks needs `until`. Otherwise it would also select the tasks that are sent because of it.
+    """
+    states, of_ids = CHANGED[name], {"retry": None, "cancel": ANY_UNSENT, "purge": "sent"}[name]
+    if selection.state not in states and (selection.ids is None or selection.state != of_ids):
+        raise OutboxError(f"{name} is for tasks that are {', '.join(states)}, not for {selection.state or 'any'}")
+    if name == "retry" and selection.state == "sent" and selection.until is None:
+        raise OutboxError("a retry of sent tasks needs `until`")
 
 
 def _make_due(transaction: Transaction, rows: Sequence[_Row]) -> None:
@@ -293,14 +284,6 @@ def _delete_and_release(transaction: Transaction, rows: Sequence[_Row]) -> None:
 
 
 _WRITES: Mapping[str, _Write] = {"retry": _make_due, "purge": _delete, "cancel": _delete_and_release}
-
-
-def _change(
-    table: TaskTable, name: str, selection: TaskSelection, author: Author, progress: Progress | None = None
-) -> Iterator[Outcome]:
-    """Change the selection chunk by chunk, and record it as the operation `name` in the same transactions."""
-    check(name, selection)
-    return _Change(table, name, selection, author).outcomes(progress or Progress(operations.new_id()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

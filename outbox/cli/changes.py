@@ -13,7 +13,7 @@ from outbox.program import logs
 from outbox.program.settings import one_of
 from outbox.program.terminal import counted, say
 from outbox.program.times import MOMENT, resolved, shown
-from outbox.table.states import MARKS_FINAL_AFTER, UNSENT
+from outbox.table.states import CHANGED, MARKS_FINAL_AFTER, UNSENT
 
 RETRY_DESCRIPTION = """\
 Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
@@ -42,8 +42,6 @@ reason on stderr. The next tasks of the same ordering keys are released.
         --project my-project --instance main --database shop
     outbox cancel --state scheduled --topic reminders --dry-run --reason 'sent twice' ..."""
 
-#: Pending tasks need no retry.
-RETRY_STATES = ("dead", "sent", "retrying", "scheduled")
 #: Why tasks are not changed.
 NOT_CHANGED = {
     "pending": "because pending tasks need no retry",
@@ -57,7 +55,7 @@ def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
     retrying = flags.command(commands, "retry", "send tasks again, or retry dead tasks", RETRY_DESCRIPTION, run_retry)
     flags.add_ids(retrying)
-    flags.add_selection(retrying, *RETRY_STATES)
+    flags.add_selection(retrying, *CHANGED["retry"])
     flags.add_dry_run(retrying)
     retrying.add_argument(
         "--yes", action="store_true",
@@ -87,7 +85,7 @@ def run_retry(options: argparse.Namespace) -> int:
     """Change tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
     ids = flags.ids(options)
     if ids is None and options.state is None:
-        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*RETRY_STATES).allowed}")
+        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*CHANGED['retry']).allowed}")
     table = flags.open_table(options)
     ids = ids and flags.full_ids(table, options, ids)
     now = table.now()
@@ -113,7 +111,7 @@ def run_retry(options: argparse.Namespace) -> int:
         bulk.confirm(f"{count} will become due now.", yes=options.yes)
     since = {} if selection.since is None else {"since": shown(selection.since)}
     continue_command = flags.continue_command(options, **since, until=shown(until))
-    report = bulk.carry_out(admin.changes.retry(table, selection, flags.author(options)), continue_command)
+    report = bulk.carry_out(admin.changes.change(table, "retry", selection, flags.author(options)), continue_command)
     say(f"due now: {bulk.tasks(report.changed)}")
     if ids:
         # With --include-expired, an expired task that was not changed does not match the selection.
@@ -145,7 +143,7 @@ def run_purge(options: argparse.Namespace) -> int:
     if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
         bulk.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
     continue_command = flags.continue_command(options, sent_before=shown(before))
-    report = bulk.carry_out(admin.changes.purge(table, selection, flags.author(options)), continue_command)
+    report = bulk.carry_out(admin.changes.change(table, "purge", selection, flags.author(options)), continue_command)
     say(f"deleted: {bulk.tasks(report.changed)}")
     return 0
 
@@ -179,7 +177,7 @@ def run_cancel(options: argparse.Namespace) -> int:
     bulk.confirm(f"{count} ({selection.state}) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
     times = {name: shown(time) for name, time in (("since", selection.since), ("until", until)) if time is not None}
-    outcomes = admin.changes.cancel(table, selection, flags.author(options))
+    outcomes = admin.changes.change(table, "cancel", selection, flags.author(options))
     report = bulk.carry_out(outcomes, flags.continue_command(options, **times))
     say(f"deleted: {bulk.tasks(report.changed)}")
     return report.explain({}, "because they are {state}")

@@ -14,27 +14,30 @@ from starlette.responses import Response
 
 from outbox import admin
 from outbox.admin.changes import ANY_UNSENT, TaskSelection
-from outbox.cli.changes import RETRY_STATES
 from outbox.console import selections
 from outbox.console.rendering import render
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, action
 from outbox.program.settings import whole_number
 from outbox.program.terminal import counted
-from outbox.table.states import MARKS_FINAL_AFTER, UNSENT
+from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
 
 COUNT = whole_number(1, 2**63 - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Action:
-    """What a person may do with tasks. `anything` is the state of selected IDs if the address names none."""
+    """What a person may do with tasks. `of_ids` is the state of selected IDs if the address names none."""
 
     name: str
     role: Role
-    states: tuple[str, ...]
-    anything: str | None
+    of_ids: str | None
     effect: str
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Return the states of the tasks that it is for."""
+        return CHANGED[self.name]
 
     @property
     def is_destructive(self) -> bool:
@@ -72,20 +75,19 @@ class Action:
         return visit.redirect("/operation", id=id)
 
     def _selection(self, visit: Visit) -> TaskSelection:
-        """Return the tasks of the address. None of them is newer than the page. Raises SettingError, Refused."""
+        """Return the tasks of the address. None of them is newer than the page. Raises SettingError, OutboxError."""
         now = visit.table.now()
         found = selections.read(visit.query, now)
-        if found.state not in (*self.states, *([None] if found.ids else [])):
-            allowed = ", ".join(self.states)
-            raise Refused(400, f"{self.name} is not for these tasks", f"It is for tasks that are {allowed}.")
         # An at-most-once task is marked as sent shortly before it is published.
         newest = now - MARKS_FINAL_AFTER if self.name == "purge" else now
-        return dataclasses.replace(
+        selection = dataclasses.replace(
             found,
-            state=found.state or self.anything,
+            state=found.state or self.of_ids,
             until=min(found.until or newest, newest),
             include_expired=found.include_expired or self.name != "retry",
         )
+        admin.changes.check(self.name, selection)
+        return selection
 
 
 def _check_count(visit: Visit, selection: TaskSelection, count: int) -> None:
@@ -108,8 +110,8 @@ def _previewed(visit: Visit) -> tuple[int, str]:
 
 
 ACTIONS = (
-    Action("retry", Role.OPERATOR, RETRY_STATES, None, "become due now, with 0 failed attempts"),
-    Action("cancel", Role.DESTROYER, UNSENT, ANY_UNSENT, "are deleted permanently and never sent"),
-    Action("purge", Role.DESTROYER, ("sent",), "sent", "are deleted, so that they cannot be sent again"),
+    Action("retry", Role.OPERATOR, None, "become due now, with 0 failed attempts"),
+    Action("cancel", Role.DESTROYER, ANY_UNSENT, "are deleted permanently and never sent"),
+    Action("purge", Role.DESTROYER, "sent", "are deleted, so that they cannot be sent again"),
 )
 ROUTES = tuple(route for acted in ACTIONS for route in acted.routes())

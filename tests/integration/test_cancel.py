@@ -242,7 +242,7 @@ def test_a_task_is_either_cancelled_or_received(database: Database, tasks: int) 
     def operator() -> None:
         table = TaskTable(opened(database))
         for some in in_chunks(Random(9).sample(ids, tasks // 4), 10):
-            cancelled.extend(changed(changes.cancel(table, TaskSelection(state="unsent", ids=tuple(some)))))
+            cancelled.extend(changed(changes.change(table, "cancel", TaskSelection(state="unsent", ids=tuple(some)))))
 
     with ThreadPoolExecutor(5) as threads:
         relaying = [threads.submit(relay, each) for each in relays]
@@ -274,6 +274,6 @@ def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monk
     table = TaskTable(opened(database))
     monkeypatch.setattr(admin_table, "transact", aborted)
     with pytest.raises(OutboxError, match=r"others write the same rows.*Try again"):
-        list(changes.cancel(table, TaskSelection(state="unsent", ids=("held",))))
+        list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("held",))))
     assert options["timeout_secs"] == admin_table.ABORTED_SECONDS
     assert rows_of(database).keys() == {"held"}

@@ -11,6 +11,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import changes
 from outbox.admin.changes import Count, Outcome, TaskSelection
 from outbox.admin.table import TaskTable
+from outbox.errors import OutboxError
 from outbox.table.states import NEVER
 from tests.support.operations import (
     CREATED,
@@ -62,7 +63,7 @@ def test_retry_writes_only_four_columns(database: Database, table: TaskTable):
     for state, by in names:
         id, before, begun = f"{state} {by}", rows_of(database), table.now()
         selection = TaskSelection(ids=(id,)) if by == "ids" else selected(state)
-        assert list(changes.retry(table, selection)) == [Outcome((id,), {}, ())]
+        assert list(changes.change(table, "retry", selection)) == [Outcome((id,), {}, ())]
         after = rows_of(database)
         assert touched(before, after) == {id}
         assert begun <= after[id]["AvailableAt"] <= table.now()
@@ -73,14 +74,16 @@ def test_retry_of_ids_leaves_pending_tasks_and_names_missing_ones(database: Data
     """A state, an error and times narrow ids, too; a scheduled task is sent early if it is named."""
     insert(database, [row(state, **columns) for state, columns in STATES.items()])
     before = rows_of(database)
-    [outcome] = changes.retry(table, TaskSelection(state="dead", ids=tuple(STATES)))
+    [outcome] = changes.change(table, "retry", TaskSelection(state="dead", ids=tuple(STATES)))
     assert outcome.changed == ("dead",)
     assert outcome.unchanged == {
         "retrying": "retrying", "sent": "sent", "scheduled": "scheduled", "ready": "pending", "due": "pending",
     }  # fmt: skip
-    [outcome] = changes.retry(table, TaskSelection(ids=("sent", "retrying"), error="UNAVAIL", until=CREATED + SECOND))
+    [outcome] = changes.change(
+        table, "retry", TaskSelection(ids=("sent", "retrying"), error="UNAVAIL", until=CREATED + SECOND)
+    )
     assert (outcome.changed, outcome.unchanged) == (("retrying",), {"sent": "sent"})
-    [outcome] = changes.retry(table, TaskSelection(ids=("ready", "gone", "sent", "due", "it's", "scheduled")))
+    [outcome] = changes.change(table, "retry", TaskSelection(ids=("ready", "gone", "sent", "due", "it's", "scheduled")))
     assert sorted(outcome.changed) == ["scheduled", "sent"]
     assert outcome.unchanged == {"ready": "pending", "due": "pending"}
     assert outcome.missing == ("gone", "it's")
@@ -102,7 +105,7 @@ def test_a_selection_combines_all_filters(database: Database, table: TaskTable):
         before = rows_of(database)
         selection = TaskSelection(state=state, topic="it's", since=PAST, until=PAST + SECOND, error="not_found")
         assert changes.count(table, selection, exact=False) == Count(2)
-        assert changed(changes.retry(table, selection)) == [f"{state} last", f"{state} right"]
+        assert changed(changes.change(table, "retry", selection)) == [f"{state} last", f"{state} right"]
         assert touched(before, rows_of(database)) == {f"{state} last", f"{state} right"}
 
 
@@ -118,12 +121,12 @@ def test_a_selection_continues_where_it_stopped(database: Database, watch: Watch
         before, selection = rows_of(database), selected(state)
         done: list[str] = []
         for stop in (1, 2, 1_000):
-            outcomes = changes.retry(watch.table, selection)
+            outcomes = changes.change(watch.table, "retry", selection)
             done += [id for outcome in itertools.islice(outcomes, stop) for id in outcome.changed]
             outcomes.close()
             assert touched(before, rows_of(database)) == set(done)
         assert sorted(done) == [f"{state} {n}" for n in names]
-        assert changed(changes.retry(watch.table, selection)) == []
+        assert changed(changes.change(watch.table, "retry", selection)) == []
     commits = [request for name, request in watch.requests if name == "commit"]
     assert max(len(request.mutations[0].update.values) for request in commits if request.mutations) == 3
 
@@ -138,7 +141,7 @@ def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
         insert(database, [row(name, **STATES[state], OrderingKey="one shard") for name in names])
         selection = selected(state)
         done: list[str] = []
-        for outcome in changes.retry(table, selection):
+        for outcome in changes.change(table, "retry", selection):
             done += outcome.changed
             assert len(done) <= len(names)
             # The retry's own AvailableAt is later than the selection's end.
@@ -148,10 +151,10 @@ def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
             if state == "sent":
                 insert(database, [row(f"new {len(done)}", SentAt=table.now(), OrderingKey="one shard")])
         assert sorted(done) == names
-    with pytest.raises(ValueError, match="a selection of sent tasks needs `until`"):
-        changes.retry(table, TaskSelection(state="sent"))
-    with pytest.raises(ValueError, match="a selection without ids needs a state, not None"):
-        changed(changes.retry(table, TaskSelection()))
+    with pytest.raises(OutboxError, match="a retry of sent tasks needs `until`"):
+        changes.change(table, "retry", TaskSelection(state="sent"))
+    with pytest.raises(OutboxError, match="retry is for tasks that are dead, sent, retrying, scheduled, not for any"):
+        changed(changes.change(table, "retry", TaskSelection()))
 
 
 def test_tasks_that_left_the_selection_meanwhile_are_not_changed(
@@ -162,8 +165,8 @@ def test_tasks_that_left_the_selection_meanwhile_are_not_changed(
     monkeypatch.setattr(
         changes, "_selected_ids", lambda *all: iter([("{}", [id for _, ids in found(*all) for id in ids])])
     )
-    for state, change in [*((state, changes.retry) for state in RETRIED), ("sent", changes.purge)]:
-        stays, leaves, goes = names = [f"{change.__name__} {state} {name}" for name in ("stays", "leaves", "goes")]
+    for state, change in [*((state, "retry") for state in RETRIED), ("sent", "purge")]:
+        stays, leaves, goes = names = [f"{change} {state} {name}" for name in ("stays", "leaves", "goes")]
         insert(database, [row(name, **STATES[state], Topic="t") for name in names])
 
         def meanwhile(self: TaskTable, *arguments: Any, leaves: str = leaves, goes: str = goes) -> Any:
@@ -173,7 +176,7 @@ def test_tasks_that_left_the_selection_meanwhile_are_not_changed(
             return transact(self, *arguments)
 
         monkeypatch.setattr(TaskTable, "transact", meanwhile)
-        [outcome] = change(table, selected(state))
+        [outcome] = changes.change(table, change, selected(state))
         assert outcome == Outcome((stays,), {leaves: "pending"}, (goes,))
         assert rows_of(database)[leaves]["AvailableAt"] is None
 
@@ -191,7 +194,7 @@ def test_a_deferred_task_whose_head_no_longer_blocks_is_retried(
     insert(database, [deferred, *([row("head", **{"OrderingKey": "k", **head})] if head else [])])
     selection = TaskSelection(ids=("deferred",))
     assert changes.count(table, selection, exact=True).number == 1
-    [outcome] = changes.retry(table, selection)
+    [outcome] = changes.change(table, "retry", selection)
     assert outcome == Outcome(("deferred",), {}, ())
     after = rows_of(database)["deferred"]
     assert (after["BlockedBy"], after["AvailableAt"] < FUTURE) == (None, True)
@@ -213,10 +216,10 @@ def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, tabl
     assert changes.count(table, unexpired, exact=True).number == 2
     with_ids = TaskSelection(ids=("expired", "failed", "in time"), include_expired=False)
     assert changes.count(table, with_ids, exact=True).number == 1
-    [outcome] = changes.retry(table, with_ids)
+    [outcome] = changes.change(table, "retry", with_ids)
     assert (outcome.changed, outcome.unchanged) == (("in time",), {"expired": "expired", "failed": "expired"})
-    assert {id for each in changes.retry(table, unexpired) for id in each.changed} == {"without"}
-    assert {id for each in changes.retry(table, TaskSelection(state="dead")) for id in each.changed} == {
+    assert {id for each in changes.change(table, "retry", unexpired) for id in each.changed} == {"without"}
+    assert {id for each in changes.change(table, "retry", TaskSelection(state="dead")) for id in each.changed} == {
         "expired",
         "failed",
     }

@@ -33,11 +33,11 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
     """What changes nothing has none."""
     insert(database, [row("a", **DEAD), row("b", **DEAD), row("sent", SentAt=PAST), row("pending")])
     before = table.now()
-    assert [len(each.changed) for each in changes.retry(table, TaskSelection(ids=("a", "pending")))] == [1]
-    assert [each.changed for each in changes.retry(table, TaskSelection(ids=("pending", "missing")))] == [()]
+    assert [len(each.changed) for each in changes.change(table, "retry", TaskSelection(ids=("a", "pending")))] == [1]
+    assert [each.changed for each in changes.change(table, "retry", TaskSelection(ids=("pending", "missing")))] == [()]
     wrong, person = Author(reason="it's wrong"), Author("jane@example.com", "no invoices today")
-    list(changes.cancel(table, TaskSelection(state="dead", ids=("b",)), wrong))
-    list(changes.purge(table, TaskSelection(state="sent", topic="orders", until=FUTURE)))
+    list(changes.change(table, "cancel", TaskSelection(state="dead", ids=("b",)), wrong))
+    list(changes.change(table, "purge", TaskSelection(state="sent", topic="orders", until=FUTURE)))
     topics.change(table, "pause", ["orders", "bills"], {"Paused": True}, person)
     topics.change(table, "limit", ["orders"], {"RatePerSecond": 0.5, "Burst": 3, "MaxInFlight": None})
     found = recorded(table)
@@ -100,14 +100,14 @@ def test_a_change_in_chunks_is_one_record_that_counts_its_tasks(
     monkeypatch.setattr(changes, "CHUNK", 2)
     insert(database, [row(str(n), **DEAD, OrderingKey="k") for n in range(7)])
     selection = TaskSelection(state="dead", until=FUTURE)
-    outcomes = changes.retry(table, selection)
+    outcomes = changes.change(table, "retry", selection)
     for chunks in (1, 2):
         next(outcomes)
         [running] = recorded(table)
         assert (running.tasks, running.finished_at) == (2 * chunks, None)
     outcomes.close()
     assert recorded(table) == [running]
-    list(changes.retry(table, selection))
+    list(changes.change(table, "retry", selection))
     stopped, finished = recorded(table)
     assert (stopped, finished.tasks) == (running, 3)
     assert finished.finished_at is not None
@@ -130,7 +130,7 @@ def test_the_record_and_the_first_chunk_are_one_transaction(
         return original(self, tag, again)
 
     monkeypatch.setattr(TaskTable, "transact", twice)
-    list(changes.retry(table, TaskSelection(ids=("a",))))
+    list(changes.change(table, "retry", TaskSelection(ids=("a",))))
     [record] = recorded(table)
     assert record.tasks == 1
 
@@ -138,7 +138,7 @@ def test_the_record_and_the_first_chunk_are_one_transaction(
     monkeypatch.setattr("outbox.admin.operations.as_json", lambda _selection: None)  # the column is NOT NULL
     insert(database, [row("b", **DEAD)])
     with pytest.raises(Exception, match="Selection"):
-        list(changes.cancel(table, TaskSelection(state="dead", ids=("b",))))
+        list(changes.change(table, "cancel", TaskSelection(state="dead", ids=("b",))))
     assert rows_of(database).keys() == before.keys() | {"b"}
 
 
@@ -155,7 +155,7 @@ def test_changed_tasks_without_an_end_are_a_warning(
         return original(self, tag, work)
 
     monkeypatch.setattr(TaskTable, "transact", fail)
-    *_, last = changes.retry(table, TaskSelection(ids=("a",)))
+    *_, last = changes.change(table, "retry", TaskSelection(ids=("a",)))
     assert last.warning is not None
     assert "not recorded as finished: Spanner did not answer" in last.warning
 

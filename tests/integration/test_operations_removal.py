@@ -9,6 +9,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import changes
 from outbox.admin.changes import Outcome, TaskSelection
 from outbox.admin.table import TaskTable
+from outbox.errors import OutboxError
 from outbox.table.states import NEVER
 from tests.support.operations import (
     FUTURE,
@@ -46,17 +47,17 @@ def before_each_transaction(patch: pytest.MonkeyPatch, act: Callable[[], None]) 
 def test_purge_continues_where_it_stopped(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
     """Chunk by chunk, of many tasks of one SentAt, too; younger tasks stay. Only sent tasks can be selected."""
     for state in (None, "dead", "pending", "retrying", "scheduled"):
-        with pytest.raises(ValueError, match=f"purge is for sent tasks, not for {state}"):
-            changes.purge(table, TaskSelection(state=state, ids=("a",)))
+        with pytest.raises(OutboxError, match=f"purge is for tasks that are sent, not for {state or 'any'}"):
+            changes.change(table, "purge", TaskSelection(state=state, ids=("a",)))
     monkeypatch.setattr(changes, "CHUNK", 3)
     old = [row(f"old {n}", SentAt=PAST + (n % 2) * SECOND, AvailableAt=NEVER) for n in range(30)]
     insert(database, [*old, row("new", SentAt=UNTIL), *(row(str(n), **each) for n, each in enumerate(UNSENT))])
     selection = TaskSelection(state="sent", until=UNTIL)
-    outcomes = changes.purge(table, selection)
+    outcomes = changes.change(table, "purge", selection)
     first = next(outcomes).changed
     outcomes.close()
     assert len(rows_of(database)) == 37 - len(first)
-    assert len(changed(changes.purge(table, selection))) == 30 - len(first)
+    assert len(changed(changes.change(table, "purge", selection))) == 30 - len(first)
     assert set(rows_of(database)) == {"new", *map(str, range(len(UNSENT)))}
 
 
@@ -64,17 +65,17 @@ def test_cancel_deletes_the_selected_unsent_tasks_only(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """Others are left and named with their states, as are missing ones; also one that was sent meanwhile is left."""
-    with pytest.raises(ValueError, match="cancel is for unsent tasks, not for sent"):
-        list(changes.cancel(table, TaskSelection(state="sent", ids=("a",))))
-    with pytest.raises(ValueError, match="cancel is for unsent tasks, not for None"):
-        list(changes.cancel(table, TaskSelection(ids=("a",))))
+    with pytest.raises(OutboxError, match=r"cancel is for tasks that are .*, not for sent"):
+        list(changes.change(table, "cancel", TaskSelection(state="sent", ids=("a",))))
+    with pytest.raises(OutboxError, match=r"cancel is for tasks that are .*, not for any"):
+        list(changes.change(table, "cancel", TaskSelection(ids=("a",))))
     insert(database, [row(str(n), **each) for n, each in enumerate(UNSENT)])
     insert(database, [row("sent", SentAt=PAST), row("meanwhile"), row("other"), row("dead", **DEAD)])
     before = rows_of(database)
     before_each_transaction(monkeypatch, lambda: update(database, "meanwhile", SentAt=PAST))
-    [dead] = changes.cancel(table, TaskSelection(state="dead", ids=("0", "5")))
+    [dead] = changes.change(table, "cancel", TaskSelection(state="dead", ids=("0", "5")))
     assert dead == Outcome(("5",), {"0": "pending"}, ())
-    [outcome, *rest] = changes.cancel(table, of_ids(*map(str, range(5)), "sent", "missing", "meanwhile"))
+    [outcome, *rest] = changes.change(table, "cancel", of_ids(*map(str, range(5)), "sent", "missing", "meanwhile"))
     assert rest == []
     assert sorted(outcome.changed) == [*map(str, range(5))]
     assert (outcome.unchanged, outcome.missing) == (dict.fromkeys(["sent", "meanwhile"], "sent"), ("missing",))
@@ -96,11 +97,11 @@ def test_cancel_selects_by_state_and_continues_where_it_stopped(
     insert(database, [*gone, *kept, *(row(f"other {n}", **each, Topic="bills") for n, each in enumerate(columns))])
     selection = TaskSelection(state=state, topic="orders", until=PAST)
     assert changes.count(table, selection, exact=True).number >= len(gone)
-    outcomes = changes.cancel(table, selection)
+    outcomes = changes.change(table, "cancel", selection)
     first = next(outcomes).changed
     outcomes.close()
     left = {each["Id"] for each in gone} - {*first}
-    assert left <= {*changed(changes.cancel(table, selection))}
+    assert left <= {*changed(changes.change(table, "cancel", selection))}
     after = rows_of(database).keys()
     assert {f"{name} {n}" for name in ("late", "other") for n in range(len(columns))} <= after
     assert after.isdisjoint(each["Id"] for each in gone)
@@ -142,7 +143,7 @@ def test_cancel_releases_only_the_first_deferred_task_of_a_key(
     before = rows_of(database)
     ids = ["a 1", "b' 0", "waits 0", "two 0", "two 1", "alone 0", "behind 1", "behind a scheduled one 1"]
     ids = [*(f"orders {id}" for id in ids), "no key"]
-    outcomes = changes.cancel(watch.table, of_ids(*ids))
+    outcomes = changes.change(watch.table, "cancel", of_ids(*ids))
     gone = ids[:2] if closed else ids
     assert sorted(next(outcomes).changed) == sorted(gone)
     if closed:

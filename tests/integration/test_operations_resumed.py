@@ -138,7 +138,7 @@ def test_two_people_on_the_same_selection_change_each_task_once(database: Databa
 def test_a_person_stops_and_continues_an_operation(database: Database, table: TaskTable):
     """Also that of a command. Who did it is recorded."""
     fill(database, DEAD)
-    begun = changes.retry(table, TaskSelection(state="dead"), JANE)
+    begun = changes.change(table, "retry", TaskSelection(state="dead"), JANE)
     done = list(next(begun).changed)
     [operation] = operations.latest(table, 10)
     assert operation.state(table.now()) == "running"
@@ -169,7 +169,7 @@ def test_a_form_that_is_sent_twice_begins_one_operation(table: TaskTable):
     assert not changes.begin(table, "cancel", TaskSelection(state="dead"), JOHN, id=ID, selected=3)
     [operation] = operations.latest(table, 10)
     assert (operation.operation, operation.principal, operation.tasks) == ("retry", JANE.principal, 0)
-    with pytest.raises(ValueError, match="purge is for sent tasks"):
+    with pytest.raises(OutboxError, match="purge is for tasks that are sent"):
         changes.begin(table, "purge", TaskSelection(state="dead"), JANE, id="x", selected=0)
 
 

@@ -103,9 +103,9 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     tasks.task(table, "sent")
     assert operations.latest(table, 1) == []
     works: Sequence[Callable[[], object]] = [
-        lambda: list(changes.retry(table, TaskSelection(ids=("dead",)))),
-        lambda: list(changes.cancel(table, TaskSelection(state="dead", ids=("dead too",)))),
-        lambda: list(changes.purge(table, TaskSelection(state="sent", until=datetime.now(UTC)))),
+        lambda: list(changes.change(table, "retry", TaskSelection(ids=("dead",)))),
+        lambda: list(changes.change(table, "cancel", TaskSelection(state="dead", ids=("dead too",)))),
+        lambda: list(changes.change(table, "purge", TaskSelection(state="sent", until=datetime.now(UTC)))),
         lambda: topics.change(table, "pause", ["orders"], {"Paused": True}),
         lambda: changes.begin(table, "cancel", TaskSelection(state="blocked"), operations.UNNAMED, id="1", selected=1),
         lambda: operations.stop(table, "1", operations.UNNAMED),

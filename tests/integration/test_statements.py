@@ -77,12 +77,12 @@ def statements(database: Database) -> list[str]:
             tasks.find(table, [state], TaskSelection(**more), newest=bool(more))
             changes.count(table, TaskSelection(state=state, **more), exact=True)
     for state in ("dead", "retrying", "scheduled"):
-        list(changes.retry(table, TaskSelection(state=state)))
-        list(changes.retry(table, TaskSelection(state=state, **of_key)))
-    list(changes.retry(table, TaskSelection(ids=("dead",))))
-    list(changes.purge(table, TaskSelection(state="sent", until=PAST)))
+        list(changes.change(table, "retry", TaskSelection(state=state)))
+        list(changes.change(table, "retry", TaskSelection(state=state, **of_key)))
+    list(changes.change(table, "retry", TaskSelection(ids=("dead",))))
+    list(changes.change(table, "purge", TaskSelection(state="sent", until=PAST)))
     for selection in (TaskSelection(state="unsent", ids=("dead",)), *(TaskSelection(state=state) for state in UNSENT)):
-        list(changes.cancel(table, selection))
+        list(changes.change(table, "cancel", selection))
     (
         tasks.task(table, "sent"),
         tasks.unsent_of_key(table, tasks.Task("dead", {"Topic": "orders", "OrderingKey": "k", "Shard": 1}, PAST), 3),

@@ -121,7 +121,7 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 -
     insert(database, [*twins, *of_key, *stay])
     before = rows_of(database)
     watch = Watch(database)
-    [_] = changes.retry(watch.table, changes.TaskSelection(ids=("retry1", "retry2")))
+    [_] = changes.change(watch.table, "retry", changes.TaskSelection(ids=("retry1", "retry2")))
     caplog.set_level("INFO", "outbox_pipeline")
     where = f"Id LIKE 'replay%' OR Topic = '{topic}'"
     done = run(spark, replay_settings(target, where=where, until="0s"), reason="the report lost a day")

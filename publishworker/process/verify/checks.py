@@ -144,7 +144,7 @@ def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]
     for state in ("pending", "retrying", "dead", "sent"):
         tasks.find(table, [state])
         changes.count(table, TaskSelection(state=state), exact=False)
-    list(changes.retry(table, TaskSelection(state="dead")))
+    list(changes.change(table, "retry", TaskSelection(state="dead")))
     tasks.task(table, ids[0] if ids else "none"), tasks.beginning_with(table, ["a"], 3)
     return list(profiled.values())
 
