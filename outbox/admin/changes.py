@@ -36,6 +36,8 @@ PAGE = 20 * CHUNK
 GROUPS = 50
 #: As the state of a selection by `ids`: all unsent states.
 ANY_UNSENT = "unsent"
+#: The state of a selection by `ids` if it names none, for each change.
+OF_IDS = {"retry": None, "cancel": ANY_UNSENT, "purge": "sent"}
 _log = logging.getLogger("outbox")
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 #: The columns that a retry writes. `retry_values` returns the values.
@@ -261,8 +263,8 @@ def check(name: str, selection: TaskSelection) -> None:
 
     A retry of sent tasks needs `until`. Otherwise it would also select the tasks that are sent because of it.
     """
-    states, of_ids = CHANGED[name], {"retry": None, "cancel": ANY_UNSENT, "purge": "sent"}[name]
-    if selection.state not in states and (selection.ids is None or selection.state != of_ids):
+    states = CHANGED[name]
+    if selection.state not in states and (selection.ids is None or selection.state != OF_IDS[name]):
         raise OutboxError(f"{name} is for tasks that are {', '.join(states)}, not for {selection.state or 'any'}")
     if name == "retry" and selection.state == "sent" and selection.until is None:
         raise OutboxError("a retry of sent tasks needs `until`")

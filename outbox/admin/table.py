@@ -41,12 +41,8 @@ def _request(tag: str, seconds: float) -> dict[str, Any]:
     return {"request_options": {"priority": _LOW, "request_tag": tag}, **retry_and_timeout(seconds)}
 
 
-def _rows(reader: Any, sql: str, values: Mapping[str, Any], tag: str, seconds: float) -> list[list[Any]]:
-    """Return all rows of one statement that a snapshot or a transaction runs."""
-    return list(_result(reader, sql, values, tag, seconds))
-
-
 def _result(reader: Any, sql: str, values: Mapping[str, Any], tag: str, seconds: float) -> Any:
+    """Return the rows of one statement that a snapshot or a transaction runs."""
     return reader.execute_sql(sql, **parameters(values), **_request(tag, seconds))
 
 
@@ -127,7 +123,7 @@ class TaskTable:
     ) -> list[list[Any]]:
         """Return the rows of one statement, read at the time `at`, or now. Takes no locks."""
         with self._errors(), self._database.snapshot(read_timestamp=at) as snapshot:
-            return _rows(snapshot, self.layout.sql(statement), dict(parameters or {}), self._tag or tag, seconds)
+            return list(_result(snapshot, self.layout.sql(statement), parameters or {}, self._tag or tag, seconds))
 
     def strong_query(
         self, statement: str, tag: str, parameters: Mapping[str, Any], *, seconds: float = SCAN_SECONDS
@@ -189,10 +185,8 @@ class TaskTable:
             # NOT_FOUND is the answer for a missing database and for a missing table.
             if isinstance(error, NotReached | SchemaDiffers) and not isinstance(error.__cause__, NotFound):
                 raise
-            former, usable = (
-                self.layout,
-                schema.complete(schema.layouts(self._database, request_options=SCHEMA_OPTIONS)),
-            )
+            former = self.layout
+            usable = schema.complete(schema.layouts(self._database, request_options=SCHEMA_OPTIONS))
             if usable and former not in usable:
                 self.layout = usable[0]
                 raise LayoutChanged(
@@ -213,7 +207,7 @@ class Transaction:
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
         """Return all rows of one statement."""
-        return _rows(self._transaction, self._layout.sql(statement), parameters, self._tag, LOCK_SECONDS)
+        return list(_result(self._transaction, self._layout.sql(statement), parameters, self._tag, LOCK_SECONDS))
 
     def read(self, table: str, columns: Sequence[str], keys: Any) -> list[list[Any]]:
         """Return the rows of `keys`, with shared locks."""

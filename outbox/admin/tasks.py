@@ -137,14 +137,17 @@ def count_errors(tasks: Sequence[Task], *, at_least: bool = False) -> list[Error
 def errors(table: TaskTable, backlog: Backlog) -> list[ErrorCount]:
     """Return the errors of all unsent tasks as of a backlog, highest count first. Raises NotReached, OutboxError.
 
-    At most ERRORS_READ tasks of each state are read.
+    At most ERRORS_READ tasks of each state are read. A recorded failure sets AvailableAt. So of the pending tasks, only
+    the due ones are read, however many are ready.
     """
     found: list[ErrorCount] = []
-    topics = backlog.topics()
+    lines = backlog.topics()
+    reader = _Reader(table, ALL, _BEGIN, newest=False, limit=ERRORS_READ, at=backlog.as_of)
     for state in UNSENT:
-        if names := [topic for topic, line in topics.items() if getattr(line, state)]:
-            tasks = tried(table, state, names, ERRORS_READ, backlog.as_of)
-            failed = [task for task in tasks if task.columns["LastError"]]
+        if topics := [topic for topic, line in lines.items() if getattr(line, state)]:
+            range_ = "due" if state == "pending" else state
+            tasks = reader.of_ranges([range_], topics, max(ERRORS_READ, range_limit(table, topics)))
+            failed = [dataclasses.replace(task, state=state) for task in tasks if task.columns["LastError"]]
             found += count_errors(failed, at_least=len(tasks) == ERRORS_READ)
     return sorted(found, key=lambda count: -count.tasks)
 
@@ -161,17 +164,6 @@ def blocked_heads(table: TaskTable, backlog: Backlog, limit: int = 100) -> list[
     rows = reader.query(statements.listed_by_ids(", ".join(_COLUMNS)), {"ids": [id for id, _ in counts]})
     heads = {task.columns["Id"]: task for task in (_task(backlog.as_of, row) for row in rows)}
     return [BlockedHead(id, number, heads.get(id)) for id, number in counts]
-
-
-def tried(table: TaskTable, state: str, topics: Sequence[str], limit: int, at: datetime) -> list[Task]:
-    """Return the first `limit` unsent tasks of a state and of `topics` that may have failed, as they were `at` a time.
-
-    A recorded failure sets AvailableAt. So of the pending tasks, only the due ones are read, however many are ready.
-    """
-    range_ = "due" if state == "pending" else state
-    reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=at)
-    tasks = reader.of_ranges([range_], topics, max(limit, range_limit(table, topics)))
-    return [dataclasses.replace(task, state=state) for task in tasks]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,9 +36,10 @@ class Report:
         """
         for state in sorted(set(self.unchanged.values())):
             ids = [id for id, its in self.unchanged.items() if its == state]
-            note(f"{tasks(len(ids))} not changed, {reasons.get(state) or otherwise.format(state=state)}: {named(ids)}")
+            why = reasons.get(state) or otherwise.format(state=state)
+            note(f"{counted(len(ids), 'task')} not changed, {why}: {named(ids)}")
         if self.missing:
-            note(f"{tasks(len(self.missing))} not in the table: {named(self.missing)}")
+            note(f"{counted(len(self.missing), 'task')} not in the table: {named(self.missing)}")
         return 1 if self.missing or set(self.unchanged.values()) - set(reasons) else 0
 
 
@@ -69,7 +70,7 @@ def carry_out(outcomes: "Iterator[admin.changes.Outcome]", continue_command: str
                 report.missing += outcome.missing
                 report.heads |= outcome.heads
                 if time.monotonic() >= next_progress:
-                    note(f"{tasks(report.changed)} changed so far")
+                    note(f"{counted(report.changed, 'task')} changed so far")
                     next_progress = time.monotonic() + PROGRESS_SECONDS
                 if outcome.warning:
                     note(outcome.warning)
@@ -79,12 +80,12 @@ def carry_out(outcomes: "Iterator[admin.changes.Outcome]", continue_command: str
                 return report
         except OutboxError as error:
             raise type(error)(
-                f"{error}. {tasks(report.changed)} changed so far. The transaction in progress changed all of its "
-                f"tasks or none. To continue, run: {continue_command}"
+                f"{error}. {counted(report.changed, 'task')} changed so far. The transaction in progress changed all "
+                f"of its tasks or none. To continue, run: {continue_command}"
             ) from error
     name = signal.Signals(received[0]).name
     raise OutboxError(
-        f"stopped by {name}. {tasks(report.changed)} changed so far. To continue, run: {continue_command}"
+        f"stopped by {name}. {counted(report.changed, 'task')} changed so far. To continue, run: {continue_command}"
     )
 
 
@@ -109,8 +110,3 @@ def _stop_on_signals() -> Iterator[list[int]]:
         yield received
     finally:
         restore()
-
-
-def tasks(number: int) -> str:
-    """Return text such as `1 task` or `1,500 tasks`."""
-    return counted(number, "task")

@@ -112,7 +112,7 @@ def run_retry(options: argparse.Namespace) -> int:
     since = {} if selection.since is None else {"since": shown(selection.since)}
     continue_command = flags.continue_command(options, **since, until=shown(until))
     report = bulk.carry_out(admin.changes.change(table, "retry", selection, flags.author(options)), continue_command)
-    say(f"due now: {bulk.tasks(report.changed)}")
+    say(f"due now: {counted(report.changed, 'task')}")
     if ids:
         # With --include-expired, an expired task that was not changed does not match the selection.
         ignored = {"expired"} if options.include_expired else set()
@@ -144,7 +144,7 @@ def run_purge(options: argparse.Namespace) -> int:
         bulk.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
     continue_command = flags.continue_command(options, sent_before=shown(before))
     report = bulk.carry_out(admin.changes.change(table, "purge", selection, flags.author(options)), continue_command)
-    say(f"deleted: {bulk.tasks(report.changed)}")
+    say(f"deleted: {counted(report.changed, 'task')}")
     return 0
 
 
@@ -179,5 +179,5 @@ def run_cancel(options: argparse.Namespace) -> int:
     times = {name: shown(time) for name, time in (("since", selection.since), ("until", until)) if time is not None}
     outcomes = admin.changes.change(table, "cancel", selection, flags.author(options))
     report = bulk.carry_out(outcomes, flags.continue_command(options, **times))
-    say(f"deleted: {bulk.tasks(report.changed)}")
+    say(f"deleted: {counted(report.changed, 'task')}")
     return report.explain({}, "because they are {state}")

@@ -1,16 +1,21 @@
-"""Unsent tasks, counted by topic, state and error."""
+"""Why tasks are not published: their errors, counted, and the circuits that are not closed in a live worker."""
 
+import dataclasses
 from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
 
 from outbox import admin
 from outbox.cli.output import shortened, table
-from outbox.program.terminal import Escaped, joined
+from outbox.program.terminal import Escaped, joined, say
+from outbox.program.times import spoken
 from outbox.table.states import UNSENT
 
 #: Max rows of the table.
 ROWS = 10
 #: The states in which LastError is the reason for the state.
 FAILING = ("dead", "retrying")
+CIRCUITS = ("CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT PROBE", "ERROR")
 
 
 def of_selection(
@@ -31,3 +36,27 @@ def text(counts: "Sequence[admin.tasks.ErrorCount]") -> Escaped:
     ]
     others = [f"... and {len(counts) - ROWS:,} more"] if len(counts) > ROWS else []
     return joined(table(("TASKS", "STATE", "TOPIC", "ERROR"), rows), *others)
+
+
+def circuits(workers: "Sequence[admin.workers.Worker]") -> list[dict[str, Any]]:
+    """Return the circuits as JSON has them."""
+    return [dataclasses.asdict(each) for each in admin.workers.open_circuits(workers)]
+
+
+def circuit_lines(workers: "Sequence[admin.workers.Worker]", now: datetime) -> list[str]:
+    """Return an empty line and a table, or nothing if all circuits are closed."""
+    rows = []
+    for each in admin.workers.open_circuits(workers):
+        wait = (each.next_probe - now).total_seconds()
+        state, probe = ("open", f"in {spoken(wait)}") if wait > 0 else ("half-open", "now")
+        since = f"{spoken((now - each.since).total_seconds())} ago"
+        rows.append([state, each.topic, each.workers, since, probe, shortened(f"{each.reason}: {each.error}")])
+    left_out = int(sum(worker.number("circuits_left_out") for worker in workers))
+    more = [f"... and {left_out:,} more, which did not fit into the heartbeats"] if left_out else []
+    return ["", table(CIRCUITS, rows), *more] if rows else more
+
+
+def print_circuits(workers: "Sequence[admin.workers.Worker]", now: datetime) -> None:
+    """Print the table, if a circuit is not closed."""
+    if found := circuit_lines(workers, now):
+        say(*found)

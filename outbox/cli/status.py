@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from outbox import admin
-from outbox.cli import circuits, errors, flags
+from outbox.cli import errors, flags
 from outbox.cli.output import note, table
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import whole_number
@@ -138,11 +138,11 @@ def _rendered(
             reshard |= {"next_step": step.text, "waits_for": step.waits_for}
         found = {
             "errors": [dataclasses.asdict(each) for each in groups],
-            "circuits": circuits.fields(backlog.workers),
+            "circuits": errors.circuits(backlog.workers),
             "reshard": reshard,
         }
         return as_json(_plain(backlog) | found)
-    parts: list[str] = [_text(backlog), *circuits.lines(backlog.workers, backlog.as_of)]
+    parts: list[str] = [_text(backlog), *errors.circuit_lines(backlog.workers, backlog.as_of)]
     if groups:
         parts += ["", errors.text(groups)]
     if progress:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from outbox import admin
-from outbox.cli import bulk, circuits, flags
+from outbox.cli import bulk, errors, flags
 from outbox.cli.output import by_field, note
 from outbox.cli.output import table as as_table
 from outbox.cli.status import HEADS, cells, fields
@@ -78,12 +78,12 @@ def run_topics(options: argparse.Namespace) -> int:
             {"topic": topic, **by_field(dataclasses.asdict(control)), **fields(backlog, line)}
             for topic, (control, line) in topics.items()
         ]
-        say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits.fields(backlog.workers)}))
+        say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": errors.circuits(backlog.workers)}))
         return 0
     say(f"as of {shown(backlog.as_of)}")
     cells_of = [[topic, described(control), *cells(backlog, line)] for topic, (control, line) in topics.items()]
     say(as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics")
-    circuits.print_table(backlog.workers, backlog.as_of)
+    errors.print_circuits(backlog.workers, backlog.as_of)
     return 0
 
 

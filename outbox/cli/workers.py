@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outbox import admin
-from outbox.cli import circuits, flags
+from outbox.cli import errors, flags
 from outbox.cli.output import named, note, table
 from outbox.program.terminal import counted, say
 from outbox.program.texts import as_json
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         say(f"as of {shown(now)}, {counted(len(workers), 'live worker')}")
         if workers:
             say(table(HEADS, [_cells(worker, differing) for worker in workers]))
-        circuits.print_table(workers, now)
+        errors.print_circuits(workers, now)
     problems = _problems(workers, differing, orphans)
     for sentence in problems:
         note(sentence)

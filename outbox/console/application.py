@@ -8,7 +8,7 @@ from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, Response
 
 from outbox.admin.table import TaskTable
-from outbox.console import acting, operations, task, tasks, topic
+from outbox.console import operations, tasks, topic
 from outbox.console.access import Access
 from outbox.console.identity import Identify
 from outbox.console.readings import History, Shared, read_status
@@ -70,7 +70,7 @@ def app(
 def routes() -> list[Route]:
     """Return all routes of the console."""
     figures = [Route(path, partial(render, template=f"{name}.html")) for path, name in FIGURES.items()]
-    others = (route for module in (topic, tasks, acting, task, operations) for route in module.ROUTES)
+    others = (route for module in (topic, tasks, operations) for route in module.ROUTES)
     # It does not ask Spanner, because no restart of the console ends an outage of Spanner.
     healthz = Route("/healthz", lambda _visit: PlainTextResponse("ok\n"), role=None)
     return [healthz, *_static_files(), *figures, *others]

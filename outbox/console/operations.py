@@ -1,16 +1,128 @@
-"""One operation: who changed what, when and why. An operation of many tasks can be stopped, and continued here."""
+"""Retry, cancel or purge selected tasks, or all that match a filter: first what would happen, then an operation.
 
-from collections.abc import Callable
+The form of the first page has the previewed number, the time up to which tasks are selected, and the ID of the
+operation. So an operation never selects tasks that the person cannot have seen, and a form that is sent twice begins
+one operation. The page of an operation says who changed what, when and why. There it is stopped and continued.
+"""
+
+import dataclasses
+import re
+import uuid
+from collections.abc import Iterator
 from datetime import datetime
 
 from starlette.responses import Response
 
 from outbox import admin
+from outbox.admin.changes import OF_IDS, TaskSelection
 from outbox.admin.operations import Operation
-from outbox.console.acting import ACTIONS
+from outbox.console import selections
 from outbox.console.rendering import render
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, action
+from outbox.program.settings import whole_number
+from outbox.program.terminal import counted
+from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
+
+COUNT = whole_number(1, 2**63 - 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Action:
+    """What a person may do with tasks."""
+
+    name: str
+    role: Role
+    effect: str
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Return the states of the tasks that it is for."""
+        return CHANGED[self.name]
+
+    @property
+    def is_destructive(self) -> bool:
+        """Tell whether the person types the number of tasks."""
+        return self.role is Role.DESTROYER
+
+    def routes(self) -> Iterator[Route]:
+        """Yield the page that shows what would happen, and the forms that begin it and continue it."""
+        yield Route(f"/tasks/{self.name}", self._preview, self.role)
+        yield action(f"/tasks/{self.name}", self._begin, self.role)
+        yield action(f"/operation/continue-{self.name}", self._continue, self.role)
+
+    def _preview(self, visit: Visit) -> Response:
+        selection = self._selection(visit)
+        found = admin.changes.preview(visit.table, selection)
+        return render(
+            visit,
+            "acting.html",
+            acted=self,
+            selection=selection,
+            found=found,
+            query=selections.address(selection),
+            operation=admin.operations.new_id(),
+            command=selections.command(visit, self.name, selection, reason="TEXT"),
+        )
+
+    def _begin(self, visit: Visit) -> Response:
+        selection, (count, id) = self._selection(visit), _previewed(visit)
+        author = visit.author(required=self.is_destructive or selection.ids is None)
+        if self.is_destructive:
+            _check_count(visit, selection, count)
+        # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
+        if admin.changes.begin(visit.table, self.name, selection, author, id=id, selected=count):
+            visit.console.running.start(id)
+        return visit.redirect("/operation", id=id)
+
+    def _continue(self, visit: Visit) -> Response:
+        operation, _ = _found(visit)
+        if operation.operation != self.name:
+            raise Refused(400, f"This operation is no {self.name}", "Open it from the list of operations.")
+        admin.operations.proceed(visit.table, operation.id, visit.author())
+        visit.console.running.start(operation.id)
+        return visit.redirect("/operation", id=operation.id)
+
+    def _selection(self, visit: Visit) -> TaskSelection:
+        """Return the tasks of the address. None of them is newer than the page. Raises SettingError, OutboxError."""
+        now = visit.table.now()
+        found = selections.read(visit.query, now)
+        # An at-most-once task is marked as sent shortly before it is published.
+        newest = now - MARKS_FINAL_AFTER if self.name == "purge" else now
+        selection = dataclasses.replace(
+            found,
+            state=found.state or OF_IDS[self.name],
+            until=min(found.until or newest, newest),
+            include_expired=found.include_expired or self.name != "retry",
+        )
+        admin.changes.check(self.name, selection)
+        return selection
+
+
+def _check_count(visit: Visit, selection: TaskSelection, count: int) -> None:
+    """Raise Refused unless the person typed the number of the preview, and no more tasks match now."""
+    if re.sub(r"[\s,._']", "", visit.form.get("typed", "")) != str(count):
+        advice = f"Go back and type {count:,}. If the number changed meanwhile, look at the selection again."
+        raise Refused(409, "The typed number is not the number of tasks", advice)
+    now = admin.changes.count(visit.table, selection, exact=True).number
+    if now > count:
+        found = f"{counted(now, 'task')} match now, and {count:,} when you looked."
+        raise Refused(409, "More tasks match than you have seen", f"{found} Nothing was changed. Look again.")
+
+
+def _previewed(visit: Visit) -> tuple[int, str]:
+    """Return the number of tasks of the preview, and the ID of the operation. Raises Refused."""
+    try:
+        return COUNT.parse(visit.query.get("count", "")), str(uuid.UUID(visit.query.get("operation", "")))
+    except ValueError:
+        raise Refused(400, "This form is not complete", "Go back, and look at the selection again.") from None
+
+
+ACTIONS = (
+    Action("retry", Role.OPERATOR, "become due now, with 0 failed attempts"),
+    Action("cancel", Role.DESTROYER, "are deleted permanently and never sent"),
+    Action("purge", Role.DESTROYER, "are deleted, so that they cannot be sent again"),
+)
 
 
 def show(visit: Visit) -> Response:
@@ -37,22 +149,8 @@ def _stop(visit: Visit) -> Response:
     return visit.redirect("/operation", id=id)
 
 
-def _continue(name: str) -> Callable[[Visit], Response]:
-    """Return the handler for operations of one name. Its route has the role that a new one needs."""
-
-    def proceed(visit: Visit) -> Response:
-        operation, _ = _found(visit)
-        if operation.operation != name:
-            raise Refused(400, f"This operation is no {name}", "Open it from the list of operations.")
-        admin.operations.proceed(visit.table, operation.id, visit.author())
-        visit.console.running.start(operation.id)
-        return visit.redirect("/operation", id=operation.id)
-
-    return proceed
-
-
 ROUTES = (
     Route("/operation", show),
     action("/operation/stop", _stop, Role.OPERATOR),
-    *(action(f"/operation/continue-{each.name}", _continue(each.name), each.role) for each in ACTIONS),
+    *(route for each in ACTIONS for route in each.routes()),
 )

@@ -1,4 +1,4 @@
-"""What all tabs share: one read of the outbox, at most every few seconds, and none if no tab asks.
+"""What all tabs share: one read of the outbox, at most every few seconds, and none if no tab asks, in one sentence too.
 
 So a hundred open tabs cost Spanner what one costs. While Spanner cannot be reached, the last figures stay, with their
 age and the error.
@@ -8,7 +8,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Generic, TypeVar
 
@@ -20,6 +20,8 @@ from outbox.admin.tasks import BlockedHead, ErrorCount
 from outbox.admin.topics import Control
 from outbox.admin.workers import TopicCircuit
 from outbox.errors import OutboxError
+from outbox.program.terminal import counted
+from outbox.program.times import spoken
 
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ T = TypeVar("T")
 FRESH_SECONDS = 5.0
 #: An hour of samples of pending tasks, one for each half minute in which a tab asked.
 HOUR, SAMPLE_SECONDS = 3_600, 30
+#: A topic is late if its oldest pending task waits longer. The monitors of k8s/ have limits of their own.
+LATE_SECONDS = 60.0
 #: Max heads of blocked keys, and max operations.
 HEADS = OPERATIONS = 100
 #: Size of a sparkline in the units of its view box.
@@ -146,3 +150,37 @@ def sparkline(samples: Sequence[tuple[float, int]]) -> list[str]:
         lines[-1].append(f"{WIDTH * (1 - age / HOUR):.1f},{(HEIGHT - 1) * (1 - value / top) + 0.5:.1f}")
         before = age
     return [" ".join(points if len(points) > 1 else points * 2) for points in lines]  # a dot is a line to itself
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Health:
+    """How urgent it is, as a word that is also a class of the style sheet, and the sentence."""
+
+    level: str
+    sentence: str
+
+
+def health(reading: Reading[Status]) -> Health:
+    """Return the most urgent sentence."""
+    if reading.error or reading.value is None:
+        age = f" The figures are {spoken(reading.age)} old." if reading.value else ""
+        return Health("bad", f"Spanner did not answer.{age} {reading.error or ''}".strip())
+    return next(_found(reading.value))
+
+
+def _found(status: Status) -> Iterator[Health]:
+    """Yield sentences, the most urgent first."""
+    backlog, total, late = status.backlog, status.backlog.total, status.backlog.oldest
+    workers, age = counted(len(backlog.workers), "live worker"), spoken(backlog.age(late))
+    circuits = {each.topic: f"circuit open since {each.since:%H:%M}: {each.reason}" for each in status.circuits}
+    if not backlog.workers:
+        yield Health("bad", f"No live worker, so no task is published. Pending: {counted(total.pending, 'task')}")
+    if late and backlog.age(late) > LATE_SECONDS:
+        yield Health("bad", ", ".join(filter(None, [f"{late.topic} is late: oldest {age}", circuits.get(late.topic)])))
+    if status.orphans:
+        yield Health("bad", f"{counted(len(status.orphans), 'shard')} without a live worker")
+    for topic, sentence in circuits.items():
+        yield Health("warn", f"{topic}: {sentence}")
+    if total.dead:
+        yield Health("warn", f"{counted(total.dead, 'dead task')}. Oldest pending task {age}, {workers}")
+    yield Health("ok", f"Healthy: oldest pending task {age}, {workers}, no dead tasks")

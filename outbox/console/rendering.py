@@ -12,22 +12,29 @@ from starlette.responses import HTMLResponse, Response
 from outbox import admin
 from outbox.admin.operations import Operation
 from outbox.cli.workers import runs
-from outbox.console.health import health
-from outbox.console.readings import HEADS, OPERATIONS, sparkline
+from outbox.console.readings import HEADS, OPERATIONS, health, sparkline
 from outbox.console.roles import Role
-from outbox.console.runbook import advice
 from outbox.console.visits import Refused, Visit
-from outbox.program.terminal import counted, escaped, listed
+from outbox.program.terminal import counted, listed
+from outbox.program.texts import cell
 from outbox.program.times import spoken
+
+#: As in pyproject.toml, where my-org stands for the owner of the repository.
+_RUNBOOK = "https://github.com/my-org/outbox/blob/main/docs/operations/runbook.md"
+#: The reasons of docs/reference/errors.md by section.
+_SECTIONS = {
+    "a-poison-message": "undecodable too_large invalid_topic topic_not_allowed expired invalid_argument",
+    "a-topic-was-deleted": "not_found",
+    "a-circuit-is-open": "permission_denied failed_precondition unimplemented",
+    "pubsub-is-unavailable": "unavailable deadline_exceeded resource_exhausted internal aborted cancelled unknown "
+    "unauthenticated credentials",
+}
+_SECTION_OF = {reason: section for section, reasons in _SECTIONS.items() for reason in reasons.split()}
 
 
 def _visible(value: Any) -> Any:
-    """Return a text without control characters, and a number with separators."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return escaped(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return value
+    """Return a value as a table of the commands shows it: without control characters, and a number with separators."""
+    return value if isinstance(value, Markup) else cell(value)
 
 
 def relative(time: datetime, now: datetime) -> str:
@@ -47,6 +54,12 @@ def described(operation: Operation) -> str:
         found["ids"] = listed(map(str, found["ids"]))
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+
+
+def advice(error: str | None) -> str:
+    """Return the address of the section for LastError, which begins with a reason, or of the whole runbook."""
+    section = _SECTION_OF.get((error or "").partition(":")[0])
+    return f"{_RUNBOOK}#{section}" if section else _RUNBOOK
 
 
 def _environment() -> Environment:

@@ -21,11 +21,8 @@ TEXTS = {
     "prefix": ("id_prefix", flags.ID),
 }
 TIMES = ("since", "until")
-#: The fields that a person fills in, with their labels.
-FILTERS = {
-    "topic": "Topic", "since": "Since, such as 2h", "until": "Until", "error": "Error contains", "key": "Ordering key",
-    "prefix": "ID begins with",
-}  # fmt: skip
+#: The fields that a person fills in.
+FILTERS = ("topic", *TIMES, "error", "key", "prefix")
 
 
 def read(query: QueryParams, now: datetime) -> TaskSelection:
@@ -41,18 +38,20 @@ def read(query: QueryParams, now: datetime) -> TaskSelection:
 def address(selection: TaskSelection) -> dict[str, Any]:
     """Return the query of the address of a selection, with absolute times."""
     query = {name: getattr(selection, field) for name, (field, _) in TEXTS.items()}
-    times = {name: shown(time) for name in TIMES if (time := getattr(selection, name))}
-    return query | times | {"id": list(selection.ids or ()), "expired": int(selection.include_expired) or None}
+    times = {name: shown(time) if (time := getattr(selection, name)) else None for name in TIMES}
+    more = {"id": list(selection.ids or ()), "expired": int(selection.include_expired) or None}
+    return query | times | more | ({} if selection.state in STATES else {"state": None})
 
 
 def command(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
     """Return the command that acts on the same tasks, or None, because no command has all filters of the console."""
-    if selection.ordering_key or selection.id_prefix:
+    query = address(selection)
+    if query["key"] or query["prefix"]:
         return None
-    narrowing = {each: address(selection).get(each) for each in ("topic", "error", *TIMES)}
     if name == "purge":
-        excess = selection.ids or selection.since or selection.error
-        return None if excess else visit.command(name, topic=selection.topic, sent_before=narrowing["until"], **more)
-    state = selection.state if selection.state in STATES else None
-    expired = name == "retry" and selection.include_expired
-    return visit.command(name, *(selection.ids or ()), state=state, **narrowing, include_expired=expired, **more)
+        excess = query["id"] or query["since"] or query["error"]
+        return None if excess else visit.command(name, topic=query["topic"], sent_before=query["until"], **more)
+    given = {each: query[each] for each in ("state", "topic", "error", *TIMES)}
+    return visit.command(
+        name, *query["id"], **given, include_expired=name == "retry" and selection.include_expired, **more
+    )

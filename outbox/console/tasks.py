@@ -1,21 +1,37 @@
-"""Lists of tasks: those of a state that match a filter, and those that the search finds."""
+"""Tasks: those of a state that match a filter, those that the search finds, and one with its time line and message."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
 
+from opentelemetry.trace import format_trace_id
 from starlette.responses import RedirectResponse, Response
 
-from outbox import admin
+from outbox import admin, tracing
 from outbox.admin.changes import TaskSelection
+from outbox.admin.operations import Operation
+from outbox.admin.tasks import Task
 from outbox.cli.flags import MAX_ID_CHARACTERS, MIN_PREFIX
+from outbox.cli.tasks import SHOWN_BYTES, readable
 from outbox.console import selections
-from outbox.console.acting import ACTIONS
+from outbox.console.operations import ACTIONS
 from outbox.console.rendering import render
-from outbox.console.visits import Route, Visit
+from outbox.console.roles import Role
+from outbox.console.visits import Refused, Route, Visit, action
+from outbox.errors import OutboxError
+from outbox.table.states import is_dead
 
 #: Tasks on one page, and max results of each kind of a search.
 PAGE, RESULTS = 50, 20
 #: The state that a person looks for who names none.
 DEFAULT_STATE = "dead"
+#: Unsent tasks of an ordering key that are read to find the place of one of them.
+KEY_TASKS = 1_000
+#: Characters of an attribute that are shown. A program that bypasses the library can register longer ones.
+ATTRIBUTE_CHARACTERS = 2_000
+#: What the times of a task mean.
+EVENTS = {"CreatedAt": "registered", "SentAt": "sent", "AvailableAt": "due", "ExpiresAt": "expires"}
 
 
 def show(visit: Visit) -> Response:
@@ -34,8 +50,7 @@ def show(visit: Visit) -> Response:
         state=state,
         order=order,
         filters={name: query[name] for name in selections.FILTERS if query.get(name)},
-        labels=selections.FILTERS,
-        actions=[action for action in ACTIONS if state in action.states],
+        actions=[each for each in ACTIONS if state in each.states],
         command=selections.command(visit, "list", shown, **{order: True, "limit": PAGE}),
     )
 
@@ -60,4 +75,88 @@ def _ids(visit: Visit, text: str) -> list[str]:
     return ids if len(text) >= MIN_PREFIX else [id for id in ids if id == text]
 
 
-ROUTES = (Route("/tasks", show), Route("/search", search))
+def show_one(visit: Visit) -> Response:
+    """Show the task `id` without its message."""
+    task, status = _found(visit, data=False), visit.console.status.get().value
+    columns = task.columns
+    return render(
+        visit,
+        "task.html",
+        task=task,
+        line=_time_line(columns, status.operations if status else ()),
+        place=_place(visit, task) if columns["OrderingKey"] and task.state != "sent" else None,
+        actions=[each for each in ACTIONS if task.state in each.states],
+        command=visit.command("show", columns["Id"]),
+    )
+
+
+def _found(visit: Visit, *, data: bool) -> Task:
+    task = admin.tasks.task(visit.table, visit.query.get("id", ""), data=data)
+    if task is None:
+        advice = "Its transaction was not committed, or it was deleted: after it was sent, or by a cancel."
+        raise Refused(404, "There is no task with this ID", advice)
+    return task
+
+
+def _time_line(columns: Mapping[str, Any], operations: Iterable[Operation]) -> list[tuple[datetime, str, str | None]]:
+    """Return what happened when, and the ID of an operation. The table has no times of failed attempts."""
+    names = ("CreatedAt", "SentAt") if columns["SentAt"] else ("CreatedAt", "AvailableAt", "ExpiresAt")
+    line = [(columns[name], EVENTS[name], None) for name in names if columns[name] and not is_dead(columns[name])]
+    changes = [
+        (each.started_at, f"{relation}{each.operation} by {each.principal}", each.id)
+        for each in operations
+        if each.started_at >= columns["CreatedAt"] and (relation := _relation(each, columns))
+    ]
+    return sorted([*line, *changes], key=lambda event: event[0])
+
+
+def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
+    """Return how an operation concerns a task: empty if it does not."""
+    try:
+        found = TaskSelection.recorded(operation.selection)
+    except OutboxError:
+        return ""
+    if found.ids is not None:
+        return "changed: " if columns["Id"] in found.ids else ""
+    of_topic = found.topic in (None, columns["Topic"]) and found.ordering_key in (None, columns["OrderingKey"])
+    before = found.until is None or columns["CreatedAt"] < found.until
+    return "perhaps changed: " if found.state and of_topic and before else ""
+
+
+def _place(visit: Visit, task: Task) -> dict[str, Any]:
+    """Return the number of the task among the unsent tasks of its key, or None for a later one, and the key's head."""
+    ids = admin.tasks.unsent_of_key(visit.table, task, KEY_TASKS)
+    id = task.columns["Id"]
+    head = admin.tasks.task(visit.table, ids[0], data=False) if ids and ids[0] != id else None
+    return {"number": ids.index(id) + 1 if id in ids else None, "head": head, "most": KEY_TASKS}
+
+
+def show_data(visit: Visit) -> Response:
+    """Record that the person looks at the message of the task `id`, and then show it."""
+    admin.operations.viewed(visit.table, _found(visit, data=False).columns["Id"], visit.author())
+    task = _found(visit, data=True)
+    message = task.message
+    given = {} if message is None else dict(message.attributes)
+    whole = task.columns["Data"] if message is None else message.data
+    attributes, data = visit.console.redact(task.columns["Topic"], given, whole)
+    kind, lines = readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
+    return render(
+        visit,
+        "message.html",
+        task=task,
+        is_message=message is not None,
+        attributes={name: value[:ATTRIBUTE_CHARACTERS] for name, value in sorted(attributes.items())},
+        kind=kind,
+        lines=lines,
+        size=len(data),
+        more=max(0, len(data) - SHOWN_BYTES),
+        trace=format_trace_id(span.trace_id) if (span := tracing.span_of(attributes)) else None,
+    )
+
+
+ROUTES = (
+    Route("/tasks", show),
+    Route("/search", search),
+    Route("/task", show_one),
+    action("/task/message", show_data, Role.DATA),
+)

@@ -1,12 +1,4 @@
-"""How a page is written: a function from a Visit to a response, and a route that says who may call it.
-
-    def show(visit: Visit) -> Response:
-        task = admin.tasks.task(visit.table, visit.query.get("id", ""))
-        if task is None:
-            raise Refused(404, "There is no task with this ID", "It may have been deleted.")
-        return render(visit, "task.html", task=task)
-
-    ROUTES = (Route("/task", show), action("/task/cancel", cancel, Role.DESTROYER))
+"""How a page is written: a function from a Visit to a response, and a Route that says who may call it.
 
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`.
 - A handler runs on a thread. It calls `outbox.admin` with `visit.table`, and has no SQL of its own.

@@ -12,8 +12,17 @@ import pytest
 from outbox.admin.backlog import Backlog, Line
 from outbox.admin.workers import TopicCircuit, Worker, shards_without_worker
 from outbox.console.application import routes
-from outbox.console.health import health
-from outbox.console.readings import FRESH_SECONDS, HOUR, SAMPLE_SECONDS, History, Reading, Shared, Status, sparkline
+from outbox.console.readings import (
+    FRESH_SECONDS,
+    HOUR,
+    SAMPLE_SECONDS,
+    History,
+    Reading,
+    Shared,
+    Status,
+    health,
+    sparkline,
+)
 from outbox.console.visits import Visit
 from outbox.errors import NotReached
 from outbox.table.layouts import Layout

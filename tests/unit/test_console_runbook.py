@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from outbox.console.runbook import advice
+from outbox.console.rendering import advice
 from publishworker.pubsub.errors import REASONS, FailureKind
 
 RUNBOOK = Path(__file__).parents[2] / "docs/operations/runbook.md"
