@@ -361,12 +361,6 @@ SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
   SELECT AS STRUCT Id FROM {BY_ID}
   WHERE Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF') ORDER BY Id LIMIT @limit)) AS task"""
 
-#: The first unsent tasks of an ordering key, in order.
-FIRST_UNSENT_OF_KEY = f"""
-SELECT Id FROM {IN_ORDER}
-WHERE Shard = @shard AND OrderingKey = @ordering_key AND Topic = @topic AND OrderingKey IS NOT NULL AND SentAt IS NULL
-ORDER BY {IN_ORDER_ORDER} LIMIT @limit"""
-
 
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""

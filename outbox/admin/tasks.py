@@ -296,13 +296,6 @@ def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
     return Task(state, columns, as_of)
 
 
-def unsent_of_key(table: TaskTable, task: Task, limit: int) -> list[str]:
-    """Return the IDs of the first `limit` unsent tasks with the topic and the ordering key of a task, in order."""
-    names = {"topic": "Topic", "ordering_key": "OrderingKey", "shard": "Shard"}
-    values = {parameter: task.columns[column] for parameter, column in names.items()} | {"limit": limit}
-    return [id for (id,) in table.query(statements.FIRST_UNSENT_OF_KEY, "outbox-show", values)]
-
-
 def _publish_place(columns: Mapping[str, Any]) -> tuple[Any, ...]:
     sequence = columns["Sequence"]
     time = columns["SentAt"] or columns["CreatedAt"]

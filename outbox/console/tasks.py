@@ -125,10 +125,11 @@ def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
 
 def _place(visit: Visit, task: Task) -> dict[str, Any]:
     """Return the number of the task among the unsent tasks of its key, or None for a later one, and the key's head."""
-    ids = admin.tasks.unsent_of_key(visit.table, task, KEY_TASKS)
-    id = task.columns["Id"]
-    head = admin.tasks.task(visit.table, ids[0], data=False) if ids and ids[0] != id else None
-    return {"number": ids.index(id) + 1 if id in ids else None, "head": head, "most": KEY_TASKS}
+    of_key = TaskSelection(topic=task.columns["Topic"], ordering_key=task.columns["OrderingKey"])
+    found = admin.tasks.find(visit.table, selection=of_key, limit=KEY_TASKS).tasks
+    ids = [each.columns["Id"] for each in found]
+    number = ids.index(task.columns["Id"]) + 1 if task.columns["Id"] in ids else None
+    return {"number": number, "head": found[0] if found and number != 1 else None, "most": KEY_TASKS}
 
 
 def show_data(visit: Visit) -> Response:

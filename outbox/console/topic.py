@@ -16,6 +16,8 @@ from outbox.program.times import MOMENT, shown
 
 #: A worker reads the topic controls at least this often.
 APPLIED_WITHIN = timedelta(seconds=10)
+#: The field of a route, as LIMITS and POLICY have theirs.
+ROUTE = {"--to": ("PublishTo", TOPIC_NAME, "The Pub/Sub topic that gets the messages. The console cannot check it.")}
 #: Returns the values to write, by column, for the fields of a form.
 Values = Callable[[Mapping[str, str]], dict[str, Any]]
 
@@ -23,7 +25,7 @@ Values = Callable[[Mapping[str, str]], dict[str, Any]]
 def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     written = _written(visit.query.get("written", ""))
-    forms = {"described": described, "limits": LIMITS, "policy": POLICY}
+    forms = {"described": described, "limits": LIMITS, "policy": POLICY, "route": ROUTE}
     return render(visit, "topic.html", topic=_topic(visit), written=written, within=APPLIED_WITHIN, **forms)
 
 
@@ -53,7 +55,7 @@ def _change(operation: str, values: Values) -> Route:
     return action(f"/topic/{operation}", change, Role.OPERATOR)
 
 
-def _numbers(flags: Mapping[str, tuple[str, SettingType, str]]) -> Values:
+def _typed(flags: Mapping[str, tuple[str, SettingType, str]]) -> Values:
     """Return the reader of a form that has a field for each flag. Empty fields keep their values."""
 
     def values(form: Mapping[str, str]) -> dict[str, Any]:
@@ -68,15 +70,11 @@ def _numbers(flags: Mapping[str, tuple[str, SettingType, str]]) -> Values:
     return values
 
 
-def _route(form: Mapping[str, str]) -> dict[str, Any]:
-    return {"PublishTo": None if form.get("off") else TOPIC_NAME.value(form.get("to", "").strip(), "--to")}
-
-
 ROUTES = (
     Route("/topic", show),
     _change("pause", lambda _form: {"Paused": True}),
     _change("resume", lambda _form: {"Paused": False}),
-    _change("limit", _numbers(LIMITS)),
-    _change("policy", _numbers(POLICY)),
-    _change("route", _route),
+    _change("limit", _typed(LIMITS)),
+    _change("policy", _typed(POLICY)),
+    _change("route", _typed(ROUTE)),
 )

@@ -85,7 +85,6 @@ def statements(database: Database) -> list[str]:
         list(changes.change(table, "cancel", selection))
     (
         tasks.task(table, "sent"),
-        tasks.unsent_of_key(table, tasks.Task("dead", {"Topic": "orders", "OrderingKey": "k", "Shard": 1}, PAST), 3),
         tasks.beginning_with(table, ["se"], 3),
         SentTasks(table, Position(PAST), "orders").page(),
     )
