@@ -69,7 +69,10 @@ def app(
 
 def routes() -> list[Route]:
     """Return all routes of the console."""
-    figures = [Route(path, partial(render, template=f"{name}.html")) for path, name in FIGURES.items()]
+    figures = [
+        Route(path, partial(render, template=f"{name}.html", actions=operations.ACTIONS))
+        for path, name in FIGURES.items()
+    ]
     others = (route for module in (topic, tasks, operations) for route in module.ROUTES)
     # It does not ask Spanner, because no restart of the console ends an outage of Spanner.
     healthz = Route("/healthz", lambda _visit: PlainTextResponse("ok\n"), role=None)

@@ -93,7 +93,7 @@ def show_one(visit: Visit) -> Response:
 def _found(visit: Visit, *, data: bool) -> Task:
     task = admin.tasks.task(visit.table, visit.query.get("id", ""), data=data)
     if task is None:
-        advice = "Its transaction was not committed, or it was deleted: after it was sent, or by a cancel."
+        advice = "Its transaction was not committed, or it was deleted: after it was sent, or by one of the operations."
         raise Refused(404, "There is no task with this ID", advice)
     return task
 
@@ -120,7 +120,9 @@ def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
         return "changed: " if columns["Id"] in found.ids else ""
     of_topic = found.topic in (None, columns["Topic"]) and found.ordering_key in (None, columns["OrderingKey"])
     before = found.until is None or columns["CreatedAt"] < found.until
-    return "perhaps changed: " if found.state and of_topic and before else ""
+    # A task that it has retried is sent later, if at all.
+    open_ = columns["SentAt"] is None or columns["SentAt"] >= operation.started_at
+    return "perhaps changed: " if found.state and of_topic and before and open_ else ""
 
 
 def _place(visit: Visit, task: Task) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from outbox.errors import NotReached
 from outbox.table.states import NEVER
 from tests.support.console import ORIGIN, SAME
 from tests.support.fakes import serialized
-from tests.support.operations import FUTURE, PAST, insert, opened, row, rows_of, update
+from tests.support.operations import CREATED, FUTURE, PAST, insert, opened, row, rows_of, update
 from tests.support.waiting import eventually
 
 DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic"}
@@ -365,6 +365,19 @@ def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: Te
     page = jane.get("/task?id=head").text
     assert re.findall(r">([\w ]*changed: retry by jane@example.com)", page) == [
         "changed: retry by jane@example.com", "perhaps changed: retry by jane@example.com",
+    ]  # fmt: skip
+    insert(database, [row("sent", SentAt=CREATED + timedelta(hours=1))])
+    assert "changed: retry" not in jane.get("/task?id=sent").text
+
+
+def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(database: Database, jane: TestClient) -> None:
+    insert(
+        database,
+        [row("head", **DEAD, OrderingKey="k"), row("b", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="head")],
+    )
+    page = jane.get("/blocked").text
+    assert re.findall(r'href="(/tasks/[^"]*)">(\w+)<', page) == [
+        ("/tasks/retry?id=head", "Retry"), ("/tasks/cancel?id=head", "Cancel"),
     ]  # fmt: skip
 
 
