@@ -72,10 +72,6 @@ class Line:
         self.oldest, self.next_due = _first(self.oldest, other.oldest), _first(self.next_due, other.next_due)
         self.at_least |= other.at_least
 
-    def without_pending(self) -> "Line":
-        """Return the line without pending tasks."""
-        return dataclasses.replace(self, pending=0, oldest=None, at_least=self.at_least - {"pending"})
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backlog:
@@ -94,7 +90,8 @@ class Backlog:
         """Return the sum of all lines, without the pending tasks of paused topics."""
         merged = Line("", 0, at_least=set() if self.whole else set(COUNTS))
         for line in self.lines:
-            merged.add(line.without_pending() if line.paused else line)
+            at_least = line.at_least - {"pending"}
+            merged.add(dataclasses.replace(line, pending=0, oldest=None, at_least=at_least) if line.paused else line)
         return merged
 
     @property

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 from typing import Any
 
 from outbox import admin
@@ -141,11 +142,12 @@ def parsed(value: Any) -> "dict[str, admin.topics.Control]":
     """Return the controls by topic. Raises SettingError with the path of each wrong value."""
     if not (isinstance(value, dict) and value.keys() == {"topics"} and isinstance(value["topics"], dict)):
         raise SettingError('the file must be {"topics": {...}}, as `outbox topics export` prints it')
-    columns = {name: column for column in _columns() for name in by_field({column: None})}
+    names = [field.name for field in dataclasses.fields(admin.topics.Control)]
+    columns = dict(zip(by_field(dict.fromkeys(names)), names, strict=True))
     wrong: list[str] = []
     rows: dict[str, dict[str, Any]] = {}
     for topic, given in value["topics"].items():
-        if not _is_topic(topic):
+        if not re.fullmatch(flags.TOPIC.pattern, topic):
             wrong.append(f"topics.{topic:.100} is no topic. It must be {flags.TOPIC.allowed}")
         if not isinstance(given, dict):
             wrong.append(f"topics.{topic:.100} must be an object")
@@ -159,18 +161,6 @@ def parsed(value: Any) -> "dict[str, admin.topics.Control]":
     return {topic: admin.topics.Control(**row) for topic, row in rows.items()}
 
 
-def _is_topic(text: str) -> bool:
-    try:
-        flags.TOPIC.parse(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _columns() -> list[str]:
-    return [field.name for field in dataclasses.fields(admin.topics.Control)]
-
-
 def _number(column: str, value: Any) -> Any:
     """Return the value of a column: JSON does not tell 5 from 5.0, but Spanner does."""
     bounds = BOUNDS.get(column)
@@ -181,4 +171,4 @@ def _wrong(topic: str, row: dict[str, Any]) -> list[str]:
     found = problems(row)
     if not isinstance(row.get("Paused", False), bool):
         found["Paused"] = f"is {row['Paused']!r}. It must be true or false"
-    return [f"topics.{topic}.{next(iter(by_field({column: None})))} {text}" for column, text in found.items()]
+    return [f"topics.{topic}.{name} {text}" for name, text in by_field(found).items()]
