@@ -54,7 +54,9 @@ _OPERATION_COLUMNS = """OperationId, Operation, StartedAt, FinishedAt, Principal
   SeenAt, StoppedAt"""
 OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId = @id"
 #: A range for each first digit of an ID. The last operations of a range come first (`operations.new_id`).
-_ID_RANGES = ", ".join(f"('{low}', '{high}')" for low, high in pairwise(["", *"123456789abcdef", "\\U0010FFFF"]))
+_ID_RANGES = "ARRAY<STRUCT<low STRING, high STRING>>[{}]".format(
+    ", ".join(f"('{low}', '{high}')" for low, high in pairwise(["", *"123456789abcdef", "\\U0010FFFF"]))
+)
 
 
 def latest_operations(names: Collection[str]) -> str:
@@ -70,7 +72,7 @@ def latest_operations(names: Collection[str]) -> str:
     where = " AND ".join(["TRUE", *(condition for name, condition in conditions.items() if name in names)])
     return f"""
 SELECT {_OPERATION_COLUMNS} FROM (
-  SELECT part.OperationId AS found FROM UNNEST([STRUCT<low STRING, high STRING> {_ID_RANGES}]) AS ids, UNNEST(ARRAY(
+  SELECT part.OperationId AS found FROM UNNEST({_ID_RANGES}) AS ids, UNNEST(ARRAY(
     SELECT AS STRUCT OperationId, StartedAt FROM (
       SELECT OperationId, StartedAt, Operation, Selection, Principal FROM {_OPERATIONS}
       WHERE OperationId >= ids.low AND OperationId < ids.high ORDER BY OperationId LIMIT @ceiling)
