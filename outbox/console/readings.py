@@ -98,11 +98,6 @@ class Status:
     operations: Sequence[Operation]
     reshard: str | None
 
-    @property
-    def topics(self) -> list[str]:
-        """Return the topics that have a task or a control, sorted."""
-        return sorted({*self.backlog.topics(), *self.controls})
-
 
 class History:
     """The pending tasks of each topic in the last hour. There are no samples for times without a visible tab."""

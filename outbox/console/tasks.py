@@ -120,9 +120,9 @@ def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
         return "changed: " if columns["Id"] in found.ids else ""
     of_topic = found.topic in (None, columns["Topic"]) and found.ordering_key in (None, columns["OrderingKey"])
     before = found.until is None or columns["CreatedAt"] < found.until
-    # A task that it has retried is sent later, if at all.
-    open_ = columns["SentAt"] is None or columns["SentAt"] >= operation.started_at
-    return "perhaps changed: " if found.state and of_topic and before and open_ else ""
+    # A task that it has changed is sent later, or not at all.
+    was_unsent = columns["SentAt"] is None or columns["SentAt"] >= operation.started_at
+    return "perhaps changed: " if found.state and of_topic and before and was_unsent else ""
 
 
 def _place(visit: Visit, task: Task) -> dict[str, Any]:
