@@ -1,4 +1,4 @@
-"""A table of millions of rows does not slow a page: each page reads bounded parts of an index, or single rows."""
+"""Millions of tasks or operations do not slow a page: each page reads bounded parts of an index, or single rows."""
 
 import math
 import uuid
