@@ -57,6 +57,7 @@ class _Batch:
     """A batch, and what its worker remembers of it."""
 
     claim: Step
+    to: str  # the Pub/Sub topic, by the routes that its worker had read
     answers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # with the version of the row then
     path: str = "claim"
     is_refused: bool = False
@@ -117,22 +118,23 @@ class _Replay:
         self._worker, self._found = worker, found
         self._batches: dict[int, _Batch] = {}
         self._queues: dict[tuple[str, str], Sequence[tuple[str, str]]] = {}
+        self._routes: Mapping[str, str] = {}
         self._knows: dict[str, Any] = {}  # the versions of messages that the worker knows to be published
 
     def transactions(self, trace: Iterable[Step]) -> Iterator[Transaction]:
         """Yield the transactions that are, or may be, committed. Note differences."""
         for step in trace:
             match step["step"]:
-                case "poll":
-                    self._poll(step)
+                case "route" | "poll":
+                    self._read(step)
                 case "claim":
                     self._claim(step)
                 case "give up":
                     self._knows = {id: version for id, version in self._knows.items() if id not in step["ids"]}
                 case "lock":
                     self._lock(self._batches[step["batch"]], step)
-                case "answer":
-                    self._answer(self._batches[step["batch"]], step["results"])
+                case "publish" | "answer":
+                    self._publish(self._batches[step["batch"]], step)
                 case "mark":
                     self._mark(self._batches[step["batch"]], step["states"])
                 case "commit" | "fail":
@@ -140,14 +142,16 @@ class _Replay:
         for batch in self._batches.values():  # the worker has ended in this transaction
             yield from self._end(batch, {"written": "unknown"})
 
-    def _poll(self, step: Step) -> None:
-        if "batch" in step:
+    def _read(self, step: Step) -> None:
+        if step["step"] == "route":
+            self._routes = step["routes"]
+        elif "batch" in step:
             self._batches[step["batch"]].path = "read_again"
         else:
             self._queues[step["topic"], step["key"]] = step["queue"]
 
     def _claim(self, step: Step) -> None:
-        self._batches[step["batch"]] = _Batch(step)
+        self._batches[step["batch"]] = _Batch(step, self._routes.get(step["topic"], step["topic"]))
         if step["kind"] != "mark first":
             keys = dict(step["tasks"])
             for lane in _lanes(step["tasks"], step["releases"]):
@@ -163,8 +167,11 @@ class _Replay:
             if not batch.is_published(row["id"]) and batch.answers.get(row["id"], ("",))[-1] != row["version"]:
                 batch.answers.pop(row["id"], None)
 
-    def _answer(self, batch: _Batch, results: Mapping[str, str]) -> None:
-        for id, answer in results.items() if batch.lock else ():  # after the commit, if the tasks are marked first
+    def _publish(self, batch: _Batch, step: Step) -> None:
+        if step.get("to", batch.to) != batch.to:
+            self._differ(step["batch"], f"publishes to {step['to']}, but its worker had read a route to {batch.to}")
+        results = step.get("results", {}) if batch.lock else {}  # without: after the commit, as tasks are marked first
+        for id, answer in results.items():
             version = batch.lock["rows"][id]["version"]
             batch.answers[id] = answer, version
             if answer == PUBLISHED:

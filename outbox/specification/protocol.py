@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from outbox.specification.state import (  # isort: skip
     ABSENT, DEAD, DEFERRED, EVENTS, FAULTS, GONE, NO_ANSWER, NOT_DUE, NOT_UNSENT, OPERATOR, PUBLISHED, READY, RETRYING,
-    SCHEDULED, SENDABLE, SENT, Batch, Row, Seen, State, Worker, put,
+    SCHEDULED, SENDABLE, SENT, Batch, Row, Seen, State, Worker,
 )  # fmt: skip
 
 # The promises. Those with a name are in docs/guarantees.md, in other words.
@@ -21,9 +21,10 @@ ORDER = "Tasks of an ordering key are published in commit order."  # OUT-ORDER-1
 EARLY = "A task is not published before it is due."  # OUT-ORDER-2
 CAUSE = "Each duplicate has a cause: a fault explains at most one more message of a task."
 CANCELLED = "A cancelled task is not published."
+ROUTED = "A task that is registered after all workers have read a route is not published to the former destination."
 RELEASED = "No commit leaves the first unsent task of its key deferred, unless the worker then reads the key again."
 #: The steps of a healthy system. From every state, they lead to a state in which everything is sent.
-HEALTHY = frozenset({"poll", "lock", "publish", "commit", "roll back", "mark again", "read again", "due"})
+HEALTHY = frozenset({"poll", "lock", "publish", "commit", "roll back", "mark again", "read again", "read route", "due"})
 
 Step = tuple[tuple[object, ...], State]
 
@@ -68,27 +69,34 @@ class Protocol:
         yield from self._outside(s)
         for w, worker in enumerate(s.workers):
             if worker.lives:
+                if worker.route != s.route:
+                    is_kept = self.keeps("a route does not end the doubt")
+                    batches = tuple(each for each in worker.batches if is_kept or each.next != "mark_again")
+                    yield ("read route", w), s.worker(w, route=s.route, batches=batches)
                 yield from self._poll(s, w)
                 for batch in worker.batches:
                     yield from getattr(self, "_" + batch.next)(s, w, batch)
-                    for after in self._spend(s, "lost lock") if batch.holds else ():
+                    for after in s.spend("lost lock") if batch.holds else ():
                         yield ("lost lock", w), after.batch(w, batch, batch._replace(holds=False))
-                for after in self._spend(s, "crash"):
-                    yield ("crash", w), after.worker(w, lives=False, batches=(), knows=())
+                for after in s.spend("crash"):
+                    yield ("crash", w), after.worker(w, lives=False, batches=(), knows=(), route=0)
 
     def _outside(self, s: State) -> Iterator[Step]:
         """Yield the steps of applications, time and operators, and requests that Pub/Sub executes late."""
-        locked = self._locked_rows(s) if self.keeps("an operator waits for the lock") else set[int]()
+        locked = s.locked if self.keeps("an operator waits for the lock") else set[int]()
+        for after in s.spend("route"):
+            yield ("route", s.route + 1), after._replace(route=s.route + 1)
+        read = min((worker.route for worker in s.workers if worker.lives), default=s.route)
         for i, row in enumerate(s.rows):
             if row.state == ABSENT and (i == 0 or s.rows[i - 1].state != ABSENT):
-                yield ("register", i), s.row(i, state=self._new(i))
+                yield ("register", i), s.row(i, state=self._new(i), route=read)
             if row.state in (SCHEDULED, RETRYING) or (row.state == DEFERRED and self.keeps("a deferral ends")):
                 yield ("due", i), self._due(s, i)
-            for after in self._spend(s, "retry") if row.state in (SENT, DEAD) and i not in locked else ():
+            for after in s.spend("retry") if row.state in (SENT, DEAD) and i not in locked else ():
                 is_reset = row.state == SENT  # otherwise it asks for the same message, which may be in doubt
                 reset = after.row(i, state=READY, resets=row.resets + is_reset, fresh=row.fresh and not is_reset)
                 yield ("retry", i), reset
-            for after in self._spend(s, "cancel") if row.state not in NOT_UNSENT and i not in locked else ():
+            for after in s.spend("cancel") if row.state not in NOT_UNSENT and i not in locked else ():
                 gone = after.row(i, state=GONE)
                 head = self._queue(gone, i)[:1] if self.keeps("a cancel releases the next task") else ()
                 if locked.isdisjoint(head):
@@ -111,7 +119,8 @@ class Protocol:
         for batch in batches:
             is_needed = self.events.get(DEAD) or self.keys.count(self.keys[batch.ids[0]]) > 2  # by `_released`
             left = s.left[-len(OPERATOR) :] if is_needed else ()
-            yield ("poll", w, *batch[:3]), s.start(w, batch._replace(left=left))
+            route = s.workers[w].route if self.keeps("a batch follows the route that its worker has read") else 0
+            yield ("poll", w, *batch[:3]), s.start(w, batch._replace(left=left, route=route))
 
     def _of_key(self, s: State, queue: tuple[int, ...]) -> Batch:
         """Return the batch that sends the first tasks of a key, or that defers those behind a head that is not due."""
@@ -123,7 +132,7 @@ class Protocol:
 
     def _claim(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
         """Lock the rows and read them again. Take those that the worker must publish or mark, as they are now."""
-        if self.keeps("a claim waits for the locks of others") and self._locked_rows(s) & {*batch.ids, *batch.release}:
+        if self.keeps("a claim waits for the locks of others") and s.locked & {*batch.ids, *batch.release}:
             return
         blocked, takes, answered = False, list[Seen](), list[Seen]()
         before = {seen.id: seen for seen in batch.answered if self.keeps("answers outlive a transaction attempt")}
@@ -151,6 +160,7 @@ class Protocol:
         asked = {seen.id: seen.answer for seen in batch.answered}
         stop = next((i for i in batch.ids if asked.get(i, PUBLISHED) != PUBLISHED), len(self.keys))
         todo = () if batch.defers else tuple(seen for seen in batch.takes if seen.id not in asked and seen.id < stop)
+        s = s.breaks(ROUTED, any(s.rows[seen.id].route > batch.route for seen in todo))
         for n in range(len(todo) + 1):
             failing, stops = todo[n : n + 1], self.keeps("a failure stops the key")
             ok = todo[:n] if stops else todo[:n] + todo[n + 1 :]
@@ -159,7 +169,7 @@ class Protocol:
             if not failing:
                 yield ("publish", w, n), sent.batch(w, batch, batch._replace(next="commit", answered=answered))
             for answer in (RETRYING, DEAD, NO_ANSWER) if failing else ():
-                for after in self._spend(sent, answer):
+                for after in sent.spend(answer):
                     rest = (tuple(seen.id for seen in todo[n:]),) if answer == NO_ANSWER else ()
                     news = batch._replace(next="commit", answered=(*answered, failing[0]._replace(answer=answer)))
                     yield (answer, w, n), after._replace(late=(*after.late, *rest)).batch(w, batch, news)
@@ -190,12 +200,12 @@ class Protocol:
         ended = s.batch(w, batch)
         marked = self._marked(ended, batch)
         yield ("commit", w, batch.ids), marked.start(w, *self._reads(batch))
-        for after in self._spend(s, "abort"):
+        for after in s.spend("abort"):
             yield ("abort", w), after.batch(w, batch, again)
         is_in_doubt = self.keeps("doubt is remembered") and any(seen.answer == PUBLISHED for seen in batch.answered)
-        doubt = [again._replace(next="mark_again", takes=(), had_lost=True, left=())] * is_in_doubt
+        doubt = [again._replace(next="mark_again", takes=(), had_lost=True, left=(), route=0)] * is_in_doubt
         for written in (ended, marked):
-            for after in self._spend(written, "unknown commit"):
+            for after in written.spend("unknown commit"):
                 yield ("unknown commit", w, written is marked), after.start(w, *doubt)
 
     def _marked(self, s: State, batch: Batch) -> State:
@@ -226,10 +236,10 @@ class Protocol:
             now, holds = s.see(i), self.keeps("a deferral does not end the doubt")
             if now.state not in NOT_UNSENT and self._is_version(seen, now) and (holds or now.state == seen.state):
                 after = self._send(after, i)
-        if self._locked_rows(s).isdisjoint(rows):
+        if s.locked.isdisjoint(rows):
             after = self._released(s, after, batch, rows).start(w, *self._reads(batch))
             yield ("mark again", w, tuple(published)), after
-        for after in self._spend(s, "give up"):
+        for after in s.spend("give up"):
             forgets = {seen.message for seen in published.values()}
             knows = tuple(each for each in s.workers[w].knows if each not in forgets)
             yield ("give up", w), after.worker(w, knows=knows).batch(w, batch)
@@ -242,21 +252,11 @@ class Protocol:
     def _read_again(self, s: State, w: int, batch: Batch) -> Iterator[Step]:
         """Release the key head. Other workers may have deferred it while the worker had lost its locks."""
         head = self._queue(s, batch.ids[0])[:1]
-        if self._locked_rows(s).isdisjoint(head):
+        if s.locked.isdisjoint(head):
             yield ("read again", w), self._release(s.batch(w, batch), head)
 
     def _new(self, i: int) -> str:
         return SCHEDULED if i in self.scheduled else READY
-
-    def _spend(self, s: State, event: str) -> Iterator[State]:
-        """Yield the state after an event, if it may still happen."""
-        n = EVENTS.index(event)
-        if s.left[n]:
-            yield s._replace(left=put(s.left, n, s.left[n] - 1))
-
-    def _locked_rows(self, s: State) -> set[int]:
-        batches = (batch for worker in s.workers for batch in worker.batches if batch.holds)
-        return {i for batch in batches for i in (*batch.ids, *batch.release)}
 
     def _blocks(self, row: Row) -> bool:
         return row.state not in NOT_UNSENT and not (self.skip_dead and row.state == DEAD)
@@ -282,10 +282,10 @@ class Protocol:
 
     def _release(self, s: State, rows: Iterable[int], marked: Iterable[int] = ()) -> State:
         """Make the first unsent one of these rows ready, if it is deferred."""
-        first = [i for i in rows if self._blocks(s.rows[i])][:1]
-        return (
-            s.row(first[0], state=READY) if any(s.rows[i].state == DEFERRED and i not in marked for i in first) else s
-        )
+        head = next((i for i in rows if self._blocks(s.rows[i])), None)
+        if head is None or head in marked or s.rows[head].state != DEFERRED:
+            return s
+        return s.row(head, state=READY)
 
     def _released(self, old: State, s: State, batch: Batch, rows: Iterable[int], marked: Iterable[int] = ()) -> State:
         """Release the key head, if the commit has locked it."""

@@ -1,5 +1,6 @@
 """What the protocol is about: rows, batches and workers, as plain values. `protocol.py` says what happens to them."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # The states of a row.
@@ -11,8 +12,9 @@ NOT_UNSENT, NOT_DUE, SENDABLE = {ABSENT, SENT, GONE}, {SCHEDULED, RETRYING, DEAD
 PUBLISHED, NO_ANSWER = "published", "no answer"
 #: After each of these a task may be published twice.
 FAULTS = ("crash", "lost lock", "abort", "unknown commit", NO_ANSWER, "give up")
-#: What happens only as often as the fleet allows.
-EVENTS = (*FAULTS, RETRYING, DEAD, *(OPERATOR := ("retry", "cancel")))
+#: What operators do to a row, and what happens only as often as the fleet allows.
+OPERATOR = ("retry", "cancel")
+EVENTS = (*FAULTS, RETRYING, DEAD, "route", *OPERATOR)
 
 
 class Row(NamedTuple):
@@ -24,6 +26,7 @@ class Row(NamedTuple):
     resets: int = 0
     fresh: bool = False  # received since the last reset
     excused: bool = False  # later tasks of its key may be received first
+    route: int = 0  # that all workers had read when the task was registered
 
 
 class Seen(NamedTuple):
@@ -52,6 +55,7 @@ class Batch(NamedTuple):
     answered: tuple[Seen, ...] = ()  # over all transaction attempts
     had_lost: bool = False  # the locks, after a task was published
     left: tuple[int, ...] = ()  # of what operators do, at the snapshot
+    route: int = 0  # that its worker had read when the batch began: it says where the messages go
 
 
 class Worker(NamedTuple):
@@ -60,6 +64,7 @@ class Worker(NamedTuple):
     batches: tuple[Batch, ...] = ()
     knows: tuple[tuple[int, int], ...] = ()  # messages
     lives: bool = True
+    route: int = 0  # that it has read
 
 
 class State(NamedTuple):
@@ -69,7 +74,20 @@ class State(NamedTuple):
     workers: tuple[Worker, ...]
     left: tuple[int, ...]  # of each of EVENTS
     late: tuple[tuple[int, ...], ...] = ()  # requests without an answer, which Pub/Sub may execute later
+    route: int = 0  # the number of the present one, which leads to another Pub/Sub topic than those before it
     broken: str = ""
+
+    @property
+    def locked(self) -> set[int]:
+        """Return the rows that batches have locked."""
+        batches = (batch for worker in self.workers for batch in worker.batches if batch.holds)
+        return {i for batch in batches for i in (*batch.ids, *batch.release)}
+
+    def spend(self, event: str) -> Iterator["State"]:
+        """Yield the state after an event, if it may still happen."""
+        n = EVENTS.index(event)
+        if self.left[n]:
+            yield self._replace(left=put(self.left, n, self.left[n] - 1))
 
     def see(self, i: int) -> Seen:
         """Return a row as it is now."""

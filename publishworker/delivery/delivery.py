@@ -55,8 +55,8 @@ class Tools:
     trace: Trace | None = None
 
     @property
-    def heads(self) -> Store:
-        """Return the store for reads of key heads. A trace has these reads, too."""
+    def reads(self) -> Store:
+        """Return the store for the reads of a turn. A trace has some of them, too."""
         return self.store if self.trace is None else self.trace.reading(self.store)
 
 

@@ -1,4 +1,4 @@
-"""The steps of the relay, for `outbox conform`: poll, claim, lock, publish, answer, mark, commit, fail, give up.
+"""The steps of the relay, for `outbox conform`: route, poll, claim, lock, publish, answer, mark, commit, fail, give up.
 
 A trace has IDs and states of tasks, but no message. Without a trace nothing here is called: a batch gets another
 store and another publisher only if there is one.
@@ -20,7 +20,18 @@ from publishworker.log import log
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.spanner.store import Decide, Store
-from publishworker.types import Answer, Deferred, Key, KeyHeads, LockedRow, Mark, QueuedTask, Sent, Version
+from publishworker.types import (
+    Answer,
+    Deferred,
+    Discovery,
+    Key,
+    KeyHeads,
+    LockedRow,
+    Mark,
+    QueuedTask,
+    Sent,
+    Version,
+)
 
 
 class File:
@@ -52,7 +63,7 @@ class Trace:
         self._batches = itertools.count(1)
 
     def reading(self, store: Store) -> Store:
-        """Return the store for reads of key heads, which begin the claims of ordering keys."""
+        """Return the store for the reads of a turn. The trace has the routes and the key heads that they return."""
         return cast(Store, _Reading(store, self._step))
 
     def of_batch(
@@ -83,6 +94,17 @@ Step: TypeAlias = Callable[..., None]
 class _Reading:
     def __init__(self, store: Store, step: Step) -> None:
         self._store, self._step = store, step
+        self._routes: dict[str, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
+        found = self._store.discover(shards, known)
+        if found.controls.routes != self._routes:
+            self._routes = dict(found.controls.routes)
+            self._step("route", routes=self._routes)
+        return found
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         found = self._store.key_heads(keys, per_key, skip_dead=skip_dead)
@@ -118,7 +140,7 @@ class _Publisher:
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
-        self._step("publish", ids=[row.id for row in rows])
+        self._step("publish", ids=[row.id for row in rows], to=topic)
         answers = self._publisher.publish(topic, rows, seconds, singly)
         results = {id: "published" if isinstance(each, Sent) else each.reason for id, each in answers.items()}
         self._step("answer", results=results)

@@ -44,7 +44,7 @@ class Relay:
     """Moves tasks from a store to their topics. Not thread-safe: one turn at a time."""
 
     def __init__(self, tools: Tools, metrics: Metrics, membership: Membership, options: Options) -> None:
-        host, store, limits = tools.host, tools.store, options.limits
+        host, store, limits = tools.host, tools.reads, options.limits
         self._options = options
         self._clock, self._progress = host.clock, host.progress
         self._store = store
@@ -53,7 +53,7 @@ class Relay:
         self._poller = Poller(
             store, membership, host.clock, limits.batches * limits.batch_size, options.discovery_seconds
         )
-        self._ordering = Ordering(tools.heads, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
+        self._ordering = Ordering(store, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
         self._selector = Selector(limits, self._topics, host.random, options.fair_share)
         #: When the last read of the small tables began. A new relay has read nothing, but before its first discovery it
         #: polls no topic.

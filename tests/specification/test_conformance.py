@@ -62,6 +62,7 @@ def test_every_transaction_is_allowed_by_the_specification(first: int, seconds: 
         "only published tasks are marked",
         "deferred tasks are released",
         "a key is sent from its head on",
+        "messages follow the route of their topic",
     ],
 )
 def test_a_defect_of_the_relay_is_not_allowed(defect: str) -> None:

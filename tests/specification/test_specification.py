@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox.specification.protocol import AGAIN, CANCELLED, CAUSE, EARLY, LOST, MARK, ORDER, RELEASED, Protocol
+from outbox.specification.protocol import AGAIN, CANCELLED, CAUSE, EARLY, LOST, MARK, ORDER, RELEASED, ROUTED, Protocol
 from outbox.specification.state import DEAD, NO_ANSWER, RETRYING
 from tests.specification.explore import Explored, Explorer
 from tests.specification.shards import COMMON, TAKE_OVER, Shards
@@ -33,6 +33,7 @@ SMALL: dict[str, Fleet] = {
     "a dead head blocks": fleet("a", "a", batch_size=1, events=(RETRYING, DEAD, "retry", "cancel")),
     "a dead head is skipped": fleet("a", "a", skip_dead=True, events=(NO_ANSWER, DEAD, "cancel")),
     "a lost lock": fleet("a", "a", scheduled=(1,), events=(UNKNOWN, LOST_LOCK, GIVE_UP)),
+    "a route": fleet("a", "a", registered=1, events=(UNKNOWN, "route"), crashes=1),
     "live workers and shards": Shards(),
     "a worker of the previous version": Shards(previous=1),
 }
@@ -43,6 +44,9 @@ LARGE: dict[str, Fleet] = {
     "3 tasks of a key": fleet("a", "a", "a", registered=2, events=(UNKNOWN, RETRYING, LOST_LOCK, "cancel"), crashes=1),
     "many faults, a dead head is skipped": fleet(
         "a", "a", batch_size=1, skip_dead=True, events=(UNKNOWN, NO_ANSWER, ABORT, LOST_LOCK, DEAD, "retry")
+    ),
+    "many faults, a route": fleet(
+        "a", "a", registered=1, events=(UNKNOWN, NO_ANSWER, LOST_LOCK, "retry", "route"), crashes=1
     ),
     "two keys": fleet("a", "b", scheduled=(0,), events=(UNKNOWN, NO_ANSWER, RETRYING, "retry", "cancel")),
 }
@@ -61,6 +65,7 @@ RULES: dict[str, tuple[Fleet, str]] = {
     "doubt is remembered": (fleet("a", events=(UNKNOWN,), workers=1), AGAIN),
     "tasks in doubt are no candidates": (fleet("a", events=(UNKNOWN,), workers=1), AGAIN),
     "a mark is for one version": (fleet("a", events=(UNKNOWN, "retry")), MARK),
+    "a route does not end the doubt": (fleet("a", events=(UNKNOWN, "route"), workers=1), AGAIN),
     "a deferral does not end the doubt": (fleet("a", "a", events=(UNKNOWN, RETRYING)), AGAIN),
     "a deferral reads the head again": (fleet("a", "a", batch_size=1, events=(RETRYING,)), RELEASED),
     "a worker reads a key again": (fleet("a", "a", registered=1, events=(UNKNOWN, RETRYING)), RELEASED),
@@ -68,6 +73,7 @@ RULES: dict[str, tuple[Fleet, str]] = {
     "a deferral ends": (fleet("a", "a", registered=1, events=(UNKNOWN, RETRYING), crashes=1), LOST),
     "an operator waits for the lock": (fleet("a", events=("cancel",)), CANCELLED),
     "a cancel releases the next task": (fleet("a", "a", events=(RETRYING, "cancel")), RELEASED),
+    "a batch follows the route that its worker has read": (fleet("a", registered=0, events=("route",)), ROUTED),
     "heartbeats of dead workers time out": (ALONE, TAKE_OVER),
     "a layout is polled before the heartbeat names it": (RESHARD, COMMON),
     "all workers poll the new layout before one stops polling the old one": (RESHARD, COMMON),
