@@ -169,7 +169,7 @@ class _Replay:
 
     def _publish(self, batch: _Batch, step: Step) -> None:
         if step.get("to", batch.to) != batch.to:
-            self._differ(step["batch"], f"publishes to {step['to']}, but its worker had read a route to {batch.to}")
+            self._differ(step["batch"], f"publishes to {step['to']}, but the routes of its worker lead to {batch.to}")
         results = step.get("results", {}) if batch.lock else {}  # without: after the commit, as tasks are marked first
         for id, answer in results.items():
             version = batch.lock["rows"][id]["version"]
