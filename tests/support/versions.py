@@ -19,18 +19,25 @@ UV = Path(sys.executable).with_name("uv")
 TESTS = ("tests/unit", "tests/contract", "tests/integration")
 #: The tests of `make test`; the extended ones would take an hour for each run.
 QUICK = "not extended and not long"
-#: The clients whose versions the page shows.
-SHOWN = ("google-cloud-spanner", "google-cloud-pubsub", "protobuf")
+#: The packages whose versions the page shows.
+CLIENTS = ("google-cloud-spanner", "google-cloud-pubsub", "protobuf")
 PINNED = ("--constraint", "constraints.txt")
 #: uv finds a Python of pyenv only if its own folder is in the path.
 PATH = os.pathsep.join([*map(str, Path.home().glob(".pyenv/versions/*/bin")), os.environ["PATH"]])
 
 
 class Run(NamedTuple):
-    """A Python version and the flags that choose the dependencies."""
+    """A Python version, the flags that choose the dependencies, the tests, and the packages to show."""
 
     python: str
     flags: tuple[str, ...]
+    tests: tuple[str, ...] = TESTS
+    shown: tuple[str, ...] = CLIENTS
+
+    @classmethod
+    def of_spark(cls, python: str, *flags: str) -> "Run":
+        """Return a run of the jobs."""
+        return cls(python, flags, ("tests/pipeline",), ("pyspark", "pyarrow", "pandas"))
 
 
 RUNS = {
@@ -40,6 +47,8 @@ RUNS = {
     "pinned-3.14": Run("3.14", PINNED),
     "oldest": Run("3.11", ("--resolution", "lowest-direct")),
     "newest": Run("3.13", ("--upgrade",)),
+    "spark-oldest": Run.of_spark("3.11", "--resolution", "lowest-direct"),
+    "spark-newest": Run.of_spark("3.13", "--upgrade"),
 }
 
 
@@ -68,10 +77,10 @@ def tested(name: str, flags: list[str]) -> int | None:
         return 1
     report, began = FOLDER / f"{name}.xml", time.monotonic()
     flags = [*flags, "-m", QUICK, f"--junit-xml={report}"]
-    command: list[str | Path] = [python, "-m", "pytest", *TESTS, *flags]
+    command: list[str | Path] = [python, "-m", "pytest", *run.tests, *flags]
     done = subprocess.run(command, cwd=ROOT, check=False)
     if report.exists():
-        print(_row(name, python, report, (time.monotonic() - began) / 60))
+        print(_row(name, python, run.shown, report, (time.monotonic() - began) / 60))
     return done.returncode
 
 
@@ -80,8 +89,8 @@ def _uv(*arguments: str | Path) -> int:
     return subprocess.run([UV, *arguments, "--quiet"], cwd=ROOT, check=False, env=environment).returncode
 
 
-def _row(name: str, python: Path, report: Path, minutes: float) -> str:
-    code = f"import platform as p, importlib.metadata as m; print(p.python_version(), *map(m.version, {SHOWN}))"
+def _row(name: str, python: Path, shown: tuple[str, ...], report: Path, minutes: float) -> str:
+    code = f"import platform as p, importlib.metadata as m; print(p.python_version(), *map(m.version, {shown}))"
     versions = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     suite = ET.parse(report).find("testsuite")
     assert suite is not None

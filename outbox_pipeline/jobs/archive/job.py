@@ -159,7 +159,7 @@ class _Job:
         if damaged:
             raise OutboxError(
                 f"{'; '.join(damaged)}. Their tasks were not purged, but the table's row deletion policy can delete "
-                "them. Restore the files"
+                "them. Restore the files. If a later version of the package wrote them, upgrade this one"
             )
 
     def _prove(self, window: ArchiveWindow) -> None:

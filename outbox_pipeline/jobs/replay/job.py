@@ -316,7 +316,8 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
             # publish.
             [[now]] = transaction.query(NOW, {})
             transaction.update(TABLE, RETRY_COLUMNS, [retry_values(id, now) for id in before])
-            transaction.insert(TABLE, COLUMNS, [_inserted(row, now) for row in again])
+            for values in (_inserted(row, now) for row in again):
+                transaction.insert(TABLE, tuple(values), [tuple(values.values())])
         unsent = sum(sent_at is None for sent_at in found.values())
         return {
             "replayed": len(before),
@@ -329,13 +330,14 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
     return table.transact(_TAG, work)
 
 
-def _inserted(row: Mapping[str, Any], now: datetime) -> list[Any]:
-    """Return an archived row in the state that `outbox retry` leaves. The other columns have their defaults.
+def _inserted(row: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    """Return an archived row in the state that `outbox retry` leaves, with the columns that are not NULL.
 
-    The row keeps its CreatedAt, and so its place in the order of its ordering key.
+    The row keeps its CreatedAt, and so its place in the order of its ordering key. A column that is newer than the
+    archive is NULL there, and gets its default.
     """
-    values = {**row, "Data": base64.b64encode(row["Data"]), "AvailableAt": now, "ExpiresAt": None}
-    return [values[name] for name in COLUMNS]
+    values = {**row, "Data": base64.b64encode(row["Data"]), "AvailableAt": now}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _info(text: str) -> None:
