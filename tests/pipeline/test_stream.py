@@ -4,6 +4,7 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
+import pyspark
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
@@ -155,4 +156,6 @@ def test_available_now_reads_everything_after_an_unfinished_batch(
         (folder / ".0.crc").unlink()
     send(database, "b")
     query(spark, target, checkpoint, sink)
+    if pyspark.__version__ < "4.2":  # such a run ends after the unfinished batch
+        query(spark, target, checkpoint, sink)
     assert streamed(spark, sink) == sent(database)
