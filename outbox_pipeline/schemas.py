@@ -14,19 +14,19 @@ _TEXT, _NUMBER, _TIME, _BYTES, _FLAG = t.StringType(), t.LongType(), t.Timestamp
 _ATTRIBUTES = t.MapType(_TEXT, _TEXT, valueContainsNull=False)
 
 
-def _optional(**types: t.DataType) -> t.StructType:
+def optional(**types: t.DataType) -> t.StructType:
     """Return columns that can be NULL."""
     return t.StructType([t.StructField(name, type_) for name, type_ in types.items()])
 
 
-def _required(**types: t.DataType) -> t.StructType:
+def required(**types: t.DataType) -> t.StructType:
     """Return columns that are never NULL."""
     return t.StructType([t.StructField(name, type_, nullable=False) for name, type_ in types.items()])
 
 
 def counts(*names: str) -> t.StructType:
     """Return columns of counts."""
-    return _required(**dict.fromkeys(names, _NUMBER))
+    return required(**dict.fromkeys(names, _NUMBER))
 
 
 _TYPES = {"STRING": _TEXT, "INT64": _NUMBER, "TIMESTAMP": _TIME, "BYTES": _BYTES, "BOOL": _FLAG}
@@ -39,26 +39,26 @@ TABLE = t.StructType(
 )
 #: Columns derived from the table: the state at the read timestamp, and the message in Data as subscribers get it. The
 #: message is NULL if Data is not a message.
-DERIVED = t.StructType([*_required(State=_TEXT), *_optional(Attributes=_ATTRIBUTES, Payload=_BYTES)])
+DERIVED = t.StructType([*required(State=_TEXT), *optional(Attributes=_ATTRIBUTES, Payload=_BYTES)])
 #: All columns of the data source.
 TASK = t.StructType([*TABLE, *DERIVED])
 
 #: A row to register, after its columns were parsed. `reason` is why the row is rejected, or NULL.
-INPUT = _optional(
+INPUT = optional(
     task_id=_TEXT, topic=_TEXT, data=_BYTES, attributes=t.MapType(_TEXT, _TEXT), priority=_NUMBER, ordering_key=_TEXT,
     available_at=_TIME, expires_at=_TIME, at_most_once=_FLAG, sequence=_NUMBER, line=_TEXT, reason=_TEXT,
 )  # fmt: skip
 
 #: An archived task: the table's columns, and the day (UTC) of its SentAt.
-ARCHIVED = t.StructType([*TABLE, *_required(SentDate=t.DateType())])
+ARCHIVED = t.StructType([*TABLE, *required(SentDate=t.DateType())])
 #: The partition columns of the archive, and all its columns. TopicFolder exists because not every topic is a valid
 #: folder name.
 ARCHIVE_PARTITIONS = ("SentDate", "TopicFolder")
-STORED = t.StructType([*ARCHIVED, *_required(TopicFolder=_TEXT)])
+STORED = t.StructType([*ARCHIVED, *required(TopicFolder=_TEXT)])
 
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
 #: was first published, `processed_at` is from the inbox.
-FOUND = _optional(
+FOUND = optional(
     **{"class": _TEXT}, task_id=_TEXT, topic=_TEXT, created_at=_TIME, sent_at=_TIME, first_at=_TIME, messages=_NUMBER,
     overtaken_at=_TIME, processed_at=_TIME,
 )  # fmt: skip

@@ -90,9 +90,6 @@ class ArchiveSettings(JobSettings):
     )
 
 
-_DURATION = SettingType(SECONDS.parse, SECONDS.allowed)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditSettings(JobSettings):
     """Settings of `audit`."""
@@ -121,10 +118,8 @@ class AuditSettings(JobSettings):
         _or_nothing(MOMENT),
         "End of the window, by CreatedAt. If empty, the latest time at which every task can be audited: --grace ago.",
     )
-    grace: float = setting(
-        "10m", _DURATION, "Time that a message may take. After it, an unreceived task counts as lost."
-    )
-    clock_skew: float = setting("1s", _DURATION, "Max difference between the clocks of Spanner and Pub/Sub.")
+    grace: float = setting("10m", SECONDS, "Time that a message may take. After it, an unreceived task counts as lost.")
+    clock_skew: float = setting("1s", SECONDS, "Max difference between the clocks of Spanner and Pub/Sub.")
     inbox: str = setting("", _ANY_NAME, "Consumer whose records in ProcessedTasks are compared. If empty, none are.")
     inbox_database: str = setting(
         "",

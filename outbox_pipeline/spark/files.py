@@ -1,6 +1,5 @@
 """Small files and folders of the jobs, through Hadoop's file systems, so every URL that Spark supports works."""
 
-from datetime import UTC, datetime
 from typing import Any
 
 from py4j.protocol import Py4JError, Py4JJavaError
@@ -46,15 +45,6 @@ class Folder:
             return []
         found = [each.getPath().getName() for each in self._system.listStatus(self._path) if each.isDirectory()]
         return [self / str(name) for name in sorted(found)]
-
-    @spark_errors()
-    def changed(self) -> datetime:
-        """Return when it, or the last file below it, was changed."""
-        last = self._system.getFileStatus(self._path).getModificationTime()
-        files = self._system.listFiles(self._path, True)
-        while files.hasNext():
-            last = max(last, files.next().getModificationTime())
-        return datetime.fromtimestamp(last / 1000, UTC)
 
     @spark_errors()
     def read(self, name: str) -> str | None:

@@ -3,9 +3,7 @@
 import base64
 import enum
 import json
-import os
 import random
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -144,20 +142,6 @@ def test_rejected_rows_can_be_corrected_and_registered(
     assert message_of(one).attributes["a"] == "é\n"
     assert one["AvailableAt"] == datetime(2090, 1, 1, 0, 0, 0, 1, UTC)
     assert one["ExpiresAt"] == datetime(2090, 1, 1, 0, 0, 0, 2, UTC)
-
-
-def test_the_next_run_deletes_what_a_killed_run_left(spark: SparkSession, target: DatabaseSettings, tmp_path: Path):
-    """After a week, because the other run may still write."""
-    for run in ("killed", "runs", "finished"):
-        (tmp_path / run / "_temporary/0").mkdir(parents=True)
-        (tmp_path / run / "_temporary/0/part").touch()
-    (tmp_path / "finished/_temporary").rename(tmp_path / "finished/_SUCCESS")
-    long_ago = time.time() - 8 * 86_400
-    for each in [each for run in ("killed", "finished") for each in (tmp_path / run, *(tmp_path / run).rglob("*"))]:
-        os.utime(each, (long_ago, long_ago))
-    os.utime(tmp_path / "runs", (long_ago, long_ago))
-    assert registered(rows(spark, [{"data": b"x"}]), target, tmp_path, topic="orders").rejects is None
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["finished", "runs"]
 
 
 def test_files_of_every_format_become_tasks(

@@ -10,7 +10,7 @@ import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import StructField, StructType
+from pyspark.sql.types import StructType
 
 from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE, table_errors
@@ -27,7 +27,7 @@ from outbox_pipeline.spanner import CALL_SECONDS, READ_SECONDS
 from outbox_pipeline.spark.tasks import read_parts
 
 #: A record, without its consumer.
-RECORD = StructType([StructField("task_id", schemas.FOUND["task_id"].dataType), schemas.FOUND["processed_at"]])
+RECORD = StructType([schemas.FOUND["task_id"], schemas.FOUND["processed_at"]])
 #: Each record or received task is in at most one of these classes.
 APPLIED, NOT_APPLIED, APPLIED_LATE, UNREGISTERED = CLASSES = ("applied", "not_applied", "applied_late", "unregistered")
 _DATABASE = re.compile(r"projects/([^/]+)/instances/([^/]+)/databases/([^/]+)")

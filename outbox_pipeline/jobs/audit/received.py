@@ -8,28 +8,25 @@ import fastavro
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import BinaryType, MapType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import BinaryType, MapType, StringType, TimestampType
 
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.values import chunked
 from outbox_pipeline import schemas
 
-#: The columns of the messages, described in docs/pipeline/audit.md. Other columns are ignored.
-COLUMNS = ("message_id", "publish_time", "attributes", "data")
 #: A publish time outside these bounds is unreadable.
 _FIRST, _LAST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
-#: The schema for JSON lines. Every column is read as a text and parsed later.
-LINES = StructType([StructField(name, StringType()) for name in COLUMNS])
-#: The schema of Avro files: https://cloud.google.com/pubsub/docs/create-cloudstorage-subscription#file_format
-_MESSAGES = StructType(
-    [
-        StructField("message_id", StringType()),
-        StructField("publish_time", TimestampType()),
-        StructField("attributes", MapType(StringType(), StringType())),
-        StructField("data", BinaryType()),
-    ]
+#: The columns of the messages, described in docs/pipeline/audit.md, with the types of Avro files:
+#: https://cloud.google.com/pubsub/docs/create-cloudstorage-subscription#file_format. Other columns are ignored.
+MESSAGES = schemas.optional(
+    message_id=StringType(),
+    publish_time=TimestampType(),
+    attributes=MapType(StringType(), StringType()),
+    data=BinaryType(),
 )
+#: The schema for JSON lines. Every column is read as a text and parsed later.
+LINES = schemas.optional(**dict.fromkeys(MESSAGES.names, StringType()))
 #: Max messages, and max bytes of their data, in an Arrow batch.
 _ROWS, _BYTES = 2_000, 8_000_000
 #: Attributes that were not registered, because the relay, Pub/Sub or a subscription adds them: the task ID; the
@@ -45,11 +42,11 @@ def read_avro(spark: SparkSession, path: str) -> DataFrame:
     Spark raises SettingError if the files have another schema, and OutboxError if a file is damaged.
     """
     files = spark.read.format("binaryFile").load(path).select("path", "content")
-    return files.mapInArrow(_decode, _MESSAGES)
+    return files.mapInArrow(_decode, MESSAGES)
 
 
 def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    schema = schemas.arrow(_MESSAGES)
+    schema = schemas.arrow(MESSAGES)
     for batch in batches:
         for path, content in zip(batch["path"].to_pylist(), batch["content"], strict=True):
             try:
@@ -65,7 +62,7 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _check(path: str, fields: set[str]) -> None:
-    if missing := [name for name in _MESSAGES.names if name not in fields]:
+    if missing := [name for name in MESSAGES.names if name not in fields]:
         raise SettingError(
             f"{path} has no field {missing[0]}. Set write_metadata and remove use_topic_schema in the configuration of "
             "the subscription"
@@ -81,7 +78,7 @@ def received(messages: DataFrame, *, base64: bool) -> DataFrame:
     Raises SettingError: a column is missing or of a wrong type.
     """
     has = set(messages.columns)
-    if missing := [name for name in COLUMNS[:3] if name not in has]:
+    if missing := [name for name in MESSAGES.names[:3] if name not in has]:
         raise SettingError(
             f"The received messages have no column {missing[0]}. Their columns are {', '.join(messages.columns)}. "
             "Set write_metadata in the configuration of the subscription"

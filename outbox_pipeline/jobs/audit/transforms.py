@@ -83,7 +83,7 @@ def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFram
         "first": f.when(f.col("topic").isNotNull(), after.isNull()),
         "first_at": f.array_min("own.at"),
         "deliveries": f.coalesce(f.array_size("own"), f.lit(0)).cast("long"),
-        "messages": _distinct("own"),
+        "messages": _distinct(f.col("own")),
         "mismatched": f.when((f.array_min("own.digest") == digest) & (f.array_max("own.digest") == digest), 0)
         .otherwise(_distinct(f.filter("own", lambda each: each["digest"] != digest)))
         .cast("long"),
@@ -114,11 +114,10 @@ def _by_task(deliveries: DataFrame) -> DataFrame:
     return adjacent.groupBy("received_id").agg(f.collect_list(delivery).alias("received"))
 
 
-def _distinct(deliveries: Column | str) -> Column:
+def _distinct(deliveries: Column) -> Column:
     """Return the number of distinct messages of an array of deliveries, 0 if it is NULL."""
-    array = f.col(deliveries) if isinstance(deliveries, str) else deliveries
-    many = f.array_size(f.array_distinct(array["message"]))
-    return f.coalesce(f.when(f.array_size(array) == 1, 1).otherwise(many), f.lit(0)).cast("long")
+    many = f.array_size(f.array_distinct(deliveries["message"]))
+    return f.coalesce(f.when(f.array_size(deliveries) == 1, 1).otherwise(many), f.lit(0)).cast("long")
 
 
 def _between(at: Column, after: Column, before: Column) -> Column:

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
-from pyspark.sql.types import StringType, StructField, StructType
+from pyspark.sql.types import StringType, StructType
 
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
@@ -53,7 +53,7 @@ _COUNTED = {
     "aborted": m.ABORTED,
 }
 #: The counts of a worker, and why its last turn failed, or NULL if it did not.
-_RESULT = StructType([*schemas.counts(*_COUNTED), StructField("last_error", StringType())])
+_RESULT = StructType([*schemas.counts(*_COUNTED), *schemas.optional(last_error=StringType())])
 
 _log = logging.getLogger("outbox_pipeline")
 

@@ -5,12 +5,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from uuid import uuid4
 
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import StringType, StructField, StructType
+from pyspark.sql.types import StringType, StructType
 
 from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
@@ -123,7 +123,7 @@ def _read_csv(spark: SparkSession, path: str) -> DataFrame:
         maxColumns=1_000_000,  # Spark refuses the whole file if a line has more, by default more than 20,480
     )  # fmt: skip
     head = reader.csv(path)
-    schema = StructType([*head.schema.fields, StructField(UNPARSED, StringType())])
+    schema = StructType([*head.schema, *schemas.optional(**{UNPARSED: StringType()})])
     rows = reader.schema(schema).options(enforceSchema=False, columnNameOfCorruptRecord=UNPARSED).csv(path)
     why = f.when(
         f.col(UNPARSED).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes")
@@ -159,9 +159,7 @@ def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_seco
         *(f.sum(name).alias(name) for name in COUNTS),
         f.count_if(f.col("reason").isNotNull()).alias("rejected"),
     )
-    parent = Folder(spark, rejects)
-    _delete_abandoned(parent)
-    folder = parent / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
+    folder = Folder(spark, rejects) / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
     refused = answers.where("reason IS NOT NULL").select(
         "reason",
         "line",
@@ -181,10 +179,3 @@ def _register(tasks: DataFrame, target: DatabaseSettings, rejects: str, per_seco
         seconds=time.monotonic() - begin,
         rejects=str(folder) if counts["rejected"] else None,
     )
-
-
-def _delete_abandoned(rejects: Folder) -> None:
-    """Delete what killed runs left: folders whose run neither finished nor wrote anything for a week."""
-    for run in rejects.folders():
-        if (run / "_temporary").exists() and run.changed() < datetime.now(UTC) - timedelta(days=7):
-            run.delete()

@@ -8,12 +8,14 @@ import json
 import re
 
 from pyspark.sql import functions as f
-from pyspark.sql.types import MapType, StringType, StructField, StructType
+from pyspark.sql.types import MapType, StringType
+
+from outbox_pipeline import schemas
 
 #: What to do with a text in another encoding.
 CONVERT = "Convert the file to UTF-8, for example with iconv -f WINDOWS-1252 -t UTF-8, and register it again"
 #: What `parsed` returns: the members, or the fault of the text.
-_PARSED = StructType([StructField("members", MapType(StringType(), StringType())), StructField("fault", StringType())])
+_PARSED = schemas.optional(members=MapType(StringType(), StringType()), fault=StringType())
 _PUNCTUATION = re.compile(r"[ \t\r\n]*([{}:,])[ \t\r\n]*")
 
 
