@@ -68,7 +68,7 @@ rehearsal: $(STAMP) ## build the current commit as a release, install it with ha
 	@$(PYTEST) --long tests/acceptance/test_release.py
 
 # Not part of CI, because it takes long. RUN=oldest runs one row of the page.
-test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients; prints the rows of docs/reference/versions.md
+test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients and Spark; prints the rows of docs/reference/versions.md
 	@nice -n 19 $(BIN)/python -m tests.support.versions $(RUN) --pytest="$(TESTS)"
 
 soak: $(STAMP) ## run mixed load with random faults and measure memory; writes build/soak (MINUTES=30)

@@ -52,9 +52,8 @@ _COMPILE_LATER = (
 def session(name: str, master: str = EMBEDDED) -> "SparkSession":
     """Return the Spark session of a job: the session of `spark-submit`, or a new one with `master`.
 
-    Raises NotReached if a package of the extra is missing, or if Java is missing or does not start Spark.
+    Raises NotReached if Java is missing or does not start Spark.
     """
-    check_packages()
     submitted = is_submitted()
     if not submitted:
         # Otherwise Spark starts its Python workers with the `python3` in PATH.

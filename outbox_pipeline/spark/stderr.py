@@ -7,8 +7,6 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
-from outbox_pipeline.spark.session import is_submitted
-
 
 class _StderrOfSpark(io.TextIOBase):
     """The stderr of the JVM that spark-submit started."""
@@ -27,6 +25,5 @@ class _StderrOfSpark(io.TextIOBase):
 
 
 def redirect_stderr() -> None:
-    """Under spark-submit, write log lines and errors to its stderr, so that stdout has the summary only."""
-    if is_submitted():
-        sys.stderr = _StderrOfSpark(sys.stderr)
+    """Write log lines and errors to the stderr of spark-submit, so that stdout has the summary only."""
+    sys.stderr = _StderrOfSpark(sys.stderr)
