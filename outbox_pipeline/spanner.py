@@ -24,7 +24,8 @@ from outbox.table.connection import open_database
 from outbox.table.statements import TO_SEND_INDEX
 from outbox.table.transact import retry_and_timeout
 
-#: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range.
+#: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of
+#: the four attempts of a Spark task at once, so the timeouts decide after which outage a job fails.
 CALL_SECONDS, READ_SECONDS = 30.0, 3600.0
 #: Seconds before retrying a commit that was aborted without a retry delay, as on the emulator. The client's default is
 #: 1 s and doubles.

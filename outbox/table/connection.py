@@ -115,8 +115,11 @@ class LimitedDatabase(Database):
         return self._limited_api
 
 
-def open_database(settings: DatabaseSettings, commit_seconds: float = COMMIT_SECONDS) -> LimitedDatabase:
-    """Return the database at --spanner-endpoint or SPANNER_EMULATOR_HOST. Raises NotReached, SettingError."""
+def open_database(settings: DatabaseSettings, unary_seconds: float = 0.0) -> LimitedDatabase:
+    """Return the database at --spanner-endpoint or SPANNER_EMULATOR_HOST. Raises NotReached, SettingError.
+
+    `unary_seconds` replaces UNARY_SECONDS, unless it is 0.
+    """
     endpoint = settings.spanner_endpoint
     emulator = None if endpoint else emulator_address("SPANNER_EMULATOR_HOST")
     plaintext = endpoint if settings.spanner_plaintext else emulator
@@ -136,8 +139,8 @@ def open_database(settings: DatabaseSettings, commit_seconds: float = COMMIT_SEC
             channel=channel(SpannerGrpcTransport, plaintext),
         )
         api = SpannerClient(transport=transport)
-        for name, seconds in (UNARY_SECONDS | {"commit": commit_seconds}).items():
-            setattr(api, name, _limited(getattr(api, name), seconds))
+        for name, seconds in UNARY_SECONDS.items():
+            setattr(api, name, _limited(getattr(api, name), unary_seconds or seconds))
         return api
 
     instance = client.instance(settings.instance)

@@ -229,6 +229,14 @@ def test_executors_use_the_endpoint_of_the_options(
     assert proxy.counts["StreamingRead", "outbox-pipeline-read"] > 0
 
 
+def test_every_call_waits_for_spanner_as_long_as_a_commit(target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch):
+    """Also the one for a session, for which a worker waits 5 s. So a job survives an outage of a minute."""
+    monkeypatch.setattr(spanner, "CALL_SECONDS", 0.2)
+    monkeypatch.setenv("SPANNER_EMULATOR_HOST", "127.0.0.1:9")
+    with pytest.raises(NotReached, match=r"Timeout of 0\.2s exceeded"):
+        spanner.open_table(target)
+
+
 def test_the_version_retention_period_of_the_database_applies(
     target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
 ):
