@@ -113,8 +113,9 @@ bench-simulation: $(STAMP) ## print the figures of the simulation, in about 15 m
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.bench
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.scale
 
-bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, in about 27 minutes; writes docs/benchmarks.md
-	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-audit spark-register
+bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, and run them on real input, in an hour; writes docs/benchmarks.md
+	@$(call INSTALL,$(BIN)/python,--group flights)
+	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-audit spark-register flights
 
 # Not part of CI. It also needs Chromium: apt-get install chromium.
 pictures: $(STAMP) ## take the pictures of the documentation from runs on the emulators; writes docs/pictures
@@ -145,7 +146,7 @@ release-check: ## compare TAG=v1.2.3 and REPOSITORY=URL with version, changelog 
 # KEEP=1 keeps the versions and only adds what pyproject.toml needs in addition. 3.11.5: a package needs it.
 constraints: $(BIN)/uv ## resolve the newest versions; writes constraints.txt, with hashes (KEEP=1)
 	@$(BIN)/uv pip compile --quiet $(if $(KEEP),,--upgrade) --universal --python-version 3.11.5 --generate-hashes --no-annotate \
-	   --no-emit-index-url --custom-compile-command 'make constraints' --all-extras --group dev --group build --group release --group mutants --group audit \
+	   --no-emit-index-url --custom-compile-command 'make constraints' --all-extras --group dev --group build --group release --group mutants --group audit --group flights \
 	   pyproject.toml --output-file constraints.txt > /dev/null
 
 clean: ## remove .venv and caches

@@ -13,6 +13,7 @@ from outbox.devtools import emulators
 from tests.benchmarks import (
     costs,
     delayed,
+    flights,
     idle,
     latency,
     memory,
@@ -46,6 +47,7 @@ PIPELINE: dict[str, Callable[[Bench], results.Section]] = {
     "spark-archive": spark.archiving,
     "spark-audit": spark_audit.auditing,
     "spark-register": spark.registering,
+    "flights": flights.run,
 }
 ALL = SECTIONS | PIPELINE
 
