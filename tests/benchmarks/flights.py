@@ -73,8 +73,8 @@ def run(bench: Bench) -> Section:
 - The first {len(tasks):,} flights from New York in 2013, with {len(topics)} topics and {keys:,} ordering keys, on a
   standalone cluster of two executors with one core each. A job includes its start by `spark-submit`.
 - Topic, ordering key and bytes of each task equal the input: in the table, read by SQL, in the received messages, and
-  in the archive, read by pyarrow. The keys keep their order, and the audit finds the same. {len(came) - len(tasks):,}
-  messages are duplicates.
+  in the archive, read by pyarrow. The audit finds all tasks delivered, unchanged and in order.
+- {len(came) - len(tasks):,} messages are duplicates, because the emulator aborts batches that are already published.
 - The emulator scans the table for each read, so each task of a larger table takes longer.""",
         "that nothing is lost or changed.",
     )
