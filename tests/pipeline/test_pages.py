@@ -19,6 +19,7 @@ from google.cloud.spanner import Client
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 
+from outbox import cli as outbox_command
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from outbox.table.states import NEVER
@@ -146,10 +147,15 @@ def test_the_pages_of_the_archive_and_of_replaying(shop: Database, here: Path, c
     assert {id for id, each in rows_of(shop).items() if each["SentAt"] is None} == {"a"}
     assert cli.main(of_archive) == 0
     assert {id for id, each in rows_of(shop).items() if each["SentAt"] is None} == {"a", "purged"}
-    with shop.snapshot() as snapshot:
-        found = list(snapshot.execute_sql(blocks("replay.md", "sql")[0]))
-    sources = [(json.loads(selection).get("archive"), tasks) for *_, selection, tasks in found]
+    shown = re.search(r"^    outbox (operations .*)", (PAGES / "replay.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert shown is not None
+    capsys.readouterr()
+    place = ("--project", "my-project", "--instance", "main", "--database", "shop")
+    assert outbox_command.main([*shown[1].split(), *place]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    sources = [(each["selection"].get("archive"), each["tasks"]) for each in found]
     assert sources == [(str(here / "archive"), 1), (None, 1)]
+    assert all(each["finished_at"] for each in found)
 
 
 def test_other_tools_read_windows_with_a_column_more_or_less(tmp_path: Path):
