@@ -42,7 +42,7 @@ class Host:
     #: It spreads load, and protects nothing.
     random: Random = field(default_factory=Random)
     threads: Threads = field(default_factory=Threads)
-    #: Called before each step that may take long, so that the liveness probe does not take a slow turn for a hung one.
+    #: Called during a long wait, so that the liveness probe does not take it for a hung worker.
     progress: Callable[[], None] = lambda: None
 
 

@@ -325,6 +325,7 @@ class Turn:
     """The counts of one turn, of tasks unless noted, and when the next turn starts."""
 
     polled: int = 0
+    poll_seconds: float | None = None  # None: the turn did not poll
     published: int = 0
     already_sent: int = 0  # claimed too late: another worker had sent them
     failed: int = 0

@@ -51,13 +51,10 @@ class Tools:
     publish_seconds: float
     #: Whether a dead task does not block its ordering key.
     skip_dead: bool
+    #: What all batches share when they mark again.
+    marking: Marking
     host: Host = field(default_factory=Host)
     trace: Trace | None = None
-
-    @property
-    def reads(self) -> Store:
-        """Return the store for the reads of a turn. A trace has some of them, too."""
-        return self.store if self.trace is None else self.trace.reading(self.store)
 
 
 class Laps:
@@ -87,7 +84,7 @@ class Delivery:
     yet, and failed tasks whose row has changed since. It marks every task that any run has published.
     """
 
-    def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
+    def __init__(self, claim: Claim, tools: Tools) -> None:
         self.claim = claim
         #: The tasks whose marks are not written: at first all, later those that are marked again.
         self.unmarked = frozenset(claim.ids)
@@ -98,7 +95,7 @@ class Delivery:
         self.transactions = 0
         self._tools = tools
         self._retries = tools.retries.for_topic(claim.policy)
-        self._marking = marking
+        self._marking = tools.marking
         self._clock = tools.host.clock
         #: Over all runs of the transaction: the answer of Pub/Sub, or the failure that made a request needless.
         self._answers: dict[str, Answer] = {}

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from publishworker.delivery.claim import Claim, Delivered, State
 from publishworker.delivery.delivery import SEARCH_SECONDS, Delivery, Tools
-from publishworker.delivery.marking import MAX_REFUSED, Marking, MarkRetry
+from publishworker.delivery.marking import MAX_REFUSED, MarkRetry
 from publishworker.delivery.rules import in_order, last_error, skip_reasons, to_publish
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
@@ -20,8 +20,8 @@ HOLD_SECONDS = 60.0
 class MarkFirst(Delivery):
     """Tasks that can be lost but are never published twice: if Pub/Sub refuses one, its mark is undone."""
 
-    def __init__(self, claim: Claim, tools: Tools, marking: Marking) -> None:
-        super().__init__(claim, tools, marking)
+    def __init__(self, claim: Claim, tools: Tools) -> None:
+        super().__init__(claim, tools)
         self._unconfirmed: list[str] = []
         #: By ID, each row as it was before its mark, and the commit timestamp of the mark.
         self._marked: dict[str, tuple[LockedRow, datetime]] = {}

@@ -28,8 +28,10 @@ MAX_PARTS = 10
 class Marking:
     """What the batches of a worker share: whether transactions commit now, and how long to mark at exit."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, exit_seconds: float = 0.0) -> None:
+        """After `shut_down`, batches mark for at most `exit_seconds` more."""
         self.random, self.clock = host.random, host.clock
+        self._exit_seconds = exit_seconds
         #: Two threads may count at the same time, and one count is lost. It matters only whether the number changes.
         self.commits = 0
         #: The number of rows that Spanner has refused to write since the last commit.
@@ -50,9 +52,9 @@ class Marking:
         else:
             self._exit.wait(seconds)
 
-    def shut_down(self, seconds: float) -> None:
-        """Let batches mark for at most `seconds` more, and at least once."""
-        self._exit_until = self.clock() + seconds
+    def shut_down(self) -> None:
+        """Let batches mark once more, or until their time at exit is over."""
+        self._exit_until = self.clock() + self._exit_seconds
         self._exit.set()
 
     def is_over(self, since: float) -> bool:

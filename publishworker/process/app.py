@@ -19,6 +19,7 @@ from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
+from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.trace import Trace
 from publishworker.host import Host
@@ -37,9 +38,10 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
+from publishworker.telemetry.reporter import Reporter
 from publishworker.turn.in_flight import Limits, StuckBatch
 from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Options, Relay
+from publishworker.turn.relay import Relay
 from publishworker.turn.worker import Worker
 from publishworker.types import Turn
 
@@ -65,7 +67,7 @@ class App:
     ) -> None:
         self._settings = settings
         self._metrics = metrics
-        self.store = open_store(settings)
+        self.store = open_store(settings, touch_file)
         self.membership = Membership(self.store, id)
         publisher = PubSubPublisher(
             open_pubsub(settings),
@@ -90,7 +92,8 @@ class App:
             report=WorkerGauges(metrics, self.membership, self.relay),
             random=host.random,
         )
-        samplers = (oldest_ages(metrics), backlog_counts(metrics, lambda: self.relay.topics)) if metrics.wanted else ()
+        counts = backlog_counts(metrics, lambda: self.relay.discoverer.topics)
+        samplers = (oldest_ages(metrics), counts) if metrics.wanted else ()
         self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
         ]
@@ -196,29 +199,32 @@ def relay_of(
         random=host.random,
     )
     return Relay(
+        store if trace is None else trace.reading(store),
         Tools(
             store=store,
             publisher=publisher,
             retries=retries,
             publish_seconds=settings.publish_timeout,
             skip_dead=settings.on_ordering_failure == "skip",
+            marking=Marking(host, settings.shutdown_timeout),
             host=host,
             trace=trace,
         ),
-        metrics,
-        membership,
-        Options(
-            limits=Limits(settings.batch_size, settings.batch_bytes, settings.concurrency),
-            # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
-            discovery_seconds=min(settings.poll_interval / 2, 1.0),
-            fair_share=settings.fair_share,
+        Limits(
+            settings.batch_size,
+            settings.batch_bytes,
+            settings.concurrency,
             stragglers=settings.concurrency // 8,
-            shutdown_seconds=settings.shutdown_timeout,
+            fair_share=settings.fair_share,
         ),
+        membership,
+        Reporter(metrics, host.clock, trace),
+        # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
+        discovery_seconds=min(settings.poll_interval / 2, 1.0),
     )
 
 
-def open_store(settings: RelaySettings) -> SpannerStore:
+def open_store(settings: RelaySettings, before_read: Callable[[], None] = lambda: None) -> SpannerStore:
     """Connect, and verify the table and the permission to write to it. Raises NotReached."""
     emulator = uses_emulator(settings)
     if emulator:
@@ -229,7 +235,7 @@ def open_store(settings: RelaySettings) -> SpannerStore:
     verify_grants(database)
     store = EmulatorStore if emulator else SpannerStore
     # Batches may use all that a server allows for a connection, if they are slow. Heartbeats must not wait for them.
-    return store(database, layout, settings.request_priority, database.on_own_connection())
+    return store(database, layout, settings.request_priority, database.on_own_connection(), before_read)
 
 
 def verified_layout(database: LimitedDatabase) -> Layout:

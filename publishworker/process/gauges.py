@@ -73,10 +73,10 @@ class WorkerGauges:
         self._metrics.gauge(m.BUILD, 1, **BUILD_TAGS)
         self._metrics.gauge(m.SHARDS, len(self._membership.shards))
         self._metrics.gauge(m.WORKERS, self._membership.size)
-        self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight)
-        for topic in self._relay.topics:  # so that "nothing is published" is visible
+        self._metrics.sample(m.IN_FLIGHT, len(self._relay.in_flight))
+        for topic in self._relay.discoverer.topics:  # so that "nothing is published" is visible
             self._metrics.zero(m.PUBLISHED, topic=topic)
-        circuits = self._relay.circuit_states()
+        circuits = self._relay.topics.circuit_states()
         states = {topic: m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits.items()}
         for topic, state in self._circuits(states).items():
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)

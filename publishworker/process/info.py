@@ -28,11 +28,11 @@ def worker_info(settings: RelaySettings, relay: Relay, shards: Sequence[int]) ->
         "version": __version__,
         "shards": runs,
         "shards_left_out": len(shards) - sum(1 + last - first for first, last in runs),
-        "in_flight": relay.in_flight,
-        "utilization": round(relay.utilization, 2),
+        "in_flight": len(relay.in_flight),
+        "utilization": round(relay.in_flight.utilization, 2),
         "settings": dict(_changed(settings)),
     }
-    circuits = [_circuit(topic, state) for topic, state in sorted(relay.circuit_states().items())]
+    circuits = [_circuit(topic, state) for topic, state in sorted(relay.topics.circuit_states().items())]
     info |= {"circuits": [], "circuits_left_out": len(circuits)}
     fitting = list(_fitting(circuits, MAX_BYTES - _size(info)))
     return info | {"circuits": fitting, "circuits_left_out": len(circuits) - len(fitting)}

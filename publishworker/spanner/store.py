@@ -88,10 +88,16 @@ class SpannerStore:
         layout: Layout,
         priority: str = "medium",
         heartbeats: LimitedDatabase | None = None,
+        before_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """`layout` is that of the table, `heartbeats` the same database on a connection that no batch uses."""
+        """`layout` is that of the table, `heartbeats` the same database on a connection that no batch uses.
+
+        Each read of a turn begins with a call of `before_read`, so that the liveness probe does not take a slow turn
+        for a hung one.
+        """
         self._database: Any = database  # its methods carry no types
         self._heartbeats: Any = heartbeats or database
+        self._before_read = before_read
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
         self.layouts: Sequence[Layout] = (layout,)
 
@@ -215,6 +221,7 @@ class SpannerStore:
             yield from self._query(each.sql(statement), tag, {**values, "shards": each.numbers})
 
     def _query(self, statement: str, tag: str, values: Mapping[str, Any], *, lazy_decode: bool = False) -> list[Any]:
+        self._before_read()
         with self.reading() as snapshot:
             return list(
                 snapshot.execute_sql(

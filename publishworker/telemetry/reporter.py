@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from outbox.program.terminal import counted, listed
-from publishworker.delivery.claim import Delivered, Kind, Unmarked
+from publishworker.delivery.claim import Delivered, Kind, Unmarked, counted_in_turn
 from publishworker.delivery.trace import Trace
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, kind_of
@@ -43,8 +43,11 @@ class Reporter:
         self._work_since = 0.0
         self._logged_open: set[str] = set()  # topics whose open circuit was logged
 
-    def delivered(self, delivered: Delivered) -> None:
-        """Count the outcomes of a batch, and log what went wrong."""
+    def delivered(self, delivered: Delivered, change: CircuitChange | None = None) -> None:
+        """Count the outcomes of a batch, and log what went wrong, and the change of the circuit of its topic."""
+        if not self._work:
+            self._work_since = self._clock()
+        self._work += _numbers(counted_in_turn([delivered]))
         topic = delivered.claim.topic
         self._metrics.count(m.PUBLISHED, len(delivered.published()), topic=topic)
         self._metrics.count(m.ALREADY_PUBLISHED, len(delivered.already_sent()), topic=topic)
@@ -67,6 +70,8 @@ class Reporter:
                 text += f". {_tasks(uncommitted)} in doubt: published, and will be marked without another publish"
             self._throttled_log.log("commit_failed", topic, text)
         self._unconfirmed(topic, delivered.unconfirmed)
+        if change is not None:
+            self.circuit(change)
 
     def unmarked(self, unmarked: Unmarked) -> None:
         """Log tasks that cannot be marked, or that are no longer marked."""
@@ -116,19 +121,13 @@ class Reporter:
         ):
             self._logged_open.add(topic)
 
-    def poll(self, seconds: float) -> None:
-        """Record how long a poll took."""
-        self._metrics.sample(m.PHASE_DURATION, seconds, phase=POLL)
-
-    def turn(self, turn: Turn, *, worked: bool) -> None:
-        """Log a turn: in full at DEBUG if it reports batches, and once a minute as a summary."""
-        numbers = Counter({name: getattr(turn, name) for name in _SUMMARY})
-        if worked:
+    def turn(self, turn: Turn) -> None:
+        """Log a turn that reports tasks at DEBUG, and a summary once a minute. Record how long its poll took."""
+        if turn.poll_seconds is not None:
+            self._metrics.sample(m.PHASE_DURATION, turn.poll_seconds, phase=POLL)
+        if numbers := _numbers(turn):
             log.debug("Turn: %s", turn, extra={"action": "turn", "fields": numbers})
-        if not self._work:
-            self._work_since = self._clock()
-        self._work += numbers  # without zeros
-        if self._work and self._clock() - self._work_since >= SUMMARY_SECONDS:
+        if self._clock() - self._work_since >= SUMMARY_SECONDS:
             self.end()
 
     def end(self) -> None:
@@ -193,6 +192,11 @@ def _log_message_ids(delivered: Delivered) -> None:
                 "Task %s was published to %s as message %s", id, delivered.claim.destination, answer.message_id,
                 extra={"action": "published", "fields": fields},
             )  # fmt: skip
+
+
+def _numbers(turn: Turn) -> Counter[str]:
+    """Return the numbers of the summary, without zeros."""
+    return +Counter({name: getattr(turn, name) for name in _SUMMARY})
 
 
 def _tasks(ids: Sequence[str]) -> str:

@@ -143,8 +143,10 @@ class OutboxRelay:
 
     def _relay(self) -> Relay:
         """Return a new relay, because the circuits of a used one may be open."""
-        # Failed tasks are due again at once, and each turn discovers topics.
-        settings = dataclasses.replace(self._settings, backoff_initial=0, backoff_max=0, poll_interval=0)
+        # Failed tasks are due again at once, each turn discovers topics, and no batch marks for long.
+        settings = dataclasses.replace(
+            self._settings, backoff_initial=0, backoff_max=0, poll_interval=0, shutdown_timeout=0
+        )
         relay = relay_of(
             settings,
             self._store,
@@ -153,7 +155,7 @@ class OutboxRelay:
             metrics=Metrics(),
             host=Host(random=Random(0), threads=_InlineThreads()),  # noqa: S311 - the same order each time, and no secret
         )
-        relay.marking.shut_down(0)  # a failed commit is tried once more, and then left to the next drain
+        relay.marking.shut_down()  # a failed commit is tried once more, and then left to the next drain
         return relay
 
     def _subscribe(self, topic: str) -> None:

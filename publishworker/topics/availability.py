@@ -8,6 +8,7 @@ burst of one task and one task in flight.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -39,6 +40,7 @@ class Topics:
         self._limits = RateLimits(host.clock)
         self._throttled_log = ThrottledLog(host.clock)
         self._controls = TopicControls()
+        self._in_flight = Counter[str]()  # tasks by topic, from `start` to `observe`
 
     def apply(self, controls: TopicControls, workers: int) -> None:
         """Apply the valid controls. Each worker gets a part of a limit. The end of a pause makes a probe due."""
@@ -57,59 +59,61 @@ class Topics:
                 self._circuits.probe_now(topic)
         self._limits.apply(controls.limits, workers)
         self._circuits.forget_old()
+        self._in_flight = +self._in_flight  # without topics that have none
 
     @property
     def paused(self) -> frozenset[str]:
         """Return the paused topics, and those with an invalid route."""
         return self._controls.paused
 
-    def unavailable(self, in_flight: Mapping[str, int]) -> frozenset[str]:
-        """Return the topics that a poll does not read: paused, circuit open, or at a limit with `in_flight` tasks."""
-        allowed = self._limits.allowances(in_flight)
+    @property
+    def unavailable(self) -> frozenset[str]:
+        """Return the topics that a poll does not read: paused, circuit open, or at a limit."""
+        allowed = self._limits.allowances(self._in_flight)
         return self.paused | self._circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
-    def admit(
-        self, candidates: Sequence[Candidate], in_flight: Mapping[str, int], cut_off: Collection[str]
-    ) -> Admitted:
+    def admit(self, candidates: Sequence[Candidate], cut_off: Collection[str]) -> Admitted:
         """Return the candidates that may start.
 
         A half-open circuit lets a probe pass. Topics in `cut_off` have more tasks.
         """
         candidates, probes = self._circuits.draw_probes(candidates, cut_off)
-        allowed = self._limits.allowances(in_flight)
+        allowed = self._limits.allowances(self._in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         return Admitted(candidates, allowed)
 
-    def may_start(self, claim: Claim) -> bool:
-        """Tell whether the claim may start: its topic is not paused, or the claim only defers tasks."""
-        return claim.kind is Kind.DEFER or claim.topic not in self.paused
+    def start(self, claim: Claim) -> Claim | None:
+        """Return the claim with its destination, its retry policy and its hints, or None if its topic is paused.
 
-    def start(self, claim: Claim) -> Claim:
-        """Use tokens of the rate limit. Return the claim with its destination, its retry policy and its hints."""
-        claim = self._with_controls(claim)
+        Use tokens of the rate limit. A claim that only defers tasks needs none, and starts in spite of a pause.
+        """
         if claim.kind is Kind.DEFER:
-            return claim
+            return self._with_controls(claim)
+        if claim.topic in self.paused:
+            return None
         self._limits.take(claim.topic, len(claim.tasks))
-        return self._circuits.start(claim)
+        self._in_flight[claim.topic] += len(claim.tasks)
+        return self._circuits.start(self._with_controls(claim))
 
     def observe(self, delivered: Delivered) -> CircuitChange | None:
         """Update the topic from a finished batch. Return a change of its circuit, or a failed probe."""
         claim = delivered.claim
         if claim.kind is Kind.DEFER:
             return None
+        self._in_flight[claim.topic] -= len(claim.tasks)
         self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back those of untried tasks
         if self._with_controls(claim).destination != claim.destination:
             return None  # the batch tells nothing about the Pub/Sub topic that messages go to now
         return self._circuits.observe(delivered)
 
-    def _with_controls(self, claim: Claim) -> Claim:
-        policy = self._controls.policies.get(claim.topic, NO_POLICY)
-        return replace(claim, publish_to=self._controls.routes.get(claim.topic), policy=policy)
-
     def admit_at_most_once(self, delivered: Delivered) -> Claim | None:
         """Return a claim of the at-most-once tasks that a finished batch has found, or None while they must wait."""
         claim = delivered.at_most_once()
         return claim if claim is not None and self._circuits.admit_at_most_once(delivered) else None
+
+    def _with_controls(self, claim: Claim) -> Claim:
+        policy = self._controls.policies.get(claim.topic, NO_POLICY)
+        return replace(claim, publish_to=self._controls.routes.get(claim.topic), policy=policy)
 
     def depths(self) -> Mapping[str, int]:
         """Return, by topic, how many rows a poll must read from each range to find a task that has not been a probe."""

@@ -4,13 +4,11 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from outbox.program.terminal import listed
 from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.kinds import Deferral, MarkFirst
-from publishworker.delivery.marking import Marking
 from publishworker.host import Host, Queue, Thread
 from publishworker.types import Key
 
@@ -24,6 +22,8 @@ JOIN_SECONDS = 30.0
 #: During a wait without a time limit, the seconds between two checks for stuck batches, each with a call of `progress`.
 #: None turns both off.
 WATCH_SECONDS: float | None = 1.0
+#: Max seconds that a turn waits for its batches. Then the turn ends, so that the worker can send its heartbeat.
+MAX_TURN_WAIT_SECONDS = 0.25
 #: Max batches that give up their places while they mark tasks.
 MAX_ASIDE = 100
 #: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
@@ -32,18 +32,19 @@ MAX_ASIDE = 100
 BATCHES_OF_BYTES, MIN_BYTES = 4, 32_000_000
 
 
-#: What a batch reports: first a Delivered. Then an Unmarked for each row that cannot be written while others can, and
-#: for each part that the batch gives up.
-Report: TypeAlias = Delivered | Unmarked
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Max tasks and bytes of one batch, and max batches in flight."""
+    """Max tasks and bytes of one batch, max batches in flight, and how these places are shared."""
 
     batch_size: int
     batch_bytes: int
+    #: The number of places: each batch in flight takes one.
     batches: int
+    #: If more tasks are left to start, a turn waits until a batch has reported and at most this many of its batches
+    #: have not. Otherwise it waits for all its batches.
+    stragglers: int = 0
+    #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
+    fair_share: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -68,12 +69,12 @@ class StuckBatch(Exception):
 _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferral}
 
 
-def delivery_of(claim: Claim, tools: Tools, marking: Marking) -> Delivery:
+def delivery_of(claim: Claim, tools: Tools) -> Delivery:
     """Return the delivery of a claim."""
     if tools.trace is not None:
         store, publisher = tools.trace.of_batch(claim, tools.store, tools.publisher, skips_dead=tools.skip_dead)
         tools = replace(tools, store=store, publisher=publisher)
-    return _KINDS[claim.kind](claim, tools, marking)
+    return _KINDS[claim.kind](claim, tools)
 
 
 @dataclass(eq=False, slots=True)
@@ -90,21 +91,31 @@ class _Entry:
 class InFlight:
     """Starts batches and collects their reports. It belongs to one thread; batches run on others.
 
-    A batch that cannot mark its tasks stays in flight and marks them again. It keeps its place, so a worker whose
-    commits all fail soon has no free place and publishes nothing new. If only some rows of a batch cannot be written,
-    it is aside and needs no place.
+    A batch reports what became of its tasks. If it cannot mark them, it stays in flight and marks them again. It keeps
+    its place, so a worker whose commits all fail soon has no free place and publishes nothing new. If only some rows of
+    a batch cannot be written, it is aside and needs no place.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
     """
 
-    def __init__(self, delivery_of: Callable[[Claim], Delivery], host: Host) -> None:
+    def __init__(
+        self,
+        delivery_of: Callable[[Claim], Delivery],
+        host: Host,
+        limits: Limits,
+        on_unmarked: Callable[[Unmarked], object],
+    ) -> None:
+        """Call `on_unmarked` for each row that cannot be written while others can, and for what a batch gives up."""
+        self.limits = limits
         self._delivery_of = delivery_of
+        self._on_unmarked = on_unmarked
         self._host = host
         self._clock = host.clock
         self._running: dict[_Entry, Thread] = {}
         self._checked_at = host.clock()
-        self._reports: Queue = host.threads.queue()  # of entries, each with a Report, an exception, or None at its end
+        #: Entries, each with a Delivered, later ones with an Unmarked, an exception, or None at the end.
+        self._reports: Queue = host.threads.queue()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -115,9 +126,19 @@ class InFlight:
         return [entry.batch.claim for entry in self._running if not entry.reported]
 
     @property
-    def places(self) -> int:
-        """Return the number of places that are taken."""
-        return self.by_topic().total()
+    def free(self) -> int:
+        """Return the number of free places."""
+        return max(0, self.limits.batches - self.by_topic().total())
+
+    @property
+    def utilization(self) -> float:
+        """Return the part of the places that is taken, from 0 to 1."""
+        return 1 - self.free / self.limits.batches
+
+    @property
+    def has_room(self) -> bool:
+        """Tell whether another batch may start within the limits of batches and bytes."""
+        return self.free > 0 and self.bytes() < self.limits.bytes
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""
@@ -128,17 +149,6 @@ class InFlight:
         """Return, by topic, the number of places that are taken."""
         aside = [entry for entry in self._running if entry.batch.aside][:MAX_ASIDE]
         return Counter(entry.batch.claim.topic for entry in self._running if entry not in aside)
-
-    def tasks_by_topic(self) -> Counter[str]:
-        """Return, by topic, the number of tasks that are being published."""
-        tasks: Counter[str] = Counter()
-        for claim in self.delivering:
-            tasks[claim.topic] += 0 if claim.kind is Kind.DEFER else len(claim.tasks)
-        return tasks
-
-    def has_room(self, limits: Limits) -> bool:
-        """Tell whether another batch may start within the limits of batches and bytes."""
-        return self.places < limits.batches and self.bytes() < limits.bytes
 
     def bytes(self) -> int:
         """Return the bytes of all messages in flight."""
@@ -177,34 +187,38 @@ class InFlight:
         if stuck:
             raise StuckBatch([entry.batch.claim for entry in stuck], stuck[0].seconds)
 
-    def collect(self) -> list[Report]:
+    def collect(self) -> list[Delivered]:
         """Return the reports of batches, without waiting."""
         return self._wait(lambda _reports: True)
 
-    def wait_for_one(self) -> list[Report]:
+    def wait_for_one(self) -> list[Delivered]:
         """Wait until a batch reports or ends, and return the reports."""
         running = len(self._running)
         return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
 
-    def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Report]:
+    def wait(self, *, tasks_left: bool) -> list[Delivered]:
+        """Wait for the batches of this turn, but only for most of them if there are `tasks_left` to start."""
+        return self.wait_for_most(self.limits.stragglers if tasks_left else 0, MAX_TURN_WAIT_SECONDS)
+
+    def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Delivered]:
         """Wait until a batch has reported and at most `max_left` have not. Later waits ignore these stragglers."""
 
-        def enough(reports: Sequence[Report]) -> bool:
+        def enough(reports: Sequence[Delivered]) -> bool:
             waited = sum(not (entry.straggler or entry.reported) for entry in self._running)
-            return len(reports) > 0 and waited <= max_left
+            return waited <= max_left and (len(reports) > 0 or not self.delivering)
 
         reports = self._wait(enough, max_seconds)
         for entry in self._running:
             entry.straggler = True
         return reports
 
-    def _wait(self, enough: Callable[[Sequence[Report]], bool], max_seconds: float | None = None) -> list[Report]:
+    def _wait(self, enough: Callable[[Sequence[Delivered]], bool], max_seconds: float | None = None) -> list[Delivered]:
         """Wait until the reports are `enough`, no batch is in flight, or `max_seconds` seconds have passed.
 
         If a batch raised an exception, wait up to JOIN_SECONDS for the other batches, and raise it. The reports so far
         are lost. Without `max_seconds`, raises StuckBatch if a batch does not end.
         """
-        reports: list[Report] = []
+        reports: list[Delivered] = []
         end = None if max_seconds is None else self._clock() + max_seconds
         while self._running:
             is_enough = enough(reports)
@@ -228,7 +242,10 @@ class InFlight:
             if report is None or (isinstance(report, Delivered) and not report.unmarked):
                 del self._running[entry]
             entry.reported = True
-            reports += [] if report is None else [report]
+            if isinstance(report, Delivered):
+                reports.append(report)
+            elif report is not None:
+                self._on_unmarked(report)
         return reports
 
     def _run(self, entry: _Entry) -> None:

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from publishworker.spanner.errors import TimedOut
 from publishworker.spanner.store import READ_SECONDS, Store
+from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
-from publishworker.types import MAX_POLL_ROWS, Candidate, Discovery, PollRequest
+from publishworker.types import MAX_POLL_ROWS, Candidate, PollRequest
 
 #: Max ready rows, and max due rows, of a deep read. A deep read is a query for a single topic that needs more rows of
 #: each range than the others. The rows take about 25 MB while they are decoded.
@@ -17,134 +17,85 @@ DEEP_ROWS = 2_500
 
 
 @dataclass(frozen=True, slots=True)
-class Polled:
-    """The candidates of one poll.
+class Wanted:
+    """What the next poll is to find."""
 
-    `cut_off` holds the topics that may have more tasks than the poll read. `no_room` says that the worker did not poll,
-    because no further batch may start.
-    """
+    #: The number of tasks that may start now. The poll reads nothing if it is 0.
+    tasks: int
+    #: The tasks in flight, which no poll returns.
+    in_flight: Collection[str] = ()
+    #: Read ready ranges a second time, for priorities below this, because more urgent tasks may fill the first read.
+    below_priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Polled:
+    """The candidates of one poll. `cut_off` holds the topics that may have more tasks than the poll read."""
 
     candidates: Sequence[Candidate] = ()
     cut_off: frozenset[str] = frozenset()
-    no_room: bool = False
     #: The poll has read only some of its ranges. Further polls must read the rest.
     unread: bool = False
+    #: The seconds that the poll took, or None if it read nothing.
+    seconds: float | None = None
 
 
 class Poller:
-    """Reads ready tasks at each poll. At intervals, reads due tasks, live workers, topic controls and new topics."""
+    """Reads ready tasks at each poll, and due tasks at intervals."""
 
     def __init__(
         self,
         store: Store,
         membership: Membership,
+        topics: Topics,
         clock: Callable[[], float],
         target_rows: int,
-        discovery_seconds: float,
     ) -> None:
         """A poll aims at `target_rows` rows."""
         self._store = store
         self._membership = membership
-        self._poll_size = PollSize(target_rows, len(membership.shards))
+        self._topics = topics
+        self.known = KnownTopics(clock)
         #: For the reads of ranges of AsynchronousTasksToSend: polls, discoveries and next due times.
-        self._read_size = ReadSize(MAX_POLL_ROWS, clock)
-        self._discovery_seconds = discovery_seconds
+        self.read_size = ReadSize(MAX_POLL_ROWS, clock)
+        self._poll_size = PollSize(target_rows, len(membership.shards))
         self._clock = clock
-        self._topics = KnownTopics(clock)
-        self._discovered_at = float("-inf")
-        self._discovered_shards: tuple[int, ...] = ()
-        #: True for the first poll, for the first one after each discovery, and as long as polls find due tasks.
-        self._reads_due_tasks = True
-        #: True from `wake` until the next discovery.
-        self._woken = False
-        #: Where each kind of read continues if it reads only a part of the shards or topics.
-        self._continue_at = Counter[str]()
+        #: Where the next poll, and the next deep read, continue if they read only a part of the shards or topics.
+        self._shards, self._deep_shards, self._first_topic = Rotation(), Rotation(), 0
         #: If one poll can read only a part of the ranges, several polls make a round. For the current round: the number
         #: of pairs of shard and topic still to read, the topics found, and whether due tasks were found.
         self._left_pairs = 0
         self._seen: set[str] = set()
         self._seen_due = False
-        #: The number of shards that the current round of discoveries has not read.
-        self._undiscovered = 0
-        #: Whether the next discovery must follow at once: there may be more unknown topics.
-        self.discovers_again = False
 
-    @property
-    def topics(self) -> frozenset[str]:
-        """Return the topics that have, or recently had, unsent tasks."""
-        return self._topics.recent
+    def poll(self, wanted: Wanted) -> Polled:
+        """Return candidates, except those of unavailable topics. Raises StoreError.
 
-    def wake(self) -> None:
-        """Note that a task was inserted, perhaps one of an unknown topic."""
-        self._woken = True
-
-    def discover(
-        self, *, found_nothing: bool = False, at_once: bool = False, unavailable: Collection[str] = ()
-    ) -> Discovery | None:
-        """Return live workers, topic controls and unknown topics, or None if it is too early. Raises StoreError.
-
-        It is time every `discovery_seconds`, when the worker's shards have changed, and when a turn after `wake` has
-        found nothing to start although it had room (`found_nothing`). The poll after a discovery also reads due tasks.
-        If a discovery finds topics, the next call reads again, because one read finds at most one new topic between two
-        neighboring known names. With `at_once` it is always time, and topics without candidates for long are given up
-        first, so that the discovery finds them if they have tasks. Topics in `unavailable` stay known.
+        A topic that needs more rows than the others is read by its own query.
         """
-        shards = self._membership.shards
-        is_early = self._clock() - self._discovered_at < self._discovery_seconds and shards == self._discovered_shards
-        if is_early and not at_once and not (self._woken and found_nothing):
-            return None
-        if at_once:
-            self._topics.forget(unavailable)
-        known = self._topics.polled
-        if shards != self._discovered_shards or not self._undiscovered:
-            self._undiscovered = len(shards)
-        part = self._next_shards("discovery", shards, self._read_size.limit // (len(known) + 1))
-        with self._read_size.reading(len(part) * (len(known) + 1)):
-            found = self._store.discover(part, known)
-        self._undiscovered = max(0, self._undiscovered - len(part))
-        self.discovers_again = bool(found.topics or self._undiscovered)
-        self._woken = False
-        self._topics.discover(found.topics)
-        self._reads_due_tasks = True
-        self._discovered_at = float("-inf") if self.discovers_again else self._clock()
-        self._discovered_shards = shards
-        return found
-
-    def poll(
-        self,
-        room: int,
-        below_priority: int | None,
-        in_flight: Collection[str],
-        unavailable: Collection[str] = frozenset(),
-        depths: Mapping[str, int] = MappingProxyType({}),
-    ) -> Polled:
-        """Return candidates, except those `in_flight` and those of `unavailable` topics. Raises StoreError.
-
-        `room` is the number of tasks that may start now. With `below_priority`, the poll reads ready ranges a
-        second time, for lower priorities, because more urgent tasks may fill the first read. `depths` maps a topic
-        to the number of rows to read of each of its ranges. A topic that needs more rows than the others is read by its
-        own query.
-        """
+        if not wanted.tasks:
+            return Polled()
+        began, unavailable = self._clock(), self._topics.unavailable
         request = PollRequest(
             shards=self._membership.shards,
-            topics=self._topics.polled.difference(unavailable),  # OUT-DELAY-3
+            topics=self.known.polled.difference(unavailable),  # OUT-DELAY-3
             per_range=self._poll_size.per_range,
-            due=self._reads_due_tasks,
-            below_priority=below_priority,
+            due=self.known.may_be_due,
+            below_priority=wanted.below_priority,
         )
         part = self._next_part(request)
         self._poll_size.limit(MAX_POLL_ROWS // max(1, part.ranges))
         part = replace(part, per_range=self._poll_size.per_range)
         try:
-            with self._read_size.reading(part.ranges):
-                candidates, cut_off = self._read(part, room, in_flight, depths)
+            with self.read_size.reading(part.ranges):
+                candidates, cut_off = self._read(part, wanted)
         except TimedOut:
             self._poll_size.limit(part.per_range // 4)
             raise
         self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
         self._note(candidates, unavailable, due=request.due)
-        found = [each for each in candidates if each.id not in in_flight]
-        return Polled(found, cut_off, unread=self._left_pairs > 0)
+        found = [each for each in candidates if each.id not in wanted.in_flight]
+        return Polled(found, cut_off, unread=self._left_pairs > 0, seconds=self._clock() - began)
 
     def _note(self, candidates: Sequence[Candidate], unavailable: Collection[str], *, due: bool) -> None:
         """Note the topics of the candidates. After all parts, decide about due tasks and topics without candidates."""
@@ -153,40 +104,38 @@ class Poller:
         if self._left_pairs > 0:
             return
         self._left_pairs = 0
-        self._topics.see(self._seen)
-        self._topics.forget(unavailable)
+        self.known.see(self._seen)
+        self.known.forget(unavailable)
         if due:
-            self._reads_due_tasks = self._seen_due
+            self.known.may_be_due = self._seen_due
         self._seen, self._seen_due = set(), False
 
-    def find_next_due(self, unavailable: Collection[str]) -> float | None:
-        """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be.
+    def find_next_due(self) -> float | None:
+        """Return the seconds until a task of an available topic is due, 0 if one is already, or None if none will be.
 
-        Tasks of `unavailable` topics do not count. Unless the result is None, the next poll also reads due tasks.
-        Raises StoreError.
+        Unless the result is None, the next poll also reads due tasks. Raises StoreError.
         """
-        shards, topics = self._membership.shards, self._topics.polled.difference(unavailable)
-        if (ranges := len(shards) * len(topics)) > self._read_size.limit:
+        shards, topics = self._membership.shards, self.known.polled.difference(self._topics.unavailable)
+        if (ranges := len(shards) * len(topics)) > self.read_size.limit:
             seconds: float | None = 0.0  # too many ranges for one read: polls read them part by part
         else:
-            with self._read_size.reading(ranges):
+            with self.read_size.reading(ranges):
                 seconds = self._store.seconds_until_due(shards, topics) if topics else None
-        self._reads_due_tasks |= seconds is not None
+        self.known.may_be_due |= seconds is not None
         return seconds
 
-    def _read(
-        self, request: PollRequest, room: int, in_flight: Collection[str], depths: Mapping[str, int]
-    ) -> tuple[list[Candidate], frozenset[str]]:
-        """Return the candidates, and the topics with more. Read each topic in `depths` alone, to limit the memory."""
+    def _read(self, request: PollRequest, wanted: Wanted) -> tuple[list[Candidate], frozenset[str]]:
+        """Return the candidates, and the topics with more. Read each deep topic alone, to limit the memory."""
+        depths = self._topics.depths()
         deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
         others = replace(request, topics=request.topics - deep.keys())
         candidates = list(self._store.poll(others)) if others.topics else []
         highest = max((each.priority for each in candidates), default=0)
-        startable = {each.id for each in candidates if each.priority == highest}.difference(in_flight)
-        self._poll_size.adapt(_by_range(candidates), len(startable), room)
+        startable = {each.id for each in candidates if each.priority == highest}.difference(wanted.in_flight)
+        self._poll_size.adapt(_by_range(candidates), len(startable), wanted.tasks)
         cut_off = self._poll_size.cut_off
         for topic, depth in sorted(deep.items()):
-            shards = self._next_shards("deep", request.shards, DEEP_ROWS // depth)
+            shards = self._deep_shards.next(request.shards, DEEP_ROWS // depth)
             found = self._store.poll(replace(request, shards=shards, topics=frozenset({topic}), per_range=depth))
             candidates += found
             if max(_by_range(found).values(), default=0) >= depth:
@@ -195,24 +144,16 @@ class Poller:
 
     def _next_part(self, request: PollRequest) -> PollRequest:
         """Return the request, or the next part: some of the shards, or some of the topics of one shard."""
-        pairs = max(1, self._read_size.limit * request.pairs // max(1, request.ranges))
+        pairs = max(1, self.read_size.limit * request.pairs // max(1, request.ranges))
         topics = sorted(request.topics)
         if request.pairs <= pairs:
             return request
         if len(topics) <= pairs:
-            return replace(request, shards=self._next_shards("poll", request.shards, pairs // len(topics)))
-        first = self._continue_at["topic"] if self._continue_at["topic"] < len(topics) else 0
-        shard = request.shards[self._continue_at["poll"] % len(request.shards)]
-        self._continue_at["topic"] = first + pairs
-        self._continue_at["poll"] += first + pairs >= len(topics)
-        return replace(request, shards=(shard,), topics=frozenset(topics[first : first + pairs]))
-
-    def _next_shards(self, kind: str, shards: tuple[int, ...], number: int) -> tuple[int, ...]:
-        """Return `number` of the shards, at least one, beginning after the last shard of the previous such read."""
-        number = min(max(1, number), len(shards))
-        first = self._continue_at[kind] % len(shards)
-        self._continue_at[kind] = first + number
-        return (*shards[first:], *shards[:first])[:number]
+            return replace(request, shards=self._shards.next(request.shards, pairs // len(topics)))
+        first = self._first_topic if self._first_topic < len(topics) else 0
+        self._first_topic = first + pairs
+        shards = self._shards.next(request.shards, 1, stay=first + pairs < len(topics))
+        return replace(request, shards=shards, topics=frozenset(topics[first : first + pairs]))
 
 
 def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]:
@@ -273,6 +214,8 @@ class KnownTopics:
     """The topics that polls read, and those that metrics still name. The database has no list of topics."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        #: Whether the next poll also reads due tasks: at first, after each discovery, and as long as polls find some.
+        self.may_be_due = True
         self._clock = clock
         self._topics: dict[str, _Topic] = {}
 
@@ -291,7 +234,8 @@ class KnownTopics:
         self._topics |= {name: _Topic(self._clock()) for name in topics}
 
     def discover(self, names: Iterable[str]) -> None:
-        """Note topics that discovery found: they have unsent tasks."""
+        """Note topics that a discovery has found: they have unsent tasks."""
+        self.may_be_due = True
         for name in names:
             topic = self._topics.setdefault(name, _Topic(self._clock(), POLLED_SECONDS / 2))
             topic.polled_seconds = min(2 * topic.polled_seconds, FORGET_TOPIC_SECONDS)
@@ -337,3 +281,17 @@ class ReadSize:
             self._ceiling = self._max_ranges
         if ranges > self.limit // 2 and self._clock() - began < QUICK_SECONDS:
             self.limit = max(self.limit, min(2 * self.limit, self._ceiling))
+
+
+class Rotation:
+    """Chooses the shards of reads that have only a part of them: each goes on where the last one ended."""
+
+    def __init__(self) -> None:
+        self._first = 0
+
+    def next(self, shards: tuple[int, ...], number: int, *, stay: bool = False) -> tuple[int, ...]:
+        """Return `number` of the shards, at least one. If the next read is to `stay`, it begins with the same shard."""
+        number = min(max(1, number), len(shards))
+        first = self._first % len(shards)
+        self._first = first if stay else first + number
+        return (*shards[first:], *shards[:first])[:number]

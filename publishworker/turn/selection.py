@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from publishworker.delivery.claim import Claim, ClaimedTask
+from publishworker.delivery.claim import Claim, ClaimedTask, Delivered
 from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
-from publishworker.turn.poller import Polled
+from publishworker.turn.poller import Wanted
 from publishworker.types import Candidate
 
 
@@ -27,8 +27,8 @@ class Selection(NamedTuple):
     claims: Sequence[Claim] = ()
     #: Tasks are left, polled or not, for which only places or bytes are missing.
     left_tasks: bool = False
-    #: Batches are held back because too many bytes are in flight.
-    is_byte_limited: bool = False
+    #: When one of the batches ends, including these, more tasks may be able to start.
+    waits: bool = False
 
 
 class FairShare:
@@ -80,46 +80,60 @@ class FairShare:
 class Selector:
     """Chooses batches from the candidates of a poll. It belongs to the relay's thread."""
 
-    def __init__(self, limits: Limits, topics: Topics, random: Random, fair_share: float) -> None:
-        self._limits = limits
+    def __init__(self, in_flight: InFlight, topics: Topics, random: Random) -> None:
+        self._in_flight = in_flight
+        self._limits = in_flight.limits
         self._topics = topics
         self._random = random
-        self._fair_share = FairShare(fair_share)
-        self._leaves_place = fair_share > 0
+        self._fair_share = FairShare(self._limits.fair_share)
 
-    @property
-    def below_priority(self) -> int | None:
-        """Return the priority below which the next poll also reads ready tasks, for the fair share, or None."""
-        return self._fair_share.below_priority
+    def wanted(self) -> Wanted:
+        """Return what the next poll is to find.
 
-    def select(self, resolved: ResolvedKeys, polled: Polled, in_flight: InFlight) -> Selection:
-        """Choose the batches to start in addition to those in flight.
+        It does not return the batches that are in flight now, even if they end meanwhile. Otherwise the turn could
+        start their tasks again, because the poll may have returned them as unsent.
+        """
+        tasks = self._in_flight.free * self._limits.batch_size if self._in_flight.has_room else 0
+        return Wanted(tasks, self._in_flight.ids(), self._fair_share.below_priority)
+
+    def followers(self, delivered: Sequence[Delivered]) -> list[Claim]:
+        """Return the batches that follow these: at-most-once tasks, which only the claim can tell from others.
+
+        A later poll finds those that get no place.
+        """
+        claims = [claim for each in delivered if (claim := self._topics.admit_at_most_once(each)) is not None]
+        return claims[: self._in_flight.free]
+
+    def select(self, resolved: ResolvedKeys, cut_off: frozenset[str]) -> Selection:
+        """Choose the batches to start in addition to those in flight. Topics in `cut_off` have more tasks.
 
         Batches that defer blocked tasks get at most a quarter of the places, or half if no task can be sent. Without
         deferrals, each poll would return the same blocked tasks.
         """
-        deferrals = list(resolved.blocked[: self._places_to_defer(in_flight, nothing_else=not resolved.candidates)])
-        candidates, allowed = self._topics.admit(resolved.candidates, in_flight.tasks_by_topic(), polled.cut_off)
-        lower = self._batches(self._fair_share.choose(candidates), in_flight, deferrals, allowed)
-        lower = lower[: self._fair_share.batches]
+        in_flight = self._in_flight
+        if not in_flight.has_room:
+            return Selection(left_tasks=True, waits=True)
+        deferrals = list(resolved.blocked[: self._places_to_defer(nothing_else=not resolved.candidates)])
+        candidates, allowed = self._topics.admit(resolved.candidates, cut_off)
+        lower = self._batches(self._fair_share.choose(candidates), deferrals, allowed)[: self._fair_share.batches]
         for claim in lower:
             if claim.topic in allowed:
                 allowed[claim.topic] -= len(claim.tasks)
         chosen = {id for claim in lower for id in claim.ids}
         others = [each for each in candidates if each.id not in chosen]
-        wanted = lower + self._batches(others, in_flight, deferrals + lower, allowed)
-        places = self._limits.batches - in_flight.places - len(deferrals)
-        if len(wanted) < places and self._is_filled_later(wanted, polled.cut_off - allowed.keys()):
+        wanted = lower + self._batches(others, deferrals + lower, allowed)
+        if len(wanted) < in_flight.free - len(deferrals) and self._is_filled_later(wanted, cut_off - allowed.keys()):
             wanted.pop()
         claims = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
         # Topics in `allowed` have a limit or an open circuit. Their tasks are not left, because they wait for no place.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
-        left_tasks = bool(polled.cut_off - allowed.keys()) or started < startable
+        left_tasks = bool(cut_off - allowed.keys()) or started < startable
         highest = max((each.priority for each in candidates), default=None)
         given = sum(any(claim is each for each in claims) for claim in lower)
         self._fair_share.count(len(claims), given, highest if left_tasks else None)
-        return Selection(deferrals + claims, left_tasks, is_byte_limited=len(claims) < len(wanted))
+        waits = bool(deferrals or wanted or resolved.left_out)
+        return Selection(deferrals + claims, left_tasks, waits)
 
     def _is_filled_later(self, batches: Sequence[Claim], cut_off: frozenset[str]) -> bool:
         """Tell whether the next poll finds more tasks for the last batch, which needs as many requests as a full one.
@@ -131,18 +145,17 @@ class Selector:
         last, limits = batches[-1], self._limits
         return len(last.tasks) < limits.batch_size and 2 * last.bytes < limits.batch_bytes
 
-    def _places_to_defer(self, in_flight: InFlight, *, nothing_else: bool) -> int:
+    def _places_to_defer(self, *, nothing_else: bool) -> int:
         places = self._limits.batches // (2 if nothing_else else 4)
         if places == 0:  # less than one place: one in every fourth turn on average, or in each if no task can be sent
             places = int(nothing_else or self._random.random() < 1 / 4)
-        free = self._limits.batches - in_flight.places
-        return max(0, min(free, places - in_flight.deferring()))
+        return max(0, min(self._in_flight.free, places - self._in_flight.deferring()))
 
     def _batches(
-        self, candidates: Sequence[Candidate], in_flight: InFlight, chosen: Sequence[Claim], allowed: Mapping[str, int]
+        self, candidates: Sequence[Candidate], chosen: Sequence[Claim], allowed: Mapping[str, int]
     ) -> list[Claim]:
-        places = in_flight.by_topic() + Counter(claim.topic for claim in chosen)
-        return choose_batches(candidates, self._limits, self._random, places, allowed, leaves_place=self._leaves_place)
+        places = self._in_flight.by_topic() + Counter(claim.topic for claim in chosen)
+        return choose_batches(candidates, self._limits, self._random, places, allowed)
 
 
 def choose_batches(
@@ -151,19 +164,17 @@ def choose_batches(
     random: Random,
     in_flight: Mapping[str, int] | None = None,
     allowed: Mapping[str, int] | None = None,
-    *,
-    leaves_place: bool = False,
 ) -> list[Claim]:
     """Return the batches to start in addition to those `in_flight` (counted by topic), the most urgent first.
 
     `limits.batches` is the number of places, and each batch in flight has one. Batches get places by priority. Among
     equal priorities, one topic gets at most half of the places (rounded up) while another topic waits. Ready and due
-    tasks get half of the places each while both wait. A topic in `allowed` gets at most that many tasks. With
-    `leaves_place` and several places, one topic never gets all of them while another topic waits, even if the other
-    topic has a lower priority. Otherwise a slow topic would delay the others.
+    tasks get half of the places each while both wait. A topic in `allowed` gets at most that many tasks. With a fair
+    share and several places, one topic never gets all of them while another topic waits, even if the other topic has a
+    lower priority. Otherwise a slow topic would delay the others.
     """
     packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
-    return _share_places(packed, limits.batches, Counter(in_flight or {}), leaves_place=leaves_place)
+    return _share_places(packed, limits.batches, Counter(in_flight or {}), leaves_place=limits.fair_share > 0)
 
 
 def fitting(batches: Sequence[Claim], free: int, *, alone: bool) -> list[Claim]:

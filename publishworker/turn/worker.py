@@ -119,7 +119,7 @@ class Worker:
         """Shorten the pause to the next event that no change stream reports: a due task, or a worker that times out."""
         if turn.next is Next.SOON:
             return self._poll_interval
-        due = self._relay.find_next_due()
+        due = self._relay.poller.find_next_due()
         self._membership.idle = due is None and turn.seconds_to_retry is None
         if due is not None:
             seconds = min(seconds, due or self._poll_interval)  # 0: the poll may have just missed the task

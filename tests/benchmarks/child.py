@@ -15,7 +15,7 @@ import tracemalloc
 from pathlib import Path
 
 from outbox.devtools.emulators import Emulators
-from publishworker.turn import relay
+from publishworker.turn import in_flight
 from tests.benchmarks.bench import stopwatch
 from tests.benchmarks.relaying import PATIENT_SECONDS, drive, open_worker
 
@@ -37,7 +37,7 @@ def main() -> None:
         print("connected", flush=True)
         signal.sigwait([signal.SIGUSR1])
         before = 0
-        relay.MAX_TURN_WAIT_SECONDS = PATIENT_SECONDS
+        in_flight.MAX_TURN_WAIT_SECONDS = PATIENT_SECONDS
     with stopwatch() as watch:
         published = drive(worker, options.tasks - before)
     answer = {

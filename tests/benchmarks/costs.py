@@ -68,7 +68,7 @@ def answer_of(process: Process | Finished, code: int) -> Any:
 
 def counted(hosts: Emulators, table: Table, tasks: int) -> Iterator[tuple[str, str, float]]:
     """Relay through the counting proxy; yield its counts, of all and by the worker's own tags."""
-    patient = mock.patch("publishworker.turn.relay.MAX_TURN_WAIT_SECONDS", PATIENT_SECONDS)
+    patient = mock.patch("publishworker.turn.in_flight.MAX_TURN_WAIT_SECONDS", PATIENT_SECONDS)
     with mock.patch.dict(os.environ, SESSIONS), patient, Counting(hosts.spanner_host) as proxy:
         worker = warm_worker(replace(hosts, spanner_host=proxy.address), table)
         table.fill(tasks)

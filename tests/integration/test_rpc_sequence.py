@@ -55,7 +55,7 @@ INTERVAL_TAGS = ("outbox-discover",)
 @pytest.fixture
 def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpannerServicer]:
     monkeypatch.delenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", raising=False)
-    monkeypatch.setattr("publishworker.turn.relay.MAX_TURN_WAIT_SECONDS", 20.0)  # a turn waits for its batch
+    monkeypatch.setattr("publishworker.turn.in_flight.MAX_TURN_WAIT_SECONDS", 20.0)  # a turn waits for its batch
     server, servicer, _admin, port = start_mock_server()
     monkeypatch.setenv("SPANNER_EMULATOR_HOST", f"localhost:{port}")
     yield servicer
@@ -101,7 +101,7 @@ def make_relay(
     store = database if isinstance(database, SpannerStore) else SpannerStore(database, Layout(10))
     publisher = publisher or FakePublisher("orders", project="p")
     relay = relay_of(store, publisher, size=batch_size, batches=batches, discovery_seconds=1)
-    relay._poller._topics.see({"orders"})
+    relay.poller.known.see({"orders"})
     return relay
 
 

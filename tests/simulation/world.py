@@ -15,13 +15,15 @@ from unittest import mock
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
+from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.trace import Trace
 from publishworker.host import Host
 from publishworker.telemetry.metrics import Client, Metrics
+from publishworker.telemetry.reporter import Reporter
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Options, Relay
+from publishworker.turn.relay import Relay
 from publishworker.turn.worker import Worker
 from tests.simulation.audit import Audit, Known
 from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
@@ -156,25 +158,24 @@ class Node:
         retries = RetryPolicy(
             initial=1, longest=plan.longest_backoff, max_attempts=10, dead_after=86_400, random=random
         )
+        host = Host(clock=self.clock, random=random, threads=VirtualThreads(world.clockwork, process))  # type: ignore[arg-type]  # as real threads
+        trace = None if world.steps is None else Trace(world.steps.append, process.name)
         relay = self.relay = Relay(
+            store if trace is None else trace.reading(store),  # type: ignore[arg-type]  # as the real store
             Tools(
                 store=store,
                 publisher=publisher,
                 retries=retries,
                 publish_seconds=5.0,
                 skip_dead=plan.skip_dead,
-                host=Host(clock=self.clock, random=random, threads=VirtualThreads(world.clockwork, process)),  # type: ignore[arg-type]  # as real threads
-                trace=None if world.steps is None else Trace(world.steps.append, process.name),
+                marking=Marking(host, 20.0),
+                host=host,
+                trace=trace,
             ),
-            world.metrics,
+            Limits(plan.batch_size, 8_000_000, plan.concurrency, plan.concurrency // 8, plan.fair_share),
             membership,
-            Options(
-                limits=Limits(plan.batch_size, 8_000_000, plan.concurrency),
-                discovery_seconds=min(plan.poll_interval / 2, 1.0),
-                fair_share=plan.fair_share,
-                stragglers=plan.concurrency // 8,
-                shutdown_seconds=20.0,
-            ),
+            Reporter(world.metrics, self.clock, trace),
+            discovery_seconds=min(plan.poll_interval / 2, 1.0),
         )
         idle_interval = (lambda: max(plan.poll_interval, plan.idle_interval)) if plan.wake else None
         worker = Worker(

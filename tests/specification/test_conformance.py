@@ -18,6 +18,7 @@ from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.trace import File, Trace
+from publishworker.host import Host
 from publishworker.turn.in_flight import delivery_of
 from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import Plan, World
@@ -134,8 +135,11 @@ def test_a_trace_needs_a_file() -> None:
 
 def test_a_batch_without_a_trace_uses_the_store_itself() -> None:
     retries = RetryPolicy(initial=1, longest=60, max_attempts=10, dead_after=0, random=Random(1))
-    tools = Tools(store=FakeStore(), publisher=FakePublisher(), retries=retries, publish_seconds=5, skip_dead=False)
-    assert delivery_of(claim_of("orders", "a"), tools, Marking(tools.host))._tools is tools
+    tools = Tools(
+        store=FakeStore(), publisher=FakePublisher(), retries=retries, publish_seconds=5, skip_dead=False,
+        marking=Marking(Host()),
+    )  # fmt: skip
+    assert delivery_of(claim_of("orders", "a"), tools)._tools is tools
 
 
 def test_a_full_disk_ends_the_trace_and_no_more(caplog: pytest.LogCaptureFixture) -> None:

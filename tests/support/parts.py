@@ -1,23 +1,28 @@
 """The worker's parts, put together for a test: small numbers, one seed, a turn that waits for its batches."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from random import Random
 from typing import Any
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
 from publishworker.delivery.delivery import Tools
+from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Store
 from publishworker.telemetry.metrics import Client, Metrics
+from publishworker.telemetry.reporter import Reporter
+from publishworker.topics.availability import Topics
+from publishworker.turn.discovery import Discoverer
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
-from publishworker.turn.relay import Options, Relay
+from publishworker.turn.poller import Poller
+from publishworker.turn.relay import Relay
 from publishworker.types import PollRequest
 
-HOST = {"clock", "threads", "progress"}
+HOST, SHARES = {"clock", "threads", "progress"}, {"stragglers", "fair_share"}
 
 
 def relay_of(
@@ -34,20 +39,33 @@ def relay_of(
 ) -> Relay:
     host = Host(random=Random(1), **{name: options.pop(name) for name in HOST & options.keys()})
     defaults: dict[str, Any] = {"initial": 1, "longest": 3600, "max_attempts": 10, "dead_after": 86_400}
+    trace = options.pop("trace", None)
+    shares = {name: options.pop(name) for name in SHARES & options.keys()}
     return Relay(
+        store if trace is None else trace.reading(store),
         Tools(
             store=store,
             publisher=publisher,
             retries=RetryPolicy(random=host.random, **{**defaults, **(retries or {})}),
             publish_seconds=5,
             skip_dead=options.pop("skip_dead", False),
+            marking=Marking(host, options.pop("shutdown_seconds", 0.0)),
             host=host,
-            trace=options.pop("trace", None),
+            trace=trace,
         ),
-        Metrics(client),
+        Limits(size, batch_bytes, batches, **shares),
         membership or Membership(store, "worker"),
-        Options(limits=Limits(size, batch_bytes, batches), **{"discovery_seconds": 0, **options}),
+        Reporter(Metrics(client), host.clock, trace),
+        **{"discovery_seconds": 0, **options},
     )
+
+
+def reads_of(
+    store: Store, membership: Membership, topics: Topics, clock: Callable[[], float], target_rows: int
+) -> tuple[Poller, Discoverer]:
+    """Return a poller and a discoverer that know the same topics."""
+    poller = Poller(store, membership, topics, clock, target_rows)
+    return poller, Discoverer(store, membership, topics, poller, clock, seconds=1.0)
 
 
 def claim_of(

@@ -68,7 +68,7 @@ def test_a_task_whose_mark_was_refused_is_not_in_doubt(bench: Bench) -> None:
 def test_a_task_that_waits_for_its_own_batch_joins_no_other(bench: Bench) -> None:
     """The batch that detects the task ends between two turns, and the poll still returns the task."""
     bench.relay = bench.another(batches=4, stragglers=3)
-    in_flight_batches, claims, hold = bench.relay._in_flight, list[Sequence[str]](), threading.Event()
+    in_flight_batches, claims, hold = bench.relay.in_flight, list[Sequence[str]](), threading.Event()
 
     def commit_slowly() -> None:
         bench.store.before_commit = lambda: None

@@ -120,16 +120,19 @@ def test_one_topic_gets_at_most_half_while_another_has_tasks() -> None:
         ),
         max_size=40,
     ),
-    st.builds(Limits, st.integers(1, 4), st.just(BYTES), st.integers(1, 6)),
-    st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 4)), st.booleans(), randoms,
+    st.builds(
+        Limits, st.integers(1, 4), st.just(BYTES), st.integers(1, 6), fair_share=st.sampled_from([0.0, 0.1])
+    ),
+    st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 4)), randoms,
 )  # fmt: skip
 def test_no_task_starts_while_a_more_urgent_one_waits(
-    found: list[Candidate], limits: Limits, allowed: dict[str, int], leaves_place: bool, random: Random
+    found: list[Candidate], limits: Limits, allowed: dict[str, int], random: Random
 ) -> None:
     """Over topics, shards, ready and due tasks. The rest of a batch may be less urgent, and one place may be left."""
     found = [each._replace(id=str(n)) for n, each in enumerate(found)]
     by_id = {each.id: each for each in found}
-    batches = choose_batches(found, limits, random, {}, allowed, leaves_place=leaves_place)
+    batches = choose_batches(found, limits, random, {}, allowed)
+    leaves_place = limits.fair_share > 0
     left = Counter(allowed) - Counter(by_id[id].topic for id in ids(batches))
     waiting = [
         each for each in found if each.id not in ids(batches) and (each.topic not in allowed or left[each.topic])
@@ -153,7 +156,8 @@ def test_one_topic_leaves_a_place_to_a_less_urgent_one() -> None:
         (4, {"orders": 2, "invoices": 1}, {"orders": 1}),
         (1, {}, {"orders": 1}),
     ):
-        batches = choose_batches([*flood, other], Limits(1, 1000, places), Random(1), in_flight, leaves_place=True)
+        limits = Limits(1, 1000, places, fair_share=0.1)
+        batches = choose_batches([*flood, other], limits, Random(1), in_flight)
         assert topics(batches) == expected
     assert topics(choose_batches([*flood, other], Limits(1, 1000, 4), Random(1))) == {"orders": 4}
 

@@ -50,9 +50,9 @@ class Bench(FakePublisher):
         retries = RetryPolicy(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
         tools = Tools(
             store=self.store, publisher=self, retries=retries, publish_seconds=5, skip_dead=skip_dead,
-            host=Host(clock=lambda: self.seconds),
+            marking=Marking(Host()), host=Host(clock=lambda: self.seconds),
         )  # fmt: skip
-        return delivery_of(claim_of("orders", *ids, **batch), tools, Marking(Host())).run()
+        return delivery_of(claim_of("orders", *ids, **batch), tools).run()
 
 
 @pytest.fixture

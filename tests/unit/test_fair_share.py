@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from publishworker.turn import relay
+from publishworker.turn import in_flight
 from publishworker.turn.relay import Relay
 from publishworker.turn.selection import FairShare
 from publishworker.types import Candidate
@@ -103,7 +103,7 @@ def test_an_endless_stream_of_urgent_tasks_leaves_lower_ones_their_share(batches
 
 def test_lower_priorities_keep_their_share_while_batches_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns in which every place is taken, and nothing was polled, say nothing about which tasks wait."""
-    monkeypatch.setattr(relay, "MAX_TURN_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 0.02)
     bench = Bench()
     publisher = bench.publisher = SlowPublisher("orders")
     publisher.seconds = 0.03  # longer than a turn waits

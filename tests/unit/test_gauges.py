@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,8 @@ from tests.support.waiting import eventually
 
 
 class Relay:
-    in_flight = 3
-    topics = ("invoices", "orders")
-
     def __init__(self) -> None:
+        self.in_flight, self.topics, self.discoverer = range(3), self, SimpleNamespace(topics=("invoices", "orders"))
         self.circuits: dict[str, CircuitState] = {}
         self.asked = 0
         self.seconds = 1000.0

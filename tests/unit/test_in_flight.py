@@ -10,8 +10,7 @@ import pytest
 from publishworker.delivery.claim import Claim, Delivered, Unmarked
 from publishworker.host import Host
 from publishworker.turn import in_flight
-from publishworker.turn import relay as relay_module
-from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, InFlight, StuckBatch
+from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, InFlight, Limits, StuckBatch
 from publishworker.types import Answer, Key, Next, Turn
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import claim_of
@@ -51,7 +50,10 @@ class Batches:
         self.seconds = 0.0
         self.beats = 0
         self.in_flight_batches = InFlight(
-            lambda claim: Gated(self, claim), Host(clock=lambda: self.seconds, progress=self.beat)
+            lambda claim: Gated(self, claim),
+            Host(clock=lambda: self.seconds, progress=self.beat),
+            Limits(10, 1000, 8),
+            lambda _unmarked: None,
         )
 
     def beat(self) -> None:
@@ -127,12 +129,12 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     assert running.bytes() == 18
     batches.end("a", "b")
     assert batches.wait() == ["a", "b"]
-    assert (len(running), running.delivering, running.places, running.bytes()) == (2, [], 2, 0)
+    assert (len(running), running.delivering, running.free, running.bytes()) == (2, [], 6, 0)
     assert running.ids() == {"task-of-a", "task-of-b"}
     assert running.keys() == {Key("a", "k"), Key("b", "k")}
     for entry in running._running:
         entry.batch.aside = True
-    assert running.places == 1
+    assert running.free == 7
     batches.marks["a"].set()
     eventually(lambda: (running.collect(), len(running) == 1)[1])
     assert running.ids() == {"task-of-b"}
@@ -241,7 +243,7 @@ def test_stragglers_are_left_in_flight_while_tasks_are_pending(
     slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turn ends after the wanted number of batches. The rest is reported later."""
-    monkeypatch.setattr(relay_module, "MAX_TURN_WAIT_SECONDS", 25.0)
+    monkeypatch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 25.0)
     begin = time.monotonic()
     slow.hanging = {"invoices"}
     bench = bench_of(slow, 200, 200, batches=4, stragglers=3)

@@ -40,7 +40,8 @@ class Batch:
 
     def __init__(self, *ids: str, marking: Marking | None = None) -> None:
         self.waits = Waits()
-        self.marking = marking or Marking(Host(random=Random(1), clock=lambda: self.waits.seconds, threads=self.waits))
+        host = Host(random=Random(1), clock=lambda: self.waits.seconds, threads=self.waits)
+        self.marking = marking or Marking(host, exit_seconds=5)
         self.unmarked, self.aside = frozenset(ids), False
         self.fails: Callable[[str], StoreError | None] = lambda _id: None
         self.tried: list[tuple[float, tuple[str, ...]]] = []
@@ -150,7 +151,7 @@ def test_a_refused_release_keeps_no_batch_in_flight() -> None:
 @pytest.mark.parametrize("works_at", [0.0, 2.0, 1000.0])
 def test_at_exit_marks_are_tried_at_least_once_until_the_time_is_over(works_at: float) -> None:
     batch = Batch("a")
-    batch.marking.shut_down(5)
+    batch.marking.shut_down()
     batch.fails = lambda _id: StoreError("no") if batch.waits.seconds < works_at else None
     assert batch.settle() == [(("a",), True)] * (works_at > 5)
     assert 1 <= len(batch.tried) < 40

@@ -1,39 +1,62 @@
 """The requests of each poll: topic discovery and due tasks at intervals, lower priorities by their fair share."""
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 
 import pytest
 
 from outbox.table.states import NEVER
+from publishworker.host import Host
 from publishworker.spanner.statements import POLLS
+from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
-from publishworker.turn.poller import FORGET_TOPIC_SECONDS, POLLED_SECONDS, Polled, Poller, PollSize
+from publishworker.turn.poller import FORGET_TOPIC_SECONDS, POLLED_SECONDS, Polled, PollSize, Wanted
 from publishworker.types import PollRequest
 from tests.support.fakes import FakeStore
+from tests.support.parts import reads_of
+
+
+class Controlled(Topics):
+    """Topics that are available, and read deeply, as the test says."""
+
+    unavailable = frozenset[str]()  # type: ignore[assignment]  # a property
+    depth: Mapping[str, int] = MappingProxyType({})
+
+    def __init__(self) -> None:
+        super().__init__(Host())
+
+    def depths(self) -> Mapping[str, int]:
+        return self.depth
 
 
 class Watch:
     def __init__(self) -> None:
         self.store = FakeStore()
         self.seconds = 100.0
-        self.membership = Membership(self.store, "me", clock=lambda: self.seconds)
-        self.poller = Poller(self.store, self.membership, lambda: self.seconds, 100, 1.0)
+        self.membership = Membership(self.store, "me", clock=self.clock)
+        self.topics = Controlled()
+        self.poller, self.discoverer = reads_of(self.store, self.membership, self.topics, self.clock, 100)
 
-    def turn(self, unavailable: Collection[str] = ()) -> Polled:
+    def clock(self) -> float:
+        return self.seconds
+
+    def poll(self) -> Polled:
+        return self.poller.poll(Wanted(100))
+
+    def turn(self) -> Polled:
         """Poll, and discover if it is time."""
-        polled = self.poller.poll(100, None, (), unavailable)
-        found = self.poller.discover(found_nothing=not polled.candidates)
-        self.discovered = found is not None and bool(found.topics)
+        polled = self.poll()
+        self.discovered = self.discoverer.end_turn(found_nothing=not polled.candidates)
         return polled
 
-    def discovers(self, unavailable: Collection[str] = ()) -> bool:
+    def discovers(self) -> bool:
         """Return whether a turn finds unknown topics."""
-        self.turn(unavailable)
+        self.turn()
         return self.discovered
 
-    def poll(self) -> PollRequest:
+    def request(self) -> PollRequest:
         self.turn()
         return self.store.polls[-1]
 
@@ -63,12 +86,12 @@ def test_topics_are_discovered_at_an_interval_and_again_until_none_is_unknown(wa
 
 def test_a_wake_up_lets_the_next_discovery_read_at_once_if_polls_find_nothing(watch: Watch) -> None:
     """The new task may be of an unknown topic. At the interval alone, it could wait for a long pause."""
-    watch.poller.wake()
+    watch.discoverer.wake()
     watch.turn()
     assert len(watch.store.discoveries) == 2
     watch.find()
     watch.turn(), watch.turn()
-    watch.poller.wake()
+    watch.discoverer.wake()
     reads = len(watch.store.discoveries)
     watch.turn()
     assert len(watch.store.discoveries) == reads  # the poll has found a task
@@ -89,24 +112,26 @@ def test_other_shards_are_searched_for_topics_at_once(watch: Watch) -> None:
 def test_due_tasks_are_read_with_each_discovery_and_as_long_as_there_are_any(watch: Watch) -> None:
     """Half of each turn is theirs only if each poll sees them."""
     watch.find(available_at=watch.store.now - timedelta(hours=1))
-    watch.turn(), watch.poll()
-    assert [watch.poll().due, watch.poll().due] == [True, True]
+    watch.turn(), watch.request()
+    assert [watch.request().due, watch.request().due] == [True, True]
     watch.store.rows["a"].available_at = None
-    watch.poll()
-    assert not watch.poll().due
+    watch.request()
+    assert not watch.request().due
 
 
 def test_due_tasks_are_read_if_one_is_due_soon(watch: Watch) -> None:
     watch.find()
     watch.turn(), watch.turn()
-    watch.poller.poll(100, None, ())
-    assert watch.poller.find_next_due(()) is None
-    watch.poller.poll(100, None, ())
+    watch.poll()
+    assert watch.poller.find_next_due() is None
+    watch.poll()
     assert not watch.store.polls[-1].due
     watch.store.insert("later", "orders", available_at=watch.store.now + timedelta(hours=1))
-    assert watch.poller.find_next_due(["orders"]) is None
-    assert watch.poller.find_next_due(()) == pytest.approx(3600)
-    watch.poller.poll(100, None, ())
+    watch.topics.unavailable = frozenset({"orders"})
+    assert watch.poller.find_next_due() is None
+    watch.topics.unavailable = frozenset()
+    assert watch.poller.find_next_due() == pytest.approx(3600)
+    watch.poll()
     assert watch.store.polls[-1].due
 
 
@@ -116,7 +141,7 @@ def test_an_idle_topic_costs_nothing_and_is_found_again_by_the_next_poll(watch: 
     watch.turn()
     for _ in range(5):
         watch.seconds += POLLED_SECONDS
-        assert watch.poll().topics == {"orders"}
+        assert watch.request().topics == {"orders"}
     del watch.store.rows["a"]
     watch.seconds += POLLED_SECONDS + 1
     watch.turn()
@@ -125,14 +150,14 @@ def test_an_idle_topic_costs_nothing_and_is_found_again_by_the_next_poll(watch: 
         watch.seconds += 1
         watch.turn()
     assert (len(watch.store.polls), watch.store.discoveries[-1]) == (polls, frozenset())
-    assert watch.poller.topics == {"orders"}
+    assert watch.discoverer.topics == {"orders"}
     watch.find()
     assert watch.discovers()
     assert [each.id for each in watch.turn().candidates] == ["a"]
     del watch.store.rows["a"]
     watch.seconds += FORGET_TOPIC_SECONDS + 1
     watch.turn()
-    assert watch.poller.topics == frozenset()
+    assert watch.discoverer.topics == frozenset()
 
 
 def test_a_topic_without_candidates_is_discovered_less_and_less_often(watch: Watch) -> None:
@@ -148,10 +173,11 @@ def test_a_topic_without_candidates_is_discovered_less_and_less_often(watch: Wat
     assert gaps == sorted(gaps)
     paused = Watch()
     paused.find()
-    assert paused.discovers({"orders"})
+    paused.topics.unavailable = frozenset({"orders"})
+    assert paused.discovers()
     for _ in range(30):
         paused.seconds += 1
-        assert not paused.discovers({"orders"})
+        assert not paused.discovers()
 
 
 def test_a_topic_that_must_be_read_deeply_is_read_alone(watch: Watch) -> None:
@@ -160,17 +186,21 @@ def test_a_topic_that_must_be_read_deeply_is_read_alone(watch: Watch) -> None:
         watch.store.insert(f"a {number}", "away", ordering_key="in one shard")
         watch.store.insert(f"b {number}", "works")
     watch.seconds += 1
-    while watch.discovers({"away"}):
+    watch.topics.unavailable = frozenset({"away"})
+    while watch.discovers():
         pass
+    watch.topics.unavailable = frozenset()
     for depth, cut_off in ((30, {"away"}), (31, set())):
-        found = watch.poller.poll(100, None, (), depths={"away": depth, "works": 1, "gone": 99})
+        watch.topics.depth = {"away": depth, "works": 1, "gone": 99}
+        found = watch.poll()
         works, away = watch.store.polls[-2:]
         assert (works.topics, away.topics, away.per_range) == ({"works"}, {"away"}, depth)
         assert works.per_range < depth
         assert len(found.candidates) == 60
         assert found.cut_off == cut_off
         assert away.shards == works.shards
-    read = [watch.poller.poll(100, None, (), depths={"away": 800}) and watch.store.polls[-1].shards for _ in range(4)]
+    watch.topics.depth = {"away": 800}
+    read = [watch.poll() and watch.store.polls[-1].shards for _ in range(4)]
     assert sorted(shard for shards in read for shard in shards) == sorted([*range(10), *read[0][:2]])
 
 
@@ -226,7 +256,7 @@ def idle_ranges(used: int, pending: int) -> int:
     while watch.discovers():
         pass
     watch.turn()
-    assert len(watch.poller.topics) == used
+    assert len(watch.discoverer.topics) == used
     for number in range(pending, used):
         del watch.store.rows[f"id-{number}"]
     for _ in range(8):

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from publishworker.host import Host
 from publishworker.spanner.errors import StoreError, TimedOut
+from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
-from publishworker.turn.poller import CAUTIOUS_SECONDS, QUICK_SECONDS, Poller, ReadSize
+from publishworker.turn.poller import CAUTIOUS_SECONDS, QUICK_SECONDS, ReadSize, Wanted
 from publishworker.types import MAX_POLL_ROWS
 from tests.support.fakes import FakeStore
+from tests.support.parts import reads_of
 from tests.support.relay_bench import Bench
 
 
@@ -58,7 +61,7 @@ class SlowSpanner(Bench):
                 return number
             try:
                 self.settled_turn()
-                self.relay.find_next_due()
+                self.relay.poller.find_next_due()
             except StoreError:
                 self.wait(1)
         return turns
@@ -83,11 +86,11 @@ def test_one_poll_has_an_upper_bound_of_rows() -> None:
     names = [f"topic-{number:02}" for number in range(22)]
     for id, name in itertools.product(range(1_000), names):
         store.insert(f"{name}/{id}", name)
-    poller = Poller(store, Membership(store, "me"), time.monotonic, 2_000, 1.0)
+    poller, discoverer = reads_of(store, Membership(store, "me"), Topics(Host()), time.monotonic, 2_000)
     poller._poll_size.per_range = 1_000
-    poller.discover()
+    discoverer.end_turn(found_nothing=False)
     for _ in range(3):
-        found = poller.poll(2_000, None, ())
+        found = poller.poll(Wanted(2_000))
         assert (store.polls[-1].per_range * store.polls[-1].ranges <= MAX_POLL_ROWS, found.cut_off) == (
             True,
             set(names),
@@ -99,7 +102,7 @@ def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
     bench = Bench(size=10, batches=8)
     names = [f"t{number}" for number in range(30)]
     bench.publisher.topics |= {f"projects/test-project/topics/{name}" for name in names}
-    bench.relay._poller._read_size.limit = bench.relay._poller._read_size._max_ranges = 7
+    bench.relay.poller.read_size.limit = bench.relay.poller.read_size._max_ranges = 7
     for name in names:
         bench.insert(f"first {name}", topic=name)
     for _ in range(600):
@@ -108,7 +111,7 @@ def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
         bench.wait(0.05)
     assert bench.unsent() == []
     assert max(request.ranges for request in bench.store.polls) <= 7
-    assert bench.relay._poller._topics.polled == frozenset()  # idle topics are forgotten nevertheless
+    assert bench.relay.poller.known.polled == frozenset()  # idle topics are forgotten nevertheless
 
 
 def test_a_read_that_timed_out_becomes_a_quarter_and_grows_to_half_for_ten_minutes() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Delivered, Kind
+from publishworker.delivery.claim import Delivered, Kind, counted_in_turn
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import CLAIM, COMMIT, PUBLISH, Failed, NotSent, Sent, Turn
+from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, Failed, NotSent, Sent, Skipped, Turn
 from tests.support.fakes import Counted
 from tests.support.parts import claim_of
 
@@ -46,9 +46,11 @@ class Watch(Counted):
             self.seconds += 1
             self.change(AWAY, second)
 
-    def turns(self, count: int, turn: Turn, *, worked: bool) -> None:
+    def turns(self, count: int, *delivered: Delivered) -> None:
         for _ in range(count):
-            self.reporter.turn(turn, worked=worked)
+            for each in delivered:
+                self.reporter.delivered(each)
+            self.reporter.turn(counted_in_turn(delivered))
             self.seconds += 1
 
 
@@ -130,8 +132,8 @@ def test_an_outage_logs_each_task_only_at_debug(watch: Watch) -> None:
     assert [record.levelname for record in watch.caplog.records] == ["DEBUG"] * 2
     assert [fields["task_id"] for _, fields in watch.lines()] == ["a", "b"]
     watch.caplog.clear()
-    watch.reporter.turn(Turn(), worked=False)
-    watch.reporter.turn(Turn(published=3, failed=1), worked=True)
+    watch.reporter.turn(Turn())
+    watch.reporter.turn(Turn(published=3, failed=1))
     [(_, fields)] = watch.lines()
     assert fields["published"] == 3
 
@@ -151,25 +153,30 @@ def test_the_message_id_of_each_published_task_is_logged_at_debug(watch: Watch) 
 
 
 def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
-    watch.turns(150, Turn(published=10, already_sent=1), worked=True)
+    ids = [str(number) for number in range(10)]
+    watch.turns(150, Delivered(claim_of("orders", *ids, "late"), sent(*ids), {"late": Skipped("sent")}))
     assert watch.actions() == ["summary"] * 2
     watch.reporter.end()
     fields = {"published": 280, "already_sent": 28, "seconds": 28.0}
     assert watch.lines() == [("In the last 28 s: 280 tasks published, 28 tasks sent by others", fields)]
     watch.caplog.clear()
-    watch.turns(150, Turn(), worked=False)
+    watch.turns(150)
     watch.reporter.end()
     assert watch.actions() == []
-    watch.turns(1, Turn(published=1), worked=True)
-    watch.turns(61, Turn(), worked=False)
+    watch.turns(1, Delivered(claim_of("orders", "a"), sent("a")))
+    watch.turns(61)
     assert watch.actions() == ["summary"]
+
+
+def sent(*ids: str) -> dict[str, Answer]:
+    return {id: Sent(id) for id in ids}
 
 
 def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
     result = Delivered(claim_of("orders", "a", "b"), answers={"a": Sent("1"), "b": Sent("2")})
     result = replace(result, phases={CLAIM: 0.1, PUBLISH: 0.2, COMMIT: 0.3}, latencies={"a": 1.5, "b": 2.5})
     watch.reporter.delivered(result)
-    watch.reporter.poll(0.4)
+    watch.reporter.turn(Turn(poll_seconds=0.4))
     watch.reporter.delivered(Delivered(claim_of("orders", "a", "b", kind=Kind.DEFER), phases={CLAIM: 1}))
     assert watch.samples == [
         (m.BATCH_SIZE.name, 2, ["topic:orders"], 1),
@@ -214,7 +221,7 @@ def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> N
 
 def test_the_summary_names_failed_attempts(watch: Watch) -> None:
     """A task that fails twice is two of them."""
-    watch.turns(2, Turn(failed=5), worked=True)
+    watch.turns(2, Delivered(claim_of("orders", *"abcde"), dict.fromkeys("abcde", AWAY)))
     watch.reporter.end()
     [(line, fields)] = watch.lines()
     assert line.endswith(": 10 attempts failed")

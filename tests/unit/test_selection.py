@@ -12,7 +12,6 @@ from publishworker.host import Host
 from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
-from publishworker.turn.poller import Polled
 from publishworker.turn.selection import Selection, Selector
 from publishworker.types import Candidate, Failed, TopicLimit
 from tests.support.parts import claim_of
@@ -41,10 +40,10 @@ class Bench:
 
     def __init__(self, batches: int = 8, size: int = 10, fair_share: float = 0.0) -> None:
         self.random = Random(1)
-        self.limits = Limits(size, 100_000_000, batches)
         self.topics = Topics(Host(random=self.random, clock=lambda: 0.0), places=batches)
-        self.selector = Selector(self.limits, self.topics, self.random, fair_share)
-        self.in_flight = InFlight(Idle, Host())
+        limits = Limits(size, 100_000_000, batches, fair_share=fair_share)
+        self.in_flight = InFlight(Idle, Host(), limits, lambda _unmarked: None)
+        self.selector = Selector(self.in_flight, self.topics, self.random)
 
     def start(self, *batches: Claim) -> None:
         for batch in batches:
@@ -57,7 +56,7 @@ class Bench:
         self, candidates: Sequence[Candidate], blocked: int = 0, cut_off: frozenset[str] = frozenset()
     ) -> Selection:
         deferrals = [claim_of("orders", "head", str(n), keys=("k", "k"), kind=Kind.DEFER) for n in range(blocked)]
-        return self.selector.select(ResolvedKeys(candidates, deferrals), Polled(cut_off=cut_off), self.in_flight)
+        return self.selector.select(ResolvedKeys(candidates, deferrals), cut_off)
 
 
 def tasks(count: int, topic: str = "orders", bytes: int = 1, **columns: int) -> list[Candidate]:
@@ -93,7 +92,8 @@ def test_leftover_tasks_are_noticed() -> None:
     for count, cut_off, left in ((20, (), False), (21, (), True), (20, ("orders",), True)):
         bench = Bench(batches=2)
         selection = bench.choose(tasks(count), cut_off=frozenset(cut_off))
-        assert (selection.left_tasks, selection.is_byte_limited) == (left, False)
+        assert (selection.left_tasks, selection.waits) == (left, True)
+    assert Bench().choose(()) == Selection([])
     bench = Bench(batches=2)
     bench.topics._limits.apply({"orders": TopicLimit(rate=5, burst=5)}, 1)
     selection = bench.choose(tasks(21), cut_off=frozenset({"orders"}))
@@ -120,14 +120,13 @@ def test_a_batch_waits_if_the_next_poll_fills_it() -> None:
 def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     """The limit is that of four batches. A single batch may be larger."""
     bench = Bench(batches=8)
-    large = bench.limits.bytes // 2
-    selection = bench.choose(tasks(40, bytes=large // 10))
-    assert (len(selection.claims), selection.is_byte_limited) == (4, True)
-    bench.start(claim_of("invoices", "a", bytes=bench.limits.bytes))
-    assert bench.select(tasks(1)) == []
-    alone = Bench()
-    selection = alone.choose(tasks(1, bytes=2 * alone.limits.bytes))
-    assert (len(selection.claims), selection.is_byte_limited) == (1, False)
+    max_bytes = bench.in_flight.limits.bytes
+    assert len(bench.select(tasks(40, bytes=max_bytes // 20))) == 4
+    bench.start(claim_of("invoices", "a", bytes=max_bytes - 1))
+    assert bench.choose(tasks(1, bytes=2)) == Selection([], left_tasks=True, waits=True)
+    bench.start(claim_of("invoices", "b", bytes=1))
+    assert bench.choose(()) == Selection(left_tasks=True, waits=True)
+    assert len(Bench().select(tasks(1, bytes=2 * max_bytes))) == 1
 
 
 def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:

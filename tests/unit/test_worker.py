@@ -51,6 +51,7 @@ class Script:
         self.stop, self.store = Stop(), FakeStore()
         self.woken: threading.Event = self.stop  # it is set when the worker stops
         self.due: float | None = None
+        self.poller = self
         self.events: list[str] = []
         self._steps, self._end, self._seconds = list(steps), end, seconds
 
