@@ -292,6 +292,7 @@ class NotSent:
     available_at: datetime | None
     expires_at: datetime | None  # as before: the write covers all MARK_COLUMNS
     error: str | None
+    trace_id: str | None = None  # of the message that failed: not written, but logged
 
     @property
     def dead(self) -> bool:

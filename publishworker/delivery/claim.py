@@ -139,8 +139,6 @@ class Delivered:
     unmarked: frozenset[str] = frozenset()
     #: At-most-once tasks that may be marked as sent without having been published.
     unconfirmed: tuple[str, ...] = ()
-    #: Trace IDs of the messages whose failure was recorded.
-    traces: Mapping[str, str] = field(default_factory=dict)
     #: Seconds between a task's due time and Pub/Sub's answer.
     latencies: Mapping[str, float] = field(default_factory=dict)
     #: Seconds of each phase, over all runs.

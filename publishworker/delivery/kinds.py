@@ -6,12 +6,12 @@ from dataclasses import replace
 from datetime import datetime
 
 from publishworker.delivery.claim import Claim, Delivered, State
-from publishworker.delivery.delivery import SEARCH_SECONDS, Delivery, Tools
-from publishworker.delivery.marking import MAX_REFUSED, MarkRetry
+from publishworker.delivery.delivery import Delivery, Tools
+from publishworker.delivery.marking import MAX_REFUSED
 from publishworker.delivery.rules import in_order, last_error, skip_reasons, to_publish
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
-from publishworker.types import MARKED, Answer, Failed, LockedRow, Mark, NotSent, Sent, Skipped
+from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Skipped
 
 #: If Spanner refuses the mark of a task, the worker leaves the task alone for this many seconds.
 HOLD_SECONDS = 60.0
@@ -39,7 +39,7 @@ class MarkFirst(Delivery):
             try:
                 self._send(part)
             except StoreError as error:
-                searches = isinstance(error, Refused) and self._marking.refused < MAX_REFUSED
+                searches = isinstance(error, Refused) and self._tools.marking.refused < MAX_REFUSED
                 halves = part.halves() if searches else ()
                 todo.extendleft(reversed(halves))
                 if not halves:
@@ -50,7 +50,7 @@ class MarkFirst(Delivery):
     def write_marks(self, claim: Claim) -> None:
         """Undo the marks of a part. A held part has none: raise its error until the hold is over. Raises StoreError."""
         if self._marked.keys().isdisjoint(claim.ids):
-            if self._clock() < self._hold_until:
+            if self._tools.host.clock() < self._hold_until:
                 raise self._held.get(claim) or next(iter(self._held.values()))
         else:
             self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))
@@ -88,12 +88,10 @@ class MarkFirst(Delivery):
         self._stopped |= {key.ordering_key for key in part.keys}
         if isinstance(error, Refused):
             self._held[part] = error
-            self._marking.refused += len(part.tasks)
+            self._tools.marking.refused += len(part.tasks)
         else:
             self._error = str(error)
-        for id in part.locks:
-            self._recorded.pop(id, None)
-            self._deferred.pop(id, None)
+        self._forget_marks(part.locks)
 
     def _undo(self) -> None:
         """Undo the marks of messages that Pub/Sub certainly has not accepted."""
@@ -101,9 +99,9 @@ class MarkFirst(Delivery):
         unsure = (id for id in self._marked if id not in to_undo)
         self._unconfirmed += [id for id in unsure if not isinstance(self._answers[id], Sent)]
         self._marked = {id: kept for id, kept in self._marked.items() if id in to_undo}
-        self._hold_until = self._clock() + HOLD_SECONDS
-        self._mark_retry = MarkRetry(self, (self.claim.part(to_undo), *self._held), self._marking, self._held)
-        self._mark_retry.search(SEARCH_SECONDS)
+        self._hold_until = self._tools.host.clock() + HOLD_SECONDS
+        self.mark_retry.begin(self, (self.claim.part(to_undo), *self._held), self._held)
+        self.mark_retry.search()
 
     def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Return marks that clear SentAt of rows that still have the mark of this batch, and record failures."""
@@ -112,11 +110,11 @@ class MarkFirst(Delivery):
             for row in in_order(claim, rows)
             if row.id in self._marked and row.sent_at == self._marked[row.id][1]
         ]
-        self._forget(claim)
-        self._marks(before, now)
-        self._deferred.clear()
+        recorded = {id: mark for id, mark in self._marks(before, now).items() if isinstance(mark, NotSent)}
+        self._forget_marks(claim.locks)
+        self._decided |= recorded
         marks: dict[str, Mark] = {
-            row.id: self._recorded.get(row.id) or _restored(row, self._answers.get(row.id)) for row in before
+            row.id: recorded.get(row.id) or _restored(row, self._answers.get(row.id)) for row in before
         }
         return marks | self._releases(claim, rows, marks, now)
 
@@ -136,19 +134,20 @@ class Deferral(Delivery):
     """Defers tasks behind a key head, the first task of the claim, if the head is unsent and not due."""
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        self._forget(self.claim)
+        self._begin_run(self.claim, rows)
         reasons = skip_reasons(self.claim, rows, now, {}, skip_dead=self._tools.skip_dead)
         blocked = [row for row in in_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
         head = next((row for row in rows if row.id == self.claim.ids[0]), None)
+        deferred: dict[str, Deferred] = {}
         if head is not None and head.available_at is not None:
-            deferrals = self._retries.deferrals(head, head.available_at, now)
+            deferrals = self._policy.deferrals(head, head.available_at, now)
             waiting = [row for row in blocked if row.is_due(now) or row.deferred]
             pairs = zip(waiting, deferrals, strict=False)
             # A task that becomes due before its deferral would end keeps its own time.
-            self._deferred |= {
+            deferred = {
                 row.id: deferral
                 for row, deferral in pairs
                 if row.available_at is None or not now < row.available_at <= deferral.available_at
             }
-        marks: dict[str, Mark] = dict(self._deferred)
-        return marks | self._releases(self.claim, rows, marks, now)
+        self._decided |= deferred
+        return {**deferred, **self._releases(self.claim, rows, deferred, now)}

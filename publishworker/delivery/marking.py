@@ -17,6 +17,8 @@ MAX_MARKING_SECONDS = 900.0
 #: Seconds of the first pause. Each further one is twice as long, up to MAX_SECONDS, or up to MAX_ASIDE_SECONDS if other
 #: rows can be written.
 FIRST_SECONDS, MAX_SECONDS, MAX_ASIDE_SECONDS = 0.05, 5.0, 30.0
+#: Max seconds to search for the rows that make Spanner refuse a commit. Then the batch reports its result, and goes on.
+SEARCH_SECONDS = 20.0
 #: Max seconds between two attempts at exit.
 EXIT_SECONDS = 0.25
 #: After this many refused rows without a commit in between, the reason is probably not in a row.
@@ -65,9 +67,6 @@ class Marking:
 class Markable(Protocol):
     """A delivery whose marks are not written."""
 
-    unmarked: frozenset[str]
-    aside: bool
-
     def write_marks(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
 
@@ -78,23 +77,34 @@ class Markable(Protocol):
 class MarkRetry:
     """Writes the marks of one batch again, in parts. What fails is halved, until only single rows are left."""
 
-    def __init__(
-        self,
-        batch: Markable,
-        parts: Sequence[Claim],
-        marking: Marking,
-        failed: Mapping[Claim, StoreError] = MappingProxyType({}),
-    ) -> None:
-        """`parts` are still to be written. `failed` has the parts that Spanner has refused already, with the errors."""
-        self._batch = batch
+    def __init__(self, claim: Claim, marking: Marking) -> None:
         self._marking = marking
-        self._keep([part for part in parts if part.locks])
-        self._since = marking.clock()
-        self._commits = marking.commits
+        #: The tasks whose marks are not written. The relay's thread reads it.
+        self.unmarked = frozenset(claim.ids)
+        #: Spanner refuses all rows that are left to write, but accepts those of others. The batch gives up its place.
+        self.aside = False
+        self.has_begun = False
+        self._parts: Sequence[Claim] = ()
         self._error = ""
         #: Parts that cannot be written while others can.
-        self._failed = set(failed if marking.refused <= MAX_REFUSED else ())
-        self._found = [Unmarked(part, str(error), batch.state_of(part)) for part, error in failed.items()]
+        self._failed: set[Claim] = set()
+        self._found: list[Unmarked] = []
+
+    def done(self) -> None:
+        """Note that all marks are written."""
+        self._keep(())
+
+    def begin(
+        self, batch: Markable, parts: Sequence[Claim], failed: Mapping[Claim, StoreError] = MappingProxyType({})
+    ) -> None:
+        """Prepare to write these parts. `failed` has those that Spanner has refused already, with the errors."""
+        self.has_begun = True
+        self._batch = batch  # not before, because the reference cycle would keep each batch in memory
+        self._keep([part for part in parts if part.locks])
+        self._since = self._marking.clock()
+        self._commits = self._marking.commits
+        self._failed = set(failed if self._marking.refused <= MAX_REFUSED else ())
+        self._found = [Unmarked(part, str(error), self._batch.state_of(part)) for part, error in failed.items()]
 
     def run(self) -> Iterator[Unmarked]:
         """Mark again after growing pauses.
@@ -106,13 +116,18 @@ class MarkRetry:
             yield from self._found
             self._found.clear()
             self._marking.wait(backoff.next())
-            self.search()
+            self._try()
             if self._marking.is_over(self._since):
                 self._found += [self._unmarked(part, given_up=True) for part in self._parts if part.tasks]
                 self._keep(())
         yield from self._found
 
-    def search(self, seconds: float = float("inf")) -> None:
+    def search(self) -> bool:
+        """Find the rows that make Spanner refuse a commit. Tell whether nothing but single rows is left to write."""
+        self._try(SEARCH_SECONDS)
+        return self.aside or not self.unmarked
+
+    def _try(self, seconds: float = float("inf")) -> None:
         """Try each part once, and halve those that fail, for at most `seconds`.
 
         While nothing commits, stop at the first failure, because the next part would fail, too. A refusal does not stop
@@ -138,7 +153,7 @@ class MarkRetry:
             self._keep([*todo, *left])
             goes_on = goes_on and self._marking.clock() < end and not self._marking.is_over(self._since)
         self._commits = self._marking.commits
-        self._batch.aside = bool(self._parts) and all(part in self._failed for part in self._parts)
+        self.aside = bool(self._parts) and all(part in self._failed for part in self._parts)
 
     def _mark(self, part: Claim) -> StoreError | None:
         try:
@@ -156,11 +171,11 @@ class MarkRetry:
             self._found += [self._unmarked(part)] * bool(part.tasks)
 
     def _keep(self, parts: Sequence[Claim]) -> None:
-        self._parts: Sequence[Claim] = parts
-        self._batch.unmarked = frozenset(id for part in parts for id in part.ids)
+        self._parts = parts
+        self.unmarked = frozenset(id for part in parts for id in part.ids)
 
     def _max_seconds(self) -> float:
-        return MAX_ASIDE_SECONDS if self._batch.aside else MAX_SECONDS
+        return MAX_ASIDE_SECONDS if self.aside else MAX_SECONDS
 
     def _unmarked(self, part: Claim, *, given_up: bool = False) -> Unmarked:
         return Unmarked(part, self._error, self._batch.state_of(part), given_up)

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from itertools import chain, repeat
 from random import Random
-from typing import NamedTuple
 
 from outbox.program.times import shown
 from outbox.table.states import NEVER, is_dead
 from publishworker.delivery.claim import Claim, Kind, TopicHints
 from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
+from publishworker.pubsub.messages import trace_id
 from publishworker.types import (
     MAX_INT64,
     Answer,
@@ -97,6 +97,11 @@ def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> list
     return unanswered
 
 
+def own_requests(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
+    """Return the IDs of the tasks that share no request: those that failed before, and the topic's suspects."""
+    return {row.id for row in rows if row.attempts or row.id in claim.hints.suspects}  # OUT-DELAY-1
+
+
 def to_release(
     claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, *, skip_dead: bool
 ) -> list[LockedRow]:
@@ -172,10 +177,11 @@ class RetryPolicy:
         kind, age = kind_of(failure.reason), now - row.created_at
         may_die = kind is not FailureKind.TARGET or age >= timedelta(seconds=self.dead_after)
         if kind is FailureKind.CONTENT or (may_die and attempts >= self.max_attempts):
-            return NotSent(attempts, NEVER, row.expires_at, last_error(failure))
+            return NotSent(attempts, NEVER, row.expires_at, last_error(failure), trace_id(row.data))
         doublings = min(attempts - 1, 60)  # 2**60 cannot overflow a float, and exceeds any `longest`
         wait = min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
-        return NotSent(attempts, now + timedelta(seconds=wait), row.expires_at, last_error(failure))
+        due = now + timedelta(seconds=wait)
+        return NotSent(attempts, due, row.expires_at, last_error(failure), trace_id(row.data))
 
     def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
         """Yield the values to write to each task behind `head`, which is not due before `available_at`.
@@ -193,14 +199,6 @@ class RetryPolicy:
             yield Deferred(min(available_at, now + timedelta(seconds=longest)), head.id)
 
 
-class Marks(NamedTuple):
-    """The marks of a batch by task: published tasks, failed attempts, and deferrals of tasks behind failed ones."""
-
-    sent: dict[str, Sent]
-    recorded: dict[str, NotSent]
-    deferred: dict[str, Deferred]
-
-
 def marks_of(
     claim: Claim,
     rows: Sequence[LockedRow],
@@ -209,23 +207,26 @@ def marks_of(
     retries: RetryPolicy,
     *,
     skip_dead: bool,
-) -> Marks:
-    """Return the marks of the answers. `rows` keep the order of each ordering key."""
+) -> dict[str, Mark]:
+    """Return the marks: published tasks, failed attempts, and deferrals of tasks behind failed ones.
+
+    `rows` keep the order of each ordering key.
+    """
     topic_accepts = claim.hints.accepts or any(isinstance(each, Sent) for each in answers.values())
-    marks = Marks({}, {}, {})
+    marks: dict[str, Mark] = {}
     #: The ordering keys that a failed task stops, each with the deferrals for the tasks behind it, if any.
     stopped: dict[str, Iterator[Deferred]] = {}
     for row in rows:
         answer = answers.get(row.id)
         if isinstance(answer, Sent):  # OUT-LOSS-3
-            marks.sent[row.id] = answer
+            marks[row.id] = answer
         elif row.ordering_key in stopped:
             if deferral := next(stopped[row.ordering_key], None):
-                marks.deferred[row.id] = deferral
+                marks[row.id] = deferral
         elif answer is not None:
             recorded = None
             if should_record(claim.hints, row.id, answer, topic_accepts=topic_accepts):
-                recorded = marks.recorded[row.id] = retries.record(row, answer, now)
+                recorded = marks[row.id] = retries.record(row, answer, now)
             blocks_nothing = recorded is not None and recorded.dead and skip_dead
             if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
                 continue  # a later task of its key is marked by its answer, or stays as it is if it was not tried

@@ -191,6 +191,7 @@ def relay_of(
     trace: Trace | None = None,
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
+    places = settings.concurrency
     retries = RetryPolicy(
         initial=settings.backoff_initial,
         longest=settings.backoff_max,
@@ -211,11 +212,7 @@ def relay_of(
             trace=trace,
         ),
         Limits(
-            settings.batch_size,
-            settings.batch_bytes,
-            settings.concurrency,
-            stragglers=settings.concurrency // 8,
-            fair_share=settings.fair_share,
+            settings.batch_size, settings.batch_bytes, places, stragglers=places // 8, fair_share=settings.fair_share
         ),
         membership,
         Reporter(metrics, host.clock, trace),

@@ -92,8 +92,7 @@ class SpannerStore:
     ) -> None:
         """`layout` is that of the table, `heartbeats` the same database on a connection that no batch uses.
 
-        Each read of a turn begins with a call of `before_read`, so that the liveness probe does not take a slow turn
-        for a hung one.
+        Each read of a turn calls `before_read`, so that the liveness probe does not take a slow turn for a hung one.
         """
         self._database: Any = database  # its methods carry no types
         self._heartbeats: Any = heartbeats or database

@@ -160,11 +160,11 @@ class Reporter:
                 self._metrics.count(metric, count, topic=topic, reason=reason)
         for id, failure in failed.items():
             fields: dict[str, object] = {"task_id": id, "topic": topic, "reason": failure.reason}
-            if id in delivered.traces:
-                fields["trace_id"] = delivered.traces[id]
             if (mark := recorded.get(id)) is None:
                 log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
                 continue
+            if mark.trace_id is not None:
+                fields["trace_id"] = mark.trace_id
             next_step = ""
             if mark.dead:
                 next_step = ". The task is dead. Fix the cause, then run `outbox retry` or `outbox cancel`"

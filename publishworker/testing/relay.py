@@ -155,7 +155,7 @@ class OutboxRelay:
             metrics=Metrics(),
             host=Host(random=Random(0), threads=_InlineThreads()),  # noqa: S311 - the same order each time, and no secret
         )
-        relay.marking.shut_down()  # a failed commit is tried once more, and then left to the next drain
+        relay.in_flight.shut_down()  # a failed commit is tried once more, and then left to the next drain
         return relay
 
     def _subscribe(self, topic: str) -> None:

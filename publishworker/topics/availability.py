@@ -35,7 +35,7 @@ class Admitted(NamedTuple):
 class Topics:
     """What this worker has seen of its topics, and what it may send to them. It belongs to the relay's thread."""
 
-    def __init__(self, host: Host, *, places: int = 8) -> None:
+    def __init__(self, host: Host, places: int = 8) -> None:
         self._circuits = CircuitBreakers(host.random, host.clock, places=places)
         self._limits = RateLimits(host.clock)
         self._throttled_log = ThrottledLog(host.clock)
@@ -83,9 +83,9 @@ class Topics:
         return Admitted(candidates, allowed)
 
     def start(self, claim: Claim) -> Claim | None:
-        """Return the claim with its destination, its retry policy and its hints, or None if its topic is paused.
+        """Return the claim with the controls of its topic, or None if the topic is paused. Use tokens of the limit.
 
-        Use tokens of the rate limit. A claim that only defers tasks needs none, and starts in spite of a pause.
+        If the topic has failed lately, the claim gets hints. A claim that only defers tasks starts in spite of a pause.
         """
         if claim.kind is Kind.DEFER:
             return self._with_controls(claim)

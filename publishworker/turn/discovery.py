@@ -16,7 +16,8 @@ MAX_READ_AGE_SECONDS = 2.0
 class Discoverer:
     """Applies what it reads to the membership, the topic controls and the known topics. Its methods raise StoreError.
 
-    A discovery reads all of it. Without topics, it is a read of small tables, and works while a reshard drops an index.
+    A discovery reads all of it. A refresh reads the small tables (workers, layouts and controls) but no topics, so it
+    also works while a reshard drops an index.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Discoverer:
         self._woken = True
 
     def begin_turn(self) -> None:
-        """Discover if the last read is outdated. After a turn that failed, read the small tables first."""
+        """Discover if the last read is outdated. After a turn that failed, refresh first."""
         failed, self._turn_failed, self._is_done = self._turn_failed, True, False
         if failed:
             self._read_at = float("-inf")
@@ -71,7 +72,7 @@ class Discoverer:
             self._is_done = not self._discover()
 
     def refresh(self) -> None:
-        """Read the small tables if the last read is outdated."""
+        """Read the small tables if the last read of them is outdated."""
         if self._is_outdated():
             began = self._clock()
             self._apply(self._store.discover((), ()), began)

@@ -4,12 +4,13 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from outbox.program.terminal import listed
 from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.kinds import Deferral, MarkFirst
-from publishworker.host import Host, Queue, Thread
+from publishworker.host import Queue, Thread
 from publishworker.types import Key
 
 #: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
@@ -99,23 +100,18 @@ class InFlight:
     session can never run a transaction again (google-cloud-python #18375).
     """
 
-    def __init__(
-        self,
-        delivery_of: Callable[[Claim], Delivery],
-        host: Host,
-        limits: Limits,
-        on_unmarked: Callable[[Unmarked], object],
-    ) -> None:
+    def __init__(self, tools: Tools, limits: Limits, on_unmarked: Callable[[Unmarked], object]) -> None:
         """Call `on_unmarked` for each row that cannot be written while others can, and for what a batch gives up."""
         self.limits = limits
-        self._delivery_of = delivery_of
+        self._delivery_of = partial(delivery_of, tools=tools)
+        self._marking = tools.marking
         self._on_unmarked = on_unmarked
-        self._host = host
-        self._clock = host.clock
+        self._host = tools.host
+        self._clock = tools.host.clock
         self._running: dict[_Entry, Thread] = {}
-        self._checked_at = host.clock()
+        self._checked_at = self._clock()
         #: Entries, each with a Delivered, later ones with an Unmarked, an exception, or None at the end.
-        self._reports: Queue = host.threads.queue()
+        self._reports: Queue = self._host.threads.queue()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -142,12 +138,12 @@ class InFlight:
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""
-        batches = [(entry.batch, entry.reported) for entry in self._running]
-        return frozenset(id for batch, reported in batches for id in (batch.unmarked if reported else batch.claim.ids))
+        left = [each.batch.mark_retry.unmarked if each.reported else each.batch.claim.ids for each in self._running]
+        return frozenset(id for ids in left for id in ids)
 
     def by_topic(self) -> Counter[str]:
         """Return, by topic, the number of places that are taken."""
-        aside = [entry for entry in self._running if entry.batch.aside][:MAX_ASIDE]
+        aside = [entry for entry in self._running if entry.batch.mark_retry.aside][:MAX_ASIDE]
         return Counter(entry.batch.claim.topic for entry in self._running if entry not in aside)
 
     def bytes(self) -> int:
@@ -161,7 +157,7 @@ class InFlight:
     def keys(self) -> frozenset[Key]:
         """Return the ordering keys whose other tasks must wait. A deferring batch that only marks again blocks none."""
         claims = (
-            entry.batch.claim.part(entry.batch.unmarked) if entry.reported else entry.batch.claim
+            entry.batch.claim.part(entry.batch.mark_retry.unmarked) if entry.reported else entry.batch.claim
             for entry in self._running
             if not (entry.reported and entry.batch.claim.kind is Kind.DEFER)
         )
@@ -177,9 +173,9 @@ class InFlight:
         """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS. Forget these batches."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._running:
-            moved = entry.transactions != entry.batch.transactions
+            moved = entry.transactions != entry.batch.timing.transactions
             entry.seconds = 0.0 if moved else entry.seconds + step
-            entry.transactions = entry.batch.transactions
+            entry.transactions = entry.batch.timing.transactions
         old = [entry for entry in self._running if entry.seconds > STUCK_SECONDS]
         stuck = [entry for entry in old if self._running[entry].is_alive()]  # the others only have to be collected
         for entry in stuck:
@@ -195,6 +191,10 @@ class InFlight:
         """Wait until a batch reports or ends, and return the reports."""
         running = len(self._running)
         return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
+
+    def shut_down(self) -> None:
+        """Let batches mark once more, or until their time at exit is over."""
+        self._marking.shut_down()
 
     def wait(self, *, tasks_left: bool) -> list[Delivered]:
         """Wait for the batches of this turn, but only for most of them if there are `tasks_left` to start."""

@@ -44,12 +44,7 @@ class Poller:
     """Reads ready tasks at each poll, and due tasks at intervals."""
 
     def __init__(
-        self,
-        store: Store,
-        membership: Membership,
-        topics: Topics,
-        clock: Callable[[], float],
-        target_rows: int,
+        self, store: Store, membership: Membership, topics: Topics, clock: Callable[[], float], target_rows: int
     ) -> None:
         """A poll aims at `target_rows` rows."""
         self._store = store

@@ -9,7 +9,7 @@ from publishworker.spanner.store import Store
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.availability import Topics
 from publishworker.turn.discovery import Discoverer
-from publishworker.turn.in_flight import InFlight, Limits, delivery_of
+from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import Polled, Poller
@@ -33,11 +33,10 @@ class Relay:
         """The relay reads from `store`. Its batches use `tools`."""
         host = tools.host
         self._reporter = reporter
-        self.marking = tools.marking
         #: Set by `wake`. The worker then ends its pause.
         self.woken = host.threads.event()
-        self.topics = Topics(host, places=limits.batches)
-        self.in_flight = InFlight(lambda claim: delivery_of(claim, tools), host, limits, reporter.unmarked)
+        self.topics = Topics(host, limits.batches)
+        self.in_flight = InFlight(tools, limits, reporter.unmarked)
         self.poller = Poller(store, membership, self.topics, host.clock, limits.batches * limits.batch_size)
         self.discoverer = Discoverer(store, membership, self.topics, self.poller, host.clock, seconds=discovery_seconds)
         self._ordering = Ordering(store, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
@@ -57,9 +56,9 @@ class Relay:
         self.in_flight.raise_if_stuck()
         self.discoverer.begin_turn()  # live workers, topic controls, unknown topics
         polled = self.poller.poll(self._selector.wanted())
-        ready = self._ordering.resolve(polled.candidates, self.in_flight.keys())  # of ordering keys: the first tasks
+        ready = self._ordering.resolve(polled.candidates, self.in_flight.keys())  # without a key: as they are
         selection = self._select(ready, polled, stopping)
-        self._start(selection.claims)
+        self._start(selection.claims)  # each batch on a thread of its own
         changed |= self.discoverer.end_turn(found_nothing=not selection.claims and self.in_flight.has_room)
         later = self.in_flight.wait(tasks_left=selection.left_tasks) if selection.waits else self.in_flight.collect()
         changed |= self._observe(later, stopping)
@@ -72,7 +71,7 @@ class Relay:
     def finish(self) -> Turn:
         """Wait until all batches have ended, and return their counts. Raises StuckBatch."""
         delivered: list[Delivered] = []
-        self.marking.shut_down()
+        self.in_flight.shut_down()
         try:
             # OUT-LOSS-5. One by one, so that each is reported even if another one is stuck.
             while len(self.in_flight):
@@ -84,9 +83,9 @@ class Relay:
             self._reporter.end()
 
     def _observe(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
-        """Report what batches did, update circuits and limits, and start the batches that must follow.
+        """Update circuits and limits, report what batches did, and start the batches that must follow.
 
-        Tell whether there is more to do at once: a row or a circuit has changed, or a probe has failed.
+        Tell whether a row or a circuit has changed, so that there may be more to do at once.
         """
         changed = False
         for each in delivered:

@@ -90,8 +90,8 @@ class Selector:
     def wanted(self) -> Wanted:
         """Return what the next poll is to find.
 
-        It does not return the batches that are in flight now, even if they end meanwhile. Otherwise the turn could
-        start their tasks again, because the poll may have returned them as unsent.
+        It leaves out the tasks that are in flight now, even if their batches end meanwhile. Otherwise the turn could
+        start these tasks again, because the poll may have read them before they were marked.
         """
         tasks = self._in_flight.free * self._limits.batch_size if self._in_flight.has_room else 0
         return Wanted(tasks, self._in_flight.ids(), self._fair_share.below_priority)
@@ -121,10 +121,10 @@ class Selector:
                 allowed[claim.topic] -= len(claim.tasks)
         chosen = {id for claim in lower for id in claim.ids}
         others = [each for each in candidates if each.id not in chosen]
-        wanted = lower + self._batches(others, deferrals + lower, allowed)
-        if len(wanted) < in_flight.free - len(deferrals) and self._is_filled_later(wanted, cut_off - allowed.keys()):
-            wanted.pop()
-        claims = fitting(wanted, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
+        batches = lower + self._batches(others, deferrals + lower, allowed)
+        if len(batches) < in_flight.free - len(deferrals) and self._is_filled_later(batches, cut_off - allowed.keys()):
+            batches.pop()
+        claims = fitting(batches, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
         # Topics in `allowed` have a limit or an open circuit. Their tasks are not left, because they wait for no place.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
@@ -132,7 +132,7 @@ class Selector:
         highest = max((each.priority for each in candidates), default=None)
         given = sum(any(claim is each for each in claims) for claim in lower)
         self._fair_share.count(len(claims), given, highest if left_tasks else None)
-        waits = bool(deferrals or wanted or resolved.left_out)
+        waits = bool(deferrals or batches or resolved.left_out)
         return Selection(deferrals + claims, left_tasks, waits)
 
     def _is_filled_later(self, batches: Sequence[Claim], cut_off: frozenset[str]) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
@@ -16,7 +17,7 @@ from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.availability import Topics
 from publishworker.turn.discovery import Discoverer
-from publishworker.turn.in_flight import Limits
+from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.membership import Membership
 from publishworker.turn.poller import Poller
 from publishworker.turn.relay import Relay
@@ -66,6 +67,14 @@ def reads_of(
     """Return a poller and a discoverer that know the same topics."""
     poller = Poller(store, membership, topics, clock, target_rows)
     return poller, Discoverer(store, membership, topics, poller, clock, seconds=1.0)
+
+
+def in_flight_of(delivery_of: Callable[[Claim], Any], limits: Limits, host: Host | None = None) -> InFlight:
+    """Return batches in flight with deliveries of a test."""
+    tools: Any = SimpleNamespace(host=host or Host(), marking=None)
+    in_flight = InFlight(tools, limits, lambda _unmarked: None)
+    in_flight._delivery_of = delivery_of  # type: ignore[assignment]  # as the real ones
+    return in_flight
 
 
 def claim_of(

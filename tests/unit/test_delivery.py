@@ -1,5 +1,7 @@
 """The marks of one batch, and its report: durations, waiting times, trace IDs."""
 
+import gc
+import weakref
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 from outbox.message import RawPubsubMessage
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Delivered, Kind
-from publishworker.delivery.delivery import Tools
+from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
@@ -46,13 +48,16 @@ class Bench(FakePublisher):
         for id in ids:
             self.store.insert(id, "orders", **{"data": serialized(), **columns})
 
-    def deliver(self, *ids: str, skip_dead: bool = False, **batch: Any) -> Delivered:
+    def batch(self, *ids: str, skip_dead: bool = False, **batch: Any) -> Delivery:
         retries = RetryPolicy(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
         tools = Tools(
             store=self.store, publisher=self, retries=retries, publish_seconds=5, skip_dead=skip_dead,
             marking=Marking(Host()), host=Host(clock=lambda: self.seconds),
         )  # fmt: skip
-        return delivery_of(claim_of("orders", *ids, **batch), tools).run()
+        return delivery_of(claim_of("orders", *ids, **batch), tools)
+
+    def deliver(self, *ids: str, **batch: Any) -> Delivered:
+        return self.batch(*ids, **batch).run()
 
 
 @pytest.fixture
@@ -146,4 +151,19 @@ def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
         bench.insert(id, data=message.SerializeToString(), at_most_once=True, **columns)
     bench.failing = {"failing": Failed("invalid_argument", "no")}
     result = bench.deliver("expired", "failing", "good", kind=Kind.MARK_FIRST)
-    assert result.traces == {"expired": f"{1:032x}", "failing": f"{2:032x}"}
+    traces = {id: mark.trace_id for id, mark in result.recorded.items()}
+    assert traces == {"expired": f"{1:032x}", "failing": f"{2:032x}"}
+
+
+def test_a_batch_leaves_the_memory_at_its_end(bench: Bench) -> None:
+    """The garbage collector, which runs rarely, is not needed."""
+    bench.insert("a")
+    batch = bench.batch("a")
+    batch.run()
+    gc.disable()
+    try:
+        left = weakref.ref(batch)
+        del batch
+        assert left() is None
+    finally:
+        gc.enable()

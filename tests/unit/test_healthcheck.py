@@ -3,11 +3,18 @@
 import logging
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from google.api_core.exceptions import ServiceUnavailable
 
+from outbox.table.layouts import Layout
 from publishworker.process import healthcheck
 from publishworker.process.commands import heartbeat_file
+from publishworker.spanner.errors import StoreError
+from publishworker.spanner.store import SpannerStore
+from publishworker.types import Key
+from tests.support.parts import poll_request
 
 
 def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
@@ -34,3 +41,21 @@ def test_a_heartbeat_that_cannot_be_written_is_logged_once(tmp_path: Path, caplo
         heartbeat = heartbeat_file(tmp_path / "missing" / "heartbeat")
         heartbeat(), heartbeat(), heartbeat()
     assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat"]
+
+
+def test_each_read_of_a_turn_begins_with_a_heartbeat() -> None:
+    """A turn has several reads, and each may take 30 s."""
+    beats: list[str] = []
+    database = mock.Mock(snapshot=mock.Mock(side_effect=ServiceUnavailable("no")))
+    store = SpannerStore(database, Layout(10), before_read=lambda: beats.append("beat"))
+    for read in (
+        lambda: store.poll(poll_request("orders")),
+        lambda: store.discover((), ()),
+        lambda: store.discover((1,), ("orders",)),
+        lambda: store.seconds_until_due((1,), ("orders",)),
+        lambda: store.key_heads({Key("orders", "k"): 1}, 1, skip_dead=False),
+    ):
+        beats.clear()
+        with pytest.raises(StoreError):
+            read()
+        assert beats == ["beat"]

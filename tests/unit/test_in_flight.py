@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import pytest
 from publishworker.delivery.claim import Claim, Delivered, Unmarked
 from publishworker.host import Host
 from publishworker.turn import in_flight
-from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, InFlight, Limits, StuckBatch
+from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, Limits, StuckBatch
 from publishworker.types import Answer, Key, Next, Turn
 from tests.support.fakes import FakePublisher, serialized
-from tests.support.parts import claim_of
+from tests.support.parts import claim_of, in_flight_of
 from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
 
@@ -21,25 +22,23 @@ from tests.support.waiting import eventually
 class Gated:
     """A batch that reports, and then ends, when the test says so."""
 
-    aside = False
-
     def __init__(self, batches: "Batches", claim: Claim) -> None:
         self.batches, self.claim = batches, claim
-        self.unmarked = frozenset[str]()
-        self.transactions = 0
+        self.mark_retry = SimpleNamespace(unmarked=frozenset[str](), aside=False)
+        self.timing = SimpleNamespace(transactions=0)
 
     def run(self) -> Delivered:
         topic = self.claim.topic
         self.batches.ends[topic].wait(30)
         if topic == "defect":
             raise ZeroDivisionError
-        self.unmarked = frozenset(self.claim.ids) if topic in self.batches.marks else frozenset()
-        return Delivered(self.claim, unmarked=self.unmarked)
+        self.mark_retry.unmarked = frozenset(self.claim.ids) if topic in self.batches.marks else frozenset()
+        return Delivered(self.claim, unmarked=self.mark_retry.unmarked)
 
     def mark_again(self) -> Iterator[Unmarked]:
-        if self.unmarked:
+        if self.mark_retry.unmarked:
             self.batches.marks[self.claim.topic].wait(30)
-            self.unmarked = frozenset()
+            self.mark_retry.unmarked = frozenset()
             yield Unmarked(self.claim, "no", "published")
 
 
@@ -49,12 +48,8 @@ class Batches:
         self.marks: dict[str, threading.Event] = {}  # of topics whose batches cannot mark their tasks at first
         self.seconds = 0.0
         self.beats = 0
-        self.in_flight_batches = InFlight(
-            lambda claim: Gated(self, claim),
-            Host(clock=lambda: self.seconds, progress=self.beat),
-            Limits(10, 1000, 8),
-            lambda _unmarked: None,
-        )
+        host = Host(clock=lambda: self.seconds, progress=self.beat)
+        self.in_flight_batches = in_flight_of(lambda claim: Gated(self, claim), Limits(10, 1000, 8), host)
 
     def beat(self) -> None:
         self.beats += 1
@@ -133,7 +128,7 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     assert running.ids() == {"task-of-a", "task-of-b"}
     assert running.keys() == {Key("a", "k"), Key("b", "k")}
     for entry in running._running:
-        entry.batch.aside = True
+        entry.batch.mark_retry.aside = True
     assert running.free == 7
     batches.marks["a"].set()
     eventually(lambda: (running.collect(), len(running) == 1)[1])

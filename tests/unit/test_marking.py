@@ -42,10 +42,13 @@ class Batch:
         self.waits = Waits()
         host = Host(random=Random(1), clock=lambda: self.waits.seconds, threads=self.waits)
         self.marking = marking or Marking(host, exit_seconds=5)
-        self.unmarked, self.aside = frozenset(ids), False
         self.fails: Callable[[str], StoreError | None] = lambda _id: None
         self.tried: list[tuple[float, tuple[str, ...]]] = []
-        self.mark_retry = MarkRetry(self, [claim_of("orders", *ids)], self.marking)
+        self.retry(claim_of("orders", *ids))
+
+    def retry(self, claim: Claim) -> None:
+        self.mark_retry = MarkRetry(claim, self.marking)
+        self.mark_retry.begin(self, [claim])
 
     def write_marks(self, claim: Claim) -> None:
         self.tried.append((self.waits.seconds, claim.ids))
@@ -77,7 +80,7 @@ def test_a_batch_is_marked_at_once_when_spanner_commits_again() -> None:
     batch = Batch(*IDS)
     assert batch.settle() == []
     assert [ids for _, ids in batch.tried] == [tuple(IDS)]
-    assert batch.unmarked == frozenset()
+    assert batch.mark_retry.unmarked == frozenset()
 
 
 @pytest.mark.parametrize("error", [StoreError, Refused])
@@ -86,7 +89,7 @@ def test_a_row_that_cannot_be_marked_is_found_and_the_others_are_marked(error: t
     batch = Batch(*IDS)
     batch.fails = fail("077", error=error)
     assert batch.settle() == [(("077",), False), (("077",), True)]
-    assert batch.unmarked == frozenset()
+    assert batch.mark_retry.unmarked == frozenset()
     alone = [at for at, ids in batch.tried if ids == ("077",)]
     found = alone[0]
     assert (found < 30, len([at for at, _ in batch.tried if at <= found]) < 40) == (True, True)
@@ -103,7 +106,7 @@ def test_while_nothing_commits_one_part_is_tried_every_five_seconds() -> None:
     assert batch.settle() == []
     early = [at for at, _ in batch.tried if 50 < at < 300]
     assert min(after - before for before, after in pairwise(early)) > 4
-    assert not batch.aside
+    assert not batch.mark_retry.aside
     assert len([at for at, _ in batch.tried if at >= 300]) <= 10
     assert max(at for at, _ in batch.tried) < 306
 
@@ -118,7 +121,7 @@ def test_a_failure_beside_commits_of_others_is_no_outage() -> None:
 
     batch.fails = fails
     next(batch.mark_retry.run())
-    assert batch.aside
+    assert batch.mark_retry.aside
 
 
 def test_while_every_mark_is_refused_few_batches_give_their_places_back() -> None:
@@ -127,22 +130,22 @@ def test_while_every_mark_is_refused_few_batches_give_their_places_back() -> Non
     first.fails = fail(error=Refused)
     first.mark_retry.search()
     assert len({ids for _, ids in first.tried if len(ids) == 1}) <= MAX_REFUSED + 1
-    assert not first.aside
+    assert not first.mark_retry.aside
     alone = [Batch(id, marking=first.marking) for id in IDS]
     for batch in alone:
         batch.fails = fail(error=Refused)
         batch.mark_retry.search()
-    assert not any(batch.aside for batch in alone)
+    assert not any(batch.mark_retry.aside for batch in alone)
     first.marking.committed()
     for batch in alone:
         batch.mark_retry.search()
-    assert all(batch.aside for batch in alone[:MAX_REFUSED])
+    assert all(batch.mark_retry.aside for batch in alone[:MAX_REFUSED])
 
 
 def test_a_refused_release_keeps_no_batch_in_flight() -> None:
     """The deferral of the task ends by itself."""
     batch = Batch("a")
-    batch.mark_retry = MarkRetry(batch, [claim_of("orders", "a", keys=("k",), releases=("next",))], batch.marking)
+    batch.retry(claim_of("orders", "a", keys=("k",), releases=("next",)))
     batch.fails = fail("next", error=Refused)
     assert batch.settle() == []
     assert [ids for _, ids in batch.tried] == [("a",), ("a",), ()]

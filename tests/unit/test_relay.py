@@ -1,5 +1,6 @@
 """One turn on the fake store and publisher: the outcome of each task, and the counters."""
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -240,8 +241,11 @@ def test_a_relay_reports_its_batches_topics_and_circuits(bench: Bench) -> None:
     assert open_circuits(bench) == {"missing": False}
 
 
-def test_finished_batches_are_counted_though_polls_fail(bench: Bench, slow: SlowPublisher) -> None:
+def test_finished_batches_are_counted_though_polls_fail(
+    bench: Bench, slow: SlowPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
     """Otherwise an outage of minutes would lose the outcome, and the batch would seem stuck."""
+    caplog.set_level(logging.INFO, "publishworker")
     bench.insert("a", "b", topic="invoices")
     slow.hanging = {"invoices"}
     relay = bench.another(publisher=slow)
@@ -255,3 +259,7 @@ def test_finished_batches_are_counted_though_polls_fail(bench: Bench, slow: Slow
             relay.turn()
     assert len(relay.in_flight) == 0
     assert bench.count(m.PUBLISHED) == 2
+    bench.store.away = False
+    relay.turn()
+    [summary] = [each for each in caplog.messages if each.startswith("In the last")]
+    assert summary.endswith(": 2 tasks published")

@@ -98,7 +98,9 @@ def failing(ids: Sequence[str], *, dead: int = 0) -> Delivered:
 
 
 def test_each_failure_is_logged(watch: Watch) -> None:
-    result = replace(failing("abc", dead=1), traces={"a": "1" * 32})
+    result = failing("abc", dead=1)
+    recorded = {**result.recorded, "a": replace(result.recorded["a"], trace_id="1" * 32)}
+    result = replace(result, recorded=recorded)
     watch.reporter.delivered(result)
     about = {"topic": "orders", "reason": "not_found"}
     again = "Task {} of topic orders failed in attempt 2: not_found: no such topic. "

@@ -4,17 +4,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
 from publishworker.host import Host
 from publishworker.topics.availability import Topics
-from publishworker.turn.in_flight import InFlight, Limits
+from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import ResolvedKeys
 from publishworker.turn.selection import Selection, Selector
 from publishworker.types import Candidate, Failed, TopicLimit
-from tests.support.parts import claim_of
+from tests.support.parts import claim_of, in_flight_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -22,7 +23,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 class Idle:
     """A batch that never reports."""
 
-    unmarked, aside, transactions = frozenset[str](), False, 0
+    mark_retry, timing = SimpleNamespace(unmarked=frozenset[str](), aside=False), SimpleNamespace(transactions=0)
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -42,7 +43,7 @@ class Bench:
         self.random = Random(1)
         self.topics = Topics(Host(random=self.random, clock=lambda: 0.0), places=batches)
         limits = Limits(size, 100_000_000, batches, fair_share=fair_share)
-        self.in_flight = InFlight(Idle, Host(), limits, lambda _unmarked: None)
+        self.in_flight = in_flight_of(Idle, limits)
         self.selector = Selector(self.in_flight, self.topics, self.random)
 
     def start(self, *batches: Claim) -> None:

@@ -1,0 +1,58 @@
+"""How long the steps of a batch take, and how long its tasks waited, for its metrics."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+
+from publishworker.spanner.store import Decide
+from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, LockedRow, Mark, Sent
+
+
+class Timing:
+    """The times of a batch, over all runs of its transactions."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        #: The seconds of each phase.
+        self.phases: dict[str, float] = {}
+        #: Seconds between a task's due time and Pub/Sub's answer.
+        self.latencies: dict[str, float] = {}
+        #: Transactions that have begun. While the number grows, the batch is not stuck.
+        self.transactions = 0
+        #: Runs of transactions that were aborted.
+        self.aborted = 0
+        #: The marks of the last run of the transaction, or None before its first run.
+        self.marks: Mapping[str, Mark] | None = None
+        self._clock = clock
+        self._since = self._locked_at = clock()
+
+    @contextmanager
+    def transaction(self, decide: Decide) -> Iterator[Decide]:
+        """Time the transaction in the block, which calls the yielded function instead of `decide`."""
+        self.transactions += 1
+        self.marks, self._since = None, self._clock()
+        try:
+            yield lambda rows, now: self._decide(decide, rows, now)
+        finally:
+            self._end(CLAIM if self.marks is None else COMMIT)
+
+    def _decide(self, decide: Decide, rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+        self.aborted += self.marks is not None
+        self._locked_at = self._end(CLAIM)  # after an abort, this includes the commit that failed
+        self.marks = decide(rows, now)
+        self._since = self._clock()
+        return self.marks
+
+    def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer], now: datetime) -> None:
+        """Note the answers for rows that were locked at `now`, the database's time."""
+        waited = self._end(PUBLISH) - self._locked_at
+        for row in rows:
+            if isinstance(answers.get(row.id), Sent):
+                due = max(row.created_at, row.available_at or row.created_at)
+                self.latencies[row.id] = max(0.0, (now - due).total_seconds() + waited)
+
+    def _end(self, phase: str) -> float:
+        """Add the time since the last phase to this one. Return the time now."""
+        now = self._clock()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
+        self._since = now
+        return now
