@@ -42,7 +42,7 @@ class Tools:
     retries: RetryPolicy
     #: The time limit for publishing one batch.
     publish_seconds: float
-    #: Whether a dead task does not block its ordering key.
+    #: Whether later tasks of an ordering key are sent although an earlier one is dead.
     skip_dead: bool
     #: What all batches share when they mark again.
     marking: Marking
@@ -65,7 +65,7 @@ class Delivery:
         self._policy = tools.retries.for_topic(claim.policy)
         #: Over all runs of the transaction: the answer of Pub/Sub, or the failure that made a request needless.
         self._answers: dict[str, Answer] = {}
-        #: The rows as they were locked before their tasks were last tried.
+        #: By ID, the version of the row when its task was last tried.
         self._tried: dict[str, Version] = {}
         #: What the last run has decided about tasks that it does not mark as sent.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
@@ -107,6 +107,7 @@ class Delivery:
         return committed
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+        """Publish the locked rows that may be sent, and return the marks. After an abort, it runs again."""
         eligible = self._check(self.claim, rows, now)
         self._expire(rules.to_publish(eligible, self._answers), now)
         self._publish(rules.to_publish(eligible, self._answers), now)
@@ -156,13 +157,12 @@ class Delivery:
     ) -> dict[str, Mark]:
         """Return a mark for each deferred task that this commit makes a key head. The mark releases the task."""
         heads = rules.to_release(claim, rows, marks, now, skip_dead=self._tools.skip_dead)
-        return {row.id: NotSent(row.attempts, None, row.expires_at, None) for row in heads}
+        return {row.id: NotSent.released(row) for row in heads}
 
     def _release_heads(self) -> None:
-        """Release the tasks that are key heads now, and that another worker has deferred since the poll.
+        """Release key heads that another worker has deferred, which it could do while this batch had lost its locks.
 
-        It may have done so while this batch had lost its locks. If the release fails, their deferrals end by
-        themselves, within a minute.
+        If the release fails, their deferrals end by themselves, within a minute.
         """
         topic, tasks = self.claim.topic, self.claim.tasks
         keys = {Key(topic, task.ordering_key): task.shard for task in tasks if task.ordering_key is not None}
@@ -179,14 +179,17 @@ class Delivery:
         """Prepare to mark again. If Spanner has refused the commit, find the rows that are the reason."""
         self._error = str(error)
         is_refused = isinstance(error, Refused)
-        # If Spanner has not refused it, it may be written, so no failure and no deferral is reported.
+        # Unless Spanner has refused the commit, it may be written. Then no failure and no deferral is reported.
         self._forget_marks([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
         self.mark_retry.begin(self, [self.claim.part({*self._published(), *self._unsent_marks()})])
         if is_refused and self.mark_retry.search():
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _marks_again(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of published tasks, and those that Spanner has refused if their rows have not changed."""
+        """Return the marks of published tasks, and again the marks of others that Spanner has refused.
+
+        The latter only if their rows have not changed.
+        """
         published, refused = self._published(), self._unsent_marks()
         unsent = [row for row in rows if row.sent_at is None]
         marks: dict[str, Mark] = {

@@ -1,7 +1,4 @@
-"""Write the marks of a batch again after its commit failed, without publishing again.
-
-Tasks that Pub/Sub has, and that may be unmarked, are in doubt.
-"""
+"""Write the marks of a batch again after its commit failed, without publishing again."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +14,9 @@ MAX_MARKING_SECONDS = 900.0
 #: Seconds of the first pause. Each further one is twice as long, up to MAX_SECONDS, or up to MAX_ASIDE_SECONDS if other
 #: rows can be written.
 FIRST_SECONDS, MAX_SECONDS, MAX_ASIDE_SECONDS = 0.05, 5.0, 30.0
-#: Max seconds to search for the rows that make Spanner refuse a commit. Then the batch reports its result, and goes on.
+#: Max seconds to search for the rows that make Spanner refuse a commit. Then the batch reports its result.
 SEARCH_SECONDS = 20.0
-#: Max seconds between two attempts at exit.
+#: Max seconds between two attempts to mark, once the worker exits.
 EXIT_SECONDS = 0.25
 #: After this many refused rows without a commit in between, the reason is probably not in a row.
 MAX_REFUSED = 10
@@ -34,7 +31,8 @@ class Marking:
         """After `shut_down`, batches mark for at most `exit_seconds` more."""
         self.random, self.clock = host.random, host.clock
         self._exit_seconds = exit_seconds
-        #: Two threads may count at the same time, and one count is lost. It matters only whether the number changes.
+        #: Committed transactions. If two threads count at once, one count is lost. It matters only whether the number
+        #: changes.
         self.commits = 0
         #: The number of rows that Spanner has refused to write since the last commit.
         self.refused = 0
@@ -55,12 +53,12 @@ class Marking:
             self._exit.wait(seconds)
 
     def shut_down(self) -> None:
-        """Let batches mark once more, or until their time at exit is over."""
+        """Let batches mark until their time at exit is over, but each at least once more."""
         self._exit_until = self.clock() + self._exit_seconds
         self._exit.set()
 
     def is_over(self, since: float) -> bool:
-        """Tell whether a batch that marks since then gives up."""
+        """Tell whether a batch that marks again since this time must give up."""
         return self.clock() - since >= MAX_MARKING_SECONDS or (self._exit.is_set() and self.clock() >= self._exit_until)
 
 
@@ -81,7 +79,7 @@ class MarkRetry:
         self._marking = marking
         #: The tasks whose marks are not written. The relay's thread reads it.
         self.unmarked = frozenset(claim.ids)
-        #: Spanner refuses all rows that are left to write, but accepts those of others. The batch gives up its place.
+        #: Whether no row that is left can be written, while rows of other batches can. The batch then needs no place.
         self.aside = False
         self.has_begun = False
         self._parts: Sequence[Claim] = ()

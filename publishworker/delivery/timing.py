@@ -27,7 +27,7 @@ class Timing:
 
     @contextmanager
     def transaction(self, decide: Decide) -> Iterator[Decide]:
-        """Time the transaction in the block, which calls the yielded function instead of `decide`."""
+        """Time the transaction in the block. The block must pass on the yielded function instead of `decide`."""
         self.transactions += 1
         self.marks, self._since = None, self._clock()
         try:
@@ -36,7 +36,7 @@ class Timing:
             self._end(CLAIM if self.marks is None else COMMIT)
 
     def _decide(self, decide: Decide, rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
-        self.aborted += self.marks is not None
+        self.aborted += self.marks is not None  # it ran before in this transaction, so that run was aborted
         self._locked_at = self._end(CLAIM)  # after an abort, this includes the commit that failed
         self.marks = decide(rows, now)
         self._since = self._clock()
@@ -51,7 +51,7 @@ class Timing:
                 self.latencies[row.id] = max(0.0, (now - due).total_seconds() + waited)
 
     def _end(self, phase: str) -> float:
-        """Add the time since the last phase to this one. Return the time now."""
+        """Add the time since the last phase ended to this one. Return the time now."""
         now = self._clock()
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
         self._since = now

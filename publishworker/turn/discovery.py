@@ -16,8 +16,8 @@ MAX_READ_AGE_SECONDS = 2.0
 class Discoverer:
     """Applies what it reads to the membership, the topic controls and the known topics. Its methods raise StoreError.
 
-    A discovery reads all of it. A refresh reads the small tables (workers, layouts and controls) but no topics, so it
-    also works while a reshard drops an index.
+    A discovery reads workers, layouts, controls and the names of unknown topics. A refresh reads all but the topics, so
+    it also works while a reshard drops an index.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Discoverer:
         self._known, self._read_size = poller.known, poller.read_size
         self._clock = clock
         self._seconds = seconds
-        #: When the last read began. Before its first discovery, a new relay polls no topic, so it need not read first.
+        #: When the last read began. A new relay knows no topic and polls nothing, so it need not read before its poll.
         self._read_at = clock()
         self._discovered_at = float("-inf")
         self._discovered_shards: tuple[int, ...] = ()
@@ -46,10 +46,10 @@ class Discoverer:
         self._undiscovered = 0
         #: True from `wake` until the next discovery.
         self._woken = False
-        #: True during a turn, and afterwards if a read has failed.
-        self._turn_failed = False
+        #: True from `begin_turn` to `end_turn`. If it is still true at the next `begin_turn`, the last turn failed.
+        self._in_turn = False
         #: Whether this turn has discovered before its poll, and has found nothing.
-        self._is_done = False
+        self._found_nothing = False
 
     @property
     def topics(self) -> frozenset[str]:
@@ -61,18 +61,21 @@ class Discoverer:
         self._woken = True
 
     def begin_turn(self) -> None:
-        """Discover if the last read is outdated. After a turn that failed, refresh first."""
-        failed, self._turn_failed, self._is_done = self._turn_failed, True, False
+        """Discover if the last read is outdated. After a turn that failed, refresh first.
+
+        A reshard may have dropped an index that the discovery would read.
+        """
+        failed, self._in_turn, self._found_nothing = self._in_turn, True, False
         if failed:
             self._read_at = float("-inf")
             self.refresh()
         if self._is_outdated():
-            # Give up topics without candidates for long, because the discovery finds them if they have tasks.
+            # Stop polling topics that have long had no candidates. If they have tasks, the discovery finds them.
             self._known.forget(self._topics.unavailable)
-            self._is_done = not self._discover()
+            self._found_nothing = not self._discover()
 
     def refresh(self) -> None:
-        """Read the small tables if the last read of them is outdated."""
+        """Read workers, layouts and controls if the last read of them is outdated."""
         if self._is_outdated():
             began = self._clock()
             self._apply(self._store.discover((), ()), began)
@@ -88,15 +91,15 @@ class Discoverer:
             or self._membership.shards != self._discovered_shards
             or (self._woken and found_nothing)
         )
-        is_new = is_time and not self._is_done and self._discover()
-        self._turn_failed = False
+        is_new = is_time and not self._found_nothing and self._discover()
+        self._in_turn = False
         return is_new
 
     def _is_outdated(self) -> bool:
         return self._clock() - self._read_at > MAX_READ_AGE_SECONDS
 
     def _discover(self) -> bool:
-        """Tell whether there are new topics or shards to poll.
+        """Discover. Tell whether to discover or poll again: for new topics or shards, or to end this round of shards.
 
         If the discovery has found topics, the next one follows at once, because one read finds at most one new topic
         between two neighboring known names.

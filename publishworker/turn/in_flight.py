@@ -13,16 +13,15 @@ from publishworker.delivery.kinds import Deferral, MarkFirst
 from publishworker.host import Queue, Thread
 from publishworker.types import Key
 
-#: Seconds after which a batch counts as stuck. The time limits of all its steps add up to less.
+#: A batch that has begun no transaction for this many seconds is stuck. A transaction and its pause take less.
 STUCK_SECONDS = 120.0
-#: Max seconds that one check for stuck batches adds to a batch's time in flight. No step of the worker takes longer, so
-#: if more time has passed since the last check, the process was suspended, and its batches did not run.
+#: Max seconds that one check for stuck batches adds to the time since a batch's last transaction began. If more time
+#: has passed since the last check, the process was probably suspended, and its batches did not run.
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
-#: During a wait without a time limit, the seconds between two checks for stuck batches, each with a call of `progress`.
-#: None turns both off.
-WATCH_SECONDS: float | None = 1.0
+#: Seconds between two checks for stuck batches during a wait without a time limit. Each also calls `Host.progress`.
+WATCH_SECONDS = 1.0
 #: Max seconds that a turn waits for its batches. Then the turn ends, so that the worker can send its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
 #: Max batches that give up their places while they mark tasks.
@@ -35,14 +34,14 @@ BATCHES_OF_BYTES, MIN_BYTES = 4, 32_000_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Max tasks and bytes of one batch, max batches in flight, and how these places are shared."""
+    """Max tasks and bytes of one batch. Max batches in flight, which are called places, and how places are shared."""
 
     batch_size: int
     batch_bytes: int
     #: The number of places: each batch in flight takes one.
     batches: int
-    #: If more tasks are left to start, a turn waits until a batch has reported and at most this many of its batches
-    #: have not. Otherwise it waits for all its batches.
+    #: While tasks are left to start, a turn does not wait for its last batches, up to this many. Otherwise it waits for
+    #: all. No turn waits longer than MAX_TURN_WAIT_SECONDS.
     stragglers: int = 0
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
@@ -93,15 +92,15 @@ class InFlight:
     """Starts batches and collects their reports. It belongs to one thread; batches run on others.
 
     A batch reports what became of its tasks. If it cannot mark them, it stays in flight and marks them again. It keeps
-    its place, so a worker whose commits all fail soon has no free place and publishes nothing new. If only some rows of
-    a batch cannot be written, it is aside and needs no place.
+    its place. If all commits fail, the worker soon has no free place, and publishes nothing new. If only some rows of a
+    batch cannot be written, it is aside and needs no place.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
     """
 
     def __init__(self, tools: Tools, limits: Limits, on_unmarked: Callable[[Unmarked], object]) -> None:
-        """Call `on_unmarked` for each row that cannot be written while others can, and for what a batch gives up."""
+        """Call `on_unmarked` for each row that cannot be written while others can, and for what stays unmarked."""
         self.limits = limits
         self._delivery_of = partial(delivery_of, tools=tools)
         self._marking = tools.marking
@@ -110,7 +109,8 @@ class InFlight:
         self._clock = tools.host.clock
         self._running: dict[_Entry, Thread] = {}
         self._checked_at = self._clock()
-        #: Entries, each with a Delivered, later ones with an Unmarked, an exception, or None at the end.
+        #: Pairs of an entry and a report. Each batch puts its Delivered, then any Unmarked, then None. If it fails, its
+        #: last report is the exception.
         self._reports: Queue = self._host.threads.queue()
 
     def __len__(self) -> int:
@@ -193,7 +193,7 @@ class InFlight:
         return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
 
     def shut_down(self) -> None:
-        """Let batches mark once more, or until their time at exit is over."""
+        """Let batches mark until their time at exit is over, but each at least once more."""
         self._marking.shut_down()
 
     def wait(self, *, tasks_left: bool) -> list[Delivered]:

@@ -30,7 +30,10 @@ class Relay:
         *,
         discovery_seconds: float,
     ) -> None:
-        """The relay reads from `store`. Its batches use `tools`."""
+        """The relay reads from `store`, which may trace its reads, and discovers every `discovery_seconds`.
+
+        Its batches use the store and the publisher of `tools`.
+        """
         host = tools.host
         self._reporter = reporter
         #: Set by `wake`. The worker then ends its pause.
@@ -52,17 +55,17 @@ class Relay:
             self.woken.clear()  # before the poll, so that an insert during this turn starts another turn
             self.discoverer.wake()
         delivered = self.in_flight.collect()
-        changed = self._observe(delivered, stopping)  # circuits, limits, metrics and logs
+        changed = self._take(delivered, stopping)  # circuits, limits, metrics, and batches for at-most-once tasks
         self.in_flight.raise_if_stuck()
-        self.discoverer.begin_turn()  # live workers, topic controls, unknown topics
+        self.discoverer.begin_turn()  # if the last read is old: live workers, topic controls, topics
         polled = self.poller.poll(self._selector.wanted())
-        ready = self._ordering.resolve(polled.candidates, self.in_flight.keys())  # without a key: as they are
-        selection = self._select(ready, polled, stopping)
+        resolved = self._ordering.resolve(polled.candidates, self.in_flight.keys())  # keys: what may be sent of them
+        selection = self._select(resolved, polled, stopping)
         self._start(selection.claims)  # each batch on a thread of its own
         changed |= self.discoverer.end_turn(found_nothing=not selection.claims and self.in_flight.has_room)
-        later = self.in_flight.wait(tasks_left=selection.left_tasks) if selection.waits else self.in_flight.collect()
-        changed |= self._observe(later, stopping)
-        return self._turn_of(polled, delivered + later, waits=selection.waits, changed=changed)
+        ended = self.in_flight.wait(tasks_left=selection.left_tasks) if selection.waits else self.in_flight.collect()
+        changed |= self._take(ended, stopping)
+        return self._turn_of(polled, delivered + ended, waits=selection.waits, changed=changed)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
@@ -76,14 +79,14 @@ class Relay:
             # OUT-LOSS-5. One by one, so that each is reported even if another one is stuck.
             while len(self.in_flight):
                 ended = self.in_flight.wait_for_one()
-                self._observe(ended, stopping=lambda: True)
+                self._take(ended, stopping=lambda: True)
                 delivered += ended
             return counted_in_turn(delivered)
         finally:
             self._reporter.end()
 
-    def _observe(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
-        """Update circuits and limits, report what batches did, and start the batches that must follow.
+    def _take(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
+        """Update circuits and limits, report what batches did, and start batches for the at-most-once tasks they found.
 
         Tell whether a row or a circuit has changed, so that there may be more to do at once.
         """
@@ -92,17 +95,17 @@ class Relay:
             change = self.topics.observe(each)
             self._reporter.delivered(each, change)
             changed |= change is not None or each.has_written()
-        if not stopping() and (followers := self._selector.followers(delivered)):
+        if not stopping() and (claims := self._selector.at_most_once(delivered)):
             self.discoverer.refresh()
-            self._start(followers)
+            self._start(claims)
         return changed
 
-    def _select(self, ready: ResolvedKeys, polled: Polled, stopping: Callable[[], bool]) -> Selection:
+    def _select(self, resolved: ResolvedKeys, polled: Polled, stopping: Callable[[], bool]) -> Selection:
         if stopping():
             return Selection()
-        if ready.candidates:
+        if resolved.candidates:
             self.discoverer.refresh()  # the reads may have taken long
-        return self._selector.select(ready, polled.cut_off)
+        return self._selector.select(resolved, polled.cut_off)
 
     def _start(self, claims: Sequence[Claim]) -> None:
         for claim in claims:

@@ -96,8 +96,8 @@ class Selector:
         tasks = self._in_flight.free * self._limits.batch_size if self._in_flight.has_room else 0
         return Wanted(tasks, self._in_flight.ids(), self._fair_share.below_priority)
 
-    def followers(self, delivered: Sequence[Delivered]) -> list[Claim]:
-        """Return the batches that follow these: at-most-once tasks, which only the claim can tell from others.
+    def at_most_once(self, delivered: Sequence[Delivered]) -> list[Claim]:
+        """Return batches for the at-most-once tasks that these have found. Only the claim can tell them from others.
 
         A later poll finds those that get no place.
         """
