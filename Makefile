@@ -4,8 +4,10 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 DEMO   := .venv/.installed-demo
 PYTEST := $(BIN)/python -m pytest
-# One process per core, because most tests are CPU-bound.
-TESTS  ?= --numprocesses 2 --dist loadgroup
+# One process per core, because most tests are CPU-bound. `make test` has one more, because many of its tests wait.
+PROCESSES = 2
+test: PROCESSES = 3
+TESTS  ?= --numprocesses $(PROCESSES) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-pipeline unit test test-all test-real test-long rehearsal test-versions soak coverage mutants lint format docs chart docs-serve bench \

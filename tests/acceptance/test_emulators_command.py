@@ -68,6 +68,7 @@ class TestWhereTheyAreInstalled:
     """These start emulators of their own, so those that a variable names are not enough."""
 
     @linux
+    @pytest.mark.extended
     def test_a_second_shell_can_use_the_printed_variables(self) -> None:
         """A client needs nothing else. A signal ends the command with 0, and both emulators with it."""
         with _running() as (one, hosts), _running() as (process, others):

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.extended
 def test_the_working_tree_is_built_strictly(tmp_path: Path) -> None:
     """The pages as they are have no warning; with a link to nowhere the build fails and names it."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))

@@ -120,6 +120,7 @@ def _empty(database: Database) -> None:
             batch.delete(table, KeySet(all_=True))
 
 
+@pytest.mark.extended
 def test_an_idle_worker_polls_at_an_insert_and_when_a_task_is_due(
     streamed: Database, emulators: Emulators, pubsub: PubSub
 ) -> None:

@@ -16,6 +16,7 @@ SECONDS = 0.3
 TOPICS, TASKS = 8, 1_200
 
 
+@pytest.mark.extended
 @pytest.mark.emulator_only("Spanner reads the ranges in time")
 @pytest.mark.parametrize("keys", [0, 100])
 def test_a_backlog_is_sent_although_a_poll_of_all_ranges_times_out(

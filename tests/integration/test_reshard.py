@@ -5,6 +5,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
@@ -40,6 +41,7 @@ def status_of(database: Database, *, as_json: bool) -> str:
     return status._rendered(table, backlog.read(table), argparse.Namespace(json=as_json))
 
 
+@pytest.mark.extended
 def test_each_step_is_in_the_status(own_database: Database) -> None:
     """With the workers that it waits for, as text and as JSON. Without a change there is no such line."""
     database = open_database(place(own_database.database_id))

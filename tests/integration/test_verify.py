@@ -53,6 +53,7 @@ def test_all_checks_run_and_nothing_is_left(
     assert not spanner_instance.database(NAME).exists()
 
 
+@pytest.mark.extended
 def test_a_failed_check_is_named_and_the_others_run(
     spanner_instance: Instance, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,6 +107,7 @@ def spark(folder: Path) -> dict[str, str]:
     return JAVA | {"SPARK_HOME": str(Path(pyspark.__file__).parent), "PYSPARK_PYTHON": sys.executable}
 
 
+@pytest.mark.extended
 def test_pips_spark_submit_runs_the_arguments_of_a_driver(folder: Path, spark: dict[str, str]) -> None:
     """PYTHONSAFEPATH, which the image sets, keeps the job's folder out of the search for modules."""
     job = folder / "job" / "__main__.py"

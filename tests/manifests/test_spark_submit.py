@@ -50,6 +50,7 @@ def keeps_the_rules(pod: Object) -> None:
     assert pod["spec"]["serviceAccountName"] == "outbox-pipeline"
 
 
+@pytest.mark.extended
 def test_spark_submit_creates_an_admitted_driver_that_runs_the_job(submitted: Api) -> None:
     """The template, the arguments for the image's entry point, and only objects that the page names."""
     created = submitted.created
