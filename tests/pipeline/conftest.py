@@ -33,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             name = getattr(item, "originalname", item.name)
             if "spark" in getattr(item, "fixturenames", ()) and name not in quick.SPARK:
                 item.add_marker(pytest.mark.extended)
+    # First, because it takes long: otherwise the other processes would wait for it at the end.
+    items.sort(key=lambda item: "/test_cluster" not in item.nodeid)
 
 
 @pytest.fixture(scope="session")
