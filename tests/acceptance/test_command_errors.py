@@ -121,9 +121,8 @@ def test_a_missing_database_or_instance_is_exit_code_3(
     assert_refused(found, 3, "s/not-there", "not found. Create it, or check --project")
 
 
-@pytest.mark.parametrize(
-    ("away", "commands"), [(refusing, ALL), pytest.param(hanging, SOME, marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize(("away", "commands"), [(refusing, ALL), (hanging, SOME)])
 def test_a_spanner_that_does_not_answer_is_exit_code_3_in_time(
     emulators: Emulators, database: Database, away: Callable[[str], AbstractContextManager[str]], commands: list[str]
 ):

@@ -99,7 +99,8 @@ def test_tail_prints_the_tasks_of_a_key_in_the_order_in_which_they_were_publishe
         assert len({json.loads(line)["sent_at"] for line in process.stdout.splitlines()}) == 1
 
 
-@pytest.mark.parametrize("away", [Proxy.refuse, pytest.param(Proxy.hang, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("away", [Proxy.refuse, Proxy.hang])
 def test_an_outage_of_spanner_loses_no_line(emulators: Emulators, database: Database, away: Callable[[Proxy], None]):
     """Tasks that were sent meanwhile follow when Spanner is available again. One note reports the outage."""
     insert(database, [row("before"), row("meanwhile"), row("after")])

@@ -131,7 +131,8 @@ def test_a_bad_task_delays_no_other(
     assert account(ids, subscription).lost == frozenset()
 
 
-@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("hangs", [False, True])
 def test_an_unavailable_spanner_at_the_start_is_exit_code_3(
     emulators: Emulators, database: Database, hangs: bool
 ) -> None:

@@ -59,6 +59,7 @@ def test_worker_sleeps(trial: Trial, long: bool) -> None:  # OUT-LOSS-6
     assert trial.audit(duplicates=sleeps * IN_FLIGHT).kept()
 
 
+@pytest.mark.extended
 def test_rolling_restart(trial: Trial, long: bool) -> None:
     """A rolling restart under load: a new worker starts, then an old one gets SIGTERM.
 

@@ -164,6 +164,7 @@ def test_only_the_key_of_a_task_in_doubt_waits(bench: Bench) -> None:
     assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
 
 
+@pytest.mark.extended
 def test_a_mark_that_does_not_end_ends_the_worker(bench: Bench) -> None:
     bench.insert("a")
     bench.commits(StoreError("lost"))
