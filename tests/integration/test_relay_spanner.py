@@ -226,7 +226,7 @@ def test_the_poll_returns_the_same_tasks_as_a_scan_of_the_table(database: Databa
 @pytest.mark.parametrize("one_shard", [False, True])
 def test_any_spread_over_the_shards_is_sent_in_as_few_turns(database: Database, topic: str, one_shard: bool) -> None:
     """Forty tasks in ten shards or all in one: all are sent, each once, in as few turns as they need (A17)."""
-    drawn = [str(uuid.uuid4()) for _ in range(600)]
+    drawn = [str(uuid.uuid4()) for _ in range(1_000)]
     ids = (in_shard(database, drawn, "a key") if one_shard else drawn)[:40]
     assert len(ids) == 40
     with database.batch() as batch:
