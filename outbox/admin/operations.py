@@ -112,7 +112,7 @@ def latest(
 
     Args:
         table: is only read.
-        limit: max operations.
+        limit: max operations. Of those that began in the same second as the last one, any.
         operation: only those with this name, such as `retry`. A filter is compared with about the last 16,000.
         topic: only those whose selection contains this text.
         principal: only those by an account that contains this text, ignoring case.
