@@ -4,9 +4,9 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 DEMO   := .venv/.installed-demo
 PYTEST := $(BIN)/python -m pytest
-# One process per core, because most tests are CPU-bound. `make test` has one more, because many of its tests wait.
+# One process per core, because the slow tests are CPU-bound. `make test` has two per core, because half of its time is waiting.
 PROCESSES = 2
-test: PROCESSES = 3
+test: PROCESSES = 4
 TESTS  ?= --numprocesses $(PROCESSES) --dist loadgroup
 
 .DEFAULT_GOAL := help
