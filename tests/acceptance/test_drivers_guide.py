@@ -47,7 +47,7 @@ def run(line: str, directory: Path, environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("sections", "orders"),
     [
-        (("SQLAlchemy", "DB-API", "Register several tasks"), "SELECT OrderId, Cents FROM Orders ORDER BY 1"),
+        (("SQLAlchemy", "DB-API"), "SELECT OrderId, Cents FROM Orders ORDER BY 1"),
         (("Django",), "SELECT order_id, cents FROM shop_order ORDER BY 1"),
     ],
 )
