@@ -39,11 +39,9 @@ class Tools:
 
     store: Store
     publisher: Publisher
-    retries: RetryPolicy
+    policy: RetryPolicy
     #: The time limit for publishing one batch.
     publish_seconds: float
-    #: Whether later tasks of an ordering key are sent although an earlier one is dead.
-    skip_dead: bool
     #: What all batches share when they mark again.
     marking: Marking
     host: Host = field(default_factory=Host)
@@ -62,7 +60,7 @@ class Delivery:
         #: Writes the marks again if the commit fails.
         self.mark_retry = MarkRetry(claim, tools.marking)
         self._tools = tools
-        self._policy = tools.retries.for_topic(claim.policy)
+        self._policy = tools.policy.for_topic(claim.policy)
         #: Over all runs of the transaction: the answer of Pub/Sub, or the failure that made a request needless.
         self._answers: dict[str, Answer] = {}
         #: By ID, the version of the row when its task was last tried.
@@ -102,8 +100,8 @@ class Delivery:
         """Lock the rows of `claim`, write the marks of `decide` and return the commit timestamp. Raises StoreError."""
         with self.timing.transaction(decide) as timed:
             committed = self._tools.store.claim(claim.locks, timed)
-        if self.timing.marks:  # a commit without marks does not show that Spanner accepts writes
-            self._tools.marking.committed()
+        if self.timing.marks:
+            self.mark_retry.committed()
         return committed
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
@@ -120,7 +118,7 @@ class Delivery:
         Note why the other rows are skipped. A task that failed before an abort loses its answer if its row has changed.
         """
         self._begin_run(claim, rows)
-        skipped = rules.skip_reasons(claim, rows, now, self._published(), skip_dead=self._tools.skip_dead)
+        skipped = rules.skip_reasons(claim, rows, now, self._published(), self._policy)
         self._decided |= skipped
         excluded = {*skipped, *(task.id for task in claim.releases)}
         return [row for row in rules.in_order(claim, rows) if row.id not in excluded]
@@ -148,7 +146,7 @@ class Delivery:
 
     def _marks(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Return the marks of all answers."""
-        marks = rules.marks_of(self.claim, rows, self._answers, now, self._policy, skip_dead=self._tools.skip_dead)
+        marks = rules.marks_of(self.claim, rows, self._answers, now, self._policy)
         self._decided |= {id: mark for id, mark in marks.items() if not isinstance(mark, Sent)}
         return marks
 
@@ -156,7 +154,7 @@ class Delivery:
         self, claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
     ) -> dict[str, Mark]:
         """Return a mark for each deferred task that this commit makes a key head. The mark releases the task."""
-        heads = rules.to_release(claim, rows, marks, now, skip_dead=self._tools.skip_dead)
+        heads = rules.to_release(claim, rows, marks, now, self._policy)
         return {row.id: NotSent.released(row) for row in heads}
 
     def _release_heads(self) -> None:
@@ -169,7 +167,7 @@ class Delivery:
         if not keys:
             return
         with contextlib.suppress(StoreError):
-            heads = self._tools.store.key_heads(keys, 1, skip_dead=self._tools.skip_dead)
+            heads = self._tools.store.key_heads(keys, 1, skip_dead=self._policy.skip_dead)
             deferred = [ClaimedTask(head.id, key.ordering_key) for key, [head] in heads.items() if head.deferred]
             if deferred:
                 claim = replace(self.claim, tasks=tuple(deferred), releases=())

@@ -135,7 +135,7 @@ class Deferral(Delivery):
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         self._begin_run(self.claim, rows)
-        reasons = skip_reasons(self.claim, rows, now, {}, skip_dead=self._tools.skip_dead)
+        reasons = skip_reasons(self.claim, rows, now, {}, self._policy)
         blocked = [row for row in in_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
         head = next((row for row in rows if row.id == self.claim.ids[0]), None)
         deferred: dict[str, Deferred] = {}

@@ -88,6 +88,10 @@ class MarkRetry:
         self._failed: set[Claim] = set()
         self._found: list[Unmarked] = []
 
+    def committed(self) -> None:
+        """Note that a transaction of the batch has committed with marks, so Spanner accepts writes."""
+        self._marking.committed()
+
     def done(self) -> None:
         """Note that all marks are written."""
         self._keep(())

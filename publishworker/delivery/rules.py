@@ -33,16 +33,71 @@ from publishworker.types import (
     Version,
 )
 
+#: Max seconds until a worker notices that the head of a blocked key is gone or has been changed.
+CHECK_SECONDS = 60.0
+#: Max characters of LastError, with the reason.
+MAX_ERROR_CHARACTERS = 1_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often a failed task is retried, and after how many seconds.
+
+    The delay begins at `initial` and doubles up to `longest`. With jitter, a task waits a random time between half of
+    the delay and the whole delay. After `max_attempts` failed attempts the task is dead. If its topic is missing or
+    refuses messages, it is not dead before it is `dead_after` seconds old. If its message can never be published, it is
+    dead at once.
+    """
+
+    initial: float
+    longest: float
+    max_attempts: int
+    dead_after: float
+    random: Random
+    #: Whether later tasks of an ordering key are sent although an earlier one is dead.
+    skip_dead: bool = False
+
+    def for_topic(self, policy: TopicPolicy) -> "RetryPolicy":
+        """Return this policy with the values that the topic has."""
+        return replace(self, **{name: value for name, value in asdict(policy).items() if value is not None})
+
+    def record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
+        """Return the values to write to the row of a task that failed at `now`, the database's time."""
+        attempts = min(max(row.attempts, 0) + 1, MAX_INT64)  # another writer may have set the column to any number
+        kind, age = kind_of(failure.reason), now - row.created_at
+        may_die = kind is not FailureKind.TARGET or age >= timedelta(seconds=self.dead_after)
+        if kind is FailureKind.CONTENT or (may_die and attempts >= self.max_attempts):
+            return NotSent(attempts, NEVER, row.expires_at, last_error(failure), trace_id(row.data))
+        doublings = min(attempts - 1, 60)  # 2**60 cannot overflow a float, and exceeds any `longest`
+        wait = min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
+        due = now + timedelta(seconds=wait)
+        return NotSent(attempts, due, row.expires_at, last_error(failure), trace_id(row.data))
+
+    def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
+        """Yield the values to write to each task behind `head`, which is not due before `available_at`.
+
+        The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
+        deleted or changed by SQL. One such task would be enough, because the commit that sends a task releases the
+        next. The second is for the case that the first is deleted as well.
+
+        The others end within `longest` seconds. Otherwise the tasks behind a dead head would look dead too. All end
+        when the head expires, because an expired head blocks no task.
+        """
+        if head.expires_at is not None:
+            available_at = min(available_at, max(head.expires_at, now))
+        for longest in chain([min(CHECK_SECONDS, self.longest)] * 2, repeat(self.longest)):
+            yield Deferred(min(available_at, now + timedelta(seconds=longest)), head.id)
+
 
 def skip_reasons(
-    claim: Claim, rows: Sequence[LockedRow], now: datetime, published: Mapping[str, Version], *, skip_dead: bool
+    claim: Claim, rows: Sequence[LockedRow], now: datetime, published: Mapping[str, Version], policy: RetryPolicy
 ) -> dict[str, Skipped]:
     """Return the skip reason of each task of the claim that this transaction must not publish.
 
     `published` are the tasks that an earlier transaction attempt has published. They still need their mark, so they are
     skipped only if their rows are gone, sent, or no longer hold the message that was published. A task that is skipped
     as "not_due" or as "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead and
-    `skip_dead` is set.
+    the policy skips dead tasks.
     """
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Skipped] = {}
@@ -63,7 +118,7 @@ def skip_reasons(
             reasons[id] = Skipped("blocked")
         elif reason := _skip_reason(row, claim.kind, now):
             reasons[id] = reason
-            if key is not None and _blocks_key(row, now, skip_dead=skip_dead):
+            if key is not None and _blocks_key(row, now, policy):
                 blocked.add(key)
     return reasons
 
@@ -103,7 +158,7 @@ def own_requests(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
 
 
 def to_release(
-    claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, *, skip_dead: bool
+    claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, policy: RetryPolicy
 ) -> list[LockedRow]:
     """Return the deferred rows that become heads of their keys with this commit. The commit must make them ready.
 
@@ -119,7 +174,7 @@ def to_release(
         if row.deferred and mark is None:
             released.append(row)
         dead = isinstance(mark, NotSent) and mark.dead
-        if _blocks_key(row, now, skip_dead=skip_dead) and not (dead and skip_dead):
+        if _blocks_key(row, now, policy) and not (dead and policy.skip_dead):
             keys.remove(key)
     return released
 
@@ -140,63 +195,9 @@ def expired(row: LockedRow) -> Failed:
     return Failed("expired", f"ExpiresAt was {shown(row.expires_at or NEVER)}")
 
 
-def _blocks_key(row: LockedRow, now: datetime, *, skip_dead: bool) -> bool:
-    """Tell whether an unsent task blocks its key. It does not if it has expired, or is dead and `skip_dead` is set."""
-    return not (row.is_expired(now) or (skip_dead and is_dead(row.available_at)))
-
-
-#: Max seconds until a worker notices that the head of a blocked key is gone or has been changed.
-CHECK_SECONDS = 60.0
-#: Max characters of LastError, with the reason.
-MAX_ERROR_CHARACTERS = 1_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """How often a failed task is retried, and after how many seconds.
-
-    The delay begins at `initial` and doubles up to `longest`. With jitter, a task waits a random time between half of
-    the delay and the whole delay. After `max_attempts` failed attempts the task is dead. If its topic is missing or
-    refuses messages, it is not dead before it is `dead_after` seconds old. If its message can never be published, it is
-    dead at once.
-    """
-
-    initial: float
-    longest: float
-    max_attempts: int
-    dead_after: float
-    random: Random
-
-    def for_topic(self, policy: TopicPolicy) -> "RetryPolicy":
-        """Return this policy with the values that the topic has."""
-        return replace(self, **{name: value for name, value in asdict(policy).items() if value is not None})
-
-    def record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
-        """Return the values to write to the row of a task that failed at `now`, the database's time."""
-        attempts = min(max(row.attempts, 0) + 1, MAX_INT64)  # another writer may have set the column to any number
-        kind, age = kind_of(failure.reason), now - row.created_at
-        may_die = kind is not FailureKind.TARGET or age >= timedelta(seconds=self.dead_after)
-        if kind is FailureKind.CONTENT or (may_die and attempts >= self.max_attempts):
-            return NotSent(attempts, NEVER, row.expires_at, last_error(failure), trace_id(row.data))
-        doublings = min(attempts - 1, 60)  # 2**60 cannot overflow a float, and exceeds any `longest`
-        wait = min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
-        due = now + timedelta(seconds=wait)
-        return NotSent(attempts, due, row.expires_at, last_error(failure), trace_id(row.data))
-
-    def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
-        """Yield the values to write to each task behind `head`, which is not due before `available_at`.
-
-        The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
-        deleted or changed by SQL. One such task would be enough, because the commit that sends a task releases the
-        next. The second is for the case that the first is deleted as well.
-
-        The others end within `longest` seconds. Otherwise the tasks behind a dead head would look dead too. All end
-        when the head expires, because an expired head blocks no task.
-        """
-        if head.expires_at is not None:
-            available_at = min(available_at, max(head.expires_at, now))
-        for longest in chain([min(CHECK_SECONDS, self.longest)] * 2, repeat(self.longest)):
-            yield Deferred(min(available_at, now + timedelta(seconds=longest)), head.id)
+def _blocks_key(row: LockedRow, now: datetime, policy: RetryPolicy) -> bool:
+    """Tell whether an unsent task blocks its key. It does not if it has expired, or is dead and skipped."""
+    return not (row.is_expired(now) or (policy.skip_dead and is_dead(row.available_at)))
 
 
 def marks_of(
@@ -204,9 +205,7 @@ def marks_of(
     rows: Sequence[LockedRow],
     answers: Mapping[str, Answer],
     now: datetime,
-    retries: RetryPolicy,
-    *,
-    skip_dead: bool,
+    policy: RetryPolicy,
 ) -> dict[str, Mark]:
     """Return the marks: published tasks, failed attempts, and deferrals of tasks behind failed ones.
 
@@ -226,13 +225,13 @@ def marks_of(
         elif answer is not None:
             recorded = None
             if should_record(claim.hints, row.id, answer, topic_accepts=topic_accepts):
-                recorded = marks[row.id] = retries.record(row, answer, now)
-            blocks_nothing = recorded is not None and recorded.dead and skip_dead
+                recorded = marks[row.id] = policy.record(row, answer, now)
+            blocks_nothing = recorded is not None and recorded.dead and policy.skip_dead
             if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
                 continue  # a later task of its key is marked by its answer, or stays as it is if it was not tried
             if row.ordering_key is not None and stops_key(answer):
                 later = None if recorded is None or blocks_nothing else recorded.available_at
-                stopped[row.ordering_key] = iter(()) if later is None else retries.deferrals(row, later, now)
+                stopped[row.ordering_key] = iter(()) if later is None else policy.deferrals(row, later, now)
     return marks
 
 

@@ -192,21 +192,21 @@ def relay_of(
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
     places = settings.concurrency
-    retries = RetryPolicy(
+    policy = RetryPolicy(
         initial=settings.backoff_initial,
         longest=settings.backoff_max,
         max_attempts=settings.max_attempts,
         dead_after=settings.dead_after,
         random=host.random,
+        skip_dead=settings.on_ordering_failure == "skip",
     )
     return Relay(
         store if trace is None else trace.reading(store),
         Tools(
             store=store,
             publisher=publisher,
-            retries=retries,
+            policy=policy,
             publish_seconds=settings.publish_timeout,
-            skip_dead=settings.on_ordering_failure == "skip",
             marking=Marking(host, settings.shutdown_timeout),
             host=host,
             trace=trace,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from outbox.program.terminal import listed
+from outbox.program.terminal import counted, listed
 from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.kinds import Deferral, MarkFirst
@@ -57,10 +57,10 @@ class StuckBatch(Exception):
 
     def __init__(self, claims: Sequence[Claim], seconds: float) -> None:
         first = claims[0]
-        others = f" (and {len(claims) - 1} more batches)" if len(claims) > 1 else ""
+        others = f" (the first of {len(claims)} stuck batches)" if len(claims) > 1 else ""
         super().__init__(
-            f"Batch of {len(first.ids)} tasks of topic {first.topic} has begun no transaction for {seconds:.0f} s: "
-            f"{listed(first.ids)}{others}"
+            f"Batch of {counted(len(first.ids), 'task')} of topic {first.topic} has begun no transaction for "
+            f"{seconds:.0f} s: {listed(first.ids)}{others}"
         )
         self.claims = tuple(claims)
         self.seconds = seconds
@@ -72,7 +72,7 @@ _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferr
 def delivery_of(claim: Claim, tools: Tools) -> Delivery:
     """Return the delivery of a claim."""
     if tools.trace is not None:
-        store, publisher = tools.trace.of_batch(claim, tools.store, tools.publisher, skips_dead=tools.skip_dead)
+        store, publisher = tools.trace.of_batch(claim, tools.store, tools.publisher, skips_dead=tools.policy.skip_dead)
         tools = replace(tools, store=store, publisher=publisher)
     return _KINDS[claim.kind](claim, tools)
 

@@ -5,13 +5,14 @@ each key, and only these may be sent (docs/guide/ordering.md). A task that is co
 CreatedAt than all tasks in it, so it belongs behind the prefix.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from random import Random
 from typing import TypeVar
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind
+from publishworker.delivery.rules import RetryPolicy
+from publishworker.host import Host
 from publishworker.log import ThrottledLog
 from publishworker.spanner.store import Store
 from publishworker.turn.in_flight import Limits
@@ -44,15 +45,13 @@ class ResolvedKeys:
 class Ordering:
     """Reads the heads of ordering keys. It belongs to the relay's thread."""
 
-    def __init__(
-        self, store: Store, limits: Limits, random: Random, *, skip_dead: bool, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, store: Store, limits: Limits, policy: RetryPolicy, host: Host) -> None:
         self._store = store
         self._limits = limits
-        self._random = random
-        self._skip_dead = skip_dead
-        self._throttled_log = ThrottledLog(clock)
-        self._read_size = ReadSize(MAX_KEYS, clock)
+        self._random = host.random
+        self._skip_dead = policy.skip_dead
+        self._throttled_log = ThrottledLog(host.clock)
+        self._read_size = ReadSize(MAX_KEYS, host.clock)
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
         """Replace the tasks of each key that is not in flight by its sendable prefix. Raises StoreError."""

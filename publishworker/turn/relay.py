@@ -42,7 +42,7 @@ class Relay:
         self.in_flight = InFlight(tools, limits, reporter.unmarked)
         self.poller = Poller(store, membership, self.topics, host.clock, limits.batches * limits.batch_size)
         self.discoverer = Discoverer(store, membership, self.topics, self.poller, host.clock, seconds=discovery_seconds)
-        self._ordering = Ordering(store, limits, host.random, skip_dead=tools.skip_dead, clock=host.clock)
+        self._ordering = Ordering(store, limits, tools.policy, host)
         self._selector = Selector(self.in_flight, self.topics, host.random)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
@@ -105,7 +105,7 @@ class Relay:
             return Selection()
         if resolved.candidates:
             self.discoverer.refresh()  # the reads may have taken long
-        return self._selector.select(resolved, polled.cut_off)
+        return self._selector.select(resolved, polled)
 
     def _start(self, claims: Sequence[Claim]) -> None:
         for claim in claims:

@@ -17,7 +17,7 @@ from publishworker.delivery.claim import Claim, ClaimedTask, Delivered
 from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
-from publishworker.turn.poller import Wanted
+from publishworker.turn.poller import Polled, Wanted
 from publishworker.types import Candidate
 
 
@@ -104,13 +104,13 @@ class Selector:
         claims = [claim for each in delivered if (claim := self._topics.admit_at_most_once(each)) is not None]
         return claims[: self._in_flight.free]
 
-    def select(self, resolved: ResolvedKeys, cut_off: frozenset[str]) -> Selection:
-        """Choose the batches to start in addition to those in flight. Topics in `cut_off` have more tasks.
+    def select(self, resolved: ResolvedKeys, polled: Polled) -> Selection:
+        """Choose the batches to start in addition to those in flight.
 
         Batches that defer blocked tasks get at most a quarter of the places, or half if no task can be sent. Without
         deferrals, each poll would return the same blocked tasks.
         """
-        in_flight = self._in_flight
+        in_flight, cut_off = self._in_flight, polled.cut_off
         if not in_flight.has_room:
             return Selection(left_tasks=True, waits=True)
         deferrals = list(resolved.blocked[: self._places_to_defer(nothing_else=not resolved.candidates)])

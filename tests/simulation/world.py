@@ -155,9 +155,14 @@ class Node:
         )  # fmt: skip
         publisher = world.pubsub.publisher(process, self.clock, plan.latencies.publish, self._fate("pubsub"))
         membership = self.membership = Membership(store, process.name, clock=self.clock, wall_clock=self.clock)
-        retries = RetryPolicy(
-            initial=1, longest=plan.longest_backoff, max_attempts=10, dead_after=86_400, random=random
-        )
+        policy = RetryPolicy(
+            initial=1,
+            longest=plan.longest_backoff,
+            max_attempts=10,
+            dead_after=86_400,
+            random=random,
+            skip_dead=plan.skip_dead,
+        )  # fmt: skip
         host = Host(clock=self.clock, random=random, threads=VirtualThreads(world.clockwork, process))  # type: ignore[arg-type]  # as real threads
         trace = None if world.steps is None else Trace(world.steps.append, process.name)
         relay = self.relay = Relay(
@@ -165,9 +170,8 @@ class Node:
             Tools(
                 store=store,
                 publisher=publisher,
-                retries=retries,
+                policy=policy,
                 publish_seconds=5.0,
-                skip_dead=plan.skip_dead,
                 marking=Marking(host, 20.0),
                 host=host,
                 trace=trace,

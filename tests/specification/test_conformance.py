@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest import mock
 
@@ -16,14 +15,13 @@ from outbox.errors import SettingError
 from outbox.specification.conformance import Conformance, conform
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
-from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.trace import File, Trace
 from publishworker.host import Host
 from publishworker.turn.in_flight import delivery_of
 from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import Plan, World
 from tests.support.fakes import FakePublisher, FakeStore
-from tests.support.parts import claim_of
+from tests.support.parts import claim_of, policy
 from tests.support.relay_bench import Bench
 
 
@@ -139,11 +137,9 @@ def test_a_trace_needs_a_file() -> None:
 
 
 def test_a_batch_without_a_trace_uses_the_store_itself() -> None:
-    retries = RetryPolicy(initial=1, longest=60, max_attempts=10, dead_after=0, random=Random(1))
     tools = Tools(
-        store=FakeStore(), publisher=FakePublisher(), retries=retries, publish_seconds=5, skip_dead=False,
-        marking=Marking(Host()),
-    )  # fmt: skip
+        store=FakeStore(), publisher=FakePublisher(), policy=policy(), publish_seconds=5, marking=Marking(Host())
+    )
     assert delivery_of(claim_of("orders", "a"), tools)._tools is tools
 
 

@@ -26,6 +26,12 @@ from publishworker.types import PollRequest
 HOST, SHARES = {"clock", "threads", "progress"}, {"stragglers", "fair_share"}
 
 
+def policy(**values: Any) -> RetryPolicy:
+    """Return the default retry policy, with other values, and random times of one seed."""
+    defaults = {"initial": 1, "longest": 3600, "max_attempts": 10, "dead_after": 86_400, "random": Random(1)}
+    return RetryPolicy(**{**defaults, **values})
+
+
 def relay_of(
     store: Store,
     publisher: Publisher,
@@ -39,7 +45,6 @@ def relay_of(
     **options: Any,
 ) -> Relay:
     host = Host(random=Random(1), **{name: options.pop(name) for name in HOST & options.keys()})
-    defaults: dict[str, Any] = {"initial": 1, "longest": 3600, "max_attempts": 10, "dead_after": 86_400}
     trace = options.pop("trace", None)
     shares = {name: options.pop(name) for name in SHARES & options.keys()}
     return Relay(
@@ -47,9 +52,8 @@ def relay_of(
         Tools(
             store=store,
             publisher=publisher,
-            retries=RetryPolicy(random=host.random, **{**defaults, **(retries or {})}),
+            policy=policy(random=host.random, skip_dead=options.pop("skip_dead", False), **(retries or {})),
             publish_seconds=5,
-            skip_dead=options.pop("skip_dead", False),
             marking=Marking(host, options.pop("shutdown_seconds", 0.0)),
             host=host,
             trace=trace,

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from datetime import timedelta
-from random import Random
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from outbox.table.states import NEVER
 from publishworker.delivery.claim import Delivered, Kind
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.marking import Marking
-from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.spanner.errors import StoreError
 from publishworker.turn.in_flight import delivery_of
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, Failed
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
-from tests.support.parts import claim_of
+from tests.support.parts import claim_of, policy
 
 HOUR = timedelta(hours=1)
 
@@ -49,9 +47,8 @@ class Bench(FakePublisher):
             self.store.insert(id, "orders", **{"data": serialized(), **columns})
 
     def batch(self, *ids: str, skip_dead: bool = False, **batch: Any) -> Delivery:
-        retries = RetryPolicy(initial=1, longest=9, max_attempts=9, dead_after=9, random=Random(1))
         tools = Tools(
-            store=self.store, publisher=self, retries=retries, publish_seconds=5, skip_dead=skip_dead,
+            store=self.store, publisher=self, policy=policy(skip_dead=skip_dead), publish_seconds=5,
             marking=Marking(Host()), host=Host(clock=lambda: self.seconds),
         )  # fmt: skip
         return delivery_of(claim_of("orders", *ids, **batch), tools)

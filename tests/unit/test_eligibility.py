@@ -10,7 +10,7 @@ from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim
 from publishworker.delivery.rules import in_order, skip_reasons, to_publish, to_release
 from publishworker.types import Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Version
-from tests.support.parts import claim_of
+from tests.support.parts import claim_of, policy
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(seconds=1)
@@ -43,7 +43,7 @@ def row(id: str, **columns: Any) -> LockedRow:
 def reasons(
     batch: Claim, *rows: LockedRow, published: Mapping[str, Version] | None = None, skip_dead: bool = False
 ) -> dict[str, str]:
-    outcomes = skip_reasons(batch, rows, NOW, published or {}, skip_dead=skip_dead)
+    outcomes = skip_reasons(batch, rows, NOW, published or {}, policy(skip_dead=skip_dead))
     return {id: getattr(outcome, "reason", "?") for id, outcome in outcomes.items()}
 
 
@@ -61,7 +61,7 @@ def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
     rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
     released_ids = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
     released_ids = released_ids.get(word, ["next"] if reason and continues else [])
-    assert [each.id for each in to_release(batch, rows, {}, NOW, skip_dead=False)] == released_ids
+    assert [each.id for each in to_release(batch, rows, {}, NOW, policy())] == released_ids
 
 
 def test_only_dead_tasks_are_skipped_in_skip_mode() -> None:
@@ -155,9 +155,9 @@ def test_the_deferred_task_that_becomes_the_head_is_released(
     deferred = {"available_at": LATER, "deferred": True}
     rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
     batch = claim_of("orders", "a", "b", keys=("k", "k"), releases=("c", "d"))
-    assert [each.id for each in to_release(batch, rows, marks, NOW, skip_dead=skip_dead)] == released_ids
+    assert [each.id for each in to_release(batch, rows, marks, NOW, policy(skip_dead=skip_dead))] == released_ids
     # A head that has expired since the poll blocks no task.
     rows = [each._replace(expires_at=NOW) if each.id in released_ids else each for each in rows]
     behind = [each.id for each in rows if each.deferred and each.ordering_key == "k" and each.id not in marks]
-    released = [each.id for each in to_release(batch, rows, marks, NOW, skip_dead=skip_dead)]
+    released = [each.id for each in to_release(batch, rows, marks, NOW, policy(skip_dead=skip_dead))]
     assert released == (behind if released_ids else [])

@@ -1,6 +1,5 @@
 """The order of a key, between fakes: how far the first tasks of keys are read, and which of them go in one request."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from random import Random
@@ -9,12 +8,13 @@ from unittest import mock
 import pytest
 
 from outbox.table.states import NEVER
+from publishworker.host import Host
 from publishworker.turn import ordering
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
 from publishworker.types import Key, KeyHeads, QueuedTask
 from tests.support.fakes import FakeStore, serialized
-from tests.support.parts import poll_request
+from tests.support.parts import policy, poll_request
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
 
 
@@ -35,7 +35,7 @@ class Recording(FakeStore):
 
     def sendable(self, size: int) -> dict[str, tuple[str, ...]]:
         found = self.poll(poll_request("orders"))
-        parts = Ordering(self, Limits(size, 10_000_000, 2), self.random, skip_dead=False, clock=time.monotonic)
+        parts = Ordering(self, Limits(size, 10_000_000, 2), policy(), Host(random=self.random))
         candidates = parts.resolve(found, frozenset()).candidates
         return {each.ordering_key or "": (each.id, *each.behind) for each in candidates}
 
@@ -134,7 +134,7 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     bench.line("a", priority=0, created_at=at)
     bench.line("b", priority=100, created_at=at + timedelta(seconds=1))
     bench.line("c", priority=100, created_at=at + timedelta(seconds=2))
-    ordering = Ordering(bench.store, Limits(10, 10_000, 2), Random(1), skip_dead=False, clock=time.monotonic)
+    ordering = Ordering(bench.store, Limits(10, 10_000, 2), policy(), Host())
     seen = bench.store.poll(poll_request("orders"))
     key_heads = ordering.resolve(seen, frozenset())
     [key] = key_heads.candidates

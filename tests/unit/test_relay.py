@@ -216,7 +216,7 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     while len(bench.relay.in_flight) < 2 and not bench.count(m.PUBLISHED):
         bench.relay.turn()
     assert bench.relay.in_flight.utilization in (0.5, 1)
-    with pytest.raises(StuckBatch, match="Batch of 1 tasks of topic invoices has begun no transaction"):
+    with pytest.raises(StuckBatch, match="Batch of 1 task of topic invoices has begun no transaction"):
         bench.relay.finish() if stop else [(bench.relay.turn(), bench.wait(10)) for _ in range(20)]
     assert bench.unsent() == ["stuck"]
     assert bench.relay.finish().in_flight == 0

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import TopicHints
-from publishworker.delivery.rules import RetryPolicy, last_error, should_record
+from publishworker.delivery.rules import last_error, should_record
 from publishworker.types import Failed, LockedRow, NotSent
+from tests.support.parts import policy
 
 #: Far from the machine's clock.
 NOW = datetime(2055, 5, 5, 5, 5, 5, 123456, tzinfo=UTC)
@@ -36,8 +37,7 @@ def record(
     **changes: Any,
 ) -> NotSent:
     row = LockedRow("a", "orders", b"", None, now - age, None, None, attempts=attempts, expires_at=expires_at)
-    values = {"initial": 1.0, "longest": 3600.0, "max_attempts": 10, "dead_after": 86_400.0, "random": Random(1)}
-    return RetryPolicy(**{**values, **changes}).record(row, failure, now)
+    return policy(**changes).record(row, failure, now)
 
 
 def wait(recorded: NotSent) -> float:

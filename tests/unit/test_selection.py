@@ -13,6 +13,7 @@ from publishworker.host import Host
 from publishworker.topics.availability import Topics
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import ResolvedKeys
+from publishworker.turn.poller import Polled
 from publishworker.turn.selection import Selection, Selector
 from publishworker.types import Candidate, Failed, TopicLimit
 from tests.support.parts import claim_of, in_flight_of
@@ -57,7 +58,7 @@ class Bench:
         self, candidates: Sequence[Candidate], blocked: int = 0, cut_off: frozenset[str] = frozenset()
     ) -> Selection:
         deferrals = [claim_of("orders", "head", str(n), keys=("k", "k"), kind=Kind.DEFER) for n in range(blocked)]
-        return self.selector.select(ResolvedKeys(candidates, deferrals), cut_off)
+        return self.selector.select(ResolvedKeys(candidates, deferrals), Polled((), cut_off))
 
 
 def tasks(count: int, topic: str = "orders", bytes: int = 1, **columns: int) -> list[Candidate]:

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Delivered, Kind
-from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.topics.availability import CONTROLS_SECONDS, Topics, valid
 from publishworker.topics.circuit_breaker import TARGET_PROBE_TASKS
 from publishworker.types import NO_POLICY, Failed, TopicControls, TopicLimit, TopicPolicy
+from tests.support.parts import policy
 from tests.support.relay_bench import Bench
 
 NEW = "projects/other/topics/orders-v2"
@@ -124,7 +124,7 @@ def test_every_kind_of_batch_has_the_policy_of_its_topic(kind: Kind) -> None:
 
 
 def test_a_topic_replaces_only_the_values_that_it_has() -> None:
-    worker = RetryPolicy(initial=1, longest=3600, max_attempts=10, dead_after=86_400, random=Random(1))
+    worker = policy()
     assert worker.for_topic(NO_POLICY) == worker
     changed = worker.for_topic(TopicPolicy(max_attempts=3, longest=60.0))
     assert (changed.max_attempts, changed.longest) == (3, 60.0)
