@@ -241,7 +241,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "The table is too large": too_large,
         "A worker hangs": worker_hangs,
         "No worker sends metrics": unheard,
-        "An at-most-once task is in doubt": in_doubt,
+        "An at-most-once task may be lost": in_doubt,
         "A deploy goes wrong": bad_deploy,
         "The database was restored or cloned": restored,
     },
