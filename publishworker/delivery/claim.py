@@ -102,16 +102,14 @@ class Claim:
         return replace(self, tasks=tasks, kind=kind or self.kind, releases=releases)
 
     def halves(self) -> "tuple[Claim, ...]":
-        """Return two claims that together lock these rows, or none if there is only one row."""
-        if len(self.tasks) > 1:
-            ids = self.ids
+        """Return two claims that together have these tasks. Of one task, return it without the task behind it, if any.
+
+        That one needs no transaction of its own, because the batch reads the key heads once its tasks are marked.
+        """
+        ids = self.ids
+        if len(ids) > 1:
             return self.part(ids[: len(ids) // 2]), self.part(ids[len(ids) // 2 :])
-        if len(self.locks) < 2:
-            return ()
-        if self.tasks:
-            return replace(self, releases=()), replace(self, tasks=())
-        half = len(self.releases) // 2
-        return replace(self, releases=self.releases[:half]), replace(self, releases=self.releases[half:])
+        return (replace(self, releases=()),) if self.releases else ()
 
 
 #: The state of a task whose row could not be written. `marked`: at most once, marked but not published.

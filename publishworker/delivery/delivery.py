@@ -92,9 +92,9 @@ class Delivery:
         """Write the marks of a part of the claim. Raises StoreError."""
         self._transact(claim, lambda rows, now: self._marks_again(claim, rows, now))
 
-    def state_of(self, claim: Claim) -> State:
-        """Return what has happened to the tasks of a part whose marks are not written."""
-        return "published" if all(isinstance(self._answers.get(id), Sent) for id in claim.ids) else "unpublished"
+    def state_of(self, id: str) -> State:
+        """Return what has happened to a task whose mark is not written."""
+        return "published" if isinstance(self._answers.get(id), Sent) else "unpublished"
 
     def _transact(self, claim: Claim, decide: Decide) -> datetime:
         """Lock the rows of `claim`, write the marks of `decide` and return the commit timestamp. Raises StoreError."""

@@ -55,9 +55,9 @@ class MarkFirst(Delivery):
         else:
             self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))
 
-    def state_of(self, claim: Claim) -> State:
-        """Return what has happened to the tasks of a part."""
-        return "unpublished" if self._marked.keys().isdisjoint(claim.ids) else "marked"
+    def state_of(self, id: str) -> State:
+        """Return what has happened to a task whose mark is not undone."""
+        return "marked" if id in self._marked else "unpublished"
 
     def _send(self, part: Claim) -> None:
         marked: dict[str, LockedRow] = {}

@@ -68,8 +68,8 @@ class Markable(Protocol):
     def write_marks(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
 
-    def state_of(self, claim: Claim) -> State:
-        """Return what has happened to the tasks of a part."""
+    def state_of(self, id: str) -> State:
+        """Return what has happened to a task."""
 
 
 class MarkRetry:
@@ -83,7 +83,8 @@ class MarkRetry:
         self.aside = False
         self.has_begun = False
         self._parts: Sequence[Claim] = ()
-        self._error = ""
+        #: The last error.
+        self._error = StoreError()
         #: Parts that cannot be written while others can.
         self._failed: set[Claim] = set()
         self._found: list[Unmarked] = []
@@ -106,7 +107,7 @@ class MarkRetry:
         self._since = self._marking.clock()
         self._commits = self._marking.commits
         self._failed = set(failed if self._marking.refused <= MAX_REFUSED else ())
-        self._found = [Unmarked(part, str(error), self._batch.state_of(part)) for part, error in failed.items()]
+        self._found = [each for part, error in failed.items() for each in self._unmarked(part, error)]
 
     def run(self) -> Iterator[Unmarked]:
         """Mark again after growing pauses.
@@ -120,7 +121,9 @@ class MarkRetry:
             self._marking.wait(backoff.next())
             self._try()
             if self._marking.is_over(self._since):
-                self._found += [self._unmarked(part, given_up=True) for part in self._parts if part.tasks]
+                self._found += [
+                    each for part in self._parts for each in self._unmarked(part, self._error, given_up=True)
+                ]
                 self._keep(())
         yield from self._found
 
@@ -145,13 +148,12 @@ class MarkRetry:
                 goes_on = others_commit or (refused and self._marking.refused < MAX_REFUSED)
                 if halves and refused:
                     todo.extendleft(reversed(halves))
-                elif refused and not part.tasks:
-                    pass  # a release: without it, the deferral of the task ends by itself
                 elif halves and (others_commit or len(todo) + len(left) + len(halves) <= MAX_PARTS):
                     left += halves
                 else:
                     left.append(part)
-                    self._note(part, refused=refused, counts=goes_on)
+                    if goes_on:
+                        self._note(part, error)
             self._keep([*todo, *left])
             goes_on = goes_on and self._marking.clock() < end and not self._marking.is_over(self._since)
         self._commits = self._marking.commits
@@ -161,16 +163,16 @@ class MarkRetry:
         try:
             self._batch.write_marks(part)
         except StoreError as error:
-            self._error = str(error)
+            self._error = error
             return error
         return None
 
-    def _note(self, part: Claim, *, refused: bool, counts: bool) -> None:
-        """Note a part of one row that cannot be written, once."""
-        if counts and part not in self._failed:
+    def _note(self, part: Claim, error: StoreError) -> None:
+        """Note a part that cannot be written, once."""
+        if part not in self._failed:
             self._failed.add(part)
-            self._marking.refused += refused
-            self._found += [self._unmarked(part)] * bool(part.tasks)
+            self._marking.refused += isinstance(error, Refused)
+            self._found += self._unmarked(part, error)
 
     def _keep(self, parts: Sequence[Claim]) -> None:
         self._parts = parts
@@ -179,5 +181,9 @@ class MarkRetry:
     def _max_seconds(self) -> float:
         return MAX_ASIDE_SECONDS if self.aside else MAX_SECONDS
 
-    def _unmarked(self, part: Claim, *, given_up: bool = False) -> Unmarked:
-        return Unmarked(part, self._error, self._batch.state_of(part), given_up)
+    def _unmarked(self, part: Claim, error: StoreError, *, given_up: bool = False) -> list[Unmarked]:
+        """Return an Unmarked for each state of the tasks of a part."""
+        ids: dict[State, list[str]] = {}
+        for id in part.ids:
+            ids.setdefault(self._batch.state_of(id), []).append(id)
+        return [Unmarked(part.part(of_state), str(error), state, given_up) for state, of_state in ids.items()]
