@@ -35,17 +35,18 @@ HEAD = """\
 
 Each line of the first two tables is a test that kills workers or breaks a service under load. It compares the IDs of
 registered tasks with the messages that subscribers received, and fails if there are more duplicates than *allowed*.
-`make test-long` runs each test for a minute. `make soak MINUTES=30` causes all faults at random, and measures the
-memory of one worker.
+`make test-long` runs them in the *long form*, with outages of a minute. `make soak MINUTES=30` causes all faults at
+random, and measures the memory of one worker. *Seconds to recover* are those from the end of the last fault until all
+tasks are marked as sent.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
 versions. Do not edit it. Emulators, workers and tests share two cores, so times are long, but counts are exact.
 """
 
 INBOX_SAYS = """\
-Two subscribers use the [inbox](guide/subscribe.md). They are killed at random, paused for longer than their leases, and
-cut off from Spanner and Pub/Sub. Two workers are killed, too, and some tasks are sent again. An effect is a row with a
-random key, so a second effect of a task would be a second row.
+Two subscribers use the [inbox](guide/subscribe.md). They are killed at random, paused until Pub/Sub delivers their
+messages again, and cut off from Spanner and Pub/Sub. Two workers are killed, too, and some tasks are sent again. An
+effect is a row with a random key, so a second effect of a task would be a second row.
 """
 
 

@@ -38,7 +38,7 @@ SCENARIOS = {
         SPANNER, calls("spanner", "Commit", Fault.REFUSED, 0.3),
     ),
     "spanner_commits_lost": Scenario(
-        "The connection to Spanner is cut after 20 % of the commits arrived. Their outcome is unknown.",
+        "Spanner gets the commit, and then the connection is cut, for 20 % of the commits. Their outcome is unknown.",
         f"{NOTHING} The client commits again, or the next turn finds the mark.",
         SPANNER, calls("spanner", "Commit", Fault.LOST, 0.2),
     ),
@@ -47,7 +47,7 @@ SCENARIOS = {
         NOTHING, PUBSUB, calls("pubsub", "Publish", Fault.REFUSED, 0.3),
     ),
     "pubsub_answers_lost": Scenario(
-        "The connection to Pub/Sub is cut after 20 % of the requests arrived. Their outcome is unknown.",
+        "Pub/Sub gets the request, and then the connection is cut, for 20 % of the requests. Their outcome is unknown.",
         UNANSWERED, PUBSUB, calls("pubsub", "Publish", Fault.LOST, 0.2),
     ),
     "connections_cut": Scenario("Connections are cut twice a second.", UNANSWERED, BOTH, broken("cut")),
