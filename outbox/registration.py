@@ -121,7 +121,8 @@ def register(
         expires_at=expires_at, at_most_once=at_most_once, task_id=task_id,
     )  # fmt: skip
     row = task_row(task)
-    insert(transaction, TABLE, *_without_defaults([row]))  # keeps OUT-LOSS-1 of docs/guarantees.md
+    # Adds one insert to the transaction of the caller, and so keeps OUT-LOSS-1 of docs/guarantees.md.
+    insert(transaction, TABLE, *_without_defaults([row]))
     id: str = row[0]
     if task_id is not None:
         remember(transaction, (id,))

@@ -32,12 +32,12 @@ class ClaimedTask(NamedTuple):
 class TopicHints:
     """What the worker knows about the topic when it starts the batch.
 
-    They decide which failed attempts are recorded.
+    They decide which failures are recorded as failed attempts.
     """
 
     #: The batch probes a topic whose circuit is open.
     probe: bool = False
-    #: False from an outage of the topic until the worker has published a task to it again.
+    #: False after an outage of the topic, until the worker has published a task to it again.
     accepts: bool = True
     #: Tasks whose publish failed in the topic's last outage. If one fails again while the topic accepts other tasks, a
     #: failed attempt is recorded.
@@ -48,13 +48,15 @@ class TopicHints:
 class Claim:
     """A batch: tasks of one topic.
 
-    The tasks of each ordering key are in order. A batch that defers begins with the head.
+    The tasks of each ordering key are in order. A batch that defers begins with the head, and its other tasks are in
+    any order.
     """
 
     topic: str
     tasks: tuple[ClaimedTask, ...]
     kind: Kind = Kind.PUBLISH
-    #: Deferred tasks that follow the sendable prefixes, to be released when these are sent.
+    #: For each ordering key, the task behind the claimed ones. It is locked, too, and released if it is deferred and
+    #: becomes the head.
     releases: tuple[ClaimedTask, ...] = ()
     #: Size of all messages of the batch. A part keeps the size of the whole.
     bytes: int = 0
@@ -118,17 +120,18 @@ State: TypeAlias = Literal["published", "unpublished", "marked"]
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What became of the tasks of a batch, after its first transaction.
+    """The first report of a batch: what became of its tasks.
 
-    `error` says why the commit failed. It is None after a commit, and if only single rows were refused: each of these
-    has an Unmarked.
+    `error` says why the commit failed. It is None after a commit, and if Spanner refused only single rows, which are
+    reported as Unmarked.
     """
 
     claim: Claim
-    #: Pub/Sub's answer for each task over all runs of the transaction. A task that is expired or cannot be published
-    #: has a failure instead, without a request.
+    #: Pub/Sub's answer for each task, over all attempts of the transaction. A task that is expired or cannot be
+    #: published has a failure instead, without a request.
     answers: Mapping[str, Answer] = field(default_factory=dict)
-    #: The tasks that the last run skipped. A task that another worker sent meanwhile is in both.
+    #: The tasks that the last attempt skipped. A published task can be here, too, if another worker has sent it after
+    #: an abort.
     skipped: Mapping[str, Skipped] = field(default_factory=dict)
     #: Failed attempts and deferrals that are written.
     recorded: Mapping[str, NotSent] = field(default_factory=dict)
@@ -139,9 +142,9 @@ class Delivered:
     unconfirmed: tuple[str, ...] = ()
     #: Seconds between a task's due time and Pub/Sub's answer.
     latencies: Mapping[str, float] = field(default_factory=dict)
-    #: Seconds of each phase, over all runs.
+    #: Seconds of each phase, over all attempts.
     phases: Mapping[str, float] = field(default_factory=dict)
-    #: Runs of transactions that were aborted.
+    #: Attempts of transactions that were aborted.
     aborted: int = 0
     error: str | None = None
 

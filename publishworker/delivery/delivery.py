@@ -51,8 +51,8 @@ class Tools:
 class Delivery:
     """One batch, on a thread of its own. The relay's thread reads `claim`, `mark_retry` and `timing`.
 
-    After an abort the transaction runs again, with newly locked rows. This run publishes only tasks that have no answer
-    yet, and failed tasks whose row has changed since. It marks every task that any run has published.
+    After an abort, the next attempt of the transaction locks the rows again. It publishes only tasks that have no
+    answer yet, and failed tasks whose rows have changed since. It marks every task that any attempt has published.
     """
 
     def __init__(self, claim: Claim, tools: Tools) -> None:
@@ -61,11 +61,11 @@ class Delivery:
         self.mark_retry = MarkRetry(claim, tools.marking)
         self._tools = tools
         self._policy = tools.policy.for_topic(claim.policy)
-        #: Over all runs of the transaction: the answer of Pub/Sub, or the failure that made a request needless.
+        #: By ID, over all attempts of the transaction: the answer of Pub/Sub, or the reason why no request was sent.
         self._answers: dict[str, Answer] = {}
         #: By ID, the version of the row when its task was last tried.
         self._tried: dict[str, Version] = {}
-        #: What the last run has decided about tasks that it does not mark as sent.
+        #: By ID, what the last attempt has decided about tasks that it does not mark as sent.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
         self.timing = Timing(tools.host.clock)
         self._error: str | None = None
@@ -74,7 +74,7 @@ class Delivery:
         """Claim, publish and mark, in one transaction."""
         try:
             self._transact(self.claim, self._decide)
-            self.mark_retry.done()
+            self.mark_retry.done()  # nothing is left to mark
             if self.timing.aborted:
                 self._release_heads()
         except StoreError as error:
@@ -82,7 +82,10 @@ class Delivery:
         return self._delivered()
 
     def mark_again(self) -> Iterator[Unmarked]:
-        """Mark again, in transactions that publish nothing. Yield what cannot be marked while others can."""
+        """Mark again, in transactions that publish nothing.
+
+        Yield rows that cannot be written although others can, and tasks that are given up.
+        """
         if self.mark_retry.has_begun:
             yield from self.mark_retry.run()
             if self.timing.transactions > 1:
@@ -158,9 +161,9 @@ class Delivery:
         return {row.id: NotSent.released(row) for row in heads}
 
     def _release_heads(self) -> None:
-        """Release key heads that another worker has deferred, which it could do while this batch had lost its locks.
+        """Release key heads that another worker has deferred while this batch had no locks.
 
-        If the release fails, their deferrals end by themselves, within a minute.
+        If this fails, their deferrals end by themselves, within a minute.
         """
         topic, tasks = self.claim.topic, self.claim.tasks
         keys = {Key(topic, task.ordering_key): task.shard for task in tasks if task.ordering_key is not None}
@@ -177,14 +180,15 @@ class Delivery:
         """Prepare to mark again. If Spanner has refused the commit, find the rows that are the reason."""
         self._error = str(error)
         is_refused = isinstance(error, Refused)
-        # Unless Spanner has refused the commit, it may be written. Then no failure and no deferral is reported.
+        # If Spanner has refused the commit, nothing is written, so failed attempts and deferrals are written again.
+        # After another error the commit may have succeeded, so they are neither written nor reported.
         self._forget_marks([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
         self.mark_retry.begin(self, [self.claim.part({*self._published(), *self._unsent_marks()})])
         if is_refused and self.mark_retry.search():
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _marks_again(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of published tasks, and again the marks of others that Spanner has refused.
+        """Return the marks of published tasks, and the refused marks of others if their rows have not changed.
 
         The latter only if their rows have not changed.
         """
@@ -202,11 +206,11 @@ class Delivery:
         return marks | self._releases(claim, rows, marks, now)
 
     def _unsent_marks(self) -> dict[str, NotSent | Deferred]:
-        """Return the marks that the last run has decided to write, of tasks that are not published."""
+        """Return the failed attempts and deferrals that the last attempt has decided to write."""
         return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}
 
     def _forget_marks(self, ids: Collection[str]) -> None:
-        """Forget the marks that an earlier run has decided to write."""
+        """Forget the failed attempts and deferrals of these tasks."""
         for id in self._unsent_marks().keys() & set(ids):
             del self._decided[id]
 

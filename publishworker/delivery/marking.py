@@ -18,7 +18,7 @@ FIRST_SECONDS, MAX_SECONDS, MAX_ASIDE_SECONDS = 0.05, 5.0, 30.0
 SEARCH_SECONDS = 20.0
 #: Max seconds between two attempts to mark, once the worker exits.
 EXIT_SECONDS = 0.25
-#: After this many refused rows without a commit in between, the reason is probably not in a row.
+#: After this many refused rows without a commit in between, the cause is probably not a row, so the search stops.
 MAX_REFUSED = 10
 #: Max parts of a batch that are marked one by one while nothing commits.
 MAX_PARTS = 10
@@ -53,12 +53,12 @@ class Marking:
             self._exit.wait(seconds)
 
     def shut_down(self) -> None:
-        """Let batches mark until their time at exit is over, but each at least once more."""
+        """Let each batch try to mark at least once more, for at most the seconds at exit."""
         self._exit_until = self.clock() + self._exit_seconds
         self._exit.set()
 
     def is_over(self, since: float) -> bool:
-        """Tell whether a batch that marks again since this time must give up."""
+        """Tell whether a batch that began to mark again at `since` must give up."""
         return self.clock() - since >= MAX_MARKING_SECONDS or (self._exit.is_set() and self.clock() >= self._exit_until)
 
 
@@ -79,7 +79,7 @@ class MarkRetry:
         self._marking = marking
         #: The tasks whose marks are not written. The relay's thread reads it.
         self.unmarked = frozenset(claim.ids)
-        #: Whether no row that is left can be written, while rows of other batches can. The batch then needs no place.
+        #: Whether rows of other batches can be written, but none of those that are left. The batch then needs no place.
         self.aside = False
         self.has_begun = False
         self._parts: Sequence[Claim] = ()
@@ -128,7 +128,7 @@ class MarkRetry:
         yield from self._found
 
     def search(self) -> bool:
-        """Find the rows that make Spanner refuse a commit. Tell whether nothing but single rows is left to write."""
+        """Find the rows that make Spanner refuse a commit. Tell whether only single refused rows are left, or none."""
         self._try(SEARCH_SECONDS)
         return self.aside or not self.unmarked
 

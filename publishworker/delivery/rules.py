@@ -2,8 +2,8 @@
 
 The rules for rows keep the order of each ordering key (docs/guide/ordering.md). The sendable prefix of a key is its
 first tasks that may be sent now. Sent and missing rows do not end it. It ends before the first task that blocks the key
-and is neither due nor deferred, or must be marked first. After a failure, except expiry, no later task of the key is
-published, not even when the transaction runs again.
+and must not be sent now: it is neither due nor deferred, or must be marked first. After a failure, except expiry, no
+later task of the key is published, not even when the transaction runs again.
 
 All times derive from the database's time, so a wrong clock of the worker has no effect.
 """
@@ -46,7 +46,8 @@ class RetryPolicy:
     The delay begins at `initial` and doubles up to `longest`. With jitter, a task waits a random time between half of
     the delay and the whole delay. After `max_attempts` failed attempts the task is dead. If its topic is missing or
     refuses messages, it is not dead before it is `dead_after` seconds old. If its message can never be published, it is
-    dead at once.
+    dead at once. Most failures of a topic are not recorded: then the topic's circuit decides when its tasks are tried
+    again.
     """
 
     initial: float
@@ -67,7 +68,7 @@ class RetryPolicy:
         kind, age = kind_of(failure.reason), now - row.created_at
         may_die = kind is not FailureKind.TARGET or age >= timedelta(seconds=self.dead_after)
         if kind is FailureKind.CONTENT or (may_die and attempts >= self.max_attempts):
-            return NotSent(attempts, NEVER, row.expires_at, last_error(failure), trace_id(row.data))
+            return NotSent(attempts, NEVER, row.expires_at, last_error(failure), trace_id(row.data))  # dead
         doublings = min(attempts - 1, 60)  # 2**60 cannot overflow a float, and exceeds any `longest`
         wait = min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
         due = now + timedelta(seconds=wait)
@@ -132,7 +133,7 @@ def _skip_reason(row: LockedRow, kind: Kind, now: datetime) -> Skipped | None:
 
 
 def in_order(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
-    """Return the rows, in the order of the claim's tasks if they have ordering keys. Released rows come last."""
+    """Return the rows, in the order of `claim.locks` if the tasks have ordering keys."""
     if all(task.ordering_key is None for task in claim.tasks):
         return list(rows)
     positions = {id: position for position, id in enumerate(claim.locks)}

@@ -70,7 +70,10 @@ class Store(Protocol):
         """Return the first unsent tasks of each key (with its shard), at most `per_key`, in order. Takes no locks."""
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """Lock the rows, call `decide`, write its marks, commit, and return when. Does it all again after an abort."""
+        """Lock the rows, call `decide`, write its marks and commit, in one read-write transaction.
+
+        Return the commit timestamp. After an abort, the next attempt does it all again.
+        """
 
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
         """Write a heartbeat. Delete the rows of the workers in `remove`."""

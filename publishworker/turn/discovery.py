@@ -9,7 +9,9 @@ from publishworker.turn.poller import Poller, Rotation
 from publishworker.types import Discovery
 
 #: If the workers, layouts and controls of the last read are older than this, they are read again before a poll and
-#: before a batch starts. They are old after a long pause, a slow read, or a suspension of the process.
+#: before a batch starts. They are old after a long pause, a slow read, or a suspension of the process. Otherwise a
+#: worker with tasks discovers at least once a second, and an idle one at least every CONTROLS_SECONDS while a topic is
+#: paused.
 MAX_READ_AGE_SECONDS = 2.0
 
 
@@ -42,13 +44,14 @@ class Discoverer:
         self._discovered_at = float("-inf")
         self._discovered_shards: tuple[int, ...] = ()
         self._shards = Rotation()
-        #: The number of shards that the current round of discoveries has not read.
+        #: If a discovery cannot read all shards, several make a round. The number of shards that this round has still
+        #: to read.
         self._undiscovered = 0
         #: True from `wake` until the next discovery.
         self._woken = False
         #: True from `begin_turn` to `end_turn`. If it is still true at the next `begin_turn`, the last turn failed.
         self._in_turn = False
-        #: Whether this turn has discovered before its poll, and has found nothing.
+        #: Whether this turn has discovered before its poll, and has found no new topic.
         self._found_nothing = False
 
     @property
@@ -61,7 +64,7 @@ class Discoverer:
         self._woken = True
 
     def begin_turn(self) -> None:
-        """Discover if the last read is outdated. After a turn that failed, refresh first.
+        """Discover if the last read is outdated. After a turn that failed, refresh before.
 
         A reshard may have dropped an index that the discovery would read.
         """
@@ -83,8 +86,8 @@ class Discoverer:
     def end_turn(self, *, found_nothing: bool) -> bool:
         """Discover if it is time. Tell whether there are new topics or shards to poll.
 
-        It is time every `seconds`, when the worker's shards have changed, and when a turn after `wake` has
-        `found_nothing` to start although it had room.
+        It is time every `seconds`, when the worker's shards have changed, and when an insert was reported but the turn
+        has `found_nothing` to start although it had room.
         """
         is_time = (
             self._clock() - self._discovered_at >= self._seconds
@@ -99,7 +102,7 @@ class Discoverer:
         return self._clock() - self._read_at > MAX_READ_AGE_SECONDS
 
     def _discover(self) -> bool:
-        """Discover. Tell whether to discover or poll again: for new topics or shards, or to end this round of shards.
+        """Discover. Tell whether there are new topics or shards to poll, or shards that are not read yet.
 
         If the discovery has found topics, the next one follows at once, because one read finds at most one new topic
         between two neighboring known names.

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outbox.program.terminal import counted, listed
-from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
+from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.kinds import Deferral, MarkFirst
 from publishworker.host import Queue, Thread
+from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Key
 
-#: A batch that has begun no transaction for this many seconds is stuck. A transaction and its pause take less.
+#: A batch that has begun no transaction for this many seconds is stuck. A transaction, and the pause before the next
+#: one, take less.
 STUCK_SECONDS = 120.0
-#: Max seconds that one check for stuck batches adds to the time since a batch's last transaction began. If more time
-#: has passed since the last check, the process was probably suspended, and its batches did not run.
+#: A check for stuck batches adds the time since the last check to the age of each batch's last transaction, but at most
+#: this many seconds. If more has passed, the process was probably suspended, and its batches did not run.
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
@@ -24,7 +26,7 @@ JOIN_SECONDS = 30.0
 WATCH_SECONDS = 1.0
 #: Max seconds that a turn waits for its batches. Then the turn ends, so that the worker can send its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
-#: Max batches that give up their places while they mark tasks.
+#: Max batches that need no place, because none of their rows that are left can be written.
 MAX_ASIDE = 100
 #: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
 #: takes several times its size, because Spanner's response, the decoded value, the message, the publish request and its
@@ -34,14 +36,14 @@ BATCHES_OF_BYTES, MIN_BYTES = 4, 32_000_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Max tasks and bytes of one batch. Max batches in flight, which are called places, and how places are shared."""
+    """Max tasks and bytes of one batch, the number of places, and how places are shared."""
 
     batch_size: int
     batch_bytes: int
     #: The number of places: each batch in flight takes one.
     batches: int
-    #: While tasks are left to start, a turn does not wait for its last batches, up to this many. Otherwise it waits for
-    #: all. No turn waits longer than MAX_TURN_WAIT_SECONDS.
+    #: If tasks are left to start, a turn ends although up to this many of its batches have not reported. No turn waits
+    #: longer than MAX_TURN_WAIT_SECONDS.
     stragglers: int = 0
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
@@ -92,19 +94,19 @@ class InFlight:
     """Starts batches and collects their reports. It belongs to one thread; batches run on others.
 
     A batch reports what became of its tasks. If it cannot mark them, it stays in flight and marks them again. It keeps
-    its place. If all commits fail, the worker soon has no free place, and publishes nothing new. If only some rows of a
-    batch cannot be written, it is aside and needs no place.
+    its place. If all commits fail, the worker soon has no free place, and publishes nothing new. If other rows can be
+    written, but none of those that are left of a batch, the batch is aside and needs no place.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
     """
 
-    def __init__(self, tools: Tools, limits: Limits, on_unmarked: Callable[[Unmarked], object]) -> None:
-        """Call `on_unmarked` for each row that cannot be written while others can, and for what stays unmarked."""
+    def __init__(self, tools: Tools, limits: Limits, reporter: Reporter) -> None:
+        """Rows that cannot be written although others can, and tasks that are given up, go to `reporter`."""
         self.limits = limits
         self._delivery_of = partial(delivery_of, tools=tools)
         self._marking = tools.marking
-        self._on_unmarked = on_unmarked
+        self._reporter = reporter
         self._host = tools.host
         self._clock = tools.host.clock
         self._running: dict[_Entry, Thread] = {}
@@ -147,7 +149,7 @@ class InFlight:
         return Counter(entry.batch.claim.topic for entry in self._running if entry not in aside)
 
     def bytes(self) -> int:
-        """Return the bytes of all messages in flight."""
+        """Return the bytes of the messages of batches that have not reported."""
         return sum(claim.bytes for claim in self.delivering)
 
     def deferring(self) -> int:
@@ -193,7 +195,7 @@ class InFlight:
         return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
 
     def shut_down(self) -> None:
-        """Let batches mark until their time at exit is over, but each at least once more."""
+        """Let each batch try to mark at least once more, for at most the seconds at exit."""
         self._marking.shut_down()
 
     def wait(self, *, tasks_left: bool) -> list[Delivered]:
@@ -201,7 +203,10 @@ class InFlight:
         return self.wait_for_most(self.limits.stragglers if tasks_left else 0, MAX_TURN_WAIT_SECONDS)
 
     def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Delivered]:
-        """Wait until a batch has reported and at most `max_left` have not. Later waits ignore these stragglers."""
+        """Wait for a report, and until at most `max_left` batches have not reported.
+
+        Later waits ignore these stragglers.
+        """
 
         def enough(reports: Sequence[Delivered]) -> bool:
             waited = sum(not (entry.straggler or entry.reported) for entry in self._running)
@@ -245,7 +250,7 @@ class InFlight:
             if isinstance(report, Delivered):
                 reports.append(report)
             elif report is not None:
-                self._on_unmarked(report)
+                self._reporter.unmarked(report)
         return reports
 
     def _run(self, entry: _Entry) -> None:

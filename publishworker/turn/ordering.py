@@ -54,7 +54,10 @@ class Ordering:
         self._read_size = ReadSize(MAX_KEYS, host.clock)
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
-        """Replace the tasks of each key that is not in flight by its sendable prefix. Raises StoreError."""
+        """Replace the tasks of each key that is not in flight by its sendable prefix, and leave other tasks.
+
+        Raises StoreError.
+        """
         unordered = [each for each in candidates if each.ordering_key is None]
         by_key: dict[Key, list[Candidate]] = {}
         for each in candidates:

@@ -32,14 +32,14 @@ class Relay:
     ) -> None:
         """The relay reads from `store`, which may trace its reads, and discovers every `discovery_seconds`.
 
-        Its batches use the store and the publisher of `tools`.
+        Its batches use `tools`.
         """
         host = tools.host
         self._reporter = reporter
         #: Set by `wake`. The worker then ends its pause.
         self.woken = host.threads.event()
         self.topics = Topics(host, limits.batches)
-        self.in_flight = InFlight(tools, limits, reporter.unmarked)
+        self.in_flight = InFlight(tools, limits, reporter)
         self.poller = Poller(store, membership, self.topics, host.clock, limits.batches * limits.batch_size)
         self.discoverer = Discoverer(store, membership, self.topics, self.poller, host.clock, seconds=discovery_seconds)
         self._ordering = Ordering(store, limits, tools.policy, host)
@@ -57,9 +57,10 @@ class Relay:
         delivered = self.in_flight.collect()
         changed = self._take(delivered, stopping)  # circuits, limits, metrics, and batches for at-most-once tasks
         self.in_flight.raise_if_stuck()
-        self.discoverer.begin_turn()  # if the last read is old: live workers, topic controls, topics
+        self.discoverer.begin_turn()  # live workers, topic controls and topics, if the last read is older than 2 s
         polled = self.poller.poll(self._selector.wanted())
-        resolved = self._ordering.resolve(polled.candidates, self.in_flight.keys())  # keys: what may be sent of them
+        # Of each ordering key, only the tasks that may be sent now are left.
+        resolved = self._ordering.resolve(polled.candidates, self.in_flight.keys())
         selection = self._select(resolved, polled, stopping)
         self._start(selection.claims)  # each batch on a thread of its own
         changed |= self.discoverer.end_turn(found_nothing=not selection.claims and self.in_flight.has_room)
@@ -86,16 +87,16 @@ class Relay:
             self._reporter.end()
 
     def _take(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
-        """Update circuits and limits, report what batches did, and start batches for the at-most-once tasks they found.
+        """Update circuits and limits, report what batches did, and start the batches that must follow them.
 
-        Tell whether a row or a circuit has changed, so that there may be more to do at once.
+        Tell whether a row or a circuit has changed, because the next poll may then find more tasks.
         """
         changed = False
         for each in delivered:
             change = self.topics.observe(each)
             self._reporter.delivered(each, change)
             changed |= change is not None or each.has_written()
-        if not stopping() and (claims := self._selector.at_most_once(delivered)):
+        if not stopping() and (claims := self._selector.follow_ups(delivered)):
             self.discoverer.refresh()
             self._start(claims)
         return changed

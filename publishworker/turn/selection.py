@@ -1,10 +1,10 @@
 """Which batches start now: deferrals, then a fair share for lower priorities, then the most urgent tasks.
 
-Priority comes first, over all candidates. Candidates are cut into slices by topic, shard and priority, and slices into
-pieces of at most a batch. Pieces of equal priority are shuffled, so that workers that read the same backlog rarely
-choose the same tasks. A batch holds one topic. It is filled with whole pieces and with the beginning of the next one,
-because a small batch takes as many requests as a full one. The sendable prefix of an ordering key is not split, unless
-a limit of its topic allows only a part.
+Priority comes first, over all candidates. Candidates are cut into slices by priority, ready or due, topic and shard,
+and slices into pieces of at most a batch. Pieces of equal priority are shuffled, so that workers that read the same
+backlog rarely choose the same tasks. A batch holds one topic. It is filled with whole pieces and with the beginning of
+the next one, because a small batch takes as many requests as a full one. The sendable prefix of an ordering key is not
+split, unless a limit of its topic allows only a part.
 """
 
 from collections import Counter, defaultdict, deque
@@ -25,14 +25,17 @@ class Selection(NamedTuple):
     """The batches to start."""
 
     claims: Sequence[Claim] = ()
-    #: Tasks are left, polled or not, for which only places or bytes are missing.
+    #: Whether tasks are left that lack only a place or bytes. They need not have been polled.
     left_tasks: bool = False
-    #: When one of the batches ends, including these, more tasks may be able to start.
+    #: Whether more tasks may be able to start when a batch ends, one in flight or one of `claims`.
     waits: bool = False
 
 
 class FairShare:
-    """Counts the batches owed to lower priorities. The first goes to the second highest, the next one below."""
+    """Counts the batches owed to lower priorities.
+
+    The first goes to the second highest priority, the next to the one below it.
+    """
 
     def __init__(self, share: float) -> None:
         self._share = share  # 0 to 0.5: the part of the batches for lower priorities
@@ -69,8 +72,8 @@ class FairShare:
     def count(self, batches: int, given: int, top: int | None) -> None:
         """Note that `batches` batches start, `given` of them for lower priorities. `top` is the highest priority.
 
-        `top` is None if no task is left, because then no priority waits. What is owed is bounded, so that a long time
-        without tasks of lower priority does not add up. The bound keeps the debt over one poll that finds no such task.
+        `top` is None if no task is left, because then no priority waits. The debt is bounded, so that a long time
+        without tasks of lower priority does not add up. The bound keeps it over one poll that finds no such task.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -96,8 +99,8 @@ class Selector:
         tasks = self._in_flight.free * self._limits.batch_size if self._in_flight.has_room else 0
         return Wanted(tasks, self._in_flight.ids(), self._fair_share.below_priority)
 
-    def at_most_once(self, delivered: Sequence[Delivered]) -> list[Claim]:
-        """Return batches for the at-most-once tasks that these have found. Only the claim can tell them from others.
+    def follow_ups(self, delivered: Sequence[Delivered]) -> list[Claim]:
+        """Return batches for the at-most-once tasks that these have skipped. Only the locked row says what a task is.
 
         A later poll finds those that get no place.
         """
@@ -125,7 +128,8 @@ class Selector:
         if len(batches) < in_flight.free - len(deferrals) and self._is_filled_later(batches, cut_off - allowed.keys()):
             batches.pop()
         claims = fitting(batches, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
-        # Topics in `allowed` have a limit or an open circuit. Their tasks are not left, because they wait for no place.
+        # Topics in `allowed` have a limit or an open circuit. Their tasks do not count as left, because they do not
+        # wait for a place.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
         left_tasks = bool(cut_off - allowed.keys()) or started < startable
@@ -136,9 +140,10 @@ class Selector:
         return Selection(deferrals + claims, left_tasks, waits)
 
     def _is_filled_later(self, batches: Sequence[Claim], cut_off: frozenset[str]) -> bool:
-        """Tell whether the next poll finds more tasks for the last batch, which needs as many requests as a full one.
+        """Tell whether to leave the last batch to the next poll, which finds more tasks for it.
 
-        Only the least urgent batch can wait, and only while another one of its topic is sent.
+        A full batch needs as many requests. Only the least urgent batch can wait, and only while another one of its
+        topic is sent.
         """
         if len(batches) < 2 or not batches[-2].topic == batches[-1].topic in cut_off:
             return False

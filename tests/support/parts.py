@@ -5,6 +5,7 @@ from itertools import zip_longest
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
 from publishworker.delivery.delivery import Tools
@@ -76,7 +77,7 @@ def reads_of(
 def in_flight_of(delivery_of: Callable[[Claim], Any], limits: Limits, host: Host | None = None) -> InFlight:
     """Return batches in flight with deliveries of a test."""
     tools: Any = SimpleNamespace(host=host or Host(), marking=None)
-    in_flight = InFlight(tools, limits, lambda _unmarked: None)
+    in_flight = InFlight(tools, limits, mock.Mock(Reporter))
     in_flight._delivery_of = delivery_of  # type: ignore[assignment]  # as the real ones
     return in_flight
 
