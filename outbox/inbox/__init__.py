@@ -26,6 +26,11 @@ __all__ = [
 
 #: Max messages in one transaction.
 MAX_BATCH = 1_000
+#: The options of the client's `run_in_transaction`. It passes all others to the function, which then fails.
+TRANSACTION_OPTIONS = frozenset({
+    "client_context", "commit_request_options", "default_retry_delay", "exclude_txn_from_change_streams",
+    "isolation_level", "max_commit_delay", "read_lock_mode", "timeout_secs", "transaction_tag",
+})  # fmt: skip
 
 #: Kinds of functions that do nothing when they are called: they return an object to await or to iterate over.
 _WITHOUT_EFFECT: Mapping[Callable[[object], bool], str] = {
@@ -69,8 +74,10 @@ class Handler:
         Raises:
             InvalidConsumer: see `process_once`.
             ValueError: an argument is not one of the values above.
-            TypeError: `database` is not a Spanner Database.
+            TypeError: `database` is not a Spanner Database, or an option is unknown.
         """
+        if unknown := transaction_options.keys() - TRANSACTION_OPTIONS:
+            raise TypeError(f"{min(unknown)} is no option of Handler, nor of run_in_transaction")
         if not callable(getattr(database, "run_in_transaction", None)):
             raise TypeError(
                 f"database is {type(database).__name__}. It must be a Spanner Database. With SQLAlchemy, Django or "
@@ -100,9 +107,19 @@ class Handler:
             handle: called with the transaction and the message, and again after each ABORTED. Its result is ignored.
 
         Raises:
-            TypeError: `handle` is a coroutine, generator or async generator function, which would have no effect.
+            TypeError: `handle` is a coroutine, generator or async generator function, which would have no effect, or
+                cannot be called with two arguments, such as a method without its object.
         """
         for is_kind, kind in _WITHOUT_EFFECT.items():
             if is_kind(handle):
                 raise TypeError(f"{name_of(handle)} is {kind}. It must be a plain function")
+        try:
+            inspect.signature(handle).bind(None, None)
+        except TypeError as error:
+            raise TypeError(
+                f"{name_of(handle)} cannot be called with a transaction and a message: {error}. Wrap a method where "
+                "its object exists, as in Handler(...)(service.handle)"
+            ) from error
+        except ValueError:
+            pass  # a function without a signature, such as one of C
         return (Receiver if self._settings.max_batch == 1 else BatchReceiver)(self._settings, handle)

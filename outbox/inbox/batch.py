@@ -64,7 +64,7 @@ class BatchReceiver(Receiver):
                 self._receive(messages[0])
             else:
                 self._receive_together(messages)
-        except Exception:
+        except BaseException:
             # The streaming pull does this for the message of this call only.
             for message in messages:
                 message.nack()
@@ -140,7 +140,7 @@ class BatchReceiver(Receiver):
             raise
         except Exception as error:
             if watch.has_dml or isinstance(error, (GoogleAPIError, NotReached)):
-                raise _Singly(f"one failed, and only a rollback undoes it: {error}") from error
+                raise _Singly(f"one failed with {type(error).__name__}, and only a rollback undoes it") from error
             savepoint.restore()
             outcome = error
         if watch.reads_stale:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import update_wrapper
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from google.cloud.spanner_v1.database import Database
@@ -11,7 +12,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.errors import MissingTaskId, NotReached
 from outbox.inbox.once import Key, ReceivedMessage, inbox_row, process_once
-from outbox.inbox.watching import uncommitted
+from outbox.inbox.watching import uncommitted, unsettled
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.metrics import count_delivery
 from outbox.program.values import check_finished
@@ -60,6 +61,7 @@ class Receiver:
 
     def __init__(self, settings: Settings, handle: Handle) -> None:
         self._settings, self.handle = settings, handle
+        update_wrapper(self, handle, updated=())
 
     def __call__(self, message: PulledMessage) -> None:
         """Process the message, and acknowledge it after the commit. A failure is logged and negatively acknowledged.
@@ -152,7 +154,9 @@ class Receiver:
 
     def _call(self, transaction: Transaction, message: ReceivedMessage) -> None:
         # A result that is not read was never sent: the client sends a statement when its first row is read.
-        check_finished(self.handle(transaction, message), name_of(self.handle), StreamedResultSet)
+        with unsettled(message):
+            result = self.handle(transaction, message)
+        check_finished(result, name_of(self.handle), StreamedResultSet)
 
     def _acknowledged(self, message: ReceivedMessage, future: Any) -> None:
         """Log and count a failed acknowledgement, which only a subscription with exactly-once delivery reports."""

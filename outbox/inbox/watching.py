@@ -1,8 +1,8 @@
 """Watch what a function of the caller does with a transaction that commits for it."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from google.cloud.spanner_v1.transaction import Transaction
@@ -10,7 +10,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 from outbox.errors import InvalidTransaction
 from outbox.table.transactions import ANY_TABLE, Savepoint
 
-#: What a statement has that may change rows. A query may have it, too.
+#: What the SQL of `execute_sql` has if it may change rows. A query may have it, too.
 _DML = re.compile(r"\b(insert|update|delete)\b")
 #: The table of tasks, in lower case, because Spanner compares names so.
 _TASKS = "asynchronoustasks"
@@ -32,10 +32,19 @@ class Watch:
         is_ours = isinstance(request_options, dict) and request_options.get("request_tag") in _OWN_READS
         self.reads_stale |= not is_ours and not self._savepoint.tables().isdisjoint({table.lower(), ANY_TABLE})
 
-    def execute(self, *statements: object, **options: object) -> None:
-        """Note a statement. It may read any table, also by a view, but tasks only by name."""
-        text = f"{statements[:1]} {[options.get(name) for name in ('sql', 'dml', 'statements')]}".lower()
+    def query(self, *arguments: object, sql: object = "", **_options: object) -> None:
+        """Note a query, or DML with THEN RETURN."""
+        text = str(arguments[0] if arguments else sql).lower()
         self.has_dml |= bool(_DML.search(text))
+        self._execute(text)
+
+    def change(self, *arguments: object, **options: object) -> None:
+        """Note DML."""
+        self.has_dml = True
+        self._execute(f"{arguments[:1]} {options}".lower())
+
+    def _execute(self, text: str) -> None:
+        """Note a statement. It may read any table, also by a view, but tasks only by name."""
         unread = set() if _TASKS in text else {_TASKS}
         self.reads_stale |= not self._savepoint.tables() <= unread
 
@@ -52,7 +61,8 @@ def watched(transaction: Any) -> Iterator[Watch]:
 
         return call
 
-    notes = {"read": watch.read, **dict.fromkeys(("execute_sql", "execute_update", "batch_update"), watch.execute)}
+    changes = dict.fromkeys(("execute_update", "batch_update"), watch.change)
+    notes = {"read": watch.read, "execute_sql": watch.query, **changes}
     for name, note in notes.items():
         setattr(transaction, name, watching(getattr(transaction, name), note))
     try:
@@ -62,18 +72,39 @@ def watched(transaction: Any) -> Iterator[Watch]:
             delattr(transaction, name)
 
 
-@contextmanager
-def uncommitted(transaction: Transaction) -> Iterator[None]:
+def uncommitted(transaction: Transaction) -> AbstractContextManager[None]:
     """Refuse `commit` and `rollback` in the block. A commit would lose later writes, a rollback all writes."""
+    return _refusing(
+        transaction,
+        ("commit", "rollback"),
+        "the function has called commit or rollback of its transaction. Return instead, and the transaction is "
+        "committed; raise an exception, and it is rolled back",
+    )
+
+
+def unsettled(message: object) -> AbstractContextManager[None]:
+    """Refuse `ack` and `nack` in the block. If the function then fails, Pub/Sub would not redeliver the message."""
+    return _refusing(
+        message,
+        ("ack", "ack_with_response", "nack", "nack_with_response"),
+        "the function has called ack or nack of its message. Return instead, and the message is acknowledged after "
+        "the commit; raise an exception, and it is redelivered",
+    )
+
+
+@contextmanager
+def _refusing(target: object, names: Sequence[str], reason: str) -> Iterator[None]:
+    """Let these methods raise in the block, on this object only."""
 
     def refuse(*_arguments: object, **_options: object) -> None:
-        raise InvalidTransaction(
-            "the function has called commit or rollback of its transaction. Return instead, and the transaction is "
-            "committed; raise an exception, and it is rolled back"
-        )
+        raise InvalidTransaction(reason)
 
-    transaction.commit = transaction.rollback = refuse  # type: ignore[method-assign]  # on this object only
+    attributes = getattr(target, "__dict__", {})  # the message of a push request has none, and no such methods
+    own = {name: attributes[name] for name in names if name in attributes}
+    attributes.update(dict.fromkeys(names, refuse))
     try:
         yield
     finally:
-        del transaction.commit, transaction.rollback  # uncovers the methods of the class
+        for name in names:
+            del attributes[name]  # uncovers the methods of the class
+        attributes.update(own)

@@ -143,10 +143,9 @@ class OutboxRelay:
 
     def _relay(self) -> Relay:
         """Return a new relay, because the circuits of a used one may be open."""
-        # Failed tasks are due again at once, each turn discovers topics, and no batch marks for long.
-        settings = dataclasses.replace(
-            self._settings, backoff_initial=0, backoff_max=0, poll_interval=0, shutdown_timeout=0
-        )
+        # Failed tasks are due again at once, each turn discovers topics, and no batch marks for long. A max backoff of
+        # 0 would also defer tasks behind a head that is not due until now, again in each turn.
+        settings = dataclasses.replace(self._settings, backoff_initial=0, poll_interval=0, shutdown_timeout=0)
         relay = relay_of(
             settings,
             self._store,

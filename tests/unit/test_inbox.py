@@ -167,6 +167,10 @@ UNFINISHED = [
 ]
 
 
+def acknowledges(_transaction: Any, of: Any) -> None:
+    of.ack_with_response()
+
+
 def commits(transaction: Any, _message: Any) -> None:
     transaction.commit()
 
@@ -186,6 +190,7 @@ def fails(_transaction: Any, _message: Any) -> None:
         (lambda *_: StreamedResultSet(iter(())), TypeError),
         (commits, outbox.InvalidTransaction),
         (rolls_back, outbox.InvalidTransaction),
+        (acknowledges, outbox.InvalidTransaction),
         (fails, LookupError),
     ],
 )
@@ -219,9 +224,10 @@ def test_the_result_of_a_function_is_ignored(result: object) -> None:
         (partial(coroutine), "is a coroutine function"),
         (generator, "generator is a generator function"),
         (async_generator, "async_generator is an async generator function"),
+        (lambda _self, _transaction, _message: None, "cannot be called with a transaction and a message: missing"),
     ],
 )
-def test_a_function_that_only_returns_an_object_is_refused(handle: Any, kind: str) -> None:
+def test_a_function_that_cannot_have_an_effect_is_refused(handle: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=kind):
         receiver(FakeDatabase(), handle)
 

@@ -68,12 +68,12 @@ def deliver(database: Any, handle: Any, *messages: Any, **options: Any) -> inbox
     """Deliver messages in this order, so that they are one batch."""
     options |= {"consumer": "billing", "max_batch": len(messages), "max_delay": SECONDS}
     receive: Any = inbox.Handler(database, **options)(handle)
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def first() -> None:
         try:
             receive(messages[0])
-        except Exception as error:
+        except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=first)
@@ -149,8 +149,14 @@ def named_dml(transaction: Any, of: Any) -> None:
         raise LookupError
 
 
+def many(transaction: Any, of: Any) -> None:
+    transaction.batch_update(iter(["UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE"]))
+    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
+        raise LookupError
+
+
 def returning(transaction: Any, of: Any) -> None:
-    list(transaction.execute_sql("UPDATE Stock SET Pieces = 1 WHERE TRUE THEN RETURN Pieces"))
+    list(transaction.execute_sql("-- take\nUPDATE Stock SET Pieces = 1 WHERE TRUE THEN RETURN Pieces"))
     if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
         raise LookupError
 
@@ -161,7 +167,7 @@ def calls_a_service(transaction: Any, of: Any) -> None:
         raise NotFound("no topic")
 
 
-@pytest.mark.parametrize("handle", [dml, named_dml, returning, calls_a_service])
+@pytest.mark.parametrize("handle", [dml, named_dml, many, returning, calls_a_service])
 def test_messages_have_a_transaction_each_if_a_failure_cannot_be_undone(
     handle: Any, outcomes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,11 +273,17 @@ def test_an_outage_is_waited_for_twice_and_not_once_for_each_message(outcomes: l
     assert (seen(*of), outcomes) == ([["nack"]] * 5, ["failed"] * 5)
 
 
-def test_a_missing_table_ends_the_pull() -> None:
+@pytest.mark.parametrize(
+    ("raised", "seen_by_pull"),
+    [(NotFound("Table not found: ProcessedTasks"), NotReached), (SystemExit(3), SystemExit)],
+)
+def test_an_error_that_ends_the_pull_redelivers_all_messages(
+    raised: BaseException, seen_by_pull: type[BaseException]
+) -> None:
     """No message waits until its lease ends."""
     database, of = mock.Mock(), [message("a"), message("b")]
-    database.run_in_transaction.side_effect = NotFound("Table not found: ProcessedTasks")
-    with pytest.raises(NotReached, match="table ProcessedTasks is missing"):
+    database.run_in_transaction.side_effect = raised
+    with pytest.raises(seen_by_pull):
         deliver(database, effect, *of)
     assert seen(*of) == [["nack"]] * 2
 
@@ -301,6 +313,7 @@ def test_process_has_a_transaction_for_its_message() -> None:
         ({"max_batch": 1_001}, ValueError, "max_batch is 1001"),
         ({"max_batch": 5, "max_delay": -1.0}, ValueError, "max_delay is -1.0"),
         ({"max_batch": 5, "max_delay": float("nan")}, ValueError, "max_delay is nan"),
+        ({"max_batches": 5}, TypeError, "max_batches is no option of Handler, nor of run_in_transaction"),
         ({"database": object()}, TypeError, r"With SQLAlchemy, Django or DB-API, call process_once of outbox\.ext"),
     ],
 )
