@@ -1,11 +1,11 @@
 """The console as an ASGI application."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from importlib import resources
+from pathlib import Path
 
 from google.cloud.spanner_v1.database import Database
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 
 from outbox.admin.table import TaskTable
 from outbox.console import operations, tasks, topic
@@ -15,14 +15,14 @@ from outbox.console.readings import History, Shared, read_status
 from outbox.console.rendering import render
 from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
-from outbox.console.visits import Console, Handler, Redact, Route
+from outbox.console.visits import Console, Redact, Route, Visit
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 TAG = "outbox-console"
 #: The pages that show nothing but the shared figures.
 FIGURES = {"/": "overview", "/blocked": "blocked", "/workers": "workers", "/operations": "operations"}
-_TYPES = {"css": "text/css", "js": "text/javascript"}
+_STATIC = Path(__file__).with_name("static")
 
 
 def app(
@@ -73,16 +73,12 @@ def routes() -> list[Route]:
         Route(path, partial(render, template=f"{name}.html", actions=operations.ACTIONS))
         for path, name in FIGURES.items()
     ]
+    static = [Route(f"/static/{file.name}", partial(_file, path=file)) for file in _STATIC.iterdir()]
     others = (route for module in (topic, tasks, operations) for route in module.ROUTES)
     # It does not ask Spanner, because no restart of the console ends an outage of Spanner.
     healthz = Route("/healthz", lambda _visit: PlainTextResponse("ok\n"), role=None)
-    return [healthz, *_static_files(), *figures, *others]
+    return [healthz, *static, *figures, *others]
 
 
-def _static_files() -> Iterator[Route]:
-    for file in (resources.files("outbox.console") / "static").iterdir():
-        yield Route(f"/static/{file.name}", _static(file.read_bytes(), _TYPES[file.name.rpartition(".")[2]]))
-
-
-def _static(content: bytes, media_type: str) -> Handler:
-    return lambda _visit: Response(content, media_type=media_type)
+def _file(_visit: Visit, *, path: Path) -> Response:
+    return FileResponse(path)
