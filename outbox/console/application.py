@@ -11,7 +11,7 @@ from outbox.admin.table import TaskTable
 from outbox.console import operations, tasks, topic
 from outbox.console.access import Access
 from outbox.console.identity import Identify
-from outbox.console.readings import History, Shared, read_status
+from outbox.console.readings import Shared, read_status
 from outbox.console.rendering import render
 from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
@@ -47,12 +47,11 @@ def app(
 
     Raises NotReached, SchemaDiffers.
     """
-    table, history = TaskTable(database, TAG), History()
+    table = TaskTable(database, TAG)
     console = Console(
         table=table,
         running=Running(table),
-        history=history,
-        status=Shared(lambda: read_status(table, history)),
+        status=Shared(partial(read_status, table)),
         allowed=frozenset({Role.VIEWER, *(ACTIONS if allow_actions else ()), *([Role.DATA] if show_data else ())}),
         is_production=production != "" and production in table.name,
         redact=redact,

@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, Response
 from outbox import admin
 from outbox.admin.operations import Operation
 from outbox.cli.workers import runs
-from outbox.console.readings import HEADS, OPERATIONS, health, sparkline
+from outbox.console.readings import HEADS, OPERATIONS
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Visit
 from outbox.program.terminal import counted, listed
@@ -81,7 +81,7 @@ def _environment() -> Environment:
         # The value of a form field, which the browser sends back: with its control characters.
         "exact": escape,
     }
-    environment.globals |= {"Role": Role, "advice": advice, "counted": counted, "sparkline": sparkline}
+    environment.globals |= {"Role": Role, "advice": advice, "counted": counted}
     environment.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
     return environment
 
@@ -93,7 +93,7 @@ def render(visit: Visit, template: str, **values: Any) -> Response:
     """Return a page. `values` are the names that its template uses besides those of every page."""
     reading = visit.console.status.get()
     common = {"visit": visit, "link": visit.link, "reading": reading, "status": reading.value}
-    return _answer(template, 200, common | {"health": health(reading)} | values)
+    return _answer(template, 200, common | values)
 
 
 def render_refusal(refused: Refused, prefix: str) -> Response:

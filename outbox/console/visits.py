@@ -20,7 +20,7 @@ from starlette.responses import RedirectResponse, Response
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
 from outbox.cli.flags import command_line
-from outbox.console.readings import History, Shared, Status
+from outbox.console.readings import Shared, Status
 from outbox.console.roles import Role
 from outbox.console.running import Running
 
@@ -44,7 +44,6 @@ class Console:
 
     table: TaskTable
     running: Running
-    history: History
     status: Shared[Status]
     #: The roles that the flags of the command allow.
     allowed: frozenset[Role]
