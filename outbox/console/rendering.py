@@ -19,18 +19,6 @@ from outbox.program.terminal import counted, listed
 from outbox.program.texts import cell
 from outbox.program.times import spoken
 
-#: As in pyproject.toml, where my-org stands for the owner of the repository.
-_RUNBOOK = "https://github.com/my-org/outbox/blob/main/docs/operations/runbook.md"
-#: The reasons of docs/reference/errors.md by section.
-_SECTIONS = {
-    "a-poison-message": "undecodable too_large invalid_topic topic_not_allowed expired invalid_argument",
-    "a-topic-was-deleted": "not_found",
-    "a-circuit-is-open": "permission_denied failed_precondition unimplemented",
-    "pubsub-is-unavailable": "unavailable deadline_exceeded resource_exhausted internal aborted cancelled unknown "
-    "unauthenticated credentials",
-}
-_SECTION_OF = {reason: section for section, reasons in _SECTIONS.items() for reason in reasons.split()}
-
 
 def _visible(value: Any) -> Any:
     """Return a value as a table of the commands shows it: without control characters, and a number with separators."""
@@ -56,12 +44,6 @@ def described(operation: Operation) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
-def advice(error: str | None) -> str:
-    """Return the address of the section for LastError, which begins with a reason, or of the whole runbook."""
-    section = _SECTION_OF.get((error or "").partition(":")[0])
-    return f"{_RUNBOOK}#{section}" if section else _RUNBOOK
-
-
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("outbox.console"),
@@ -81,7 +63,7 @@ def _environment() -> Environment:
         # The value of a form field, which the browser sends back: with its control characters.
         "exact": escape,
     }
-    environment.globals |= {"Role": Role, "advice": advice, "counted": counted}
+    environment.globals |= {"Role": Role, "counted": counted}
     environment.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
     return environment
 
