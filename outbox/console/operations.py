@@ -19,7 +19,7 @@ from outbox.admin.operations import Operation
 from outbox.console import selections
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, action
+from outbox.console.visits import Refused, Route, Visit
 from outbox.program.settings import whole_number
 from outbox.program.terminal import counted
 from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
@@ -48,8 +48,8 @@ class Action:
     def routes(self) -> Iterator[Route]:
         """Yield the page that shows what would happen, and the forms that begin it and continue it."""
         yield Route(f"/tasks/{self.name}", self._preview, self.role)
-        yield action(f"/tasks/{self.name}", self._begin, self.role)
-        yield action(f"/operation/continue-{self.name}", self._continue, self.role)
+        yield Route(f"/tasks/{self.name}", self._begin, self.role, "POST")
+        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST")
 
     def _preview(self, visit: Visit) -> Response:
         selection = self._selection(visit)
@@ -151,6 +151,6 @@ def _stop(visit: Visit) -> Response:
 
 ROUTES = (
     Route("/operation", show),
-    action("/operation/stop", _stop, Role.OPERATOR),
+    Route("/operation/stop", _stop, Role.OPERATOR, "POST"),
     *(route for each in ACTIONS for route in each.routes()),
 )

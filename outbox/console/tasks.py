@@ -18,7 +18,7 @@ from outbox.console import selections
 from outbox.console.operations import ACTIONS
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, action
+from outbox.console.visits import Refused, Route, Visit
 from outbox.errors import OutboxError
 from outbox.table.states import is_dead
 
@@ -161,5 +161,5 @@ ROUTES = (
     Route("/tasks", show),
     Route("/search", search),
     Route("/task", show_one),
-    action("/task/message", show_data, Role.DATA),
+    Route("/task/message", show_data, Role.DATA, "POST"),
 )

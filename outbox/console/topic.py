@@ -10,7 +10,7 @@ from outbox import admin
 from outbox.cli.topics import LIMITS, POLICY, TOPIC_NAME, described
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, action
+from outbox.console.visits import Refused, Route, Visit
 from outbox.program.settings import SettingType
 from outbox.program.times import MOMENT, shown
 
@@ -52,7 +52,7 @@ def _change(operation: str, values: Values) -> Route:
         admin.topics.change(visit.table, operation, [topic], values(visit.form), visit.author())
         return visit.redirect("/topic", name=topic, written=shown(visit.table.now()))
 
-    return action(f"/topic/{operation}", change, Role.OPERATOR)
+    return Route(f"/topic/{operation}", change, Role.OPERATOR, "POST")
 
 
 def _typed(flags: Mapping[str, tuple[str, SettingType, str]]) -> Values:

@@ -19,13 +19,11 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.cli.flags import command_line
+from outbox.cli.flags import TEXT, command_line
 from outbox.console.readings import Shared, Status
 from outbox.console.roles import Role
 from outbox.console.running import Running
 
-#: Max characters of a reason, as in `--reason`.
-MAX_REASON = 1_000
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
 
@@ -69,11 +67,6 @@ class Visit:
         """Return the table of the console."""
         return self.console.table
 
-    @property
-    def here(self) -> str:
-        """Return the address of this page with all its state."""
-        return f"{self.prefix}{self.path}{'?' if self.query else ''}{self.query}"
-
     def link(self, path: str, **query: object) -> str:
         """Return the address of a page. Values that are None or empty are left out, except a `name` or an `id`."""
         given = {name: value for name, value in query.items() if value not in (None, "") or name in ("id", "name")}
@@ -86,10 +79,10 @@ class Visit:
 
     def author(self, *, required: bool = False) -> Author:
         """Return the person, and the reason of the form. Raises Refused if a required reason is missing."""
-        reason = self.form.get("reason", "").strip()[:MAX_REASON]
+        reason = self.form.get("reason", "").strip()
         if required and not reason:
             raise Refused(400, "A reason is required", "Go back and write why. The record of operations keeps it.")
-        return Author(self.person, reason or None)
+        return Author(self.person, TEXT.value(reason, "reason") if reason else None)
 
     def command(self, name: str, *arguments: object, **flags: object) -> str:
         """Return the `outbox` command that does the same. `flags` that are None or False are left out."""
@@ -109,9 +102,6 @@ class Route:
     role: Role | None = Role.VIEWER
     method: str = "GET"
 
-
-def action(path: str, handler: Handler, role: Role) -> Route:
-    """Return the route of a form, which changes or records something."""
-    if role is Role.VIEWER:
-        raise ValueError(f"{path}: a viewer changes nothing")
-    return Route(path, handler, role, "POST")
+    def __post_init__(self) -> None:
+        if self.method != "GET" and self.role in (None, Role.VIEWER):
+            raise ValueError(f"{self.path}: a viewer changes nothing")
