@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outbox.console.identity import Identify
-from outbox.console.rendering import render_refusal
+from outbox.console.rendering import answer
 from outbox.console.roles import Role, Roles
 from outbox.console.visits import Console, Refused, Route, Visit
 from outbox.errors import NotReached, OutboxError
@@ -60,9 +60,9 @@ class Access:
         prefix = scope.get("root_path", "") + self.path_prefix
         try:
             response = await self._answer(Request(scope, receive), prefix)
-        except Refused as refused:
-            _log.info("refused: %s", f"{refused.title}: {refused.__cause__}" if refused.__cause__ else refused.title)
-            response = render_refusal(refused, prefix)
+        except Exception as error:
+            refused = _refused(error, scope["path"])
+            response = answer("refused.html", refused.status, refused=refused, prefix=prefix)
         response.headers.update(HEADERS)
         await response(scope, receive, send)
 
@@ -78,7 +78,7 @@ class Access:
             console=self.console, person=person, roles=roles, path=path, prefix=prefix,
             query=request.query_params, form=await _form(request),
         )  # fmt: skip
-        return await run_in_threadpool(_handled, route, visit)
+        return await run_in_threadpool(route.handler, visit)
 
     def _check_host(self, request: Request) -> None:
         try:
@@ -137,16 +137,12 @@ async def _form(request: Request) -> QueryParams:
     return QueryParams(bytes(body).decode(errors="replace"))
 
 
-def _handled(route: Route, visit: Visit) -> Response:
-    """Return the answer of a handler, on its thread. Raises Refused."""
-    try:
-        return route.handler(visit)
-    except Refused:
-        raise
-    except NotReached as error:
-        raise Refused(503, "Spanner did not answer", f"{error}. Reload the page.") from error
-    except OutboxError as error:
-        raise Refused(400, "This was refused", str(error)) from error
-    except Exception as error:
-        _log.exception("the page %s failed", visit.path)
-        raise Refused(500, "The page failed", "The log of the console has the reason. Reload the page.") from error
+def _refused(error: Exception, path: str) -> Refused:
+    """Return what the page of an error says, and log the error."""
+    if not isinstance(error, Refused | OutboxError):
+        _log.error("the page %s failed", path, exc_info=error)
+        return Refused(500, "The page failed", "The log of the console has the reason. Reload the page.")
+    _log.info("refused: %s", f"{error}: {error.__cause__}" if error.__cause__ else error)
+    if isinstance(error, NotReached):
+        return Refused(503, "Spanner did not answer", f"{error}. Reload the page.")
+    return error if isinstance(error, Refused) else Refused(400, "This was refused", str(error))

@@ -1,7 +1,6 @@
 """Pages from templates. Every text is escaped, for HTML by Jinja2 and for control characters by `_visible`."""
 
 import json
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +13,7 @@ from outbox.admin.operations import Operation
 from outbox.cli.workers import runs
 from outbox.console.readings import HEADS, OPERATIONS
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Visit
+from outbox.console.visits import Visit
 from outbox.program.terminal import counted, listed
 from outbox.program.texts import cell
 from outbox.program.times import spoken
@@ -74,14 +73,9 @@ _ENVIRONMENT = _environment()
 def render(visit: Visit, template: str, **values: Any) -> Response:
     """Return a page. `values` are the names that its template uses besides those of every page."""
     reading = visit.console.status.get()
-    common = {"visit": visit, "link": visit.link, "reading": reading, "status": reading.value}
-    return _answer(template, 200, common | values)
+    return answer(template, visit=visit, link=visit.link, reading=reading, status=reading.value, **values)
 
 
-def render_refusal(refused: Refused, prefix: str) -> Response:
-    """Return the page of a refusal. It reads nothing, because the person may not see anything."""
-    return _answer("refused.html", refused.status, {"refused": refused, "prefix": prefix})
-
-
-def _answer(template: str, code: int, values: Mapping[str, Any]) -> Response:
+def answer(template: str, code: int = 200, **values: Any) -> Response:
+    """Return a template with these values alone."""
     return HTMLResponse(_ENVIRONMENT.get_template(template).render(values), code)

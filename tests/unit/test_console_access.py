@@ -13,6 +13,7 @@ from outbox.console.access import HEADERS, MAX_FORM
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.visits import Route, Visit
+from outbox.errors import NotReached
 from outbox.table import schema
 from tests.support.console import ORIGIN, SAME, client, recording
 
@@ -119,6 +120,14 @@ def test_a_refusal_says_which_flag_or_role_is_missing() -> None:
     assert "without --allow-actions" in closed.post("/change", headers=SAME).text
     viewer = client(recorded, roles=VIEWERS)
     assert "Ask for ann to be added to the role operator" in viewer.post("/change", headers=SAME).text
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyError("secret"), 500), (NotReached("away"), 503)])
+def test_an_identity_that_cannot_be_found_out_opens_nothing(error: Exception, status: int) -> None:
+    recorded, visits = recording([SHOW])
+    answer = client(recorded, identify=mock.Mock(side_effect=error)).get("/show")
+    assert (answer.status_code, visits, "secret" in answer.text) == (status, [], False)
+    assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS
 
 
 def test_only_small_urlencoded_forms_are_read() -> None:
