@@ -28,8 +28,6 @@ PAGE, RESULTS = 50, 20
 DEFAULT_STATE = "dead"
 #: Unsent tasks of an ordering key that are read to find the place of one of them.
 KEY_TASKS = 1_000
-#: Characters of an attribute that are shown. A program that bypasses the library can register longer ones.
-ATTRIBUTE_CHARACTERS = 2_000
 #: What the times of a task mean.
 EVENTS = {"CreatedAt": "registered", "SentAt": "sent", "AvailableAt": "due", "ExpiresAt": "expires"}
 
@@ -84,7 +82,7 @@ def show_one(visit: Visit) -> Response:
         "task.html",
         task=task,
         line=_time_line(columns, status.operations if status else ()),
-        place=_place(visit, task) if columns["OrderingKey"] and task.state != "sent" else None,
+        of_key=_of_key(visit, columns) if columns["OrderingKey"] and task.state != "sent" else (),
         actions=[each for each in ACTIONS if task.state in each.states],
         command=visit.command("show", columns["Id"]),
     )
@@ -125,13 +123,10 @@ def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
     return "perhaps changed: " if found.state and of_topic and before and was_unsent else ""
 
 
-def _place(visit: Visit, task: Task) -> dict[str, Any]:
-    """Return the number of the task among the unsent tasks of its key, or None for a later one, and the key's head."""
-    of_key = TaskSelection(topic=task.columns["Topic"], ordering_key=task.columns["OrderingKey"])
-    found = admin.tasks.find(visit.table, selection=of_key, limit=KEY_TASKS).tasks
-    ids = [each.columns["Id"] for each in found]
-    number = ids.index(task.columns["Id"]) + 1 if task.columns["Id"] in ids else None
-    return {"number": number, "head": found[0] if found and number != 1 else None, "most": KEY_TASKS}
+def _of_key(visit: Visit, columns: Mapping[str, Any]) -> list[Task]:
+    """Return the first unsent tasks of the key of a task."""
+    of_key = TaskSelection(topic=columns["Topic"], ordering_key=columns["OrderingKey"])
+    return admin.tasks.find(visit.table, selection=of_key, limit=KEY_TASKS).tasks
 
 
 def show_data(visit: Visit) -> Response:
@@ -148,7 +143,7 @@ def show_data(visit: Visit) -> Response:
         "message.html",
         task=task,
         is_message=message is not None,
-        attributes={name: value[:ATTRIBUTE_CHARACTERS] for name, value in sorted(attributes.items())},
+        attributes=attributes,
         kind=kind,
         lines=lines,
         size=len(data),
