@@ -7,7 +7,6 @@ one operation. The page of an operation says who changed what, when and why. The
 
 import dataclasses
 import re
-import uuid
 from collections.abc import Iterator
 from datetime import datetime
 
@@ -20,11 +19,12 @@ from outbox.console import selections
 from outbox.console.rendering import render
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit
-from outbox.program.settings import whole_number
+from outbox.program.settings import matching, whole_number
 from outbox.program.terminal import counted
 from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
 
 COUNT = whole_number(1, 2**63 - 1)
+ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,12 +33,9 @@ class Action:
 
     name: str
     role: Role
+    #: The states of the tasks that it is for.
+    states: tuple[str, ...]
     effect: str
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Return the states of the tasks that it is for."""
-        return CHANGED[self.name]
 
     @property
     def is_destructive(self) -> bool:
@@ -66,7 +63,8 @@ class Action:
         )
 
     def _begin(self, visit: Visit) -> Response:
-        selection, (count, id) = self._selection(visit), _previewed(visit)
+        selection, count = self._selection(visit), COUNT.value(visit.query.get("count", ""), "count")
+        id = ID.value(visit.query.get("operation", ""), "operation")
         author = visit.author(required=self.is_destructive or selection.ids is None)
         if self.is_destructive:
             _check_count(visit, selection, count)
@@ -110,18 +108,10 @@ def _check_count(visit: Visit, selection: TaskSelection, count: int) -> None:
         raise Refused(409, "More tasks match than you have seen", f"{found} Nothing was changed. Look again.")
 
 
-def _previewed(visit: Visit) -> tuple[int, str]:
-    """Return the number of tasks of the preview, and the ID of the operation. Raises Refused."""
-    try:
-        return COUNT.parse(visit.query.get("count", "")), str(uuid.UUID(visit.query.get("operation", "")))
-    except ValueError:
-        raise Refused(400, "This form is not complete", "Go back, and look at the selection again.") from None
-
-
 ACTIONS = (
-    Action("retry", Role.OPERATOR, "become due now, with 0 failed attempts"),
-    Action("cancel", Role.DESTROYER, "are deleted permanently and never sent"),
-    Action("purge", Role.DESTROYER, "are deleted, so that they cannot be sent again"),
+    Action("retry", Role.OPERATOR, CHANGED["retry"], "become due now, with 0 failed attempts"),
+    Action("cancel", Role.DESTROYER, CHANGED["cancel"], "are deleted permanently and never sent"),
+    Action("purge", Role.DESTROYER, CHANGED["purge"], "are deleted, so that they cannot be sent again"),
 )
 
 

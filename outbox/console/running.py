@@ -53,11 +53,9 @@ class Running:
                 self.errors.pop(id, None)
                 if outcome.warning:
                     raise NotReached(outcome.warning)
-        except NotContinued:
-            return False
         except OutboxError as error:
-            self.errors[id] = str(error)
-            _log.warning("operation %s: %s", id, error)
+            if not isinstance(error, NotContinued):
+                self.errors[id] = str(error)
+                _log.warning("operation %s: %s", id, error)
             return isinstance(error, NotReached)
-        self.errors.pop(id, None)
         return False
