@@ -55,13 +55,16 @@ class Operation(NamedTuple):
     seen_at: datetime | None
     stopped_at: datetime | None
 
-    def state(self, now: datetime) -> str:
-        """Return `finished`, `stopped`, `running`, `interrupted`, or `unfinished` for an operation without chunks."""
+    def state(self, now: datetime, *, is_here: bool = False) -> str:
+        """Return `finished`, `stopped`, `running`, `interrupted`, or `unfinished` for an operation without chunks.
+
+        One that this process executes (`is_here`) may wait for Spanner. It is not interrupted.
+        """
         if self.finished_at or self.stopped_at:
             return "finished" if self.finished_at else "stopped"
         if self.seen_at is None:
             return "unfinished"
-        return "running" if now - self.seen_at < INTERRUPTED_AFTER else "interrupted"
+        return "running" if is_here or now - self.seen_at < INTERRUPTED_AFTER else "interrupted"
 
 
 def new_id() -> str:
@@ -151,9 +154,9 @@ def end(table: TaskTable, id: str, **columns: Any) -> None:
     table.transact(_TAG, lambda writer: update(writer, id, FinishedAt=COMMIT_TIMESTAMP, **columns))
 
 
-def exists(transaction: Transaction, id: str) -> bool:
-    """Lock the row of an operation, or the gap for it. Return whether it exists."""
-    return bool(transaction.read(OPERATIONS, ("OperationId",), _key(id)))
+def add(table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED) -> None:
+    """Record a change that has ended. Raises NotReached, OutboxError."""
+    table.transact(_TAG, lambda writer: record(writer, table, name, selection, author, FinishedAt=COMMIT_TIMESTAMP))
 
 
 def stop(table: TaskTable, id: str, author: Author) -> None:
@@ -164,12 +167,6 @@ def stop(table: TaskTable, id: str, author: Author) -> None:
 def proceed(table: TaskTable, id: str, author: Author) -> None:
     """Allow further chunks of an operation, and record who continues it. Raises NotContinued."""
     _mark(table, id, "continue", author, StoppedAt=None, SeenAt=COMMIT_TIMESTAMP)
-
-
-def viewed(table: TaskTable, task_id: str, author: Author) -> None:
-    """Record that a person looks at the message of a task. Raises NotReached, OutboxError."""
-    columns = {"ids": [task_id]}
-    table.transact(_TAG, lambda writer: record(writer, table, "view", columns, author, FinishedAt=COMMIT_TIMESTAMP))
 
 
 def _mark(table: TaskTable, id: str, name: str, author: Author, **columns: Any) -> None:

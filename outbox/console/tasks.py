@@ -131,7 +131,8 @@ def _of_key(visit: Visit, columns: Mapping[str, Any]) -> list[Task]:
 
 def show_data(visit: Visit) -> Response:
     """Record that the person looks at the message of the task `id`, and then show it."""
-    admin.operations.viewed(visit.table, _found(visit, data=False).columns["Id"], visit.author())
+    ids = [_found(visit, data=False).columns["Id"]]
+    admin.operations.add(visit.table, "view", {"ids": ids}, visit.author())
     task = _found(visit, data=True)
     message = task.message
     given = {} if message is None else dict(message.attributes)
