@@ -17,7 +17,6 @@ from outbox.admin.operations import Operation
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead, ErrorCount
 from outbox.admin.topics import Control
-from outbox.admin.workers import TopicCircuit
 from outbox.errors import OutboxError
 
 T = TypeVar("T")
@@ -87,8 +86,6 @@ class Status:
     backlog: Backlog
     history: History
     controls: Mapping[str, Control]
-    circuits: Sequence[TopicCircuit]
-    differing: Mapping[str, Sequence[str]]
     orphans: Sequence[int] | None
     errors: Sequence[ErrorCount]
     blocked: Sequence[BlockedHead]
@@ -113,8 +110,6 @@ def read_status(table: TaskTable, last: Status | None) -> Status:
         backlog=backlog,
         history=with_sample(last.history if last else (), backlog),
         controls=admin.topics.controls(table),
-        circuits=admin.workers.open_circuits(backlog.workers),
-        differing=admin.workers.differing(backlog.workers),
         orphans=admin.workers.shards_without_worker(table, backlog.workers),
         errors=admin.tasks.errors(table, backlog),
         blocked=admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.total.blocked else (),

@@ -62,7 +62,7 @@ def _environment() -> Environment:
         # The value of a form field, which the browser sends back: with its control characters.
         "exact": escape,
     }
-    environment.globals |= {"Role": Role, "counted": counted}
+    environment.globals |= {"Role": Role, "admin": admin, "counted": counted}
     environment.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
     return environment
 

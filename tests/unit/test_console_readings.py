@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from outbox.admin.backlog import Backlog, Line
-from outbox.admin.workers import TopicCircuit, Worker, shards_without_worker
+from outbox.admin.workers import Worker, shards_without_worker
 from outbox.console.application import routes
 from outbox.console.readings import (
     FRESH_SECONDS,
@@ -124,7 +124,7 @@ def test_an_action_lets_the_next_page_read_again() -> None:
 
 def status(**values: Any) -> Status:
     usual: dict[str, Any] = {
-        "backlog": Backlog(NOW, (), ()), "history": (), "controls": {}, "circuits": (), "differing": {}, "orphans": [],
+        "backlog": Backlog(NOW, (), ()), "history": (), "controls": {}, "orphans": [],
         "errors": (), "operations": (), "blocked": (), "reshard": None,
     }  # fmt: skip
     return Status(**usual | values)
@@ -194,7 +194,8 @@ WORKER = Worker("w", 1.0, NOW, NOW, {})
 OLD = Line("orders", 50, pending=3, oldest=NOW - timedelta(minutes=14))
 NEW = Line("orders", 50, pending=3, oldest=NOW - timedelta(seconds=0.4))
 DEAD = Line("orders", 50, dead=2)
-CIRCUIT = TopicCircuit("orders", 1, NOW, NOW, "permission_denied", "403")
+CIRCUIT = {"topic": "orders", "reason": "permission_denied", "error": "403"}
+FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
 
 
 @pytest.mark.parametrize(
@@ -203,10 +204,10 @@ CIRCUIT = TopicCircuit("orders", 1, NOW, NOW, "permission_denied", "403")
         ({"lines": [NEW]}, "ok", "Healthy: oldest pending task 0.4s, 1 live worker, no dead tasks"),
         ({}, "ok", "Healthy: oldest pending task 0.0s, 1 live worker, no dead tasks"),
         ({"lines": [NEW, DEAD]}, "warn", "2 dead tasks. Oldest pending task 0.4s, 1 live worker"),
-        ({"lines": [DEAD], "circuits": [CIRCUIT]}, "warn", "orders: circuit open since 12:00: permission_denied"),
-        ({"circuits": [CIRCUIT], "orphans": [1, 2]}, "bad", "2 shards without a live worker"),
+        ({"lines": [DEAD], "workers": [FAILING]}, "warn", "orders: circuit open since 12:00: permission_denied"),
+        ({"workers": [FAILING], "orphans": [1, 2]}, "bad", "2 shards without a live worker"),
         (
-            {"lines": [OLD, DEAD], "circuits": [CIRCUIT], "orphans": [1]}, "bad",
+            {"lines": [OLD, DEAD], "workers": [FAILING], "orphans": [1]}, "bad",
             "orders is late: oldest 14m, circuit open since 12:00: permission_denied",
         ),
         ({"lines": [OLD], "workers": ()}, "bad", "No live worker, so no task is published. Pending: 3 tasks"),
