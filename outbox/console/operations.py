@@ -37,11 +37,6 @@ class Action:
     states: tuple[str, ...]
     effect: str
 
-    @property
-    def is_destructive(self) -> bool:
-        """Tell whether the person types the number of tasks."""
-        return self.role is Role.DESTROYER
-
     def routes(self) -> Iterator[Route]:
         """Yield the page that shows what would happen, and the forms that begin it and continue it."""
         yield Route(f"/tasks/{self.name}", self._preview, self.role)
@@ -65,8 +60,9 @@ class Action:
     def _begin(self, visit: Visit) -> Response:
         selection, count = self._selection(visit), COUNT.value(visit.query.get("count", ""), "count")
         id = ID.value(visit.query.get("operation", ""), "operation")
-        author = visit.author(required=self.is_destructive or selection.ids is None)
-        if self.is_destructive:
+        is_destructive = self.role is Role.DESTROYER
+        author = visit.author(required=is_destructive or selection.ids is None)
+        if is_destructive:
             _check_count(visit, selection, count)
         # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
         if admin.changes.begin(visit.table, self.name, selection, author, id=id, selected=count):
