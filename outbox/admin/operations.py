@@ -56,14 +56,12 @@ class Operation(NamedTuple):
     stopped_at: datetime | None
 
     def state(self, now: datetime, *, is_here: bool = False) -> str:
-        """Return `finished`, `stopped`, `running`, `interrupted`, or `unfinished` for an operation without chunks.
-
-        One that this process executes (`is_here`) may wait for Spanner. It is not interrupted.
-        """
+        """Return `finished`, `stopped`, `running`, `interrupted`, or `unfinished` for an operation without chunks."""
         if self.finished_at or self.stopped_at:
             return "finished" if self.finished_at else "stopped"
         if self.seen_at is None:
             return "unfinished"
+        # An operation that this process executes may wait for Spanner.
         return "running" if is_here or now - self.seen_at < INTERRUPTED_AFTER else "interrupted"
 
 

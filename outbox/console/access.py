@@ -10,6 +10,7 @@
 docs/security.md says against whom. Every answer has the same headers.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -81,13 +82,11 @@ class Access:
         return await run_in_threadpool(route.handler, visit)
 
     def _check_host(self, request: Request) -> None:
-        try:
-            name = host_and_port(request.headers.get("host", ""))[0].lower()
-        except ValueError:
-            name = ""
-        if name not in self.allowed_hosts:
-            advice = "Open it under a name of --allowed-hosts, or add this one there."
-            raise Refused(403, "The console does not answer to this host name", advice)
+        with contextlib.suppress(ValueError):
+            if host_and_port(request.headers.get("host", ""))[0].lower() in self.allowed_hosts:
+                return
+        advice = "Open it under a name of --allowed-hosts, or add this one there."
+        raise Refused(403, "The console does not answer to this host name", advice)
 
     def _route(self, method: str, path: str) -> Route:
         methods = {route.method: route for route in self.routes if route.path == path}
@@ -103,8 +102,7 @@ class Access:
             return
         advice = f"Ask for {person} to be added to the role {route.role} in the file of --roles."
         if route.role not in self.console.allowed:
-            flag = route.role.flag
-            advice = f"The console was started without {flag}. Use the command, or a console that was started with it."
+            advice = f"The console was started without {route.role.flag}. Use the command, or a console with the flag."
         raise Refused(403, f"This needs the role {route.role}", advice)
 
 

@@ -1,7 +1,6 @@
 """Pages from templates. Every text is escaped, for HTML by Jinja2 and for control characters by `_visible`."""
 
 import json
-from datetime import datetime
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -24,12 +23,6 @@ def _visible(value: Any) -> Any:
     return value if isinstance(value, Markup) else cell(value)
 
 
-def relative(time: datetime, now: datetime) -> str:
-    """Return how long ago a time was, or in how long it will be."""
-    seconds = (now - time).total_seconds()
-    return f"{spoken(seconds)} ago" if seconds >= 0 else f"in {spoken(-seconds)}"
-
-
 def described(operation: Operation) -> str:
     """Return the column Selection in words: each name with its value, and few of many IDs."""
     found = admin.operations.parsed(operation.selection)
@@ -43,31 +36,25 @@ def described(operation: Operation) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("outbox.console"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_visible,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "spoken": spoken,
-        "relative": relative,
-        "time": lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
-        "clock": lambda time: f"{time:%H:%M:%S} UTC",
-        "described": described,
-        "runs": runs,
-        # The value of a form field, which the browser sends back: with its control characters.
-        "exact": escape,
-    }
-    environment.globals |= {"Role": Role, "admin": admin, "counted": counted}
-    environment.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
-    return environment
-
-
-_ENVIRONMENT = _environment()
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("outbox.console"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_visible,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters.update(
+    spoken=spoken,
+    time=lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
+    clock=lambda time: f"{time:%H:%M:%S} UTC",
+    described=described,
+    runs=runs,
+    # The value of a form field, which the browser sends back: with its control characters.
+    exact=escape,
+)
+_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted}
+_ENVIRONMENT.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
 
 
 def render(visit: Visit, template: str, **values: Any) -> Response:

@@ -12,7 +12,7 @@ from outbox import admin, tracing
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Operation
 from outbox.admin.tasks import Task
-from outbox.cli.flags import MAX_ID_CHARACTERS, MIN_PREFIX
+from outbox.cli.flags import MIN_PREFIX
 from outbox.cli.tasks import SHOWN_BYTES, readable
 from outbox.console import selections
 from outbox.console.operations import ACTIONS
@@ -56,21 +56,14 @@ def show(visit: Visit) -> Response:
 def search(visit: Visit) -> Response:
     """Show the tasks that `q` may mean, or open the only one."""
     text = visit.query.get("q", "").strip()
-    ids = _ids(visit, text)
+    found = admin.tasks.beginning_with(visit.table, [text], RESULTS).get(text, []) if text else []
+    ids = found if len(text) >= MIN_PREFIX else [id for id in found if id == text]
     # Sent tasks of a key are not read, because there may be millions.
     of_key = TaskSelection(ordering_key=text)
     keyed = admin.tasks.find(visit.table, selection=of_key, limit=RESULTS).tasks if text else []
     if ids == [text] or (len(ids) == 1 and not keyed):
         return RedirectResponse(visit.link("/task", id=ids[0]), 303)
     return render(visit, "search.html", text=text, ids=ids, keyed=keyed, most=RESULTS)
-
-
-def _ids(visit: Visit, text: str) -> list[str]:
-    """Return the first IDs that begin with a text, the ID itself first."""
-    if not 0 < len(text) <= MAX_ID_CHARACTERS:
-        return []
-    ids = admin.tasks.beginning_with(visit.table, [text], RESULTS).get(text, [])
-    return ids if len(text) >= MIN_PREFIX else [id for id in ids if id == text]
 
 
 def show_one(visit: Visit) -> Response:
