@@ -249,7 +249,10 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
         raise OutboxError(f"operation {id} does not exist, or is not a retry, purge or cancel")
     selection, author = TaskSelection.recorded(operation.selection), Author(operation.principal, operation.reason)
     check(operation.operation, selection)
-    return _Change(table, operation.operation, selection, author).outcomes(operations.begun(table, id))
+    tag, key = f"outbox-{operation.operation}", KeySet(keys=[[id]])
+    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), key, tag)
+    progress = Progress(id, tasks, position, is_recorded=True)
+    return _Change(table, operation.operation, selection, author).outcomes(progress)
 
 
 def check(name: str, selection: TaskSelection) -> None:

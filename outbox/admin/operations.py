@@ -93,7 +93,7 @@ class Progress:
 
         Two processes may work on one operation. Each chunk changes the row, so only one of them executes it.
         """
-        rows = transaction.read(OPERATIONS, ("Tasks", "Position", "StoppedAt", "FinishedAt"), _key(self.id))
+        rows = transaction.read(OPERATIONS, ("Tasks", "Position", "StoppedAt", "FinishedAt"), KeySet(keys=[[self.id]]))
         if rows != [[self.tasks, self.position, None, None]]:
             raise NotContinued(
                 f"operation {self.id} was stopped, finished, or continued by another process. See `outbox operations`"
@@ -133,12 +133,6 @@ def operation(table: TaskTable, id: str) -> Operation | None:
     return Operation(*rows[0]) if rows else None
 
 
-def begun(table: TaskTable, id: str) -> Progress:
-    """Return what the row of a retry, purge or cancel has after its last chunk. Raises NotReached, OutboxError."""
-    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), _key(id), _TAG)
-    return Progress(id, tasks, position, is_recorded=True)
-
-
 def begin(table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED) -> Operation:
     """Record a change that starts now, and return its row. Raises NotReached, OutboxError."""
     id = new_id()
@@ -169,16 +163,12 @@ def proceed(table: TaskTable, id: str, author: Author) -> None:
 
 def _mark(table: TaskTable, id: str, name: str, author: Author, **columns: Any) -> None:
     def work(transaction: Transaction) -> None:
-        if transaction.read(OPERATIONS, ("FinishedAt",), _key(id)) != [[None]]:
+        if transaction.read(OPERATIONS, ("FinishedAt",), KeySet(keys=[[id]])) != [[None]]:
             raise NotContinued(f"operation {id} is finished, or does not exist")
         update(transaction, id, **columns)
         record(transaction, table, name, {"operation": id}, author, FinishedAt=COMMIT_TIMESTAMP)
 
     table.transact(_TAG, work)
-
-
-def _key(id: str) -> KeySet:
-    return KeySet(keys=[[id]])
 
 
 def record(

@@ -53,8 +53,7 @@ _ENVIRONMENT.filters.update(
     # The value of a form field, which the browser sends back: with its control characters.
     exact=escape,
 )
-_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted}
-_ENVIRONMENT.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
+_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "HEADS": HEADS, "OPERATIONS": OPERATIONS}
 
 
 def render(visit: Visit, template: str, **values: Any) -> Response:
