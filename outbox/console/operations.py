@@ -45,7 +45,7 @@ class Action:
 
     def _preview(self, visit: Visit) -> Response:
         selection = self._selection(visit)
-        found = admin.changes.preview(visit.table, selection)
+        found = admin.changes.preview(visit.console.table, selection)
         return render(
             visit,
             "acting.html",
@@ -65,7 +65,7 @@ class Action:
         if is_destructive:
             _check_count(visit, selection, count)
         # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
-        if admin.changes.begin(visit.table, self.name, selection, author, id=id, selected=count):
+        if admin.changes.begin(visit.console.table, self.name, selection, author, id=id, selected=count):
             visit.console.running.start(id)
         return visit.redirect("/operation", id=id)
 
@@ -73,13 +73,13 @@ class Action:
         operation, _ = _found(visit)
         if operation.operation != self.name:
             raise Refused(400, f"This operation is no {self.name}", "Open it from the list of operations.")
-        admin.operations.proceed(visit.table, operation.id, visit.author())
+        admin.operations.proceed(visit.console.table, operation.id, visit.author())
         visit.console.running.start(operation.id)
         return visit.redirect("/operation", id=operation.id)
 
     def _selection(self, visit: Visit) -> TaskSelection:
         """Return the tasks of the address. None of them is newer than the page. Raises SettingError, OutboxError."""
-        now = visit.table.now()
+        now = visit.console.table.now()
         found = selections.read(visit.query, now)
         # An at-most-once task is marked as sent shortly before it is published.
         newest = now - MARKS_FINAL_AFTER if self.name == "purge" else now
@@ -98,7 +98,7 @@ def _check_count(visit: Visit, selection: TaskSelection, count: int) -> None:
     if re.sub(r"[\s,._']", "", visit.form.get("typed", "")) != str(count):
         advice = f"Go back and type {count:,}. If the number changed meanwhile, look at the selection again."
         raise Refused(409, "The typed number is not the number of tasks", advice)
-    now = admin.changes.count(visit.table, selection, exact=True).number
+    now = admin.changes.count(visit.console.table, selection, exact=True).number
     if now > count:
         found = f"{counted(now, 'task')} match now, and {count:,} when you looked."
         raise Refused(409, "More tasks match than you have seen", f"{found} Nothing was changed. Look again.")
@@ -123,7 +123,7 @@ def _found(visit: Visit) -> tuple[Operation, datetime]:
     id, status = visit.query.get("id", ""), visit.console.status.get().value
     if status and (operation := next((each for each in status.operations if each.id == id), None)):
         return operation, status.backlog.as_of
-    now, row = visit.table.now(), admin.operations.operation(visit.table, id)
+    now, row = visit.console.table.now(), admin.operations.operation(visit.console.table, id)
     if row is None:
         raise Refused(404, "There is no operation with this ID", "Open it from the list of operations.")
     return row, now
@@ -131,7 +131,7 @@ def _found(visit: Visit) -> tuple[Operation, datetime]:
 
 def _stop(visit: Visit) -> Response:
     id = _found(visit)[0].id
-    admin.operations.stop(visit.table, id, visit.author())
+    admin.operations.stop(visit.console.table, id, visit.author())
     return visit.redirect("/operation", id=id)
 
 

@@ -35,10 +35,10 @@ EVENTS = {"CreatedAt": "registered", "SentAt": "sent", "AvailableAt": "due", "Ex
 def show(visit: Visit) -> Response:
     """Show a page of the tasks that match the address."""
     query = visit.query
-    selection = dataclasses.replace(selections.read(query, visit.table.now()), include_expired=True)
+    selection = dataclasses.replace(selections.read(query, visit.console.table.now()), include_expired=True)
     state, order = selection.state or DEFAULT_STATE, "oldest" if query.get("order") == "oldest" else "newest"
     found = admin.tasks.find(
-        visit.table, [state], selection, newest=order == "newest", after=query.get("after") or None, limit=PAGE
+        visit.console.table, [state], selection, newest=order == "newest", after=query.get("after") or None, limit=PAGE
     )
     shown = dataclasses.replace(selection, state=state)
     return render(
@@ -56,11 +56,11 @@ def show(visit: Visit) -> Response:
 def search(visit: Visit) -> Response:
     """Show the tasks that `q` may mean, or open the only one."""
     text = visit.query.get("q", "").strip()
-    found = admin.tasks.beginning_with(visit.table, [text], RESULTS).get(text, []) if text else []
+    found = admin.tasks.beginning_with(visit.console.table, [text], RESULTS).get(text, []) if text else []
     ids = found if len(text) >= MIN_PREFIX else [id for id in found if id == text]
     # Sent tasks of a key are not read, because there may be millions.
     of_key = TaskSelection(ordering_key=text)
-    keyed = admin.tasks.find(visit.table, selection=of_key, limit=RESULTS).tasks if text else []
+    keyed = admin.tasks.find(visit.console.table, selection=of_key, limit=RESULTS).tasks if text else []
     if ids == [text] or (len(ids) == 1 and not keyed):
         return RedirectResponse(visit.link("/task", id=ids[0]), 303)
     return render(visit, "search.html", text=text, ids=ids, keyed=keyed, most=RESULTS)
@@ -82,7 +82,7 @@ def show_one(visit: Visit) -> Response:
 
 
 def _found(visit: Visit, *, data: bool) -> Task:
-    task = admin.tasks.task(visit.table, visit.query.get("id", ""), data=data)
+    task = admin.tasks.task(visit.console.table, visit.query.get("id", ""), data=data)
     if task is None:
         advice = "Its transaction was not committed, or it was deleted: after it was sent, or by one of the operations."
         raise Refused(404, "There is no task with this ID", advice)
@@ -119,13 +119,13 @@ def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
 def _of_key(visit: Visit, columns: Mapping[str, Any]) -> list[Task]:
     """Return the first unsent tasks of the key of a task."""
     of_key = TaskSelection(topic=columns["Topic"], ordering_key=columns["OrderingKey"])
-    return admin.tasks.find(visit.table, selection=of_key, limit=KEY_TASKS).tasks
+    return admin.tasks.find(visit.console.table, selection=of_key, limit=KEY_TASKS).tasks
 
 
 def show_data(visit: Visit) -> Response:
     """Record that the person looks at the message of the task `id`, and then show it."""
     ids = [_found(visit, data=False).columns["Id"]]
-    admin.operations.add(visit.table, "view", {"ids": ids}, visit.author())
+    admin.operations.add(visit.console.table, "view", {"ids": ids}, visit.author())
     task = _found(visit, data=True)
     message = task.message
     given = {} if message is None else dict(message.attributes)

@@ -48,8 +48,8 @@ def _written(text: str) -> datetime | None:
 def _change(visit: Visit) -> Response:
     topic, operation = _topic(visit), visit.path.removeprefix("/topic/")
     values = SWITCHES.get(operation) or _typed(FORMS[operation], visit.form)
-    admin.topics.change(visit.table, operation, [topic], values, visit.author())
-    return visit.redirect("/topic", name=topic, written=shown(visit.table.now()))
+    admin.topics.change(visit.console.table, operation, [topic], values, visit.author())
+    return visit.redirect("/topic", name=topic, written=shown(visit.console.table.now()))
 
 
 def _typed(flags: Mapping[str, tuple[str, SettingType, str]], form: Mapping[str, str]) -> dict[str, Any]:

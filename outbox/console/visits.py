@@ -1,7 +1,7 @@
 """How a page is written: a function from a Visit to a response, and a Route that says who may call it.
 
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`.
-- A handler runs on a thread. It calls `outbox.admin` with `visit.table`, and has no SQL of its own.
+- A handler runs on a thread. It calls `outbox.admin` with `visit.console.table`, and has no SQL of its own.
 - What a page fetches again comes from `visit.console.status`, so that all tabs share one read.
 - A handler raises Refused, or lets an OutboxError pass. Both become a page.
 - A page is a GET with the role VIEWER. What changes or records something is a POST with another role, which `Access`
@@ -62,11 +62,6 @@ class Visit:
     query: QueryParams = dataclasses.field(default_factory=QueryParams)
     form: QueryParams = dataclasses.field(default_factory=QueryParams)
 
-    @property
-    def table(self) -> TaskTable:
-        """Return the table of the console."""
-        return self.console.table
-
     def link(self, path: str, **query: object) -> str:
         """Return the address of a page. Values that are None or empty are left out, except a `name` or an `id`."""
         given = {name: value for name, value in query.items() if value not in (None, "") or name in ("id", "name")}
@@ -86,7 +81,7 @@ class Visit:
 
     def command(self, name: str, *arguments: object, **flags: object) -> str:
         """Return the `outbox` command that does the same. `flags` that are None or False are left out."""
-        _, project, _, instance, _, database = self.table.name.split("/")
+        _, project, _, instance, _, database = self.console.table.name.split("/")
         return command_line(name, *arguments, project=project, instance=instance, database=database, **flags)
 
 
