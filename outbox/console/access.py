@@ -73,6 +73,8 @@ class Access:
         path = _path(request, prefix)
         route = self._route(request.method, path)
         person = await run_in_threadpool(self.identify, request) if route.role else ""
+        if route.role and not person:
+            raise Refused(403, "The request has no identity", "Sign in where the console gets the names of people.")
         roles = self.roles.of(person) & self.console.allowed if route.role else frozenset[Role]()
         self._check_role(route, person, roles)
         visit = Visit(

@@ -1,6 +1,7 @@
 """Access to the console: every route and method with every role, and requests of other sites, hosts and proxies."""
 
 import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -128,6 +129,15 @@ def test_an_identity_that_cannot_be_found_out_opens_nothing(error: Exception, st
     answer = client(recorded, identify=mock.Mock(side_effect=error)).get("/show")
     assert (answer.status_code, visits, "secret" in answer.text) == (status, [], False)
     assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS
+
+
+@pytest.mark.parametrize("nobody", ["", None])
+def test_a_person_without_a_name_is_not_everyone(nobody: Any) -> None:
+    """The role of `*` is for everyone with an identity. An application may return nothing for a visitor."""
+    recorded, visits = recording([SHOW, CHANGE])
+    caller = client(recorded, identify=lambda _request: nobody)
+    assert [caller.get("/show").status_code, caller.post("/change", headers=SAME).status_code] == [403, 403]
+    assert not visits
 
 
 def test_only_small_urlencoded_forms_are_read() -> None:
