@@ -93,27 +93,26 @@ def _time_line(columns: Mapping[str, Any], operations: Iterable[Operation]) -> l
     """Return what happened when, and the ID of an operation. The table has no times of failed attempts."""
     names = ("CreatedAt", "SentAt") if columns["SentAt"] else ("CreatedAt", "AvailableAt", "ExpiresAt")
     line = [(columns[name], EVENTS[name], None) for name in names if columns[name] and not is_dead(columns[name])]
-    changes = [
-        (each.started_at, f"{relation}{each.operation} by {each.principal}", each.id)
-        for each in operations
-        if each.started_at >= columns["CreatedAt"] and (relation := _relation(each, columns))
-    ]
+    # A view changes nothing, and a task that was cancelled or purged is gone.
+    retries = [each for each in operations if each.operation == "retry" and each.started_at >= columns["CreatedAt"]]
+    relations = ((each, _relation(each, columns)) for each in retries)
+    changes = [(each.started_at, f"{how}: retry by {each.principal}", each.id) for each, how in relations if how]
     return sorted([*line, *changes], key=lambda event: event[0])
 
 
 def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
-    """Return how an operation concerns a task: empty if it does not."""
+    """Return how a retry concerns a task: empty if it does not."""
     try:
         found = TaskSelection.recorded(operation.selection)
     except OutboxError:
         return ""
     if found.ids is not None:
-        return "changed: " if columns["Id"] in found.ids else ""
+        return "changed" if columns["Id"] in found.ids else ""
     of_topic = found.topic in (None, columns["Topic"]) and found.ordering_key in (None, columns["OrderingKey"])
     before = found.until is None or columns["CreatedAt"] < found.until
     # A task that it has changed is sent later, or not at all.
     was_unsent = columns["SentAt"] is None or columns["SentAt"] >= operation.started_at
-    return "perhaps changed: " if found.state and of_topic and before and was_unsent else ""
+    return "perhaps changed" if found.state and of_topic and before and was_unsent else ""
 
 
 def _of_key(visit: Visit, columns: Mapping[str, Any]) -> list[Task]:
