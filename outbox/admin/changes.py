@@ -179,8 +179,7 @@ def preview(table: TaskTable, selection: TaskSelection) -> Preview:
     groups = table.query(statement, "outbox-count", values, at=now, seconds=COUNT_SECONDS)
     tasks = count(table, selection, exact=True, at=now).number
     everything = dataclasses.replace(selection, include_expired=True)
-    is_narrower = "unexpired" in selection.names
-    expired = count(table, everything, exact=True, at=now).number - tasks if is_narrower else 0
+    expired = count(table, everything, exact=True, at=now).number - tasks if "unexpired" in selection.names else 0
     return Preview(tasks, groups, {"expired": expired} if expired else {})
 
 

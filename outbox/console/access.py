@@ -63,7 +63,7 @@ class Access:
             response = await self._answer(Request(scope, receive), prefix)
         except Exception as error:
             refused = _refused(error, scope["path"])
-            response = answer("refused.html", refused.status, refused=refused, prefix=prefix)
+            response = answer("refused", refused.status, refused=refused, prefix=prefix)
         response.headers.update(HEADERS)
         await response(scope, receive, send)
 

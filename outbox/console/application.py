@@ -68,15 +68,12 @@ def app(
 
 def routes() -> list[Route]:
     """Return all routes of the console."""
-    figures = [
-        Route(path, partial(render, template=f"{name}.html", actions=operations.ACTIONS))
-        for path, name in FIGURES.items()
-    ]
+    pages = [Route(path, partial(render, template=name, actions=operations.ACTIONS)) for path, name in FIGURES.items()]
     static = [Route(f"/static/{file.name}", partial(_file, path=file)) for file in _STATIC.iterdir()]
     others = (route for module in (topic, tasks, operations) for route in module.ROUTES)
     # It does not ask Spanner, because no restart of the console ends an outage of Spanner.
     healthz = Route("/healthz", lambda _visit: PlainTextResponse("ok\n"), role=None)
-    return [healthz, *static, *figures, *others]
+    return [healthz, *static, *pages, *others]
 
 
 def _file(_visit: Visit, *, path: Path) -> Response:

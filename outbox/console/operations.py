@@ -48,7 +48,7 @@ class Action:
         found = admin.changes.preview(visit.console.table, selection)
         return render(
             visit,
-            "acting.html",
+            "acting",
             acted=self,
             selection=selection,
             found=found,
@@ -115,7 +115,7 @@ def show(visit: Visit) -> Response:
     """Show one operation, and the forms to stop or continue it."""
     operation, now = _found(visit)
     acted = next((each for each in ACTIONS if each.name == operation.operation), None)
-    return render(visit, "operation.html", operation=operation, acted=acted, read_at=now)
+    return render(visit, "operation", operation=operation, acted=acted, read_at=now)
 
 
 def _found(visit: Visit) -> tuple[Operation, datetime]:

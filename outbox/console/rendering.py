@@ -64,4 +64,4 @@ def render(visit: Visit, template: str, **values: Any) -> Response:
 
 def answer(template: str, code: int = 200, **values: Any) -> Response:
     """Return a template with these values alone."""
-    return HTMLResponse(_ENVIRONMENT.get_template(template).render(values), code)
+    return HTMLResponse(_ENVIRONMENT.get_template(f"{template}.html").render(values), code)

@@ -43,7 +43,7 @@ def show(visit: Visit) -> Response:
     shown = dataclasses.replace(selection, state=state)
     return render(
         visit,
-        "tasks.html",
+        "tasks",
         page=found,
         state=state,
         order=order,
@@ -63,7 +63,7 @@ def search(visit: Visit) -> Response:
     keyed = admin.tasks.find(visit.console.table, selection=of_key, limit=RESULTS).tasks if text else []
     if ids == [text] or (len(ids) == 1 and not keyed):
         return RedirectResponse(visit.link("/task", id=ids[0]), 303)
-    return render(visit, "search.html", text=text, ids=ids, keyed=keyed, most=RESULTS)
+    return render(visit, "search", text=text, ids=ids, keyed=keyed, most=RESULTS)
 
 
 def show_one(visit: Visit) -> Response:
@@ -72,7 +72,7 @@ def show_one(visit: Visit) -> Response:
     columns = task.columns
     return render(
         visit,
-        "task.html",
+        "task",
         task=task,
         line=_time_line(columns, status.operations if status else ()),
         of_key=_of_key(visit, columns) if columns["OrderingKey"] and task.state != "sent" else (),
@@ -133,7 +133,7 @@ def show_data(visit: Visit) -> Response:
     kind, lines = readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
     return render(
         visit,
-        "message.html",
+        "message",
         task=task,
         is_message=message is not None,
         attributes=attributes,

@@ -27,7 +27,7 @@ def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     written = _written(visit.query.get("written", ""))
     more = {"described": described, "forms": FORMS, "within": APPLIED_WITHIN}
-    return render(visit, "topic.html", topic=_topic(visit), written=written, **more)
+    return render(visit, "topic", topic=_topic(visit), written=written, **more)
 
 
 def _topic(visit: Visit) -> str:
