@@ -37,7 +37,6 @@ HEADERS = {
 }
 #: Max bytes of a form: a thousand selected tasks with the longest IDs need less.
 MAX_FORM = 256 * 1024
-_FORM = "application/x-www-form-urlencoded"
 _SAFE = ("GET", "HEAD")
 _RELOAD = "Go back, reload the page and try again."
 _log = logging.getLogger("outbox")
@@ -127,7 +126,7 @@ async def _form(request: Request) -> QueryParams:
     """Return the fields of a urlencoded form. Raises Refused."""
     if request.method in _SAFE:
         return QueryParams()
-    if request.headers.get("content-type", "").partition(";")[0].strip() != _FORM:
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/x-www-form-urlencoded":
         raise Refused(415, "This is not a form of the console", _RELOAD)
     body = bytearray()
     async for part in request.stream():

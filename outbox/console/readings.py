@@ -41,10 +41,7 @@ class Reading(Generic[T]):
 
 
 class Shared(Generic[T]):
-    """A value that is read again when it is asked for and old. Used by all threads.
-
-    `read` gets the last value, or None.
-    """
+    """A value that is read again when it is asked for and old. Used by all threads. `read` gets the last value."""
 
     def __init__(self, read: Callable[[T | None], T], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock = read, clock
