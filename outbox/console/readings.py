@@ -26,7 +26,7 @@ History = Sequence[tuple[datetime, Mapping[str, int]]]
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
 FRESH_SECONDS = 5.0
 #: An hour of samples of pending tasks, one for each half minute in which a tab asked.
-HOUR, SAMPLED_EVERY = timedelta(hours=1), timedelta(seconds=30)
+HOUR, SAMPLED_EVERY, GAP = timedelta(hours=1), timedelta(seconds=30), timedelta(seconds=90)
 #: Max heads of blocked keys, and max operations.
 HEADS = OPERATIONS = 100
 
@@ -97,6 +97,17 @@ def with_sample(history: History, backlog: Backlog) -> History:
         return history
     sample = now, {topic: line.pending for topic, line in backlog.topics().items()}
     return [*(each for each in history if now - each[0] < HOUR), sample]
+
+
+def sparkline(history: History, topic: str, now: datetime) -> str:
+    """Return a line of 120 by 20 units as a path of SVG, with a gap where no tab was visible for more than GAP."""
+    top = max([1, *(pending.get(topic, 0) for _, pending in history)])
+    path, last = "", now - 2 * HOUR
+    for at, pending in history:
+        point = f"{120 - (now - at) / SAMPLED_EVERY:.1f} {19.5 - 19 * pending.get(topic, 0) / top:.1f}"
+        path += f"L{point}" if at - last <= GAP else f"M{point}h0"
+        last = at
+    return path
 
 
 def read_status(table: TaskTable, last: Status | None) -> Status:

@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, Response
 from outbox import admin
 from outbox.admin.operations import Operation
 from outbox.cli.workers import runs
-from outbox.console.readings import HEADS, OPERATIONS
+from outbox.console.readings import HEADS, OPERATIONS, sparkline
 from outbox.console.roles import Role
 from outbox.console.visits import Visit
 from outbox.program.terminal import counted, listed
@@ -53,7 +53,8 @@ _ENVIRONMENT.filters.update(
     # The value of a form field, which the browser sends back: with its control characters.
     exact=escape,
 )
-_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "HEADS": HEADS, "OPERATIONS": OPERATIONS}
+_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "sparkline": sparkline}
+_ENVIRONMENT.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
 
 
 def render(visit: Visit, template: str, **values: Any) -> Response:

@@ -19,6 +19,7 @@ from outbox.console.readings import (
     Reading,
     Shared,
     Status,
+    sparkline,
     with_sample,
 )
 from outbox.console.rendering import _ENVIRONMENT
@@ -173,9 +174,7 @@ def test_samples_are_half_a_minute_apart_and_an_hour_old_at_most() -> None:
 def test_a_sparkline_has_a_gap_where_no_tab_was_visible() -> None:
     def line(*samples: tuple[int, int]) -> str:
         history = [(NOW - timedelta(seconds=age), {"orders": number}) for age, number in samples]
-        macro: Any = _ENVIRONMENT.get_template("parts.html").module
-        [points] = re.findall('d="([^"]*)"', macro.spark(status(history=history), "orders"))
-        return str(points)
+        return sparkline(history, "orders", NOW)
 
     assert line() == ""
     assert line((3_600, 0), (3_570, 10), (30, 5), (0, 0)) == "M0.0 19.5h0L1.0 0.5M119.0 10.0h0L120.0 19.5"
