@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Generic, TypeVar
 
 from outbox import admin
 from outbox.admin.backlog import Backlog
@@ -19,38 +18,51 @@ from outbox.admin.tasks import BlockedHead, ErrorCount
 from outbox.admin.topics import Control
 from outbox.errors import OutboxError
 
-T = TypeVar("T")
 #: The pending tasks of each topic at some times, oldest first. Without a visible tab there is no sample.
 History = Sequence[tuple[datetime, Mapping[str, int]]]
 
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
 FRESH_SECONDS = 5.0
-#: An hour of samples of pending tasks, one for each half minute in which a tab asked.
+#: An hour of samples of pending tasks, one for each half minute in which a tab asked. A line joins those within GAP.
 HOUR, SAMPLED_EVERY, GAP = timedelta(hours=1), timedelta(seconds=30), timedelta(seconds=90)
 #: Max heads of blocked keys, and max operations.
 HEADS = OPERATIONS = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reading(Generic[T]):
-    """The last value that was read, how many seconds ago, and the error of a later attempt, if there was one."""
+class Status:
+    """What `outbox status`, `workers` and `operations` print, read together."""
 
-    value: T | None
+    backlog: Backlog
+    history: History
+    controls: Mapping[str, Control]
+    orphans: Sequence[int] | None
+    errors: Sequence[ErrorCount]
+    blocked: Sequence[BlockedHead]
+    operations: Sequence[Operation]
+    reshard: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """The last status that was read, how many seconds ago, and the error of a later attempt, if there was one."""
+
+    value: Status | None
     age: float
     error: str | None = None
 
 
-class Shared(Generic[T]):
-    """A value that is read again when it is asked for and old. Used by all threads. `read` gets the last value."""
+class Shared:
+    """A status that is read again when it is asked for and old. Used by all threads. `read` gets the last one."""
 
-    def __init__(self, read: Callable[[T | None], T], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, read: Callable[[Status | None], Status], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock = read, clock
         self._reading = threading.Lock()
-        self._value: T | None = None
+        self._value: Status | None = None
         self._error: str | None = None
         self._read_at = self._tried_at = float("-inf")
 
-    def get(self) -> Reading[T]:
+    def get(self) -> Reading:
         """Return the value. While another thread reads it, return the last one, or wait if there is none."""
         if self._is_old() and self._reading.acquire(blocking=self._tried_at < 0):
             try:
@@ -74,20 +86,6 @@ class Shared(Generic[T]):
         except OutboxError as error:
             self._error = str(error)
         self._tried_at = self._clock()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Status:
-    """What `outbox status`, `workers` and `operations` print, read together."""
-
-    backlog: Backlog
-    history: History
-    controls: Mapping[str, Control]
-    orphans: Sequence[int] | None
-    errors: Sequence[ErrorCount]
-    blocked: Sequence[BlockedHead]
-    operations: Sequence[Operation]
-    reshard: str | None
 
 
 def with_sample(history: History, backlog: Backlog) -> History:

@@ -20,7 +20,7 @@ from starlette.responses import RedirectResponse, Response
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
 from outbox.cli.flags import TEXT, command_line
-from outbox.console.readings import Shared, Status
+from outbox.console.readings import Shared
 from outbox.console.roles import Role
 from outbox.console.running import Running
 
@@ -42,7 +42,7 @@ class Console:
 
     table: TaskTable
     running: Running
-    status: Shared[Status]
+    status: Shared
     #: The roles that the flags of the command allow.
     allowed: frozenset[Role]
     is_production: bool

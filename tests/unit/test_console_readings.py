@@ -75,7 +75,7 @@ def test_an_error_keeps_the_last_value_with_its_age_and_is_not_tried_at_once_aga
             raise answer
         return str(answer)
 
-    shared, found = Shared(read, clock), list[Reading[str]]()
+    shared, found = Shared(read, clock), list[Reading]()
     for clock.now in (0, 6, 7, 12):
         found.append(shared.get())
     assert found == [
@@ -181,7 +181,7 @@ def test_a_sparkline_has_a_gap_where_no_tab_was_visible() -> None:
     assert line((0, 0)) == "M120.0 19.5h0"
 
 
-def health(reading: Reading[Status]) -> tuple[str, str]:
+def health(reading: Reading) -> tuple[str, str]:
     """Return the class and the text of the sentence at the top of each page."""
     macro: Any = _ENVIRONMENT.get_template("health.html").module
     [found] = re.findall(r'class="health (\w+)" role="status">([^<]*)<', macro.health(reading))
@@ -228,7 +228,7 @@ def test_a_worker_that_has_just_started_leaves_no_shard_without_a_worker() -> No
 
 
 def test_the_sentence_says_how_old_the_figures_are() -> None:
-    never: Reading[Status] = Reading(None, float("inf"), "no route.")
+    never: Reading = Reading(None, float("inf"), "no route.")
     assert health(never) == ("bad", "Spanner did not answer. no route.")
     stale = Reading(status(), 65.0, "no route.")
     assert health(stale) == ("bad", "Spanner did not answer. The figures are 1m 5s old. no route.")
