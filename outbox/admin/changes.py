@@ -248,8 +248,7 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
         raise OutboxError(f"operation {id} does not exist, or is not a retry, purge or cancel")
     selection, author = TaskSelection.recorded(operation.selection), Author(operation.principal, operation.reason)
     check(operation.operation, selection)
-    tag, key = f"outbox-{operation.operation}", KeySet(keys=[[id]])
-    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), key, tag)
+    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), KeySet(keys=[[id]]), "outbox-operations")
     progress = Progress(id, tasks, position, is_recorded=True)
     return _Change(table, operation.operation, selection, author).outcomes(progress)
 
