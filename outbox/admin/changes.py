@@ -24,6 +24,7 @@ from outbox.errors import OutboxError
 from outbox.program.terminal import counted, escaped
 from outbox.program.times import shown
 from outbox.program.values import chunked
+from outbox.table.ddl import OPERATIONS
 from outbox.table.statements import NEXT_OF_KEYS, RELEASED
 from outbox.table.states import CHANGED, CONDITIONS, STATES, UNSENT
 
@@ -139,23 +140,16 @@ class _Row(NamedTuple):
     error: str | None
 
 
-class Group(NamedTuple):
-    """Tasks of one topic with the same first line of LastError."""
-
-    topic: str
-    error: str | None
-    tasks: int
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preview:
     """What a change would do: the exact number of tasks, their largest groups, and the tasks that it cannot change.
 
-    `refused` has the number of these tasks by state: `expired`, `missing`, or a state that the change is not for.
+    A group has a topic, the first line of LastError, and a number. `refused` has numbers by state: `expired`,
+    `missing`, or a state that the change is not for.
     """
 
     tasks: int
-    groups: Sequence[Group]
+    groups: Sequence[Sequence[Any]]
     refused: Mapping[str, int]
 
 
@@ -185,9 +179,8 @@ def preview(table: TaskTable, selection: TaskSelection) -> Preview:
     groups = table.query(statement, "outbox-count", values, at=now, seconds=COUNT_SECONDS)
     tasks = count(table, selection, exact=True, at=now).number
     everything = dataclasses.replace(selection, include_expired=True)
-    is_narrower = "unexpired" in selection.names
-    expired = count(table, everything, exact=True, at=now).number - tasks if is_narrower else 0
-    return Preview(tasks, [Group(*row) for row in groups], {"expired": expired} if expired else {})
+    expired = count(table, everything, exact=True, at=now).number - tasks if "unexpired" in selection.names else 0
+    return Preview(tasks, groups, {"expired": expired} if expired else {})
 
 
 def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
@@ -195,7 +188,7 @@ def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
     matching = Counter((row.topic, row.error) for row in rows if row.matches)
     refused = Counter(row.state for row in rows if not row.matches)
     refused["missing"] = len(selection.ids or ()) - len(rows)
-    groups = [Group(*group, tasks) for group, tasks in matching.most_common(GROUPS)]
+    groups = [[*group, tasks] for group, tasks in matching.most_common(GROUPS)]
     return Preview(matching.total(), groups, +refused)
 
 
@@ -235,7 +228,7 @@ def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author,
     check(name, selection)
 
     def work(transaction: Transaction) -> bool:
-        if operations.exists(transaction, id):
+        if transaction.read(OPERATIONS, ("OperationId",), KeySet(keys=[[id]])):
             return False
         columns = {"OperationId": id, "Tasks": 0, "Selected": selected, "SeenAt": COMMIT_TIMESTAMP}
         operations.record(transaction, table, name, dataclasses.asdict(selection), author, **columns)
@@ -255,7 +248,9 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
         raise OutboxError(f"operation {id} does not exist, or is not a retry, purge or cancel")
     selection, author = TaskSelection.recorded(operation.selection), Author(operation.principal, operation.reason)
     check(operation.operation, selection)
-    return _Change(table, operation.operation, selection, author).outcomes(operations.begun(table, id))
+    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), KeySet(keys=[[id]]), "outbox-operations")
+    progress = Progress(id, tasks, position, is_recorded=True)
+    return _Change(table, operation.operation, selection, author).outcomes(progress)
 
 
 def check(name: str, selection: TaskSelection) -> None:

@@ -55,13 +55,14 @@ class Operation(NamedTuple):
     seen_at: datetime | None
     stopped_at: datetime | None
 
-    def state(self, now: datetime) -> str:
+    def state(self, now: datetime, *, is_here: bool = False) -> str:
         """Return `finished`, `stopped`, `running`, `interrupted`, or `unfinished` for an operation without chunks."""
         if self.finished_at or self.stopped_at:
             return "finished" if self.finished_at else "stopped"
         if self.seen_at is None:
             return "unfinished"
-        return "running" if now - self.seen_at < INTERRUPTED_AFTER else "interrupted"
+        # An operation that this process executes may wait for Spanner.
+        return "running" if is_here or now - self.seen_at < INTERRUPTED_AFTER else "interrupted"
 
 
 def new_id() -> str:
@@ -92,7 +93,7 @@ class Progress:
 
         Two processes may work on one operation. Each chunk changes the row, so only one of them executes it.
         """
-        rows = transaction.read(OPERATIONS, ("Tasks", "Position", "StoppedAt", "FinishedAt"), _key(self.id))
+        rows = transaction.read(OPERATIONS, ("Tasks", "Position", "StoppedAt", "FinishedAt"), KeySet(keys=[[self.id]]))
         if rows != [[self.tasks, self.position, None, None]]:
             raise NotContinued(
                 f"operation {self.id} was stopped, finished, or continued by another process. See `outbox operations`"
@@ -132,12 +133,6 @@ def operation(table: TaskTable, id: str) -> Operation | None:
     return Operation(*rows[0]) if rows else None
 
 
-def begun(table: TaskTable, id: str) -> Progress:
-    """Return what the row of a retry, purge or cancel has after its last chunk. Raises NotReached, OutboxError."""
-    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), _key(id), _TAG)
-    return Progress(id, tasks, position, is_recorded=True)
-
-
 def begin(table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED) -> Operation:
     """Record a change that starts now, and return its row. Raises NotReached, OutboxError."""
     id = new_id()
@@ -151,9 +146,9 @@ def end(table: TaskTable, id: str, **columns: Any) -> None:
     table.transact(_TAG, lambda writer: update(writer, id, FinishedAt=COMMIT_TIMESTAMP, **columns))
 
 
-def exists(transaction: Transaction, id: str) -> bool:
-    """Lock the row of an operation, or the gap for it. Return whether it exists."""
-    return bool(transaction.read(OPERATIONS, ("OperationId",), _key(id)))
+def add(table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED) -> None:
+    """Record a change that has ended. Raises NotReached, OutboxError."""
+    table.transact(_TAG, lambda writer: record(writer, table, name, selection, author, FinishedAt=COMMIT_TIMESTAMP))
 
 
 def stop(table: TaskTable, id: str, author: Author) -> None:
@@ -166,24 +161,14 @@ def proceed(table: TaskTable, id: str, author: Author) -> None:
     _mark(table, id, "continue", author, StoppedAt=None, SeenAt=COMMIT_TIMESTAMP)
 
 
-def viewed(table: TaskTable, task_id: str, author: Author) -> None:
-    """Record that a person looks at the message of a task. Raises NotReached, OutboxError."""
-    columns = {"ids": [task_id]}
-    table.transact(_TAG, lambda writer: record(writer, table, "view", columns, author, FinishedAt=COMMIT_TIMESTAMP))
-
-
 def _mark(table: TaskTable, id: str, name: str, author: Author, **columns: Any) -> None:
     def work(transaction: Transaction) -> None:
-        if transaction.read(OPERATIONS, ("FinishedAt",), _key(id)) != [[None]]:
+        if transaction.read(OPERATIONS, ("FinishedAt",), KeySet(keys=[[id]])) != [[None]]:
             raise NotContinued(f"operation {id} is finished, or does not exist")
         update(transaction, id, **columns)
         record(transaction, table, name, {"operation": id}, author, FinishedAt=COMMIT_TIMESTAMP)
 
     table.transact(_TAG, work)
-
-
-def _key(id: str) -> KeySet:
-    return KeySet(keys=[[id]])
 
 
 def record(

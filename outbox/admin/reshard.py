@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1 import KeySet
 
 from outbox.admin import operations, statements
 from outbox.admin.operations import UNNAMED, Author
@@ -239,12 +239,7 @@ class Resharding:
             )
         if former is None or next_step(snapshot, target) is None or (latest and latest.target == target.shards):
             return
-        change = {"from": former.shards, "to": target.shards}
-
-        def work(transaction: Transaction) -> None:
-            operations.record(transaction, self._table, "reshard", change, self._author, FinishedAt=COMMIT_TIMESTAMP)
-
-        self._table.transact(_TAG, work)
+        operations.add(self._table, "reshard", {"from": former.shards, "to": target.shards}, self._author)
 
     def _latest(self) -> Change | None:
         """Return the latest change, if there is one, finished or not."""

@@ -278,14 +278,18 @@ SELECT part.number FROM {places}, UNNEST(ARRAY(
     )
 
 
-#: The heads behind which tasks are blocked, with the number of these tasks. All are in one shard and topic.
-BLOCKED_HEADS = at_now(f"""
-SELECT part.head_id, part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(
-  SELECT AS STRUCT BlockedBy AS head_id, COUNT(*) AS number FROM (
-    SELECT BlockedBy FROM {TO_SEND} WHERE {OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)
-  WHERE BlockedBy IS NOT NULL
-  GROUP BY BlockedBy)) AS part
-ORDER BY part.number DESC, part.head_id LIMIT @limit""")
+def blocked_heads(columns: str) -> str:
+    """Return the statement for the @limit heads that block most tasks: ID, number, state and `columns`."""
+    # All tasks behind a head are in one shard and topic. Of a head that is gone, all columns are NULL.
+    return at_now(f"""
+SELECT head_id, number, {STATE_SQL}, {columns} FROM (
+  SELECT part.head_id, part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(
+    SELECT AS STRUCT BlockedBy AS head_id, COUNT(*) AS number FROM (
+      SELECT BlockedBy FROM {TO_SEND} WHERE {OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER} LIMIT @ceiling)
+    WHERE BlockedBy IS NOT NULL GROUP BY BlockedBy)) AS part
+  ORDER BY part.number DESC, part.head_id LIMIT @limit)
+LEFT {SEEK} {BY_ID} ON Id = head_id
+ORDER BY number DESC, head_id""")
 
 
 def grouped(state: str, names: Collection[str]) -> str:
@@ -367,8 +371,3 @@ SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
     return f"SELECT CURRENT_TIMESTAMP(), {STATE_SQL}, {columns} FROM {BY_ID} WHERE Id = @id"
-
-
-def listed_by_ids(columns: str) -> str:
-    """Return the statement for the state and the `columns` of the tasks @ids, at @now."""
-    return at_now(of_ids(f"{STATE_SQL}, {columns}"))

@@ -159,11 +159,9 @@ def blocked_heads(table: TaskTable, backlog: Backlog, limit: int = 100) -> list[
     """
     topics = [topic for topic, line in backlog.topics().items() if line.blocked]
     reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=backlog.as_of)
-    ceiling = range_limit(table, backlog.topics())
-    counts = reader.query(statements.BLOCKED_HEADS, {"topics": topics, "ceiling": ceiling, "limit": limit})
-    rows = reader.query(statements.listed_by_ids(", ".join(_COLUMNS)), {"ids": [id for id, _ in counts]})
-    heads = {task.columns["Id"]: task for task in (_task(backlog.as_of, row) for row in rows)}
-    return [BlockedHead(id, number, heads.get(id)) for id, number in counts]
+    values = {"topics": topics, "ceiling": range_limit(table, backlog.topics()), "limit": limit}
+    rows = reader.query(statements.blocked_heads(", ".join(_COLUMNS)), values)
+    return [BlockedHead(id, number, _task(reader.at, row) if row[1] else None) for id, number, *row in rows]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -85,7 +85,6 @@ class ConsoleSettings(Settings):
     production: str = setting("", TEXT, "The header is red if the database's full name contains this text.")
 
     def __post_init__(self) -> None:
-        """Check values that depend on each other. Raises SettingError."""
         if self.identity == "local" and not _is_loopback(self.bind[0]):
             raise SettingError(
                 f"--bind {self.bind[0]} can be reached from other machines, so everyone there would be trusted. Pass "

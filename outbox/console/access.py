@@ -10,6 +10,7 @@
 docs/security.md says against whom. Every answer has the same headers.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outbox.console.identity import Identify
-from outbox.console.rendering import render_refusal
+from outbox.console.rendering import answer
 from outbox.console.roles import Role, Roles
 from outbox.console.visits import Console, Refused, Route, Visit
 from outbox.errors import NotReached, OutboxError
@@ -36,7 +37,6 @@ HEADERS = {
 }
 #: Max bytes of a form: a thousand selected tasks with the longest IDs need less.
 MAX_FORM = 256 * 1024
-_FORM = "application/x-www-form-urlencoded"
 _SAFE = ("GET", "HEAD")
 _RELOAD = "Go back, reload the page and try again."
 _log = logging.getLogger("outbox")
@@ -60,9 +60,9 @@ class Access:
         prefix = scope.get("root_path", "") + self.path_prefix
         try:
             response = await self._answer(Request(scope, receive), prefix)
-        except Refused as refused:
-            _log.info("refused: %s", f"{refused.title}: {refused.__cause__}" if refused.__cause__ else refused.title)
-            response = render_refusal(refused, prefix)
+        except Exception as error:
+            refused = _refused(error, scope["path"])
+            response = answer("refused", refused.status, refused=refused, prefix=prefix)
         response.headers.update(HEADERS)
         await response(scope, receive, send)
 
@@ -72,22 +72,22 @@ class Access:
         path = _path(request, prefix)
         route = self._route(request.method, path)
         person = await run_in_threadpool(self.identify, request) if route.role else ""
+        if route.role and not person:
+            raise Refused(403, "The request has no identity", "Sign in where the console gets the names of people.")
         roles = self.roles.of(person) & self.console.allowed if route.role else frozenset[Role]()
         self._check_role(route, person, roles)
         visit = Visit(
             console=self.console, person=person, roles=roles, path=path, prefix=prefix,
             query=request.query_params, form=await _form(request),
         )  # fmt: skip
-        return await run_in_threadpool(_handled, route, visit)
+        return await run_in_threadpool(route.handler, visit)
 
     def _check_host(self, request: Request) -> None:
-        try:
-            name = host_and_port(request.headers.get("host", ""))[0].lower()
-        except ValueError:
-            name = ""
-        if name not in self.allowed_hosts:
-            advice = "Open it under a name of --allowed-hosts, or add this one there."
-            raise Refused(403, "The console does not answer to this host name", advice)
+        with contextlib.suppress(ValueError):
+            if host_and_port(request.headers.get("host", ""))[0].lower() in self.allowed_hosts:
+                return
+        advice = "Open it under a name of --allowed-hosts, or add this one there."
+        raise Refused(403, "The console does not answer to this host name", advice)
 
     def _route(self, method: str, path: str) -> Route:
         methods = {route.method: route for route in self.routes if route.path == path}
@@ -103,8 +103,7 @@ class Access:
             return
         advice = f"Ask for {person} to be added to the role {route.role} in the file of --roles."
         if route.role not in self.console.allowed:
-            flag = route.role.flag
-            advice = f"The console was started without {flag}. Use the command, or a console that was started with it."
+            advice = f"The console was started without {route.role.flag}. Use the command, or a console with the flag."
         raise Refused(403, f"This needs the role {route.role}", advice)
 
 
@@ -127,7 +126,7 @@ async def _form(request: Request) -> QueryParams:
     """Return the fields of a urlencoded form. Raises Refused."""
     if request.method in _SAFE:
         return QueryParams()
-    if request.headers.get("content-type", "").partition(";")[0].strip() != _FORM:
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/x-www-form-urlencoded":
         raise Refused(415, "This is not a form of the console", _RELOAD)
     body = bytearray()
     async for part in request.stream():
@@ -137,16 +136,12 @@ async def _form(request: Request) -> QueryParams:
     return QueryParams(bytes(body).decode(errors="replace"))
 
 
-def _handled(route: Route, visit: Visit) -> Response:
-    """Return the answer of a handler, on its thread. Raises Refused."""
-    try:
-        return route.handler(visit)
-    except Refused:
-        raise
-    except NotReached as error:
-        raise Refused(503, "Spanner did not answer", f"{error}. Reload the page.") from error
-    except OutboxError as error:
-        raise Refused(400, "This was refused", str(error)) from error
-    except Exception as error:
-        _log.exception("the page %s failed", visit.path)
-        raise Refused(500, "The page failed", "The log of the console has the reason. Reload the page.") from error
+def _refused(error: Exception, path: str) -> Refused:
+    """Return what the page of an error says, and log the error."""
+    if not isinstance(error, Refused | OutboxError):
+        _log.error("the page %s failed", path, exc_info=error)
+        return Refused(500, "The page failed", "The log of the console has the reason. Reload the page.")
+    _log.info("refused: %s", f"{error}: {error.__cause__}" if error.__cause__ else error)
+    if isinstance(error, NotReached):
+        return Refused(503, "Spanner did not answer", f"{error}. Reload the page.")
+    return error if isinstance(error, Refused) else Refused(400, "This was refused", str(error))

@@ -1,28 +1,28 @@
 """The console as an ASGI application."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from importlib import resources
+from pathlib import Path
 
 from google.cloud.spanner_v1.database import Database
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 
 from outbox.admin.table import TaskTable
 from outbox.console import operations, tasks, topic
 from outbox.console.access import Access
 from outbox.console.identity import Identify
-from outbox.console.readings import History, Shared, read_status
+from outbox.console.readings import Shared, read_status
 from outbox.console.rendering import render
 from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
-from outbox.console.visits import Console, Handler, Redact, Route
+from outbox.console.visits import Console, Redact, Route, Visit
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 TAG = "outbox-console"
 #: The pages that show nothing but the shared figures.
 FIGURES = {"/": "overview", "/blocked": "blocked", "/workers": "workers", "/operations": "operations"}
-_TYPES = {"css": "text/css", "js": "text/javascript"}
+_STATIC = Path(__file__).with_name("static")
 
 
 def app(
@@ -47,12 +47,11 @@ def app(
 
     Raises NotReached, SchemaDiffers.
     """
-    table, history = TaskTable(database, TAG), History()
+    table = TaskTable(database, TAG)
     console = Console(
         table=table,
         running=Running(table),
-        history=history,
-        status=Shared(lambda: read_status(table, history)),
+        status=Shared(partial(read_status, table)),
         allowed=frozenset({Role.VIEWER, *(ACTIONS if allow_actions else ()), *([Role.DATA] if show_data else ())}),
         is_production=production != "" and production in table.name,
         redact=redact,
@@ -69,20 +68,13 @@ def app(
 
 def routes() -> list[Route]:
     """Return all routes of the console."""
-    figures = [
-        Route(path, partial(render, template=f"{name}.html", actions=operations.ACTIONS))
-        for path, name in FIGURES.items()
-    ]
+    pages = [Route(path, partial(render, template=name, actions=operations.ACTIONS)) for path, name in FIGURES.items()]
+    static = [Route(f"/static/{file.name}", partial(_file, path=file)) for file in _STATIC.iterdir()]
     others = (route for module in (topic, tasks, operations) for route in module.ROUTES)
     # It does not ask Spanner, because no restart of the console ends an outage of Spanner.
     healthz = Route("/healthz", lambda _visit: PlainTextResponse("ok\n"), role=None)
-    return [healthz, *_static_files(), *figures, *others]
+    return [healthz, *static, *pages, *others]
 
 
-def _static_files() -> Iterator[Route]:
-    for file in (resources.files("outbox.console") / "static").iterdir():
-        yield Route(f"/static/{file.name}", _static(file.read_bytes(), _TYPES[file.name.rpartition(".")[2]]))
-
-
-def _static(content: bytes, media_type: str) -> Handler:
-    return lambda _visit: Response(content, media_type=media_type)
+def _file(_visit: Visit, *, path: Path) -> Response:
+    return FileResponse(path)

@@ -68,8 +68,7 @@ class Keys:
 
 
 def _fetched() -> Mapping[str, str]:
-    response = HttpRequest()(IAP_KEYS, timeout=5)
-    keys: Mapping[str, str] = json.loads(response.data)
+    keys: Mapping[str, str] = json.loads(HttpRequest()(IAP_KEYS, timeout=5).data)
     return keys
 
 
@@ -82,15 +81,13 @@ class Iap:
 
     def __call__(self, request: Request) -> str:
         """Return the address of the person. Raises Refused."""
-        assertion = request.headers.get(IAP_HEADER, "")
         try:
-            claims = self._claims(assertion)
+            return self._email(request.headers.get(IAP_HEADER, ""))
         except (ValueError, google.auth.exceptions.GoogleAuthError, OSError) as error:
             advice = "Open the console through Identity-Aware Proxy. The log of the console has the reason."
             raise Refused(403, "IAP did not vouch for this request", advice) from error
-        return str(claims["email"])
 
-    def _claims(self, assertion: str) -> Mapping[str, str]:
+    def _email(self, assertion: str) -> str:
         header = jwt.decode_header(assertion)
         if header.get("alg") != "ES256" or not header.get("kid"):
             raise ValueError("the assertion is not signed as IAP signs")
@@ -100,4 +97,4 @@ class Iap:
         )
         if claims.get("iss") != IAP_ISSUER or not claims.get("email"):
             raise ValueError("the assertion is not of IAP, or names nobody")
-        return claims
+        return str(claims["email"])

@@ -7,7 +7,6 @@ one operation. The page of an operation says who changed what, when and why. The
 
 import dataclasses
 import re
-import uuid
 from collections.abc import Iterator
 from datetime import datetime
 
@@ -19,12 +18,13 @@ from outbox.admin.operations import Operation
 from outbox.console import selections
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, action
-from outbox.program.settings import whole_number
+from outbox.console.visits import Refused, Route, Visit
+from outbox.program.settings import matching, whole_number
 from outbox.program.terminal import counted
 from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
 
 COUNT = whole_number(1, 2**63 - 1)
+ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,30 +33,22 @@ class Action:
 
     name: str
     role: Role
+    #: The states of the tasks that it is for.
+    states: tuple[str, ...]
     effect: str
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Return the states of the tasks that it is for."""
-        return CHANGED[self.name]
-
-    @property
-    def is_destructive(self) -> bool:
-        """Tell whether the person types the number of tasks."""
-        return self.role is Role.DESTROYER
 
     def routes(self) -> Iterator[Route]:
         """Yield the page that shows what would happen, and the forms that begin it and continue it."""
         yield Route(f"/tasks/{self.name}", self._preview, self.role)
-        yield action(f"/tasks/{self.name}", self._begin, self.role)
-        yield action(f"/operation/continue-{self.name}", self._continue, self.role)
+        yield Route(f"/tasks/{self.name}", self._begin, self.role, "POST")
+        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST")
 
     def _preview(self, visit: Visit) -> Response:
         selection = self._selection(visit)
-        found = admin.changes.preview(visit.table, selection)
+        found = admin.changes.preview(visit.console.table, selection)
         return render(
             visit,
-            "acting.html",
+            "acting",
             acted=self,
             selection=selection,
             found=found,
@@ -66,12 +58,14 @@ class Action:
         )
 
     def _begin(self, visit: Visit) -> Response:
-        selection, (count, id) = self._selection(visit), _previewed(visit)
-        author = visit.author(required=self.is_destructive or selection.ids is None)
-        if self.is_destructive:
+        selection, count = self._selection(visit), COUNT.value(visit.query.get("count", ""), "count")
+        id = ID.value(visit.query.get("operation", ""), "operation")
+        is_destructive = self.role is Role.DESTROYER
+        author = visit.author(required=is_destructive or selection.ids is None)
+        if is_destructive:
             _check_count(visit, selection, count)
         # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
-        if admin.changes.begin(visit.table, self.name, selection, author, id=id, selected=count):
+        if admin.changes.begin(visit.console.table, self.name, selection, author, id=id, selected=count):
             visit.console.running.start(id)
         return visit.redirect("/operation", id=id)
 
@@ -79,13 +73,13 @@ class Action:
         operation, _ = _found(visit)
         if operation.operation != self.name:
             raise Refused(400, f"This operation is no {self.name}", "Open it from the list of operations.")
-        admin.operations.proceed(visit.table, operation.id, visit.author())
+        admin.operations.proceed(visit.console.table, operation.id, visit.author())
         visit.console.running.start(operation.id)
         return visit.redirect("/operation", id=operation.id)
 
     def _selection(self, visit: Visit) -> TaskSelection:
         """Return the tasks of the address. None of them is newer than the page. Raises SettingError, OutboxError."""
-        now = visit.table.now()
+        now = visit.console.table.now()
         found = selections.read(visit.query, now)
         # An at-most-once task is marked as sent shortly before it is published.
         newest = now - MARKS_FINAL_AFTER if self.name == "purge" else now
@@ -104,24 +98,16 @@ def _check_count(visit: Visit, selection: TaskSelection, count: int) -> None:
     if re.sub(r"[\s,._']", "", visit.form.get("typed", "")) != str(count):
         advice = f"Go back and type {count:,}. If the number changed meanwhile, look at the selection again."
         raise Refused(409, "The typed number is not the number of tasks", advice)
-    now = admin.changes.count(visit.table, selection, exact=True).number
+    now = admin.changes.count(visit.console.table, selection, exact=True).number
     if now > count:
         found = f"{counted(now, 'task')} match now, and {count:,} when you looked."
         raise Refused(409, "More tasks match than you have seen", f"{found} Nothing was changed. Look again.")
 
 
-def _previewed(visit: Visit) -> tuple[int, str]:
-    """Return the number of tasks of the preview, and the ID of the operation. Raises Refused."""
-    try:
-        return COUNT.parse(visit.query.get("count", "")), str(uuid.UUID(visit.query.get("operation", "")))
-    except ValueError:
-        raise Refused(400, "This form is not complete", "Go back, and look at the selection again.") from None
-
-
 ACTIONS = (
-    Action("retry", Role.OPERATOR, "become due now, with 0 failed attempts"),
-    Action("cancel", Role.DESTROYER, "are deleted permanently and never sent"),
-    Action("purge", Role.DESTROYER, "are deleted, so that they cannot be sent again"),
+    Action("retry", Role.OPERATOR, CHANGED["retry"], "become due now, with 0 failed attempts"),
+    Action("cancel", Role.DESTROYER, CHANGED["cancel"], "are deleted permanently and never sent"),
+    Action("purge", Role.DESTROYER, CHANGED["purge"], "are deleted, so that they cannot be sent again"),
 )
 
 
@@ -129,7 +115,7 @@ def show(visit: Visit) -> Response:
     """Show one operation, and the forms to stop or continue it."""
     operation, now = _found(visit)
     acted = next((each for each in ACTIONS if each.name == operation.operation), None)
-    return render(visit, "operation.html", operation=operation, acted=acted, read_at=now)
+    return render(visit, "operation", operation=operation, acted=acted, read_at=now)
 
 
 def _found(visit: Visit) -> tuple[Operation, datetime]:
@@ -137,7 +123,7 @@ def _found(visit: Visit) -> tuple[Operation, datetime]:
     id, status = visit.query.get("id", ""), visit.console.status.get().value
     if status and (operation := next((each for each in status.operations if each.id == id), None)):
         return operation, status.backlog.as_of
-    now, row = visit.table.now(), admin.operations.operation(visit.table, id)
+    now, row = visit.console.table.now(), admin.operations.operation(visit.console.table, id)
     if row is None:
         raise Refused(404, "There is no operation with this ID", "Open it from the list of operations.")
     return row, now
@@ -145,12 +131,12 @@ def _found(visit: Visit) -> tuple[Operation, datetime]:
 
 def _stop(visit: Visit) -> Response:
     id = _found(visit)[0].id
-    admin.operations.stop(visit.table, id, visit.author())
+    admin.operations.stop(visit.console.table, id, visit.author())
     return visit.redirect("/operation", id=id)
 
 
 ROUTES = (
     Route("/operation", show),
-    action("/operation/stop", _stop, Role.OPERATOR),
+    Route("/operation/stop", _stop, Role.OPERATOR, "POST"),
     *(route for each in ACTIONS for route in each.routes()),
 )

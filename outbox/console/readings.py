@@ -1,4 +1,4 @@
-"""What all tabs share: one read of the outbox, at most every few seconds, and none if no tab asks, in one sentence too.
+"""What all tabs share: one read of the outbox, at most every few seconds, and none if no tab asks.
 
 So a hundred open tabs cost Spanner what one costs. While Spanner cannot be reached, the last figures stay, with their
 age and the error.
@@ -7,10 +7,8 @@ age and the error.
 import dataclasses
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Generic, TypeVar
 
 from outbox import admin
 from outbox.admin.backlog import Backlog
@@ -18,47 +16,53 @@ from outbox.admin.operations import Operation
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead, ErrorCount
 from outbox.admin.topics import Control
-from outbox.admin.workers import TopicCircuit
 from outbox.errors import OutboxError
-from outbox.program.terminal import counted
-from outbox.program.times import spoken
 
-T = TypeVar("T")
+#: The pending tasks of each topic at some times, oldest first. Without a visible tab there is no sample.
+History = Sequence[tuple[datetime, Mapping[str, int]]]
 
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
 FRESH_SECONDS = 5.0
-#: An hour of samples of pending tasks, one for each half minute in which a tab asked.
-HOUR, SAMPLE_SECONDS = 3_600, 30
-#: A topic is late if its oldest pending task waits longer. The monitors of k8s/ have limits of their own.
-LATE_SECONDS = 60.0
+#: An hour of samples of pending tasks, one for each half minute in which a tab asked. A line joins those within GAP.
+HOUR, SAMPLED_EVERY, GAP = timedelta(hours=1), timedelta(seconds=30), timedelta(seconds=90)
 #: Max heads of blocked keys, and max operations.
 HEADS = OPERATIONS = 100
-#: Size of a sparkline in the units of its view box.
-WIDTH, HEIGHT = 120, 20
-#: Max seconds between two samples that a line joins. A longer time had no visible tab.
-GAP_SECONDS = 90.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reading(Generic[T]):
-    """The last value that was read, how many seconds ago, and the error of a later attempt, if there was one."""
+class Status:
+    """What `outbox status`, `workers` and `operations` print, read together."""
 
-    value: T | None
+    backlog: Backlog
+    history: History
+    controls: Mapping[str, Control]
+    orphans: Sequence[int] | None
+    errors: Sequence[ErrorCount]
+    blocked: Sequence[BlockedHead]
+    operations: Sequence[Operation]
+    reshard: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """The last status that was read, how many seconds ago, and the error of a later attempt, if there was one."""
+
+    value: Status | None
     age: float
     error: str | None = None
 
 
-class Shared(Generic[T]):
-    """A value that is read again when it is asked for and old. Used by all threads."""
+class Shared:
+    """A status that is read again when it is asked for and old. Used by all threads. `read` gets the last one."""
 
-    def __init__(self, read: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, read: Callable[[Status | None], Status], clock: Callable[[], float] = time.monotonic) -> None:
         self._read, self._clock = read, clock
         self._reading = threading.Lock()
-        self._value: T | None = None
+        self._value: Status | None = None
         self._error: str | None = None
         self._read_at = self._tried_at = float("-inf")
 
-    def get(self) -> Reading[T]:
+    def get(self) -> Reading:
         """Return the value. While another thread reads it, return the last one, or wait if there is none."""
         if self._is_old() and self._reading.acquire(blocking=self._tried_at < 0):
             try:
@@ -77,105 +81,44 @@ class Shared(Generic[T]):
 
     def _read_again(self) -> None:
         try:
-            self._value, self._error = self._read(), None
+            self._value, self._error = self._read(self._value), None
             self._read_at = self._clock()
         except OutboxError as error:
             self._error = str(error)
         self._tried_at = self._clock()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Status:
-    """What `outbox status`, `workers` and `operations` print, read together."""
-
-    backlog: Backlog
-    controls: Mapping[str, Control]
-    circuits: Sequence[TopicCircuit]
-    differing: Mapping[str, Sequence[str]]
-    orphans: Sequence[int] | None
-    errors: Sequence[ErrorCount]
-    blocked: Sequence[BlockedHead]
-    operations: Sequence[Operation]
-    reshard: str | None
+def with_sample(history: History, backlog: Backlog) -> History:
+    """Return the samples of the last hour, with one of this backlog if the last one is old enough."""
+    now = backlog.as_of
+    if history and now - history[-1][0] < SAMPLED_EVERY:
+        return history
+    sample = now, {topic: line.pending for topic, line in backlog.topics().items()}
+    return [*(each for each in history if now - each[0] < HOUR), sample]
 
 
-class History:
-    """The pending tasks of each topic in the last hour. There are no samples for times without a visible tab."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[datetime, Mapping[str, int]]] = deque(maxlen=HOUR // SAMPLE_SECONDS)
-
-    def add(self, backlog: Backlog) -> None:
-        """Add a sample if the last one is old enough."""
-        if not self._samples or backlog.as_of - self._samples[-1][0] >= timedelta(seconds=SAMPLE_SECONDS):
-            pending = {topic: line.pending for topic, line in backlog.topics().items()}
-            self._samples.append((backlog.as_of, pending))
-
-    def of(self, topic: str, now: datetime) -> list[tuple[float, int]]:
-        """Return the samples of a topic, each with its age in seconds."""
-        samples = [((now - at).total_seconds(), pending.get(topic, 0)) for at, pending in tuple(self._samples)]
-        return [(age, number) for age, number in samples if age <= HOUR]
+def sparkline(history: History, topic: str, now: datetime) -> str:
+    """Return a line of 120 by 20 units as a path of SVG, with a gap where no tab was visible for more than GAP."""
+    top = max([1, *(pending.get(topic, 0) for _, pending in history)])
+    path, last = "", now - 2 * HOUR
+    for at, pending in history:
+        point = f"{120 - (now - at) / SAMPLED_EVERY:.1f} {19.5 - 19 * pending.get(topic, 0) / top:.1f}"
+        path += f"L{point}" if at - last <= GAP else f"M{point}h0"
+        last = at
+    return path
 
 
-def read_status(table: TaskTable, history: History) -> Status:
-    """Read what the pages show without a selection, and add to the history. Raises NotReached, OutboxError."""
+def read_status(table: TaskTable, last: Status | None) -> Status:
+    """Read what the pages show without a selection. Raises NotReached, OutboxError."""
     backlog = admin.backlog.read(table)
-    history.add(backlog)
     progress = admin.reshard.Resharding(table).progress()
     return Status(
         backlog=backlog,
+        history=with_sample(last.history if last else (), backlog),
         controls=admin.topics.controls(table),
-        circuits=admin.workers.open_circuits(backlog.workers),
-        differing=admin.workers.differing(backlog.workers),
         orphans=admin.workers.shards_without_worker(table, backlog.workers),
         errors=admin.tasks.errors(table, backlog),
         blocked=admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.total.blocked else (),
         operations=admin.operations.latest(table, OPERATIONS, at=backlog.as_of),
         reshard=progress[0].describe(progress[1]) if progress else None,
     )
-
-
-def sparkline(samples: Sequence[tuple[float, int]]) -> list[str]:
-    """Return the points of each line of a chart in SVG. `samples` have an age in seconds and a value, oldest first."""
-    top = max((value for _, value in samples), default=0) or 1
-    lines, before = list[list[str]](), float("inf")
-    for age, value in samples:
-        if before - age > GAP_SECONDS:
-            lines.append([])
-        lines[-1].append(f"{WIDTH * (1 - age / HOUR):.1f},{(HEIGHT - 1) * (1 - value / top) + 0.5:.1f}")
-        before = age
-    return [" ".join(points if len(points) > 1 else points * 2) for points in lines]  # a dot is a line to itself
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Health:
-    """How urgent it is, as a word that is also a class of the style sheet, and the sentence."""
-
-    level: str
-    sentence: str
-
-
-def health(reading: Reading[Status]) -> Health:
-    """Return the most urgent sentence."""
-    if reading.error or reading.value is None:
-        age = f" The figures are {spoken(reading.age)} old." if reading.value else ""
-        return Health("bad", f"Spanner did not answer.{age} {reading.error or ''}".strip())
-    return next(_found(reading.value))
-
-
-def _found(status: Status) -> Iterator[Health]:
-    """Yield sentences, the most urgent first."""
-    backlog, total, late = status.backlog, status.backlog.total, status.backlog.oldest
-    workers, age = counted(len(backlog.workers), "live worker"), spoken(backlog.age(late))
-    circuits = {each.topic: f"circuit open since {each.since:%H:%M}: {each.reason}" for each in status.circuits}
-    if not backlog.workers:
-        yield Health("bad", f"No live worker, so no task is published. Pending: {counted(total.pending, 'task')}")
-    if late and backlog.age(late) > LATE_SECONDS:
-        yield Health("bad", ", ".join(filter(None, [f"{late.topic} is late: oldest {age}", circuits.get(late.topic)])))
-    if status.orphans:
-        yield Health("bad", f"{counted(len(status.orphans), 'shard')} without a live worker")
-    for topic, sentence in circuits.items():
-        yield Health("warn", f"{topic}: {sentence}")
-    if total.dead:
-        yield Health("warn", f"{counted(total.dead, 'dead task')}. Oldest pending task {age}, {workers}")
-    yield Health("ok", f"Healthy: oldest pending task {age}, {workers}, no dead tasks")

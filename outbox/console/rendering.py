@@ -1,8 +1,6 @@
 """Pages from templates. Every text is escaped, for HTML by Jinja2 and for control characters by `_visible`."""
 
 import json
-from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -12,35 +10,17 @@ from starlette.responses import HTMLResponse, Response
 from outbox import admin
 from outbox.admin.operations import Operation
 from outbox.cli.workers import runs
-from outbox.console.readings import HEADS, OPERATIONS, health, sparkline
+from outbox.console.readings import HEADS, OPERATIONS, sparkline
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Visit
+from outbox.console.visits import Visit
 from outbox.program.terminal import counted, listed
 from outbox.program.texts import cell
 from outbox.program.times import spoken
-
-#: As in pyproject.toml, where my-org stands for the owner of the repository.
-_RUNBOOK = "https://github.com/my-org/outbox/blob/main/docs/operations/runbook.md"
-#: The reasons of docs/reference/errors.md by section.
-_SECTIONS = {
-    "a-poison-message": "undecodable too_large invalid_topic topic_not_allowed expired invalid_argument",
-    "a-topic-was-deleted": "not_found",
-    "a-circuit-is-open": "permission_denied failed_precondition unimplemented",
-    "pubsub-is-unavailable": "unavailable deadline_exceeded resource_exhausted internal aborted cancelled unknown "
-    "unauthenticated credentials",
-}
-_SECTION_OF = {reason: section for section, reasons in _SECTIONS.items() for reason in reasons.split()}
 
 
 def _visible(value: Any) -> Any:
     """Return a value as a table of the commands shows it: without control characters, and a number with separators."""
     return value if isinstance(value, Markup) else cell(value)
-
-
-def relative(time: datetime, now: datetime) -> str:
-    """Return how long ago a time was, or in how long it will be."""
-    seconds = (now - time).total_seconds()
-    return f"{spoken(seconds)} ago" if seconds >= 0 else f"in {spoken(-seconds)}"
 
 
 def described(operation: Operation) -> str:
@@ -56,50 +36,33 @@ def described(operation: Operation) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
-def advice(error: str | None) -> str:
-    """Return the address of the section for LastError, which begins with a reason, or of the whole runbook."""
-    section = _SECTION_OF.get((error or "").partition(":")[0])
-    return f"{_RUNBOOK}#{section}" if section else _RUNBOOK
-
-
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("outbox.console"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_visible,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "spoken": spoken,
-        "relative": relative,
-        "time": lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
-        "clock": lambda time: f"{time:%H:%M:%S} UTC",
-        "described": described,
-        "runs": runs,
-        # The value of a form field, which the browser sends back: with its control characters.
-        "exact": escape,
-    }
-    environment.globals |= {"Role": Role, "advice": advice, "counted": counted, "sparkline": sparkline}
-    environment.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
-    return environment
-
-
-_ENVIRONMENT = _environment()
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("outbox.console"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_visible,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters.update(
+    spoken=spoken,
+    time=lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
+    clock=lambda time: f"{time:%H:%M:%S} UTC",
+    described=described,
+    runs=runs,
+    # The value of a form field, which the browser sends back: with its control characters.
+    exact=escape,
+)
+_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "sparkline": sparkline}
+_ENVIRONMENT.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
 
 
 def render(visit: Visit, template: str, **values: Any) -> Response:
     """Return a page. `values` are the names that its template uses besides those of every page."""
     reading = visit.console.status.get()
-    common = {"visit": visit, "link": visit.link, "reading": reading, "status": reading.value}
-    return _answer(template, 200, common | {"health": health(reading)} | values)
+    return answer(template, visit=visit, link=visit.link, reading=reading, status=reading.value, **values)
 
 
-def render_refusal(refused: Refused, prefix: str) -> Response:
-    """Return the page of a refusal. It reads nothing, because the person may not see anything."""
-    return _answer("refused.html", refused.status, {"refused": refused, "prefix": prefix})
-
-
-def _answer(template: str, code: int, values: Mapping[str, Any]) -> Response:
-    return HTMLResponse(_ENVIRONMENT.get_template(template).render(values), code)
+def answer(template: str, code: int = 200, **values: Any) -> Response:
+    """Return a template with these values alone."""
+    return HTMLResponse(_ENVIRONMENT.get_template(f"{template}.html").render(values), code)

@@ -7,10 +7,9 @@ thread may die with the console at any time: the next console continues after th
 import logging
 import threading
 import time
-from datetime import datetime
 
 from outbox import admin
-from outbox.admin.operations import NotContinued, Operation
+from outbox.admin.operations import NotContinued
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError
 
@@ -27,11 +26,6 @@ class Running:
         #: Why the last chunk of an operation failed in this console.
         self.errors: dict[str, str] = {}
         self.ids: set[str] = set()
-
-    def state(self, operation: Operation, now: datetime) -> str:
-        """Return the state of an operation. One that waits here for Spanner is not interrupted."""
-        state = operation.state(now)
-        return "running" if state == "interrupted" and operation.id in self.ids else state
 
     def start(self, id: str) -> None:
         """Execute an operation on a thread of its own, which ends with the console."""
@@ -53,11 +47,9 @@ class Running:
                 self.errors.pop(id, None)
                 if outcome.warning:
                     raise NotReached(outcome.warning)
-        except NotContinued:
-            return False
         except OutboxError as error:
-            self.errors[id] = str(error)
-            _log.warning("operation %s: %s", id, error)
+            if not isinstance(error, NotContinued):
+                self.errors[id] = str(error)
+                _log.warning("operation %s: %s", id, error)
             return isinstance(error, NotReached)
-        self.errors.pop(id, None)
         return False

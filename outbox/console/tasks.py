@@ -12,13 +12,13 @@ from outbox import admin, tracing
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Operation
 from outbox.admin.tasks import Task
-from outbox.cli.flags import MAX_ID_CHARACTERS, MIN_PREFIX
+from outbox.cli.flags import MIN_PREFIX
 from outbox.cli.tasks import SHOWN_BYTES, readable
 from outbox.console import selections
 from outbox.console.operations import ACTIONS
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, action
+from outbox.console.visits import Refused, Route, Visit
 from outbox.errors import OutboxError
 from outbox.table.states import is_dead
 
@@ -28,8 +28,6 @@ PAGE, RESULTS = 50, 20
 DEFAULT_STATE = "dead"
 #: Unsent tasks of an ordering key that are read to find the place of one of them.
 KEY_TASKS = 1_000
-#: Characters of an attribute that are shown. A program that bypasses the library can register longer ones.
-ATTRIBUTE_CHARACTERS = 2_000
 #: What the times of a task mean.
 EVENTS = {"CreatedAt": "registered", "SentAt": "sent", "AvailableAt": "due", "ExpiresAt": "expires"}
 
@@ -37,15 +35,15 @@ EVENTS = {"CreatedAt": "registered", "SentAt": "sent", "AvailableAt": "due", "Ex
 def show(visit: Visit) -> Response:
     """Show a page of the tasks that match the address."""
     query = visit.query
-    selection = dataclasses.replace(selections.read(query, visit.table.now()), include_expired=True)
+    selection = dataclasses.replace(selections.read(query, visit.console.table.now()), include_expired=True)
     state, order = selection.state or DEFAULT_STATE, "oldest" if query.get("order") == "oldest" else "newest"
     found = admin.tasks.find(
-        visit.table, [state], selection, newest=order == "newest", after=query.get("after") or None, limit=PAGE
+        visit.console.table, [state], selection, newest=order == "newest", after=query.get("after") or None, limit=PAGE
     )
     shown = dataclasses.replace(selection, state=state)
     return render(
         visit,
-        "tasks.html",
+        "tasks",
         page=found,
         state=state,
         order=order,
@@ -58,21 +56,14 @@ def show(visit: Visit) -> Response:
 def search(visit: Visit) -> Response:
     """Show the tasks that `q` may mean, or open the only one."""
     text = visit.query.get("q", "").strip()
-    ids = _ids(visit, text)
+    found = admin.tasks.beginning_with(visit.console.table, [text], RESULTS).get(text, []) if text else []
+    ids = found if len(text) >= MIN_PREFIX else [id for id in found if id == text]
     # Sent tasks of a key are not read, because there may be millions.
     of_key = TaskSelection(ordering_key=text)
-    keyed = admin.tasks.find(visit.table, selection=of_key, limit=RESULTS).tasks if text else []
+    keyed = admin.tasks.find(visit.console.table, selection=of_key, limit=RESULTS).tasks if text else []
     if ids == [text] or (len(ids) == 1 and not keyed):
         return RedirectResponse(visit.link("/task", id=ids[0]), 303)
-    return render(visit, "search.html", text=text, ids=ids, keyed=keyed, most=RESULTS)
-
-
-def _ids(visit: Visit, text: str) -> list[str]:
-    """Return the first IDs that begin with a text, the ID itself first."""
-    if not 0 < len(text) <= MAX_ID_CHARACTERS:
-        return []
-    ids = admin.tasks.beginning_with(visit.table, [text], RESULTS).get(text, [])
-    return ids if len(text) >= MIN_PREFIX else [id for id in ids if id == text]
+    return render(visit, "search", text=text, ids=ids, keyed=keyed, most=RESULTS)
 
 
 def show_one(visit: Visit) -> Response:
@@ -81,17 +72,17 @@ def show_one(visit: Visit) -> Response:
     columns = task.columns
     return render(
         visit,
-        "task.html",
+        "task",
         task=task,
         line=_time_line(columns, status.operations if status else ()),
-        place=_place(visit, task) if columns["OrderingKey"] and task.state != "sent" else None,
+        of_key=_of_key(visit, columns) if columns["OrderingKey"] and task.state != "sent" else (),
         actions=[each for each in ACTIONS if task.state in each.states],
         command=visit.command("show", columns["Id"]),
     )
 
 
 def _found(visit: Visit, *, data: bool) -> Task:
-    task = admin.tasks.task(visit.table, visit.query.get("id", ""), data=data)
+    task = admin.tasks.task(visit.console.table, visit.query.get("id", ""), data=data)
     if task is None:
         advice = "Its transaction was not committed, or it was deleted: after it was sent, or by one of the operations."
         raise Refused(404, "There is no task with this ID", advice)
@@ -102,41 +93,38 @@ def _time_line(columns: Mapping[str, Any], operations: Iterable[Operation]) -> l
     """Return what happened when, and the ID of an operation. The table has no times of failed attempts."""
     names = ("CreatedAt", "SentAt") if columns["SentAt"] else ("CreatedAt", "AvailableAt", "ExpiresAt")
     line = [(columns[name], EVENTS[name], None) for name in names if columns[name] and not is_dead(columns[name])]
-    changes = [
-        (each.started_at, f"{relation}{each.operation} by {each.principal}", each.id)
-        for each in operations
-        if each.started_at >= columns["CreatedAt"] and (relation := _relation(each, columns))
-    ]
+    # A view changes nothing, and a task that was cancelled or purged is gone.
+    retries = [each for each in operations if each.operation == "retry" and each.started_at >= columns["CreatedAt"]]
+    relations = ((each, _relation(each, columns)) for each in retries)
+    changes = [(each.started_at, f"{how}: retry by {each.principal}", each.id) for each, how in relations if how]
     return sorted([*line, *changes], key=lambda event: event[0])
 
 
 def _relation(operation: Operation, columns: Mapping[str, Any]) -> str:
-    """Return how an operation concerns a task: empty if it does not."""
+    """Return how a retry concerns a task: empty if it does not."""
     try:
         found = TaskSelection.recorded(operation.selection)
     except OutboxError:
         return ""
     if found.ids is not None:
-        return "changed: " if columns["Id"] in found.ids else ""
+        return "changed" if columns["Id"] in found.ids else ""
     of_topic = found.topic in (None, columns["Topic"]) and found.ordering_key in (None, columns["OrderingKey"])
     before = found.until is None or columns["CreatedAt"] < found.until
     # A task that it has changed is sent later, or not at all.
     was_unsent = columns["SentAt"] is None or columns["SentAt"] >= operation.started_at
-    return "perhaps changed: " if found.state and of_topic and before and was_unsent else ""
+    return "perhaps changed" if found.state and of_topic and before and was_unsent else ""
 
 
-def _place(visit: Visit, task: Task) -> dict[str, Any]:
-    """Return the number of the task among the unsent tasks of its key, or None for a later one, and the key's head."""
-    of_key = TaskSelection(topic=task.columns["Topic"], ordering_key=task.columns["OrderingKey"])
-    found = admin.tasks.find(visit.table, selection=of_key, limit=KEY_TASKS).tasks
-    ids = [each.columns["Id"] for each in found]
-    number = ids.index(task.columns["Id"]) + 1 if task.columns["Id"] in ids else None
-    return {"number": number, "head": found[0] if found and number != 1 else None, "most": KEY_TASKS}
+def _of_key(visit: Visit, columns: Mapping[str, Any]) -> list[Task]:
+    """Return the first unsent tasks of the key of a task."""
+    of_key = TaskSelection(topic=columns["Topic"], ordering_key=columns["OrderingKey"])
+    return admin.tasks.find(visit.console.table, selection=of_key, limit=KEY_TASKS).tasks
 
 
 def show_data(visit: Visit) -> Response:
     """Record that the person looks at the message of the task `id`, and then show it."""
-    admin.operations.viewed(visit.table, _found(visit, data=False).columns["Id"], visit.author())
+    ids = [_found(visit, data=False).columns["Id"]]
+    admin.operations.add(visit.console.table, "view", {"ids": ids}, visit.author())
     task = _found(visit, data=True)
     message = task.message
     given = {} if message is None else dict(message.attributes)
@@ -145,10 +133,10 @@ def show_data(visit: Visit) -> Response:
     kind, lines = readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
     return render(
         visit,
-        "message.html",
+        "message",
         task=task,
         is_message=message is not None,
-        attributes={name: value[:ATTRIBUTE_CHARACTERS] for name, value in sorted(attributes.items())},
+        attributes=attributes,
         kind=kind,
         lines=lines,
         size=len(data),
@@ -161,5 +149,5 @@ ROUTES = (
     Route("/tasks", show),
     Route("/search", search),
     Route("/task", show_one),
-    action("/task/message", show_data, Role.DATA),
+    Route("/task/message", show_data, Role.DATA, "POST"),
 )

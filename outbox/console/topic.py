@@ -1,6 +1,6 @@
 """One topic: its tasks by state, its circuit, and its controls with the forms that change them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -10,7 +10,7 @@ from outbox import admin
 from outbox.cli.topics import LIMITS, POLICY, TOPIC_NAME, described
 from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, action
+from outbox.console.visits import Refused, Route, Visit
 from outbox.program.settings import SettingType
 from outbox.program.times import MOMENT, shown
 
@@ -18,15 +18,16 @@ from outbox.program.times import MOMENT, shown
 APPLIED_WITHIN = timedelta(seconds=10)
 #: The field of a route, as LIMITS and POLICY have theirs.
 ROUTE = {"--to": ("PublishTo", TOPIC_NAME, "The Pub/Sub topic that gets the messages. The console cannot check it.")}
-#: Returns the values to write, by column, for the fields of a form.
-Values = Callable[[Mapping[str, str]], dict[str, Any]]
+#: The forms: those without a field, and those with fields.
+SWITCHES: Mapping[str, dict[str, Any]] = {"pause": {"Paused": True}, "resume": {"Paused": False}}
+FORMS = {"limit": LIMITS, "policy": POLICY, "route": ROUTE}
 
 
 def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     written = _written(visit.query.get("written", ""))
-    forms = {"described": described, "limits": LIMITS, "policy": POLICY, "route": ROUTE}
-    return render(visit, "topic.html", topic=_topic(visit), written=written, within=APPLIED_WITHIN, **forms)
+    more = {"described": described, "forms": FORMS, "within": APPLIED_WITHIN}
+    return render(visit, "topic", topic=_topic(visit), written=written, **more)
 
 
 def _topic(visit: Visit) -> str:
@@ -44,37 +45,25 @@ def _written(text: str) -> datetime | None:
     return time if isinstance(time, datetime) else None
 
 
-def _change(operation: str, values: Values) -> Route:
-    """Return the route of a form, which writes what `values` returns."""
-
-    def change(visit: Visit) -> Response:
-        topic = _topic(visit)
-        admin.topics.change(visit.table, operation, [topic], values(visit.form), visit.author())
-        return visit.redirect("/topic", name=topic, written=shown(visit.table.now()))
-
-    return action(f"/topic/{operation}", change, Role.OPERATOR)
+def _change(visit: Visit) -> Response:
+    topic, operation = _topic(visit), visit.path.removeprefix("/topic/")
+    values = SWITCHES.get(operation) or _typed(FORMS[operation], visit.form)
+    admin.topics.change(visit.console.table, operation, [topic], values, visit.author())
+    return visit.redirect("/topic", name=topic, written=shown(visit.console.table.now()))
 
 
-def _typed(flags: Mapping[str, tuple[str, SettingType, str]]) -> Values:
-    """Return the reader of a form that has a field for each flag. Empty fields keep their values."""
-
-    def values(form: Mapping[str, str]) -> dict[str, Any]:
-        if form.get("off"):
-            return {column: None for column, _, _ in flags.values()}
-        typed = {flag: form.get(flag[2:], "").strip() for flag in flags}
-        found = {column: kind.value(typed[flag], flag) for flag, (column, kind, _) in flags.items() if typed[flag]}
-        if not found:
-            raise Refused(400, "The form is empty", "Go back and fill in a field, or choose to remove all values.")
-        return found
-
-    return values
+def _typed(flags: Mapping[str, tuple[str, SettingType, str]], form: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values to write, by column. Empty fields keep their values."""
+    if form.get("off"):
+        return {column: None for column, _, _ in flags.values()}
+    typed = {flag: form.get(flag[2:], "").strip() for flag in flags}
+    found = {column: kind.value(typed[flag], flag) for flag, (column, kind, _) in flags.items() if typed[flag]}
+    if not found:
+        raise Refused(400, "The form is empty", "Go back and fill in a field, or choose to remove all values.")
+    return found
 
 
 ROUTES = (
     Route("/topic", show),
-    _change("pause", lambda _form: {"Paused": True}),
-    _change("resume", lambda _form: {"Paused": False}),
-    _change("limit", _typed(LIMITS)),
-    _change("policy", _typed(POLICY)),
-    _change("route", _typed(ROUTE)),
+    *(Route(f"/topic/{name}", _change, Role.OPERATOR, "POST") for name in (*SWITCHES, *FORMS)),
 )

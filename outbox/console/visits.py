@@ -1,7 +1,7 @@
 """How a page is written: a function from a Visit to a response, and a Route that says who may call it.
 
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`.
-- A handler runs on a thread. It calls `outbox.admin` with `visit.table`, and has no SQL of its own.
+- A handler runs on a thread. It calls `outbox.admin` with `visit.console.table`, and has no SQL of its own.
 - What a page fetches again comes from `visit.console.status`, so that all tabs share one read.
 - A handler raises Refused, or lets an OutboxError pass. Both become a page.
 - A page is a GET with the role VIEWER. What changes or records something is a POST with another role, which `Access`
@@ -19,13 +19,11 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.cli.flags import command_line
-from outbox.console.readings import History, Shared, Status
+from outbox.cli.flags import TEXT, command_line
+from outbox.console.readings import Shared
 from outbox.console.roles import Role
 from outbox.console.running import Running
 
-#: Max characters of a reason, as in `--reason`.
-MAX_REASON = 1_000
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
 
@@ -44,8 +42,7 @@ class Console:
 
     table: TaskTable
     running: Running
-    history: History
-    status: Shared[Status]
+    status: Shared
     #: The roles that the flags of the command allow.
     allowed: frozenset[Role]
     is_production: bool
@@ -65,16 +62,6 @@ class Visit:
     query: QueryParams = dataclasses.field(default_factory=QueryParams)
     form: QueryParams = dataclasses.field(default_factory=QueryParams)
 
-    @property
-    def table(self) -> TaskTable:
-        """Return the table of the console."""
-        return self.console.table
-
-    @property
-    def here(self) -> str:
-        """Return the address of this page with all its state."""
-        return f"{self.prefix}{self.path}{'?' if self.query else ''}{self.query}"
-
     def link(self, path: str, **query: object) -> str:
         """Return the address of a page. Values that are None or empty are left out, except a `name` or an `id`."""
         given = {name: value for name, value in query.items() if value not in (None, "") or name in ("id", "name")}
@@ -87,14 +74,14 @@ class Visit:
 
     def author(self, *, required: bool = False) -> Author:
         """Return the person, and the reason of the form. Raises Refused if a required reason is missing."""
-        reason = self.form.get("reason", "").strip()[:MAX_REASON]
+        reason = self.form.get("reason", "").strip()
         if required and not reason:
             raise Refused(400, "A reason is required", "Go back and write why. The record of operations keeps it.")
-        return Author(self.person, reason or None)
+        return Author(self.person, TEXT.value(reason, "reason") if reason else None)
 
     def command(self, name: str, *arguments: object, **flags: object) -> str:
         """Return the `outbox` command that does the same. `flags` that are None or False are left out."""
-        _, project, _, instance, _, database = self.table.name.split("/")
+        _, project, _, instance, _, database = self.console.table.name.split("/")
         return command_line(name, *arguments, project=project, instance=instance, database=database, **flags)
 
 
@@ -110,9 +97,6 @@ class Route:
     role: Role | None = Role.VIEWER
     method: str = "GET"
 
-
-def action(path: str, handler: Handler, role: Role) -> Route:
-    """Return the route of a form, which changes or records something."""
-    if role is Role.VIEWER:
-        raise ValueError(f"{path}: a viewer changes nothing")
-    return Route(path, handler, role, "POST")
+    def __post_init__(self) -> None:
+        if self.method != "GET" and self.role in (None, Role.VIEWER):
+            raise ValueError(f"{self.path}: a viewer changes nothing")

@@ -109,6 +109,7 @@ def test_a_topic_is_paused_limited_and_routed_by_a_named_person(database: Databa
         ("/topic/limit?name=orders", "", 400, "The form is empty"),
         ("/topic/route?name=orders", "to=orders", 400, "would be routed to itself"),
         ("/topic/route?name=orders", "to=a%00b", 400, "--to: 'a\\x00b' is not allowed"),
+        ("/topic/pause?name=orders", f"reason={'x' * 1_001}", 400, "reason: "),
         ("/topic/pause", "", 404, "The address names no topic"),
     ],
 )

@@ -361,9 +361,10 @@ def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: Te
     finished(table, begun(jane, "/tasks/retry?id=head", reason=""))
     update(database, "head", AvailableAt=NEVER)
     finished(table, begun(jane, "/tasks/retry?state=dead&topic=orders"))
+    jane.post("/task/message?id=head", headers=SAME)  # is recorded, and changes nothing
     jane.app.console.status.forget()  # type: ignore[attr-defined]
     page = jane.get("/task?id=head").text
-    assert re.findall(r">([\w ]*changed: retry by jane@example.com)", page) == [
+    assert re.findall(r">([\w ]*changed: \w+ by jane@example.com)", page) == [
         "changed: retry by jane@example.com", "perhaps changed: retry by jane@example.com",
     ]  # fmt: skip
     insert(database, [row("sent", SentAt=CREATED + timedelta(hours=1))])

@@ -10,7 +10,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes, operations
-from outbox.admin.changes import Group, Outcome, Preview, TaskSelection
+from outbox.admin.changes import Outcome, Preview, TaskSelection
 from outbox.admin.operations import RECORDED_IDS, Author, NotContinued, Operation
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError
@@ -198,17 +198,17 @@ def test_a_preview_counts_by_topic_and_error_and_what_is_refused(database: Datab
     insert(database, [row(f"b{n}", **DEAD | {"LastError": "internal: no", "Topic": "<script>"}) for n in range(2)])
     insert(database, [row("old", **DEAD, ExpiresAt=PAST), row("pending"), row("sent", SentAt=PAST)])
     selection = TaskSelection(state="dead", include_expired=False)
-    groups = [Group("orders", "not_found: no topic", 5), Group("<script>", "internal: no", 2)]
+    groups = [["orders", "not_found: no topic", 5], ["<script>", "internal: no", 2]]
     assert changes.preview(table, selection) == Preview(7, groups, {"expired": 1})
     ids = ("a0", "a1", "b0", "old", "pending", "sent", "gone")
     preview = changes.preview(table, TaskSelection(ids=ids, state="dead", include_expired=False))
     assert preview == Preview(
         3,
-        [Group("orders", "not_found: no topic", 2), Group("<script>", "internal: no", 1)],
+        [["orders", "not_found: no topic", 2], ["<script>", "internal: no", 1]],
         {"expired": 1, "pending": 1, "sent": 1, "missing": 1},
     )
-    assert changes.preview(table, TaskSelection(state="sent", until=FUTURE)).groups == [Group("orders", None, 1)]
-    assert changes.preview(table, TaskSelection(state="pending")) == Preview(1, [Group("orders", None, 1)], {})
+    assert changes.preview(table, TaskSelection(state="sent", until=FUTURE)).groups == [["orders", None, 1]]
+    assert changes.preview(table, TaskSelection(state="pending")) == Preview(1, [["orders", None, 1]], {})
 
 
 def test_a_selection_is_narrowed_by_ordering_key_and_prefix(database: Database, table: TaskTable):

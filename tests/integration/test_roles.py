@@ -111,7 +111,7 @@ def test_operators_stay_within_their_role(database: Database) -> None:
         lambda: operations.stop(table, "1", operations.UNNAMED),
         lambda: operations.proceed(table, "1", operations.UNNAMED),
         lambda: list(changes.resume(table, "1")),
-        lambda: operations.viewed(table, "behind", operations.UNNAMED),
+        lambda: operations.add(table, "view", {"ids": ["behind"]}),
     ]
     for work in works:
         before = len(heard.commits)

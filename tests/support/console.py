@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from outbox.console.access import Access
 from outbox.console.application import LOOPBACK_HOSTS
 from outbox.console.identity import Identify
-from outbox.console.readings import History, Shared
+from outbox.console.readings import Shared
 from outbox.console.roles import EVERYTHING, Role, Roles
 from outbox.console.running import Running
 from outbox.console.visits import Console, Route, Visit
@@ -27,7 +27,7 @@ def bare_console(**values: Any) -> Console:
     table = mock.Mock()
     table.name = DATABASE
     usual: dict[str, Any] = {"allowed": frozenset(Role), "is_production": False, "redact": mock.Mock()}
-    usual |= {"history": History(), "status": Shared(mock.Mock())}
+    usual |= {"status": Shared(mock.Mock())}
     return Console(table=table, running=Running(table), **usual | values)
 
 

@@ -1,6 +1,7 @@
 """Access to the console: every route and method with every role, and requests of other sites, hosts and proxies."""
 
 import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +13,8 @@ from outbox.console import application
 from outbox.console.access import HEADERS, MAX_FORM
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
-from outbox.console.visits import Route, Visit, action
+from outbox.console.visits import Route, Visit
+from outbox.errors import NotReached
 from outbox.table import schema
 from tests.support.console import ORIGIN, SAME, client, recording
 
@@ -44,11 +46,12 @@ def test_every_unsafe_route_has_a_role_of_its_own() -> None:
     found = routes()
     assert all(route.role not in (None, Role.VIEWER) for route in found if route.method != "GET")
     assert [route.path for route in found if route.role is None] == ["/healthz"]
-    with pytest.raises(ValueError, match="a viewer changes nothing"):
-        action("/x", lambda _visit: pytest.fail("called"), Role.VIEWER)
+    for role in (None, Role.VIEWER):
+        with pytest.raises(ValueError, match="a viewer changes nothing"):
+            Route("/x", lambda _visit: pytest.fail("called"), role, "POST")
 
 
-CHANGE = action("/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR)
+CHANGE = Route("/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR, "POST")
 SHOW = Route("/show", lambda _visit: pytest.fail("replaced"))
 
 
@@ -120,6 +123,23 @@ def test_a_refusal_says_which_flag_or_role_is_missing() -> None:
     assert "Ask for ann to be added to the role operator" in viewer.post("/change", headers=SAME).text
 
 
+@pytest.mark.parametrize(("error", "status"), [(KeyError("secret"), 500), (NotReached("away"), 503)])
+def test_an_identity_that_cannot_be_found_out_opens_nothing(error: Exception, status: int) -> None:
+    recorded, visits = recording([SHOW])
+    answer = client(recorded, identify=mock.Mock(side_effect=error)).get("/show")
+    assert (answer.status_code, visits, "secret" in answer.text) == (status, [], False)
+    assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS
+
+
+@pytest.mark.parametrize("nobody", ["", None])
+def test_a_person_without_a_name_is_not_everyone(nobody: Any) -> None:
+    """The role of `*` is for everyone with an identity. An application may return nothing for a visitor."""
+    recorded, visits = recording([SHOW, CHANGE])
+    caller = client(recorded, identify=lambda _request: nobody)
+    assert [caller.get("/show").status_code, caller.post("/change", headers=SAME).status_code] == [403, 403]
+    assert not visits
+
+
 def test_only_small_urlencoded_forms_are_read() -> None:
     recorded, visits = recording([CHANGE])
     caller = client(recorded)
@@ -146,5 +166,5 @@ def test_the_console_can_be_mounted_in_another_application() -> None:
     recorded, visits = recording([SHOW])
     mounted = Starlette(routes=[Mount("/ops", client(recorded).app)])
     answer = TestClient(mounted, base_url=ORIGIN).get("/ops/show?q=1")
-    assert (answer.status_code, visits[0].path, visits[0].here) == (200, "/show", "/ops/show?q=1")
+    assert (answer.status_code, visits[0].path, visits[0].prefix) == (200, "/show", "/ops")
     assert TestClient(mounted, base_url=ORIGIN).get("/ops/none").status_code == 404

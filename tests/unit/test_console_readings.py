@@ -1,6 +1,7 @@
 """What tabs share: the number of reads in an hour, memory, waiting threads, samples, and the sentence at the top."""
 
 import gc
+import re
 import sys
 import threading
 from datetime import UTC, datetime, timedelta
@@ -10,19 +11,18 @@ from unittest import mock
 import pytest
 
 from outbox.admin.backlog import Backlog, Line
-from outbox.admin.workers import TopicCircuit, Worker, shards_without_worker
+from outbox.admin.workers import Worker, shards_without_worker
 from outbox.console.application import routes
 from outbox.console.readings import (
     FRESH_SECONDS,
-    HOUR,
-    SAMPLE_SECONDS,
     History,
     Reading,
     Shared,
     Status,
-    health,
     sparkline,
+    with_sample,
 )
+from outbox.console.rendering import _ENVIRONMENT
 from outbox.console.visits import Visit
 from outbox.errors import NotReached
 from outbox.table.layouts import Layout
@@ -30,6 +30,7 @@ from tests.support.console import bare_console
 from tests.support.waiting import eventually
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
+HOUR, SAMPLE_SECONDS = 3_600, 30
 SAMPLES = HOUR // SAMPLE_SECONDS
 
 
@@ -44,7 +45,7 @@ class Clock:
 def reads_in_an_hour(tabs: int) -> int:
     """Let tabs ask for the same value every five seconds, each at its own time."""
     clock, reads = Clock(), list[float]()
-    shared = Shared(lambda: reads.append(clock.now), clock)
+    shared = Shared(lambda _last: reads.append(clock.now), clock)
     asking = sorted(n * FRESH_SECONDS + tab * FRESH_SECONDS / tabs for tab in range(tabs) for n in range(HOUR // 5))
     for clock.now in asking:
         shared.get()
@@ -58,7 +59,7 @@ def test_a_hundred_tabs_read_as_often_as_one() -> None:
 
 def test_nothing_is_read_if_no_tab_asks() -> None:
     clock, reads = Clock(), list[int]()
-    shared = Shared(lambda: reads.append(1), clock)
+    shared = Shared(lambda _last: reads.append(1), clock)
     shared.get()
     clock.now = HOUR
     assert shared.get().age == 0
@@ -68,13 +69,13 @@ def test_nothing_is_read_if_no_tab_asks() -> None:
 def test_an_error_keeps_the_last_value_with_its_age_and_is_not_tried_at_once_again() -> None:
     clock, answers = Clock(), list[Any](["first", NotReached("no route"), "second"])
 
-    def read() -> str:
+    def read(_last: str | None) -> str:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return str(answer)
 
-    shared, found = Shared(read, clock), list[Reading[str]]()
+    shared, found = Shared(read, clock), list[Reading]()
     for clock.now in (0, 6, 7, 12):
         found.append(shared.get())
     assert found == [
@@ -84,7 +85,7 @@ def test_an_error_keeps_the_last_value_with_its_age_and_is_not_tried_at_once_aga
 
 def test_while_one_thread_reads_the_others_get_the_last_value() -> None:
     clock, may_end = Clock(), threading.Event()
-    shared = Shared(lambda: clock.now if clock.now == 0 else may_end.wait(10), clock)
+    shared = Shared(lambda _last: clock.now if clock.now == 0 else may_end.wait(10), clock)
     shared.get()
     clock.now = 10
     reading = threading.Thread(target=shared.get)
@@ -99,7 +100,7 @@ def test_while_one_thread_reads_the_others_get_the_last_value() -> None:
 def test_the_first_value_is_awaited_and_read_once() -> None:
     clock, may_end, reads, found = Clock(), threading.Event(), list[int](), list[Any]()
 
-    def read() -> str:
+    def read(_last: str | None) -> str:
         reads.append(1)
         may_end.wait(10)
         return "value"
@@ -116,7 +117,7 @@ def test_the_first_value_is_awaited_and_read_once() -> None:
 
 def test_an_action_lets_the_next_page_read_again() -> None:
     clock, numbers = Clock(), iter(range(9))
-    shared = Shared(lambda: next(numbers), clock)
+    shared = Shared(lambda _last: next(numbers), clock)
     assert [shared.get().value for _ in range(2)] == [0, 0]
     shared.forget()
     assert [shared.get().value for _ in range(2)] == [1, 1]
@@ -124,8 +125,8 @@ def test_an_action_lets_the_next_page_read_again() -> None:
 
 def status(**values: Any) -> Status:
     usual: dict[str, Any] = {
-        "backlog": Backlog(NOW, (), ()), "controls": {}, "circuits": (), "differing": {}, "orphans": [], "errors": (),
-        "operations": (), "blocked": (), "reshard": None,
+        "backlog": Backlog(NOW, (), ()), "history": (), "controls": {}, "orphans": [],
+        "errors": (), "operations": (), "blocked": (), "reshard": None,
     }  # fmt: skip
     return Status(**usual | values)
 
@@ -133,16 +134,15 @@ def status(**values: Any) -> Status:
 @pytest.mark.extended
 def test_memory_is_flat_over_an_hour_of_polling() -> None:
     """Only the last status and SAMPLES are kept. A page is rendered for each poll."""
-    clock, history = Clock(), History()
+    clock = Clock()
 
-    def read() -> Status:
+    def read(last: Status | None) -> Status:
         lines = [Line(f"topic {n}", 50, pending=int(clock.now)) for n in range(2)]
-        found = status(backlog=Backlog(NOW + timedelta(seconds=clock.now), (), lines))
-        history.add(found.backlog)
-        return found
+        backlog = Backlog(NOW + timedelta(seconds=clock.now), (), lines)
+        return status(backlog=backlog, history=with_sample(last.history if last else (), backlog))
 
-    console = bare_console(history=history, status=Shared(read, clock))
-    visit = Visit(console=console, person="ann", roles=frozenset(), path="/")
+    shared = Shared(read, clock)
+    visit = Visit(console=bare_console(status=shared), person="ann", roles=frozenset(), path="/")
     [overview] = [route for route in routes() if route.path == "/"]
 
     def poll(begin: int, seconds: int) -> int:
@@ -152,34 +152,49 @@ def test_memory_is_flat_over_an_hour_of_polling() -> None:
         return sys.getallocatedblocks()
 
     for clock.now in range(0, HOUR, SAMPLE_SECONDS):
-        read()  # until all samples are there
+        shared.get()  # until all samples are there
     before = poll(HOUR, HOUR // 10)
     assert poll(2 * HOUR, HOUR) - before < 300
-    assert len(history.of("topic 1", NOW + timedelta(seconds=3 * HOUR))) == SAMPLES
+    last = shared.get().value
+    assert last
+    assert len(last.history) == SAMPLES
 
 
 def test_samples_are_half_a_minute_apart_and_an_hour_old_at_most() -> None:
-    history = History()
+    history: History = ()
     for second in range(0, 2 * HOUR, 5):
         line = Line("orders", 50, pending=second)
-        history.add(Backlog(NOW + timedelta(seconds=second), (), [line]))
-    samples = history.of("orders", NOW + timedelta(seconds=2 * HOUR))
-    assert len(samples) == SAMPLES
-    assert samples[:2] == [(HOUR, HOUR), (HOUR - 30, HOUR + 30)]
-    assert {value for _, value in history.of("other", NOW + timedelta(seconds=2 * HOUR))} == {0}
+        history = with_sample(history, Backlog(NOW + timedelta(seconds=second), (), [line]))
+    assert len(history) == SAMPLES
+    assert history[:2] == [
+        (NOW + timedelta(seconds=second), {"orders": second}) for second in (HOUR, HOUR + SAMPLE_SECONDS)
+    ]
 
 
 def test_a_sparkline_has_a_gap_where_no_tab_was_visible() -> None:
-    assert sparkline([]) == []
-    assert sparkline([(3_600, 0), (3_570, 10), (30, 5), (0, 0)]) == ["0.0,19.5 1.0,0.5", "119.0,10.0 120.0,19.5"]
-    assert sparkline([(0, 0)]) == ["120.0,19.5 120.0,19.5"]
+    def line(*samples: tuple[int, int]) -> str:
+        history = [(NOW - timedelta(seconds=age), {"orders": number}) for age, number in samples]
+        return sparkline(history, "orders", NOW)
+
+    assert line() == ""
+    assert line((3_600, 0), (3_570, 10), (30, 5), (0, 0)) == "M0.0 19.5h0L1.0 0.5M119.0 10.0h0L120.0 19.5"
+    assert line((0, 0)) == "M120.0 19.5h0"
+
+
+def health(reading: Reading) -> tuple[str, str]:
+    """Return the class and the text of the sentence at the top of each page."""
+    macro: Any = _ENVIRONMENT.get_template("health.html").module
+    [found] = re.findall(r'class="health (\w+)" role="status">([^<]*)<', macro.health(reading))
+    level, sentence = found
+    return level, sentence
 
 
 WORKER = Worker("w", 1.0, NOW, NOW, {})
 OLD = Line("orders", 50, pending=3, oldest=NOW - timedelta(minutes=14))
 NEW = Line("orders", 50, pending=3, oldest=NOW - timedelta(seconds=0.4))
 DEAD = Line("orders", 50, dead=2)
-CIRCUIT = TopicCircuit("orders", 1, NOW, NOW, "permission_denied", "403")
+CIRCUIT = {"topic": "orders", "reason": "permission_denied", "error": "403"}
+FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
 
 
 @pytest.mark.parametrize(
@@ -188,10 +203,10 @@ CIRCUIT = TopicCircuit("orders", 1, NOW, NOW, "permission_denied", "403")
         ({"lines": [NEW]}, "ok", "Healthy: oldest pending task 0.4s, 1 live worker, no dead tasks"),
         ({}, "ok", "Healthy: oldest pending task 0.0s, 1 live worker, no dead tasks"),
         ({"lines": [NEW, DEAD]}, "warn", "2 dead tasks. Oldest pending task 0.4s, 1 live worker"),
-        ({"lines": [DEAD], "circuits": [CIRCUIT]}, "warn", "orders: circuit open since 12:00: permission_denied"),
-        ({"circuits": [CIRCUIT], "orphans": [1, 2]}, "bad", "2 shards without a live worker"),
+        ({"lines": [DEAD], "workers": [FAILING]}, "warn", "orders: circuit open since 12:00: permission_denied"),
+        ({"workers": [FAILING], "orphans": [1, 2]}, "bad", "2 shards without a live worker"),
         (
-            {"lines": [OLD, DEAD], "circuits": [CIRCUIT], "orphans": [1]}, "bad",
+            {"lines": [OLD, DEAD], "workers": [FAILING], "orphans": [1]}, "bad",
             "orders is late: oldest 14m, circuit open since 12:00: permission_denied",
         ),
         ({"lines": [OLD], "workers": ()}, "bad", "No live worker, so no task is published. Pending: 3 tasks"),
@@ -199,8 +214,7 @@ CIRCUIT = TopicCircuit("orders", 1, NOW, NOW, "permission_denied", "403")
 )  # fmt: skip
 def test_the_sentence_is_the_most_urgent_one(given: dict[str, Any], level: str, sentence: str) -> None:
     backlog = Backlog(NOW, given.pop("workers", (WORKER,)), given.pop("lines", ()))
-    found = health(Reading(status(backlog=backlog, **given), 1.0))
-    assert (found.level, found.sentence) == (level, sentence)
+    assert health(Reading(status(backlog=backlog, **given), 1.0)) == (level, sentence)
 
 
 def test_a_worker_that_has_just_started_leaves_no_shard_without_a_worker() -> None:
@@ -214,7 +228,7 @@ def test_a_worker_that_has_just_started_leaves_no_shard_without_a_worker() -> No
 
 
 def test_the_sentence_says_how_old_the_figures_are() -> None:
-    never: Reading[Status] = Reading(None, float("inf"), "no route.")
-    assert health(never).sentence == "Spanner did not answer. no route."
+    never: Reading = Reading(None, float("inf"), "no route.")
+    assert health(never) == ("bad", "Spanner did not answer. no route.")
     stale = Reading(status(), 65.0, "no route.")
-    assert health(stale).sentence == "Spanner did not answer. The figures are 1m 5s old. no route."
+    assert health(stale) == ("bad", "Spanner did not answer. The figures are 1m 5s old. no route.")

@@ -104,6 +104,7 @@ def test_the_state_of_an_operation_follows_from_its_times() -> None:
     later = NOW + INTERRUPTED_AFTER
     assert operation("").state(later - timedelta(seconds=1)) == "running"
     assert operation("").state(later) == "interrupted"
+    assert operation("").state(later, is_here=True) == "running"
     assert operation("", stopped_at=NOW).state(later) == "stopped"
     assert operation("", stopped_at=NOW, finished_at=NOW).state(later) == "finished"
     assert operation("", seen_at=None).state(later) == "unfinished"
