@@ -33,7 +33,7 @@ def run(bench: Bench) -> Section:
         fresh_table(bench) as table,
     ):
         variables = bench.emulators.environment() | spanner.variables(table.id)
-        tasks = _input(folder / "in.parquet", bench.choose(16_000, 600))
+        tasks = _input(folder / "in.parquet", bench.choose(22_000, 600))
 
         def job(command: str, **flags: object) -> Any:
             begin = time.monotonic()
