@@ -66,8 +66,6 @@ class MarkFirst(Delivery):
         def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
             nonlocal marked, locked_time
             locked_time = now
-            for id in part.ids:
-                self._answers.pop(id, None)
             eligible = [row for row in self._check(part, rows, now) if row.ordering_key not in self._stopped]
             self._expire(eligible, now)
             publishable = [row for row in eligible if row.id not in self._answers]

@@ -157,11 +157,10 @@ class InFlight:
         return sum(claim.kind is Kind.DEFER for claim in self.delivering)
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys whose other tasks must wait. A deferring batch that only marks again blocks none."""
+        """Return the ordering keys whose other tasks must wait."""
         claims = (
             entry.batch.claim.part(entry.batch.mark_retry.unmarked) if entry.reported else entry.batch.claim
             for entry in self._running
-            if not (entry.reported and entry.batch.claim.kind is Kind.DEFER)
         )
         return frozenset(key for claim in claims for key in claim.keys)
 
@@ -190,9 +189,8 @@ class InFlight:
         return self._wait(lambda _reports: True)
 
     def wait_for_one(self) -> list[Delivered]:
-        """Wait until a batch reports or ends, and return the reports."""
-        running = len(self._running)
-        return self._wait(lambda reports: len(reports) > 0 or len(self._running) < running)
+        """Wait until a batch reports or all have ended, and return the reports."""
+        return self._wait(lambda reports: len(reports) > 0)
 
     def shut_down(self) -> None:
         """Let each batch try to mark at least once more, for at most the seconds at exit."""

@@ -147,6 +147,6 @@ def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate]
     """
     head = queue[0].id
     behind = [each.id for each in queue[1:] if each.sendable]
-    for piece in cut([each for each in tasks if each.id != head], limits):
+    for piece in cut(tasks, limits):
         ids = dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in piece)])
         yield Claim(key.topic, tuple(ClaimedTask(id, key.ordering_key) for id in ids), Kind.DEFER)

@@ -88,11 +88,11 @@ class Poller:
             self._poll_size.limit(part.per_range // 4)
             raise
         self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
-        self._note(candidates, unavailable, due=request.due)
+        self._note(candidates, unavailable)
         found = [each for each in candidates if each.id not in wanted.in_flight]
         return Polled(found, cut_off, unread=self._left_pairs > 0, seconds=self._clock() - began)
 
-    def _note(self, candidates: Sequence[Candidate], unavailable: Collection[str], *, due: bool) -> None:
+    def _note(self, candidates: Sequence[Candidate], unavailable: Collection[str]) -> None:
         """Note the topics of the candidates. After all parts, decide about due tasks and topics without candidates."""
         self._seen.update(each.topic for each in candidates)
         self._seen_due |= any(each.available_at is not None for each in candidates)
@@ -101,8 +101,7 @@ class Poller:
         self._left_pairs = 0
         self.known.see(self._seen)
         self.known.forget(unavailable)
-        if due:
-            self.known.may_be_due = self._seen_due
+        self.known.may_be_due = self._seen_due
         self._seen, self._seen_due = set(), False
 
     def find_next_due(self) -> float | None:

@@ -104,8 +104,7 @@ class Relay:
     def _select(self, resolved: ResolvedKeys, polled: Polled, stopping: Callable[[], bool]) -> Selection:
         if stopping():
             return Selection()
-        if resolved.candidates:
-            self.discoverer.refresh()  # the reads may have taken long
+        self.discoverer.refresh()  # the reads may have taken long
         return self._selector.select(resolved, polled)
 
     def _start(self, claims: Sequence[Claim]) -> None:
@@ -119,7 +118,7 @@ class Relay:
             next_turn = Next.AT_ONCE
         elif waits and not delivered and self.in_flight.delivering:
             next_turn = Next.STILL_WAITING
-        elif waits or polled.candidates or delivered or self.in_flight:
+        elif polled.candidates or delivered or self.in_flight:
             next_turn = Next.SOON
         turn = replace(
             counted_in_turn(delivered),

@@ -272,6 +272,7 @@ def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:
     bench.relay.turn()
     stop = iter([False, True])
     bench.relay.turn(lambda: next(stop, True))
+    bench.relay.in_flight.start(claim_of("orders", "a"))  # a batch that finds the task during the stop
     bench.relay.finish()
     assert bench.unsent() == ["a"]
 

@@ -215,6 +215,7 @@ def test_a_failed_task_makes_the_next_one_return_soon() -> None:
     """The next one was deferred behind another head, and is in no batch yet."""
     bench = Bench(size=1)
     ids = released(bench, 3)
+    bench.change("t00", available_at=bench.store.now + HOUR)
     bench.publisher.failing = {"head": REFUSED}
     bench.turns()
     assert bench.waits("t00") == pytest.approx(60, abs=1)

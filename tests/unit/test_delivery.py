@@ -150,6 +150,7 @@ def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
     result = bench.deliver("expired", "failing", "good", kind=Kind.MARK_FIRST)
     traces = {id: mark.trace_id for id, mark in result.recorded.items()}
     assert traces == {"expired": f"{1:032x}", "failing": f"{2:032x}"}
+    assert result.aborted == 0  # the second transaction, which undoes a mark, is no run of the first
 
 
 def test_a_batch_leaves_the_memory_at_its_end(bench: Bench) -> None:

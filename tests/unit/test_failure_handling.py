@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.spanner.errors import StoreError
+from publishworker.spanner.errors import Refused, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed
 from tests.support.relay_bench import Bench
@@ -209,6 +209,7 @@ def test_a_failed_commit_records_no_attempt(bench: Bench) -> None:
     assert (states(bench), bench.count(m.DEAD)) == ({"bad": "dead"}, 1)
 
 
+@pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize(
     ("failure", "before", "written", "counted"),
     [
@@ -216,7 +217,7 @@ def test_a_failed_commit_records_no_attempt(bench: Bench) -> None:
         (ODD, {}, {"attempts": 4, "available_at": LATER}, (0, 0)),
         # Another worker sent the task: it is not dead.
         (REFUSED, {}, {"sent_at": NOON}, (0, 1)),
-        # An operator gave the task more time: it is not dead, and is sent in the same turn.
+        # An operator gave the task more time: it is not dead, and is sent.
         (None, {"expires_at": NOON}, {"expires_at": None}, (1, 0)),
         # Another worker sent the task, too: both counters say so.
         (None, {}, {"sent_at": NOON - timedelta(seconds=1)}, (1, 1)),
@@ -225,18 +226,30 @@ def test_a_failed_commit_records_no_attempt(bench: Bench) -> None:
     ],
 )
 def test_a_change_between_two_transaction_attempts_is_kept(
-    bench: Bench, failure: Failed | None, before: dict[str, Any], written: dict[str, Any], counted: tuple[int, int]
+    bench: Bench,
+    failure: Failed | None,
+    before: dict[str, Any],
+    written: dict[str, Any],
+    counted: tuple[int, int],
+    *,
+    refused: bool,
 ) -> None:
-    """The outcome of the aborted attempt says nothing about a row that another writer has changed since."""
+    """The outcome of the aborted or refused attempt says nothing about a row that another writer has changed since."""
     bench.insert("a", **before)
     if failure:
         bench.publisher.failing["a"] = failure
-    bench.abort_once(lambda: bench.change("a", **written))
-    turns = bench.turns()
+
+    def change() -> None:
+        bench.change("a", **written)
+        if refused:
+            raise Refused("OUT_OF_RANGE")
+
+    bench.abort_once(change)
+    turns = bench.turns() + bench.turns()
     later = "available_at" in written
     assert states(bench) == {"a": "retrying" if later else "sent"}
     assert {name: getattr(bench.store.rows["a"], name) for name in written} == written
-    assert (bench.count(m.PUBLISHED), bench.count(m.ALREADY_PUBLISHED)) == counted
+    assert (bench.count(m.PUBLISHED), bench.count(m.ALREADY_PUBLISHED)) == (counted[0], 0 if refused else counted[1])
     assert (bench.count(m.DEAD), sum(turn.recorded for turn in turns)) == (0, 0)
     assert len(bench.publisher.ids()) == counted[0]
     assert len(bench.publisher.requests) == counted[0] + (failure is not None)

@@ -10,12 +10,13 @@ import pytest
 
 from publishworker.delivery.claim import Claim, Delivered, Unmarked
 from publishworker.host import Host
+from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
 from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, Limits, StuckBatch
 from publishworker.types import Answer, Key, Next, Turn
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import claim_of, in_flight_of
-from tests.support.relay_bench import Bench, SlowPublisher
+from tests.support.relay_bench import Bench, SlowPublisher, overtake
 from tests.support.waiting import eventually
 
 
@@ -32,7 +33,7 @@ class Gated:
         self.batches.ends[topic].wait(30)
         if topic == "defect":
             raise ZeroDivisionError
-        self.mark_retry.unmarked = frozenset(self.claim.ids) if topic in self.batches.marks else frozenset()
+        self.mark_retry.unmarked = frozenset(self.claim.ids[:1]) if topic in self.batches.marks else frozenset()
         return Delivered(self.claim, unmarked=self.mark_retry.unmarked)
 
     def mark_again(self) -> Iterator[Unmarked]:
@@ -115,12 +116,12 @@ def test_a_wait_ends_at_its_limit(batches: Batches) -> None:
 def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has reported, so no turn waits for it. Its tasks and their keys stay in flight, without their bytes."""
+    """It has reported, so no turn waits for it. Only tasks without a mark stay in flight, with keys, without bytes."""
     monkeypatch.setattr(in_flight, "MAX_ASIDE", 1)
     running = batches.in_flight_batches
     for topic in "ab":
         batches.marks[topic], batches.ends[topic] = threading.Event(), threading.Event()
-        running.start(claim_of(topic, f"task-of-{topic}", keys=("k",), bytes=9))
+        running.start(claim_of(topic, f"task-of-{topic}", "skipped", keys=("k", "l"), bytes=9))
     assert running.bytes() == 18
     batches.end("a", "b")
     assert batches.wait() == ["a", "b"]
@@ -213,17 +214,35 @@ def bench_of(publisher: SlowPublisher, orders: int, invoices: int = 0, **options
     return bench
 
 
-def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:  # OUT-DELAY-2
+def test_a_slow_batch_does_not_delay_the_others(
+    slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:  # OUT-DELAY-2
+    monkeypatch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 25.0)
+    begin = time.monotonic()
     bench = bench_of(slow, 200, 1, batches=4, stragglers=1)
     slow.hanging = {"invoices"}
     turns = [bench.relay.turn() for _ in range(40)]
+    assert time.monotonic() - begin < 20
     assert {f"o{n}" for n in range(200)} == set(slow.ids())
     assert (sum(turn.published for turn in turns), turns[-1].in_flight) == (200, 1)
     slow.release.set()
-    assert bench.relay.finish().published == 1
+    eventually(lambda: not bench.relay.in_flight._reports.empty())
+    turn = bench.relay.turn()
+    assert (turn.published, turn.next) == (1, Next.AT_ONCE)
     assert slow.ids().count("i0") == 1
     assert bench.unsent() == []
     assert set(bench.store.claimed.values()) == {1}
+
+
+def test_a_batch_without_effect_beside_a_slow_one_causes_no_busy_loop(slow: SlowPublisher) -> None:
+    bench = bench_of(slow, 1, 1, batches=4)
+    bench.relay.turn()
+    slow.hanging = {"invoices"}
+    bench.relay.in_flight.start(claim_of("invoices", "i0"))
+    bench.relay.in_flight.wait_for_most(max_seconds=0)  # it is a straggler now
+    eventually(lambda: bool(bench.store.claimed))
+    overtake(bench, lambda: bench.change("o0", sent_at=bench.store.now))
+    assert bench.relay.turn().next is Next.SOON
 
 
 def test_a_turn_without_leftover_tasks_waits_for_its_batches(slow: SlowPublisher) -> None:
@@ -249,16 +268,19 @@ def test_stragglers_are_left_in_flight_while_tasks_are_pending(
     assert 2 <= turn.in_flight <= 3
     assert turn.published + turn.in_flight * 10 == 40
     assert time.monotonic() - begin < 20
+    slow.release.set()
+    assert turn.published + bench.relay.finish().published == bench.count(m.PUBLISHED) == 40
 
 
 def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher) -> None:
     """All batches hang: no poll, no busy loop, and a turn ends now and then so that the worker writes its heartbeat."""
     slow.hanging = {"orders"}
-    bench = bench_of(slow, 40, batches=2, stragglers=0)
+    bench = bench_of(slow, 40, batches=2, stragglers=0, discovery_seconds=60)
     bench.relay.turn(), bench.relay.turn()
-    polls = len(bench.store.polls)
+    reads = len(bench.store.polls), len(bench.store.discoveries)
+    bench.relay.wake()  # the change stream reports an insert
     assert bench.relay.turn() == Turn(in_flight=2, next=Next.STILL_WAITING)
-    assert len(bench.store.polls) == polls
+    assert (len(bench.store.polls), len(bench.store.discoveries)) == reads
     slow.release.set()
     while bench.unsent():
         bench.relay.turn()

@@ -1,12 +1,11 @@
 """One topic must not delay another: poison, missing topics, pauses, limits, schedules, at size; on the fakes."""
 
-from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
-from publishworker.types import Candidate, Failed, PollRequest, TopicLimit
+from publishworker.types import Failed, TopicLimit
 from tests.support.fakes import serialized
 from tests.support.relay_bench import Bench, overtake
 
@@ -54,6 +53,7 @@ def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:
     assert len(turns) <= 3
     assert all("invoices" not in request.topics for request in large.store.polls)
     assert max(turn.polled for turn in turns) == 100
+    assert large.relay.discoverer.topics == {"orders"}  # for which metrics report that nothing is published
     large.store.paused = set()
     large.relay.turn()  # reads the topic controls
     large.turns()
@@ -164,31 +164,34 @@ def test_hanging_topics_leave_places_for_others() -> None:
 
 
 @pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("slow", ["pause", "poll"])
+@pytest.mark.parametrize("slow", ["pause", "poll", "discover"])
 def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) -> None:
     """After a long pause, or reads that took long. Also the batch of the at-most-once tasks that a claim has found."""
     bench = Bench()
     bench.insert("first")
     bench.turns()
-    reads = len(bench.store.discoveries)
-    poll = bench.store.poll
+    reads, read = len(bench.store.discoveries), getattr(bench.store, slow, None)
+    bench.insert("a", at_most_once=once)
 
     def pass_time() -> None:
         bench.store.paused = {"orders"}
-        bench.insert("a", at_most_once=once)
         bench.wait(4)
 
-    def slow_poll(request: PollRequest) -> Sequence[Candidate]:
+    def slow_read(*arguments: Any) -> object:
+        setattr(bench.store, slow, read)
+        found = read(*arguments)
         pass_time()
-        return poll(request)
+        return found
 
     if slow == "pause":
         pass_time()
     else:
-        bench.store.poll = slow_poll  # type: ignore[method-assign]  # a fault on purpose
+        bench.wait(4)
+        setattr(bench.store, slow, slow_read)
     bench.relay.turn()
-    bench.store.poll = poll  # type: ignore[method-assign]  # the same
-    assert len(bench.store.discoveries) - reads == (1 if slow == "pause" else 2)  # one before, one at the end
+    assert len(bench.store.discoveries) - reads == (
+        1 if slow == "pause" else 2
+    )  # one at the beginning, one before a start
     assert len(bench.relay.in_flight) == 0
     bench.turns()
     assert bench.publisher.ids() == ["first"]
@@ -198,18 +201,20 @@ def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) ->
 
 
 def test_at_most_once_tasks_that_a_claim_found_wait_while_their_topic_is_paused() -> None:
-    bench = Bench()
+    bench = Bench(discovery_seconds=60)
+    bench.insert("first")
+    bench.turns()
     bench.insert("a", at_most_once=True)
     claim = bench.store.claim
 
     def pause_and_claim(*arguments: Any) -> datetime:
         bench.store.paused = {"orders"}
-        bench.wait(60)
+        bench.wait(30)
         return claim(*arguments)
 
     bench.store.claim = pause_and_claim  # type: ignore[method-assign]  # a fault on purpose
     bench.turns()
-    assert (bench.publisher.ids(), bench.unsent()) == ([], ["a"])
+    assert (bench.publisher.ids(), bench.unsent()) == (["first"], ["a"])
     bench.store.paused, bench.store.claim = set(), claim  # type: ignore[method-assign]  # the same
     bench.run_for(5)
-    assert bench.publisher.ids() == ["a"]
+    assert bench.publisher.ids() == ["first", "a"]

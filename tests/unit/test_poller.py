@@ -107,6 +107,9 @@ def test_other_shards_are_searched_for_topics_at_once(watch: Watch) -> None:
     watch.turn()
     watch.turn()
     assert len(watch.store.discoveries) == 2
+    watch.store.seen_at = {"other": watch.store.now}  # so this worker gets half of the shards
+    watch.seconds += 1
+    assert [watch.discovers(), watch.discovers(), len(watch.store.discoveries)] == [True, False, 4]
 
 
 def test_due_tasks_are_read_with_each_discovery_and_as_long_as_there_are_any(watch: Watch) -> None:
@@ -239,6 +242,21 @@ def test_tasks_in_flight_make_no_poll_deeper() -> None:
     assert size.per_range == 10
     size.adapt(full, startable=74, room=75)
     assert size.per_range == 20
+
+
+def test_polls_become_deeper_until_urgent_tasks_fill_the_places(watch: Watch) -> None:
+    for number in range(30):
+        for key, priority in (("one", 100), ("two", 0)):  # in different shards
+            watch.store.insert(f"{key} {number}", "orders", ordering_key=key, priority=priority)
+    watch.seconds += 1
+    watch.discovers()
+
+    def urgent(in_flight: frozenset[str]) -> frozenset[str]:
+        found = watch.poller.poll(Wanted(20, in_flight)).candidates
+        return frozenset(each.id for each in found if each.priority)
+
+    assert [len(urgent(frozenset())), len(first := urgent(frozenset()))] == [10, 20]
+    assert [len(urgent(first)), len(urgent(first))] == [0, 10]
 
 
 def index_ranges(request: PollRequest) -> int:

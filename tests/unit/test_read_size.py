@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -96,22 +97,33 @@ def test_one_poll_has_an_upper_bound_of_rows() -> None:
             set(names),
         )
         assert {(each.topic, each.shard) for each in found.candidates} == set(itertools.product(names, range(10)))
+    rows = store.polls[-1].per_range
+    with mock.patch.object(store, "poll", side_effect=TimedOut("DEADLINE_EXCEEDED")), pytest.raises(TimedOut):
+        poller.poll(Wanted(2_000))
+    poller.poll(Wanted(2_000))
+    assert store.polls[-1].per_range <= rows / 4
 
 
 def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
-    bench = Bench(size=10, batches=8)
+    bench = Bench(size=10, batches=8, discovery_seconds=60)
     names = [f"t{number}" for number in range(30)]
     bench.publisher.topics |= {f"projects/test-project/topics/{name}" for name in names}
     bench.relay.poller.read_size.limit = bench.relay.poller.read_size._max_ranges = 7
     for name in names:
         bench.insert(f"first {name}", topic=name)
+    for _ in range(4):
+        bench.turns(600)
+    assert bench.unsent() == []
     for _ in range(600):
         bench.relay.turn()
-        bench.relay.finish()
         bench.wait(0.05)
-    assert bench.unsent() == []
     assert max(request.ranges for request in bench.store.polls) <= 7
     assert bench.relay.poller.known.polled == frozenset()  # idle topics are forgotten nevertheless
+    bench.relay.poller.read_size.limit = bench.relay.poller.read_size._max_ranges = 1
+    bench.wait(60)
+    bench.insert("late", topic="t0")
+    bench.turns()  # one discovery after the other, until all shards have been read
+    assert bench.unsent() == []
 
 
 def test_a_read_that_timed_out_becomes_a_quarter_and_grows_to_half_for_ten_minutes() -> None:

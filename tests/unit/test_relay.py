@@ -15,6 +15,7 @@ from publishworker.turn import in_flight
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import Failed, Mark, Next
 from tests.support.fakes import Abort
+from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
 from tests.support.waiting import eventually
 
@@ -89,6 +90,9 @@ def test_a_turn_is_unfinished_until_its_tasks_are_settled(bench: Bench) -> None:
     bench.wait(31)
     assert bench.turns()[-1].next is Next.LATER
     assert bench.unsent() == []
+    bench.relay.in_flight.start(claim_of("orders", "a"))  # a batch that ends without a write between two turns
+    eventually(lambda: not bench.relay.in_flight._reports.empty())
+    assert bench.relay.turn().next is Next.SOON
 
 
 @pytest.mark.parametrize(
@@ -129,6 +133,7 @@ def test_refused_commits_cause_no_stream_of_duplicates(bench: Bench) -> None:
         bench.relay.turn()
         bench.wait(1)
     assert len(bench.publisher.ids()) == 3 + 10
+    assert bench.relay.turn().next is Next.SOON  # no busy loop
     bench.store.before_commit = lambda: None
     bench.run_for(10)
     assert bench.unsent() == []
@@ -177,6 +182,16 @@ def test_a_mark_that_does_not_end_ends_the_worker(bench: Bench) -> None:
             [(bench.relay.turn(), bench.wait(45)) for _ in range(9)]
     finally:
         let_go.set()
+
+
+def test_a_wake_up_finds_a_task_of_an_unknown_topic_at_once() -> None:
+    bench = Bench(discovery_seconds=60)
+    bench.turns()
+    bench.insert("a")
+    bench.relay.wake()
+    bench.turns()
+    assert bench.publisher.ids() == ["a"]
+    assert not bench.relay.woken.is_set()
 
 
 def test_a_stop_during_the_poll_claims_no_task(bench: Bench) -> None:
@@ -264,3 +279,6 @@ def test_finished_batches_are_counted_though_polls_fail(
     relay.turn()
     [summary] = [each for each in caplog.messages if each.startswith("In the last")]
     assert summary.endswith(": 2 tasks published")
+    bench.insert("c")
+    relay.turn(), relay.turn(), relay.finish()
+    assert caplog.messages[-1].endswith(": 1 task published")

@@ -15,7 +15,7 @@ from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import ResolvedKeys
 from publishworker.turn.poller import Polled
 from publishworker.turn.selection import Selection, Selector
-from publishworker.types import Candidate, Failed, TopicLimit
+from publishworker.types import Candidate, Failed, Skipped, TopicLimit
 from tests.support.parts import claim_of, in_flight_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -96,6 +96,7 @@ def test_leftover_tasks_are_noticed() -> None:
         selection = bench.choose(tasks(count), cut_off=frozenset(cut_off))
         assert (selection.left_tasks, selection.waits) == (left, True)
     assert Bench().choose(()) == Selection([])
+    assert Bench().choose((), blocked=1).waits
     bench = Bench(batches=2)
     bench.topics._limits.apply({"orders": TopicLimit(rate=5, burst=5)}, 1)
     selection = bench.choose(tasks(21), cut_off=frozenset({"orders"}))
@@ -128,7 +129,19 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     assert bench.choose(tasks(1, bytes=2)) == Selection([], left_tasks=True, waits=True)
     bench.start(claim_of("invoices", "b", bytes=1))
     assert bench.choose(()) == Selection(left_tasks=True, waits=True)
+    assert bench.selector.wanted().tasks == 0  # so no poll reads anything
     assert len(Bench().select(tasks(1, bytes=2 * max_bytes))) == 1
+
+
+def test_deferrals_and_at_most_once_tasks_get_no_more_than_the_free_places() -> None:
+    """A batch that has found at-most-once tasks keeps its place if its commit failed."""
+    bench = Bench(batches=4, fair_share=0.5)
+    bench.start(*[claim_of("orders", "a")] * 3)
+    bench.selector._fair_share.count(2, 0, top=100)
+    for candidates in (tasks(1, priority=0), []):
+        assert len(bench.select(candidates, blocked=20)) == 1
+    found = [Delivered(claim_of("orders", id), skipped={id: Skipped("at_most_once")}) for id in "ab"]
+    assert [claim.ids for claim in bench.selector.follow_ups(found)] == [("a",)]
 
 
 def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
