@@ -157,10 +157,11 @@ class InFlight:
         return sum(claim.kind is Kind.DEFER for claim in self.delivering)
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys whose other tasks must wait."""
+        """Return the ordering keys whose other tasks must wait. A deferring batch that only marks again blocks none."""
         claims = (
             entry.batch.claim.part(entry.batch.mark_retry.unmarked) if entry.reported else entry.batch.claim
             for entry in self._running
+            if not (entry.reported and entry.batch.claim.kind is Kind.DEFER)
         )
         return frozenset(key for claim in claims for key in claim.keys)
 

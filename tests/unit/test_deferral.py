@@ -411,3 +411,12 @@ def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:
         assert bench.publisher.ids() == ["x"]
     bench.relay.finish()
     assert bench.count(m.DEFERRED) == 1
+
+
+def test_a_refused_deferral_does_not_hold_its_key() -> None:
+    bench = Bench()
+    bench.insert("head", ordering_key="k", available_at=bench.store.now + timedelta(seconds=20))
+    bench.insert("refused", ordering_key="k", sequence=1)
+    bench.store.refused.add("refused")
+    bench.run_for(30)
+    assert bench.published("head")
