@@ -53,7 +53,7 @@ def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_
     """`components` is the base with all components but datadog-csi, which production has, and opentelemetry."""
     folder = OVERLAYS.get(name, SPARK)
     if name == "components":
-        folder = composed(tmp_path / name, "autoscaling", "datadog-udp", "network-policy")
+        folder = composed(tmp_path / name, "autoscaling", "network-policy", "datadog-udp")
     if name == "console":
         folder = composed(tmp_path / name, "console")
     if name == "opentelemetry":
@@ -69,6 +69,17 @@ def test_each_component_goes_with_the_base_alone(tmp_path: Path) -> None:
     assert set(names) == {"autoscaling", "console", "datadog-csi", "datadog-udp", "network-policy", "opentelemetry"}
     for each in names:
         validate(worker(rendered(composed(tmp_path / each, each))))
+
+
+def test_each_egress_rule_has_a_destination(tmp_path: Path) -> None:
+    """Except that of `datadog-udp`. The console reaches what the worker reaches, but no collector."""
+    objects = rendered(composed(tmp_path / "both", "network-policy", "datadog-udp", "console"))
+    rules, console = (
+        the(objects, "NetworkPolicy", name)["spec"]["egress"] for name in ("publishworker", "outbox-console")
+    )
+    assert [each["ports"] for each in rules if "to" not in each] == [[{"protocol": "UDP", "port": 8125}]]
+    assert [each for each in rules if each in console] == console
+    assert len(console) == len(rules) - 2
 
 
 def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Path) -> None:
