@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
@@ -80,6 +81,15 @@ def test_each_egress_rule_has_a_destination(tmp_path: Path) -> None:
     assert [each["ports"] for each in rules if "to" not in each] == [[{"protocol": "UDP", "port": 8125}]]
     assert [each for each in rules if each in console] == console
     assert len(console) == len(rules) - 2
+
+
+def test_datadog_udp_can_replace_datadog_csi_in_production(tmp_path: Path) -> None:
+    """At the same place, after `network-policy`. Otherwise the policy would drop the metrics."""
+    shutil.copytree(K8S, tmp_path / "k8s")
+    file = tmp_path / "k8s/overlays/production/kustomization.yaml"
+    file.write_text(file.read_text().replace("datadog-csi", "datadog-udp"))
+    [*_, last] = the(rendered(file.parent), "NetworkPolicy")["spec"]["egress"]
+    assert last["ports"] == [{"protocol": "UDP", "port": 8125}]
 
 
 def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Path) -> None:
