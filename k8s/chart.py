@@ -13,14 +13,26 @@ K8S = Path(__file__).parent
 CHART = K8S / "helm"
 #: What the values replace. In the base these are the only places with these texts.
 TAG = "{{ .Values.image.tag | default .Chart.AppVersion }}"
-HASH = "{{ toJson .Values.settings | sha256sum | trunc 10 }}"
-SETTINGS = "{{- range $name, $value := .Values.settings }}\n  {{ $name }}: {{ $value | quote }}\n  {{- end }}"
+#: In the pod's template, because `helm upgrade` would delete or change a ConfigMap that older pods still read.
+SETTINGS = """\
+        env:
+        {{- range $name, $value := .Values.settings }}
+        - name: {{ $name }}
+          value: {{ $value | quote }}
+        {{- end }}
+"""
+REPLICAS = """\
+  {{- if not (kindIs "invalid" .Values.replicas) }}
+  replicas: {{ .Values.replicas }}
+  {{- end }}
+"""
 NOTE = "# Written by `make chart` from k8s/base. Change the base, whose files say why, and not this file.\n"
 VALUES = """\
 # The image without a tag; the tag is the version of the chart if it is empty.
 image:
   repository: publishworker
   tag: ""
+# null if an autoscaler of your own sets the number. Otherwise each `helm upgrade` would reset it.
 replicas: 2
 # The environment in Datadog.
 env: production
@@ -51,7 +63,7 @@ def files() -> dict[str, str]:
         "Chart.yaml": NOTE + "\n".join(_chart()) + "\n",
         "values.yaml": NOTE + VALUES + "".join(f"  {name}: {json.dumps(settings[name])}\n" for name in settings),
         "values.schema.json": _schema(),
-        **{f"templates/{each['kind'].lower()}.yaml": NOTE + _template(each) for each in objects},
+        **{f"templates/{each['kind'].lower()}.yaml": NOTE + _template(each) for each in objects if "data" not in each},
     }
 
 
@@ -67,10 +79,9 @@ def _template(manifest: dict[str, Any]) -> str:
     text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
     text = re.sub(r"(tags.datadoghq.com/version: )unset", rf"\1{TAG.replace(' }}', ' | quote }}')}", text)
     text = re.sub(r"(tags.datadoghq.com/env: )unset", r"\1{{ .Values.env | quote }}", text)
-    text = re.sub(r"(name: publishworker-)\w{10}\b", rf"\1{HASH}", text)
-    text = re.sub(r"^data:\n(?:  .*\n)+", f"data:\n  {SETTINGS}\n", text, flags=re.MULTILINE)
+    text = re.sub(r" +envFrom:\n.*\n.*\n", "", text).replace("        env:\n", SETTINGS)
     text = text.replace("image: publishworker:unset", f'image: "{{{{ .Values.image.repository }}}}:{TAG}"')
-    return text.replace("replicas: 2\n", "replicas: {{ .Values.replicas }}\n")
+    return text.replace("  replicas: 2\n", REPLICAS)
 
 
 def _schema() -> str:
@@ -80,7 +91,7 @@ def _schema() -> str:
     settings = json.loads((K8S.parent / "docs/reference/settings.schema.json").read_text(encoding="utf-8"))
     properties = {
         "image": image,
-        "replicas": {"type": "integer", "minimum": 0},
+        "replicas": {"type": ["integer", "null"], "minimum": 0},
         "env": text,
         "settings": {key: value for key, value in settings.items() if key not in {"$schema", "title", "$comment"}},
         "global": {"type": "object"},

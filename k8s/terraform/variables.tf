@@ -34,9 +34,15 @@ variable "topics" {
   description = "The topics, and for each its subscriptions. A name of a subscription becomes a part of an account's name."
   type        = map(set(string))
 
+  # Pub/Sub refuses shorter names, and names that begin with goog. An account's name has at most 30 characters.
   validation {
-    condition     = alltrue([for name in flatten([for names in values(var.topics) : tolist(names)]) : can(regex("^[a-z][-a-z0-9]{0,24}[a-z0-9]$", name))])
-    error_message = "A subscription has 2 to 26 characters of a-z, 0-9 and -, and begins with a letter."
+    condition     = alltrue([for name in flatten(values(var.topics)) : can(regex("^[a-z][-a-z0-9]{1,24}[a-z0-9]$", name)) && !startswith(name, "goog")])
+    error_message = "A subscription has 3 to 26 characters of a-z, 0-9 and -, begins with a letter, and does not begin with goog."
+  }
+
+  validation {
+    condition     = length(flatten(values(var.topics))) == length(distinct(flatten(values(var.topics))))
+    error_message = "A subscription has one topic. Give each subscription its own name."
   }
 }
 

@@ -247,15 +247,20 @@ def test_images_are_built_from_the_dockerfile() -> None:
     assert set(built(PIPELINE).values()) == {"pipeline", "dataproc"}
 
 
-def test_the_network_patch_narrows_the_rule_for_google(tmp_path: Path) -> None:
+def test_the_network_patch_changes_dns_and_https_of_both_policies(tmp_path: Path) -> None:
     [block] = re.findall(
         r"^```yaml\n(patches:.*?)^```", (ROOT / "docs/operations/deploy.md").read_text(), re.MULTILINE | re.DOTALL
     )
-    overlay = {"resources": [os.path.relpath(OVERLAYS["production"], tmp_path)], **yaml.safe_load(block)}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    rules = the(rendered(tmp_path), "NetworkPolicy")["spec"]["egress"]
-    [https] = [rule for rule in rules if {"protocol": "TCP", "port": 443} in rule["ports"]]
-    assert https["to"] == [{"ipBlock": {"cidr": "199.36.153.8/30"}}]
+    production, console = OVERLAYS["production"], K8S / "components/console"
+    overlay = {"resources": [os.path.relpath(production, tmp_path)], "components": [os.path.relpath(console, tmp_path)]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay | yaml.safe_load(block)))
+    for name in ("publishworker", "outbox-console"):
+        rules = the(rendered(tmp_path), "NetworkPolicy", name)["spec"]["egress"]
+        to = {each["ports"][-1]["port"]: each["to"] for each in rules}
+        assert to[53][0] == {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
+        link_local = ["169.254.20.10/32", "169.254.169.254/32"]
+        assert [each["ipBlock"]["cidr"] for each in to[53][1:]] == [*link_local, "10.8.0.10/32"]
+        assert to[443] == [{"ipBlock": {"cidr": "199.36.153.8/30"}}]
 
 
 def test_the_agents_values_fit_the_page() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
@@ -53,7 +54,7 @@ def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_
     """`components` is the base with all components but datadog-csi, which production has, and opentelemetry."""
     folder = OVERLAYS.get(name, SPARK)
     if name == "components":
-        folder = composed(tmp_path / name, "autoscaling", "datadog-udp", "network-policy")
+        folder = composed(tmp_path / name, "autoscaling", "network-policy", "datadog-udp")
     if name == "console":
         folder = composed(tmp_path / name, "console")
     if name == "opentelemetry":
@@ -69,6 +70,26 @@ def test_each_component_goes_with_the_base_alone(tmp_path: Path) -> None:
     assert set(names) == {"autoscaling", "console", "datadog-csi", "datadog-udp", "network-policy", "opentelemetry"}
     for each in names:
         validate(worker(rendered(composed(tmp_path / each, each))))
+
+
+def test_each_egress_rule_has_a_destination(tmp_path: Path) -> None:
+    """Except that of `datadog-udp`. The console reaches what the worker reaches, but no collector."""
+    objects = rendered(composed(tmp_path / "both", "network-policy", "datadog-udp", "console"))
+    rules, console = (
+        the(objects, "NetworkPolicy", name)["spec"]["egress"] for name in ("publishworker", "outbox-console")
+    )
+    assert [each["ports"] for each in rules if "to" not in each] == [[{"protocol": "UDP", "port": 8125}]]
+    assert [each for each in rules if each in console] == console
+    assert len(console) == len(rules) - 2
+
+
+def test_datadog_udp_can_replace_datadog_csi_in_production(tmp_path: Path) -> None:
+    """At the same place, after `network-policy`. Otherwise the policy would drop the metrics."""
+    shutil.copytree(K8S, tmp_path / "k8s")
+    file = tmp_path / "k8s/overlays/production/kustomization.yaml"
+    file.write_text(file.read_text().replace("datadog-csi", "datadog-udp"))
+    [*_, last] = the(rendered(file.parent), "NetworkPolicy")["spec"]["egress"]
+    assert last["ports"] == [{"protocol": "UDP", "port": 8125}]
 
 
 def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Path) -> None:

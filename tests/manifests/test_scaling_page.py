@@ -37,7 +37,7 @@ def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() 
     assert wanted <= COUNT_LIMIT * DEFAULT_SHARDS
     down = scaler["behavior"]["scaleDown"]
     assert (down["stabilizationWindowSeconds"], down["policies"][0]["periodSeconds"]) == (600, 60)
-    assert "enough for ten minutes, the autoscaler removes one worker per minute" in PROSE
+    assert "fewer workers for ten minutes, the autoscaler removes one per minute" in PROSE
 
 
 def test_the_patch_replaces_values_that_the_autoscaler_has() -> None:

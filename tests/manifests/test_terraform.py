@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hcl2
@@ -77,8 +78,34 @@ def test_the_worker_has_the_roles_of_the_deploy_page() -> None:
     )
 
 
-def test_the_format_is_that_of_terraform() -> None:
+def terraform(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     if not shutil.which("terraform"):
         pytest.skip("not in PATH: terraform")
-    done = subprocess.run(["terraform", f"-chdir={MODULE}", "fmt", "-check", "-diff"], capture_output=True, check=False)
+    command = ["terraform", f"-chdir={folder}", *words, "-no-color"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_format_is_that_of_terraform() -> None:
+    done = terraform(MODULE, "fmt", "-check", "-diff")
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("topics", "sentence"),
+    [
+        ({"orders": ["billing", "a23"], "empty": [], "invoices": ["a" * 26]}, ""),
+        ({"orders": ["billing"], "invoices": ["mails", "billing"]}, "A subscription has one topic."),
+        ({"orders": ["a2"]}, "A subscription has 3 to 26 characters"),
+        ({"orders": ["a" * 27]}, "A subscription has 3 to 26 characters"),
+        ({"orders": ["google-ads"]}, "does not begin with goog"),
+    ],
+    ids=str,
+)
+def test_a_subscription_that_cannot_be_created_is_refused(topics: Any, sentence: str, tmp_path: Path) -> None:
+    """Without providers, so the plan has the variables only."""
+    (tmp_path / "variables.tf").write_text(FILES["variables.tf"])
+    required = dict.fromkeys(["project", "project_number", "instance", "database"], "1")
+    (tmp_path / "terraform.tfvars.json").write_text(json.dumps(required | {"topics": topics}))
+    done = terraform(tmp_path, "plan", "-input=false")
+    assert (done.returncode == 0) == (sentence == "")
+    assert sentence in " ".join(done.stderr.replace("│", "").split())
