@@ -182,7 +182,7 @@ class Delivered:
         return [id for id, skipped in self.skipped.items() if skipped.reason == reason]
 
 
-def counted_in_turn(batches: Sequence[Delivered]) -> Turn:
+def turn_counts(batches: Sequence[Delivered]) -> Turn:
     """Return a turn with the counts of tasks of these batches."""
     return Turn(
         published=sum(len(each.published()) for each in batches),

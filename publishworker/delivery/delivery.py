@@ -93,7 +93,7 @@ class Delivery:
 
     def write_marks(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
-        self._transact(claim, lambda rows, now: self._marks_again(claim, rows, now))
+        self._transact(claim, lambda rows, now: self._missing_marks(claim, rows, now))
 
     def state_of(self, id: str) -> State:
         """Return what has happened to a task whose mark is not written."""
@@ -109,24 +109,24 @@ class Delivery:
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Publish the locked rows that may be sent, and return the marks. After an abort, it runs again."""
-        eligible = self._check(self.claim, rows, now)
+        eligible = self._eligible(self.claim, rows, now)
         self._expire(rules.to_publish(eligible, self._answers), now)
         self._publish(rules.to_publish(eligible, self._answers), now)
         marks = self._marks([*eligible, *rules.deferred_behind(self.claim, rows)], now)
         return marks | self._releases(self.claim, rows, marks, now)
 
-    def _check(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
+    def _eligible(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows that this transaction may publish or mark. Keep the order of each ordering key.
 
         Note why the other rows are skipped. A task that failed before an abort loses its answer if its row has changed.
         """
-        self._begin_run(claim, rows)
+        self._begin_attempt(claim, rows)
         skipped = rules.skip_reasons(claim, rows, now, self._published(), self._policy)
         self._decided |= skipped
         excluded = {*skipped, *(task.id for task in claim.releases)}
-        return [row for row in rules.in_order(claim, rows) if row.id not in excluded]
+        return [row for row in rules.in_key_order(claim, rows) if row.id not in excluded]
 
-    def _begin_run(self, claim: Claim, rows: Sequence[LockedRow]) -> None:
+    def _begin_attempt(self, claim: Claim, rows: Sequence[LockedRow]) -> None:
         """Note the rows that are locked now, and forget what an earlier run has decided about them."""
         for id in claim.locks if self._decided else ():
             self._decided.pop(id, None)
@@ -183,16 +183,16 @@ class Delivery:
         # If Spanner has refused the commit, nothing is written, so failed attempts and deferrals are written again.
         # After another error the commit may have succeeded, so they are neither written nor reported.
         self._forget_marks([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
-        self.mark_retry.begin(self, [self.claim.part({*self._published(), *self._unsent_marks()})])
+        self.mark_retry.begin(self, [self.claim.part({*self._published(), *self._unwritten_marks()})])
         if is_refused and self.mark_retry.search():
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
-    def _marks_again(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+    def _missing_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Return the marks of published tasks, and the refused marks of others if their rows have not changed.
 
         The latter only if their rows have not changed.
         """
-        published, refused = self._published(), self._unsent_marks()
+        published, refused = self._published(), self._unwritten_marks()
         unsent = [row for row in rows if row.sent_at is None]
         marks: dict[str, Mark] = {
             row.id: MARKED for row in unsent if row.id in published and published[row.id].has_message_of(row)
@@ -205,13 +205,13 @@ class Delivery:
         marks |= again
         return marks | self._releases(claim, rows, marks, now)
 
-    def _unsent_marks(self) -> dict[str, NotSent | Deferred]:
+    def _unwritten_marks(self) -> dict[str, NotSent | Deferred]:
         """Return the failed attempts and deferrals that the last attempt has decided to write."""
         return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}
 
     def _forget_marks(self, ids: Collection[str]) -> None:
         """Forget the failed attempts and deferrals of these tasks."""
-        for id in self._unsent_marks().keys() & set(ids):
+        for id in self._unwritten_marks().keys() & set(ids):
             del self._decided[id]
 
     def _published(self) -> dict[str, Version]:

@@ -8,7 +8,7 @@ from datetime import datetime
 from publishworker.delivery.claim import Claim, Delivered, State
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.marking import MAX_REFUSED
-from publishworker.delivery.rules import in_order, last_error, skip_reasons, to_publish
+from publishworker.delivery.rules import in_key_order, last_error, skip_reasons, to_publish
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Skipped
@@ -66,7 +66,7 @@ class MarkFirst(Delivery):
         def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
             nonlocal marked, locked_time
             locked_time = now
-            eligible = [row for row in self._check(part, rows, now) if row.ordering_key not in self._stopped]
+            eligible = [row for row in self._eligible(part, rows, now) if row.ordering_key not in self._stopped]
             self._expire(eligible, now)
             publishable = [row for row in eligible if row.id not in self._answers]
             self._answers |= self._tools.publisher.refusals(part.destination, publishable)
@@ -105,7 +105,7 @@ class MarkFirst(Delivery):
         """Return marks that clear SentAt of rows that still have the mark of this batch, and record failures."""
         before = [
             self._marked[row.id][0]
-            for row in in_order(claim, rows)
+            for row in in_key_order(claim, rows)
             if row.id in self._marked and row.sent_at == self._marked[row.id][1]
         ]
         recorded = {id: mark for id, mark in self._marks(before, now).items() if isinstance(mark, NotSent)}
@@ -132,9 +132,9 @@ class Deferral(Delivery):
     """Defers tasks behind a key head, the first task of the claim, if the head is unsent and not due."""
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        self._begin_run(self.claim, rows)
+        self._begin_attempt(self.claim, rows)
         reasons = skip_reasons(self.claim, rows, now, {}, self._policy)
-        blocked = [row for row in in_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
+        blocked = [row for row in in_key_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
         head = next((row for row in rows if row.id == self.claim.ids[0]), None)
         deferred: dict[str, Deferred] = {}
         if head is not None and head.available_at is not None:

@@ -139,23 +139,23 @@ class MarkRetry:
         the search before MAX_REFUSED.
         """
         todo, left = deque(self._parts), list[Claim]()
-        end, goes_on = self._marking.clock() + seconds, True
-        while todo and goes_on:
+        end, continues = self._marking.clock() + seconds, True
+        while todo and continues:
             part = todo.popleft()
             if (error := self._mark(part)) is not None:
                 halves, refused = part.halves(), isinstance(error, Refused)
                 others_commit = self._marking.commits != self._commits
-                goes_on = others_commit or (refused and self._marking.refused < MAX_REFUSED)
+                continues = others_commit or (refused and self._marking.refused < MAX_REFUSED)
                 if halves and refused:
                     todo.extendleft(reversed(halves))
                 elif halves and (others_commit or len(todo) + len(left) + len(halves) <= MAX_PARTS):
                     left += halves
                 else:
                     left.append(part)
-                    if goes_on:
+                    if continues:
                         self._note(part, error)
             self._keep([*todo, *left])
-            goes_on = goes_on and self._marking.clock() < end and not self._marking.is_over(self._since)
+            continues = continues and self._marking.clock() < end and not self._marking.is_over(self._since)
         self._commits = self._marking.commits
         self.aside = bool(self._parts) and all(part in self._failed for part in self._parts)
 

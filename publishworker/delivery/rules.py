@@ -62,7 +62,7 @@ class RetryPolicy:
         """Return this policy with the values that the topic has."""
         return replace(self, **{name: value for name, value in asdict(policy).items() if value is not None})
 
-    def record(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
+    def failed_attempt(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Return the values to write to the row of a task that failed at `now`, the database's time."""
         attempts = min(max(row.attempts, 0) + 1, MAX_INT64)  # another writer may have set the column to any number
         kind, age = kind_of(failure.reason), now - row.created_at
@@ -132,7 +132,7 @@ def _skip_reason(row: LockedRow, kind: Kind, now: datetime) -> Skipped | None:
     return Skipped("at_most_once") if row.at_most_once and kind is not Kind.MARK_FIRST else None
 
 
-def in_order(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
+def in_key_order(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
     """Return the rows, in the order of `claim.locks` if the tasks have ordering keys."""
     if all(task.ordering_key is None for task in claim.tasks):
         return list(rows)
@@ -168,7 +168,7 @@ def to_release(
     """
     released: list[LockedRow] = []
     keys = {task.ordering_key for task in claim.tasks} - {None}
-    for row in in_order(claim, rows) if keys else ():
+    for row in in_key_order(claim, rows) if keys else ():
         key, mark = row.ordering_key, marks.get(row.id)
         if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(mark, Sent):
             continue
@@ -226,7 +226,7 @@ def marks_of(
         elif answer is not None:
             recorded = None
             if should_record(claim.hints, row.id, answer, topic_accepts=topic_accepts):
-                recorded = marks[row.id] = policy.record(row, answer, now)
+                recorded = marks[row.id] = policy.failed_attempt(row, answer, now)
             blocks_nothing = recorded is not None and recorded.dead and policy.skip_dead
             if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
                 continue  # a later task of its key is marked by its answer, or stays as it is if it was not tried

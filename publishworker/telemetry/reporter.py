@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from outbox.program.terminal import counted, listed
-from publishworker.delivery.claim import Delivered, Kind, Unmarked, counted_in_turn
+from publishworker.delivery.claim import Delivered, Kind, Unmarked, turn_counts
 from publishworker.delivery.trace import Trace
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, kind_of
@@ -47,7 +47,7 @@ class Reporter:
         """Count the outcomes of a batch, and log what went wrong, and the change of the circuit of its topic."""
         if not self._work:
             self._work_since = self._clock()
-        self._work += _numbers(counted_in_turn([delivered]))
+        self._work += _numbers(turn_counts([delivered]))
         topic = delivered.claim.topic
         self._metrics.count(m.PUBLISHED, len(delivered.published()), topic=topic)
         self._metrics.count(m.ALREADY_PUBLISHED, len(delivered.already_sent()), topic=topic)

@@ -43,10 +43,10 @@ class Discoverer:
         self._read_at = clock()
         self._discovered_at = float("-inf")
         self._discovered_shards: tuple[int, ...] = ()
-        self._shards = Rotation()
+        self._rotation = Rotation()
         #: If a discovery cannot read all shards, several make a round. The number of shards that this round has still
         #: to read.
-        self._undiscovered = 0
+        self._shards_left = 0
         #: True from `wake` until the next discovery.
         self._woken = False
         #: True from `begin_turn` to `end_turn`. If it is still true at the next `begin_turn`, the last turn failed.
@@ -94,9 +94,9 @@ class Discoverer:
             or self._membership.shards != self._discovered_shards
             or (self._woken and found_nothing)
         )
-        is_new = is_time and not self._found_nothing and self._discover()
+        poll_again = is_time and not self._found_nothing and self._discover()
         self._in_turn = False
-        return is_new
+        return poll_again
 
     def _is_outdated(self) -> bool:
         return self._clock() - self._read_at > MAX_READ_AGE_SECONDS
@@ -108,14 +108,14 @@ class Discoverer:
         between two neighboring known names.
         """
         shards, known, began = self._membership.shards, self._known.polled, self._clock()
-        if shards != self._discovered_shards or not self._undiscovered:
-            self._undiscovered = len(shards)
-        part = self._shards.next(shards, self._read_size.limit // (len(known) + 1))
+        if shards != self._discovered_shards or not self._shards_left:
+            self._shards_left = len(shards)
+        part = self._rotation.next(shards, self._read_size.limit // (len(known) + 1))
         with self._read_size.reading(len(part) * (len(known) + 1)):
             found = self._store.discover(part, known)
-        self._undiscovered = max(0, self._undiscovered - len(part))
+        self._shards_left = max(0, self._shards_left - len(part))
         self._known.discover(found.topics)
-        again = bool(found.topics or self._undiscovered)
+        again = bool(found.topics or self._shards_left)
         self._discovered_at = float("-inf") if again else self._clock()
         self._discovered_shards, self._woken = shards, False
         self._apply(found, began)

@@ -41,7 +41,7 @@ class Limits:
     batch_size: int
     batch_bytes: int
     #: The number of places: each batch in flight takes one.
-    batches: int
+    places: int
     #: If tasks are left to start, a turn ends although up to this many of its batches have not reported. No turn waits
     #: longer than MAX_TURN_WAIT_SECONDS.
     stragglers: int = 0
@@ -83,8 +83,8 @@ def delivery_of(claim: Claim, tools: Tools) -> Delivery:
 class _Entry:
     """One in-flight batch. Two entries may have equal claims."""
 
-    batch: Delivery
-    seconds: float = 0.0  # since its last transaction began, as of the last check
+    delivery: Delivery
+    seconds_since_begin: float = 0.0  # since its last transaction began, as of the last check
     transactions: int = 0
     straggler: bool = False  # a turn has stopped waiting for this batch, and later turns do not wait for it
     reported: bool = False  # its Delivered is reported; if it is still in flight, it marks tasks again
@@ -119,19 +119,19 @@ class InFlight:
         return len(self._running)
 
     @property
-    def delivering(self) -> list[Claim]:
+    def unreported(self) -> list[Claim]:
         """Return the claims of batches that have not reported what became of their tasks."""
-        return [entry.batch.claim for entry in self._running if not entry.reported]
+        return [entry.delivery.claim for entry in self._running if not entry.reported]
 
     @property
     def free(self) -> int:
         """Return the number of free places."""
-        return max(0, self.limits.batches - self.by_topic().total())
+        return max(0, self.limits.places - self.places_by_topic().total())
 
     @property
     def utilization(self) -> float:
         """Return the part of the places that is taken, from 0 to 1."""
-        return 1 - self.free / self.limits.batches
+        return 1 - self.free / self.limits.places
 
     @property
     def has_room(self) -> bool:
@@ -140,28 +140,30 @@ class InFlight:
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""
-        left = [each.batch.mark_retry.unmarked if each.reported else each.batch.claim.ids for each in self._running]
+        left = [
+            each.delivery.mark_retry.unmarked if each.reported else each.delivery.claim.ids for each in self._running
+        ]
         return frozenset(id for ids in left for id in ids)
 
-    def by_topic(self) -> Counter[str]:
+    def places_by_topic(self) -> Counter[str]:
         """Return, by topic, the number of places that are taken."""
-        aside = [entry for entry in self._running if entry.batch.mark_retry.aside][:MAX_ASIDE]
-        return Counter(entry.batch.claim.topic for entry in self._running if entry not in aside)
+        aside = [entry for entry in self._running if entry.delivery.mark_retry.aside][:MAX_ASIDE]
+        return Counter(entry.delivery.claim.topic for entry in self._running if entry not in aside)
 
     def bytes(self) -> int:
         """Return the bytes of the messages of batches that have not reported."""
-        return sum(claim.bytes for claim in self.delivering)
+        return sum(claim.bytes for claim in self.unreported)
 
     def deferring(self) -> int:
         """Return the number of batches that only defer tasks."""
-        return sum(claim.kind is Kind.DEFER for claim in self.delivering)
+        return sum(claim.kind is Kind.DEFER for claim in self.unreported)
 
     def keys(self) -> frozenset[Key]:
         """Return the ordering keys whose other tasks must wait. A deferring batch that only marks again blocks none."""
         claims = (
-            entry.batch.claim.part(entry.batch.mark_retry.unmarked) if entry.reported else entry.batch.claim
+            entry.delivery.claim.part(entry.delivery.mark_retry.unmarked) if entry.reported else entry.delivery.claim
             for entry in self._running
-            if not (entry.reported and entry.batch.claim.kind is Kind.DEFER)
+            if not (entry.reported and entry.delivery.claim.kind is Kind.DEFER)
         )
         return frozenset(key for claim in claims for key in claim.keys)
 
@@ -175,15 +177,15 @@ class InFlight:
         """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS. Forget these batches."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._running:
-            moved = entry.transactions != entry.batch.timing.transactions
-            entry.seconds = 0.0 if moved else entry.seconds + step
-            entry.transactions = entry.batch.timing.transactions
-        old = [entry for entry in self._running if entry.seconds > STUCK_SECONDS]
+            moved = entry.transactions != entry.delivery.timing.transactions
+            entry.seconds_since_begin = 0.0 if moved else entry.seconds_since_begin + step
+            entry.transactions = entry.delivery.timing.transactions
+        old = [entry for entry in self._running if entry.seconds_since_begin > STUCK_SECONDS]
         stuck = [entry for entry in old if self._running[entry].is_alive()]  # the others only have to be collected
         for entry in stuck:
             del self._running[entry]
         if stuck:
-            raise StuckBatch([entry.batch.claim for entry in stuck], stuck[0].seconds)
+            raise StuckBatch([entry.delivery.claim for entry in stuck], stuck[0].seconds_since_begin)
 
     def collect(self) -> list[Delivered]:
         """Return the reports of batches, without waiting."""
@@ -199,9 +201,9 @@ class InFlight:
 
     def wait(self, *, tasks_left: bool) -> list[Delivered]:
         """Wait for the batches of this turn, but only for most of them if there are `tasks_left` to start."""
-        return self.wait_for_most(self.limits.stragglers if tasks_left else 0, MAX_TURN_WAIT_SECONDS)
+        return self.wait_for_reports(self.limits.stragglers if tasks_left else 0, MAX_TURN_WAIT_SECONDS)
 
-    def wait_for_most(self, max_left: int = 0, max_seconds: float | None = None) -> list[Delivered]:
+    def wait_for_reports(self, max_left: int = 0, max_seconds: float | None = None) -> list[Delivered]:
         """Wait for a report, and until at most `max_left` batches have not reported.
 
         Later waits ignore these stragglers.
@@ -209,7 +211,7 @@ class InFlight:
 
         def enough(reports: Sequence[Delivered]) -> bool:
             waited = sum(not (entry.straggler or entry.reported) for entry in self._running)
-            return waited <= max_left and (len(reports) > 0 or not self.delivering)
+            return waited <= max_left and (len(reports) > 0 or not self.unreported)
 
         reports = self._wait(enough, max_seconds)
         for entry in self._running:
@@ -254,8 +256,8 @@ class InFlight:
 
     def _run(self, entry: _Entry) -> None:
         try:
-            self._reports.put((entry, entry.batch.run()))
-            for unmarked in entry.batch.mark_again():
+            self._reports.put((entry, entry.delivery.run()))
+            for unmarked in entry.delivery.mark_again():
                 self._reports.put((entry, unmarked))
             self._reports.put((entry, None))
         except BaseException as error:

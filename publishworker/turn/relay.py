@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from publishworker.delivery.claim import Claim, Delivered, counted_in_turn
+from publishworker.delivery.claim import Claim, Delivered, turn_counts
 from publishworker.delivery.delivery import Tools
 from publishworker.spanner.store import Store
 from publishworker.telemetry.reporter import Reporter
@@ -38,9 +38,9 @@ class Relay:
         self._reporter = reporter
         #: Set by `wake`. The worker then ends its pause.
         self.woken = host.threads.event()
-        self.topics = Topics(host, limits.batches)
+        self.topics = Topics(host, limits.places)
         self.in_flight = InFlight(tools, limits, reporter)
-        self.poller = Poller(store, membership, self.topics, host.clock, limits.batches * limits.batch_size)
+        self.poller = Poller(store, membership, self.topics, host.clock, limits.places * limits.batch_size)
         self.discoverer = Discoverer(store, membership, self.topics, self.poller, host.clock, seconds=discovery_seconds)
         self._ordering = Ordering(store, limits, tools.policy, host)
         self._selector = Selector(self.in_flight, self.topics, host.random)
@@ -55,7 +55,7 @@ class Relay:
             self.woken.clear()  # before the poll, so that an insert during this turn starts another turn
             self.discoverer.wake()
         delivered = self.in_flight.collect()
-        changed = self._take(delivered, stopping)  # circuits, limits, metrics, and batches for at-most-once tasks
+        changed = self._observe(delivered, stopping)  # circuits, limits, metrics, and batches for at-most-once tasks
         self.in_flight.raise_if_stuck()
         self.discoverer.begin_turn()  # live workers, topic controls and topics, if the last read is older than 2 s
         polled = self.poller.poll(self._selector.wanted())
@@ -64,29 +64,29 @@ class Relay:
         selection = self._select(resolved, polled, stopping)
         self._start(selection.claims)  # each batch on a thread of its own
         changed |= self.discoverer.end_turn(found_nothing=not selection.claims and self.in_flight.has_room)
-        ended = self.in_flight.wait(tasks_left=selection.left_tasks) if selection.waits else self.in_flight.collect()
-        changed |= self._take(ended, stopping)
-        return self._turn_of(polled, delivered + ended, waits=selection.waits, changed=changed)
+        reports = self.in_flight.wait(tasks_left=selection.tasks_left) if selection.waits else self.in_flight.collect()
+        changed |= self._observe(reports, stopping)
+        return self._turn_of(polled, delivered + reports, waits=selection.waits, changed=changed)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
         self.woken.set()
 
     def finish(self) -> Turn:
-        """Wait until all batches have ended, and return their counts. Raises StuckBatch."""
+        """Wait until all batches have reports, and return their counts. Raises StuckBatch."""
         delivered: list[Delivered] = []
         self.in_flight.shut_down()
         try:
             # OUT-LOSS-5. One by one, so that each is reported even if another one is stuck.
             while len(self.in_flight):
-                ended = self.in_flight.wait_for_one()
-                self._take(ended, stopping=lambda: True)
-                delivered += ended
-            return counted_in_turn(delivered)
+                reports = self.in_flight.wait_for_one()
+                self._observe(reports, stopping=lambda: True)
+                delivered += reports
+            return turn_counts(delivered)
         finally:
             self._reporter.end()
 
-    def _take(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
+    def _observe(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
         """Update circuits and limits, report what batches did, and start the batches that must follow them.
 
         Tell whether a row or a circuit has changed, because the next poll may then find more tasks.
@@ -116,12 +116,12 @@ class Relay:
         next_turn = Next.LATER
         if changed or polled.unread:
             next_turn = Next.AT_ONCE
-        elif waits and not delivered and self.in_flight.delivering:
+        elif waits and not delivered and self.in_flight.unreported:
             next_turn = Next.STILL_WAITING
         elif polled.candidates or delivered or self.in_flight:
             next_turn = Next.SOON
         turn = replace(
-            counted_in_turn(delivered),
+            turn_counts(delivered),
             polled=len(polled.candidates),
             poll_seconds=polled.seconds,
             in_flight=len(self.in_flight),

@@ -26,7 +26,7 @@ class Selection(NamedTuple):
 
     claims: Sequence[Claim] = ()
     #: Whether tasks are left that lack only a place or bytes. They need not have been polled.
-    left_tasks: bool = False
+    tasks_left: bool = False
     #: Whether more tasks may be able to start when a batch ends, one in flight or one of `claims`.
     waits: bool = False
 
@@ -44,14 +44,14 @@ class FairShare:
         self._last_chosen: int | None = None
 
     @property
-    def batches(self) -> int:
+    def owed_batches(self) -> int:
         """Return the number of batches owed."""
         return int(self._owed)
 
     @property
     def below_priority(self) -> int | None:
         """Return the priority below which the next poll has to read ready tasks as well, or None."""
-        if not self.batches or self._highest is None:
+        if not self.owed_batches or self._highest is None:
             return None
         return self._highest if self._last_chosen is None else self._last_chosen
 
@@ -69,15 +69,15 @@ class FairShare:
         self._last_chosen = max(each.priority for each in lower)
         return [each for each in lower if each.priority == self._last_chosen]
 
-    def count(self, batches: int, given: int, top: int | None) -> None:
-        """Note that `batches` batches start, `given` of them for lower priorities. `top` is the highest priority.
+    def count(self, batches: int, given: int, highest: int | None) -> None:
+        """Note that `batches` batches start, `given` of them for lower priorities. `highest` is the highest priority.
 
-        `top` is None if no task is left, because then no priority waits. The debt is bounded, so that a long time
+        `highest` is None if no task is left, because then no priority waits. The debt is bounded, so that a long time
         without tasks of lower priority does not add up. The bound keeps it over one poll that finds no such task.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
-        self._highest = top
+        self._highest = highest
 
 
 class Selector:
@@ -115,10 +115,10 @@ class Selector:
         """
         in_flight, cut_off = self._in_flight, polled.cut_off
         if not in_flight.has_room:
-            return Selection(left_tasks=True, waits=True)
+            return Selection(tasks_left=True, waits=True)
         deferrals = list(resolved.blocked[: self._places_to_defer(nothing_else=not resolved.candidates)])
         candidates, allowed = self._topics.admit(resolved.candidates, cut_off)
-        lower = self._batches(self._fair_share.choose(candidates), deferrals, allowed)[: self._fair_share.batches]
+        lower = self._batches(self._fair_share.choose(candidates), deferrals, allowed)[: self._fair_share.owed_batches]
         for claim in lower:
             if claim.topic in allowed:
                 allowed[claim.topic] -= len(claim.tasks)
@@ -132,12 +132,12 @@ class Selector:
         # wait for a place.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
-        left_tasks = bool(cut_off - allowed.keys()) or started < startable
+        tasks_left = bool(cut_off - allowed.keys()) or started < startable
         highest = max((each.priority for each in candidates), default=None)
         given = sum(any(claim is each for each in claims) for claim in lower)
-        self._fair_share.count(len(claims), given, highest if left_tasks else None)
+        self._fair_share.count(len(claims), given, highest if tasks_left else None)
         waits = bool(deferrals or batches or resolved.left_out)
-        return Selection(deferrals + claims, left_tasks, waits)
+        return Selection(deferrals + claims, tasks_left, waits)
 
     def _is_filled_later(self, batches: Sequence[Claim], cut_off: frozenset[str]) -> bool:
         """Tell whether to leave the last batch to the next poll, which finds more tasks for it.
@@ -151,7 +151,7 @@ class Selector:
         return len(last.tasks) < limits.batch_size and 2 * last.bytes < limits.batch_bytes
 
     def _places_to_defer(self, *, nothing_else: bool) -> int:
-        places = self._limits.batches // (2 if nothing_else else 4)
+        places = self._limits.places // (2 if nothing_else else 4)
         if places == 0:  # less than one place: one in every fourth turn on average, or in each if no task can be sent
             places = int(nothing_else or self._random.random() < 1 / 4)
         return max(0, min(self._in_flight.free, places - self._in_flight.deferring()))
@@ -159,7 +159,7 @@ class Selector:
     def _batches(
         self, candidates: Sequence[Candidate], chosen: Sequence[Claim], allowed: Mapping[str, int]
     ) -> list[Claim]:
-        places = self._in_flight.by_topic() + Counter(claim.topic for claim in chosen)
+        places = self._in_flight.places_by_topic() + Counter(claim.topic for claim in chosen)
         return choose_batches(candidates, self._limits, self._random, places, allowed)
 
 
@@ -172,14 +172,14 @@ def choose_batches(
 ) -> list[Claim]:
     """Return the batches to start in addition to those `in_flight` (counted by topic), the most urgent first.
 
-    `limits.batches` is the number of places, and each batch in flight has one. Batches get places by priority. Among
+    `limits.places` is the number of places, and each batch in flight has one. Batches get places by priority. Among
     equal priorities, one topic gets at most half of the places (rounded up) while another topic waits. Ready and due
     tasks get half of the places each while both wait. A topic in `allowed` gets at most that many tasks. With a fair
     share and several places, one topic never gets all of them while another topic waits, even if the other topic has a
     lower priority. Otherwise a slow topic would delay the others.
     """
     packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
-    return _share_places(packed, limits.batches, Counter(in_flight or {}), leaves_place=limits.fair_share > 0)
+    return _share_places(packed, limits.places, Counter(in_flight or {}), leaves_place=limits.fair_share > 0)
 
 
 def fitting(batches: Sequence[Claim], free: int, *, alone: bool) -> list[Claim]:

@@ -140,9 +140,9 @@ def test_no_task_starts_while_a_more_urgent_one_waits(
     most_urgent = max((each.priority for each in waiting), default=-1)
     late = [each for each in batches if by_id[each.ids[0]].priority < most_urgent]
     held = {each.topic for each in batches}
-    assert len(late) <= (leaves_place and limits.batches > 1)
+    assert len(late) <= (leaves_place and limits.places > 1)
     assert all(held - {each.topic} for each in late)
-    if leaves_place and 1 < limits.batches == len(batches):
+    if leaves_place and 1 < limits.places == len(batches):
         assert len(held) > 1 or {each.topic for each in waiting} <= held
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim
-from publishworker.delivery.rules import in_order, skip_reasons, to_publish, to_release
+from publishworker.delivery.rules import in_key_order, skip_reasons, to_publish, to_release
 from publishworker.types import Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Version
 from tests.support.parts import claim_of, policy
 
@@ -123,8 +123,8 @@ def test_a_published_task_is_marked_unless_its_row_asks_for_another_publish(
 def test_rows_are_put_in_the_order_of_the_batch() -> None:
     batch = claim_of("orders", "c", "a", "b", keys=("k", "k", None))
     rows = [row("a"), row("b"), row("c")]
-    assert [each.id for each in in_order(batch, rows)] == ["c", "a", "b"]
-    assert in_order(claim_of("orders", "c", "a", "b"), rows) == rows
+    assert [each.id for each in in_key_order(batch, rows)] == ["c", "a", "b"]
+    assert in_key_order(claim_of("orders", "c", "a", "b"), rows) == rows
 
 
 def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:

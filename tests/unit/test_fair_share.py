@@ -27,7 +27,7 @@ def test_the_fair_share_goes_to_each_lower_priority_in_turn() -> None:
     fair, every = FairShare(1.0), tasks(100, 50, 20, 20, 0)
     served = []
     for _ in range(8):
-        fair.count(1, 1 if served and served[-1] else 0, top=100)
+        fair.count(1, 1 if served and served[-1] else 0, highest=100)
         served.append(priorities(fair.choose(every)))
     assert served == [[50], [20, 20], [0], [], [50], [20, 20], [0], []]
 
@@ -35,29 +35,29 @@ def test_the_fair_share_goes_to_each_lower_priority_in_turn() -> None:
 def test_without_lower_priorities_no_fair_share_accumulates() -> None:
     """After one vain poll from the top, the next one comes when the next share is earned, not at every turn."""
     fair = FairShare(0.5)
-    fair.count(4, 0, top=100)
+    fair.count(4, 0, highest=100)
     assert fair.below_priority == 100
     assert fair.choose(tasks(100)) == []
     assert fair.below_priority is None
-    fair.count(1, 0, top=100)
+    fair.count(1, 0, highest=100)
     assert fair.below_priority is None
-    fair.count(1, 0, top=100)
+    fair.count(1, 0, highest=100)
     assert fair.below_priority == 100
     fair = FairShare(1.0)
-    fair.count(8, 0, top=None)  # no task was left behind, so there is no priority to poll below
+    fair.count(8, 0, highest=None)  # no task was left behind, so there is no priority to poll below
     assert fair.below_priority is None
 
 
 def test_ready_and_due_tasks_have_a_share_and_what_is_owed_is_bounded() -> None:
     """A day of urgent tasks alone is not followed by a day of others."""
     fair = FairShare(1.0)
-    fair.count(8, 0, top=100)
+    fair.count(8, 0, highest=100)
     due = Candidate("due", "orders", 0, 5, NOON, NOON, None, 1)
     assert priorities(fair.choose([due, *tasks(5, 3)])) == [5, 5]
     fair = FairShare(0.1)
     for _ in range(1000):
-        fair.count(8, 0, top=100)
-    assert fair.batches == 3
+        fair.count(8, 0, highest=100)
+    assert fair.owed_batches == 3
 
 
 def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:  # OUT-ORDER-3

@@ -67,7 +67,7 @@ class Batches:
             self.ends[topic].set()
 
     def wait(self, *arguments: Any, **options: Any) -> list[str]:
-        return sorted(result.claim.topic for result in self.in_flight_batches.wait_for_most(*arguments, **options))
+        return sorted(result.claim.topic for result in self.in_flight_batches.wait_for_reports(*arguments, **options))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_every_batch_has_a_thread_of_its_own(batches: Batches) -> None:
     threads = batches.start("a", "b", "c", "c")
     assert len(batches.in_flight_batches) == len(set(threads)) == 4
     assert batches.in_flight_batches.ids() == {"task-of-a", "task-of-b", "task-of-c"}
-    assert batches.in_flight_batches.by_topic() == {"a": 1, "b": 1, "c": 2}
+    assert batches.in_flight_batches.places_by_topic() == {"a": 1, "b": 1, "c": 2}
     batches.end("a", "b", "c")
     assert batches.wait() == ["a", "b", "c", "c"]
     assert (len(batches.in_flight_batches), batches.in_flight_batches.ids()) == (0, frozenset())
@@ -125,11 +125,11 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     assert running.bytes() == 18
     batches.end("a", "b")
     assert batches.wait() == ["a", "b"]
-    assert (len(running), running.delivering, running.free, running.bytes()) == (2, [], 6, 0)
+    assert (len(running), running.unreported, running.free, running.bytes()) == (2, [], 6, 0)
     assert running.ids() == {"task-of-a", "task-of-b"}
     assert running.keys() == {Key("a", "k"), Key("b", "k")}
     for entry in running._running:
-        entry.batch.mark_retry.aside = True
+        entry.delivery.mark_retry.aside = True
     assert running.free == 7
     batches.marks["a"].set()
     eventually(lambda: (running.collect(), len(running) == 1)[1])
@@ -148,7 +148,7 @@ def test_a_defect_is_raised_after_the_others_have_ended(
         threading.Timer(0.05, lambda: batches.end("a", "b")).start()
     batches.end("defect")
     with pytest.raises(ZeroDivisionError):
-        batches.in_flight_batches.wait_for_most()
+        batches.in_flight_batches.wait_for_reports()
     assert [thread.is_alive() for thread in others] == [hangs, hangs]
 
 
@@ -239,7 +239,7 @@ def test_a_batch_without_effect_beside_a_slow_one_causes_no_busy_loop(slow: Slow
     bench.relay.turn()
     slow.hanging = {"invoices"}
     bench.relay.in_flight.start(claim_of("invoices", "i0"))
-    bench.relay.in_flight.wait_for_most(max_seconds=0)  # it is a straggler now
+    bench.relay.in_flight.wait_for_reports(max_seconds=0)  # it is a straggler now
     eventually(lambda: bool(bench.store.claimed))
     overtake(bench, lambda: bench.change("o0", sent_at=bench.store.now))
     assert bench.relay.turn().next is Next.SOON

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Delivered, Kind, counted_in_turn
+from publishworker.delivery.claim import Delivered, Kind, turn_counts
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
@@ -50,7 +50,7 @@ class Watch(Counted):
         for _ in range(count):
             for each in delivered:
                 self.reporter.delivered(each)
-            self.reporter.turn(counted_in_turn(delivered))
+            self.reporter.turn(turn_counts(delivered))
             self.seconds += 1
 
 

@@ -37,7 +37,7 @@ def record(
     **changes: Any,
 ) -> NotSent:
     row = LockedRow("a", "orders", b"", None, now - age, None, None, attempts=attempts, expires_at=expires_at)
-    return policy(**changes).record(row, failure, now)
+    return policy(**changes).failed_attempt(row, failure, now)
 
 
 def wait(recorded: NotSent) -> float:

@@ -94,13 +94,13 @@ def test_leftover_tasks_are_noticed() -> None:
     for count, cut_off, left in ((20, (), False), (21, (), True), (20, ("orders",), True)):
         bench = Bench(batches=2)
         selection = bench.choose(tasks(count), cut_off=frozenset(cut_off))
-        assert (selection.left_tasks, selection.waits) == (left, True)
+        assert (selection.tasks_left, selection.waits) == (left, True)
     assert Bench().choose(()) == Selection([])
     assert Bench().choose((), blocked=1).waits
     bench = Bench(batches=2)
     bench.topics._limits.apply({"orders": TopicLimit(rate=5, burst=5)}, 1)
     selection = bench.choose(tasks(21), cut_off=frozenset({"orders"}))
-    assert ([len(claim.ids) for claim in selection.claims], selection.left_tasks) == ([5], False)
+    assert ([len(claim.ids) for claim in selection.claims], selection.tasks_left) == ([5], False)
 
 
 def test_a_batch_waits_if_the_next_poll_fills_it() -> None:
@@ -126,9 +126,9 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     max_bytes = bench.in_flight.limits.bytes
     assert len(bench.select(tasks(40, bytes=max_bytes // 20))) == 4
     bench.start(claim_of("invoices", "a", bytes=max_bytes - 1))
-    assert bench.choose(tasks(1, bytes=2)) == Selection([], left_tasks=True, waits=True)
+    assert bench.choose(tasks(1, bytes=2)) == Selection([], tasks_left=True, waits=True)
     bench.start(claim_of("invoices", "b", bytes=1))
-    assert bench.choose(()) == Selection(left_tasks=True, waits=True)
+    assert bench.choose(()) == Selection(tasks_left=True, waits=True)
     assert bench.selector.wanted().tasks == 0  # so no poll reads anything
     assert len(Bench().select(tasks(1, bytes=2 * max_bytes))) == 1
 
@@ -137,7 +137,7 @@ def test_deferrals_and_at_most_once_tasks_get_no_more_than_the_free_places() -> 
     """A batch that has found at-most-once tasks keeps its place if its commit failed."""
     bench = Bench(batches=4, fair_share=0.5)
     bench.start(*[claim_of("orders", "a")] * 3)
-    bench.selector._fair_share.count(2, 0, top=100)
+    bench.selector._fair_share.count(2, 0, highest=100)
     for candidates in (tasks(1, priority=0), []):
         assert len(bench.select(candidates, blocked=20)) == 1
     found = [Delivered(claim_of("orders", id), skipped={id: Skipped("at_most_once")}) for id in "ab"]
@@ -156,7 +156,7 @@ def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
 def test_the_fair_share_counts_towards_the_limit_of_its_topic() -> None:
     bench = Bench(batches=4, fair_share=0.5)
     bench.topics._limits.apply({"orders": TopicLimit(rate=5, burst=5)}, 1)
-    bench.selector._fair_share.count(2, 0, top=100)
+    bench.selector._fair_share.count(2, 0, highest=100)
     low = [each._replace(id=f"low-{each.id}") for each in tasks(3, priority=0)]
     batches = bench.select([*tasks(20, priority=100), *low])
     chosen = [id for batch in batches for id in batch.ids]
