@@ -6,7 +6,7 @@ fixed before its first execution, and a replay inserts the same rows.
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Unpack
 
 from google.cloud.spanner_dbapi import Connection, Cursor
@@ -21,7 +21,7 @@ from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import TABLE as INBOX
 from outbox.inbox.once import record_with
 from outbox.message import Message
-from outbox.program.values import chunked
+from outbox.program.values import chunked, class_name
 from outbox.registration import Options, Task
 from outbox.table.statements import LOCK_UNSENT, RELEASED
 
@@ -92,7 +92,7 @@ def register_once(
     return registration.register_with(_Inserts(connection).insert_once, task)
 
 
-def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
+def register_many(connection: Connection, tasks: Collection[Task]) -> list[str]:
     """Insert all tasks in the transaction of `connection` and return their IDs in the same order.
 
     See `outbox.register_many`. Executes one INSERT for each 100 tasks, or 7.5 MB of messages.
@@ -170,7 +170,7 @@ def _check(connection: object) -> None:
     """Refuse a connection on which the task and the other statements would not be one transaction."""
     if not isinstance(connection, Connection):
         raise TypeError(
-            f"connection is {type(connection).__name__}. It must be a Connection of google.cloud.spanner_dbapi"
+            f"connection is {class_name(connection)}. It must be a Connection of google.cloud.spanner_dbapi"
         )
     if connection.is_closed:
         raise InvalidTransaction("the connection is closed. Register before you close it")

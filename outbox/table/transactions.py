@@ -13,7 +13,7 @@ from google.cloud.spanner_v1.batch import Batch, MutationGroup
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.errors import InvalidTransaction
-from outbox.program.values import check_finished
+from outbox.program.values import check_finished, class_name
 from outbox.table.transact import retry_and_timeout
 
 #: Max seconds for a read of `insert_once` or `cancel`, including the wait for another transaction's lock. Without a
@@ -89,12 +89,12 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
     # The client's AsyncTransaction inserts like the others, but its read must be awaited.
     if reads and (not callable(read) or not callable(insert) or inspect.iscoroutinefunction(read)):
         raise TypeError(
-            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because {function} reads "
+            f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, because {function} reads "
             f"before it writes: call it in a function given to database.run_in_transaction{_INSTEAD.get(function, '')}"
         )
     if not callable(insert):
         raise TypeError(
-            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, Batch or MutationGroup. "
+            f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, Batch or MutationGroup. "
             f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
         )
     # `run_in_transaction` sets `isolation_level` and `read_lock_mode`, `session.transaction()` sets neither. So a

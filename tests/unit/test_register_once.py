@@ -16,6 +16,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
 from outbox import aio, registration
+from outbox.program.values import class_name
 from outbox.table import transactions
 from outbox.testing import RecordingTransaction
 
@@ -69,11 +70,11 @@ SESSION = mock.Mock()
     ids=lambda each: type(each).__name__,
 )
 def test_an_object_that_cannot_read_and_insert_is_a_type_error(transaction: object) -> None:
-    """The sentence names the type and the remedy. The read of an AsyncTransaction would have to be awaited."""
+    """The sentence names the type and the remedy. The read of an asynchronous Transaction would have to be awaited."""
     with pytest.raises(TypeError) as caught:
         once(transaction)
     assert str(caught.value) == (
-        f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because register_once reads "
+        f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, because register_once reads "
         "before it writes: call it in a function given to database.run_in_transaction, or use register. For the "
         "transaction of an AsyncClient, await outbox.aio.register_once"
     )
