@@ -5,13 +5,14 @@ fixed before its first execution, and a replay inserts the same rows.
 """
 
 import functools
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Unpack
 
 from google.cloud.spanner_dbapi import Connection, Cursor
 from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
 from google.cloud.spanner_dbapi.exceptions import OperationalError, ProgrammingError
+from google.cloud.spanner_dbapi.parse_utils import classify_statement
+from google.cloud.spanner_dbapi.parsed_statement import ClientSideStatementType
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import registration
@@ -188,8 +189,8 @@ def _check(connection: object) -> None:
 def _has_begun(connection: Connection) -> bool:
     """Tell whether the statements that a replay executes begin with BEGIN."""
     statements = connection._transaction_helper._statement_result_details_list
-    first = getattr(statements[0], "sql", "") if statements else ""
-    return re.match(r"\s*(BEGIN|START)\b", first, re.IGNORECASE) is not None
+    first = classify_statement(getattr(statements[0], "sql", "")) if statements else None  # it skips comments
+    return first is not None and first.client_side_statement_type is ClientSideStatementType.BEGIN
 
 
 class _Inserts:
