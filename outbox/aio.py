@@ -20,6 +20,7 @@ from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, paramete
 from outbox.table.transactions import (
     SupportsDelete,
     SupportsInsert,
+    check_open,
     deleted,
     insert,
     is_inserted,
@@ -61,6 +62,7 @@ async def register_once(
 
     Raises:
         InvalidMessage: like `outbox.register`, before anything is read.
+        InvalidTransaction: `transaction` was committed or rolled back before.
         TypeError: `transaction` is not that of an `AsyncClient`, or `message` has a wrong type.
     """
     _check(transaction, "register_once")
@@ -88,6 +90,7 @@ async def cancel(transaction: SupportsAsyncCancel, task_id: str) -> bool:
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
+        InvalidTransaction: `transaction` was committed or rolled back before.
         TypeError: `transaction` is not that of an `AsyncClient`.
     """
     _check(transaction, "cancel")
@@ -114,3 +117,4 @@ def _check(transaction: object, function: str) -> None:
             f"transaction is {class_name(transaction)}. It must be the transaction of a Spanner AsyncClient. With "
             f"that of a Client use outbox.{function}"
         )
+    check_open(transaction, function)

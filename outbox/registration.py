@@ -112,7 +112,8 @@ def register(
 
     Raises:
         InvalidMessage: Pub/Sub or the table would refuse the task. Nothing was added to the transaction.
-        InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the insert after an abort.
+        InvalidTransaction: `transaction` was committed or rolled back before, or belongs to a DB-API connection, which
+            would drop the insert after an abort.
         TypeError: `transaction` or `message` is not one of the types above.
     """
     check_transaction(transaction, "register")
