@@ -13,10 +13,19 @@ from google.cloud.spanner_v1 import KeySet
 from outbox import cancellation
 from outbox.message import Message, check_task_id
 from outbox.metrics import count_registered
+from outbox.program.values import class_name
 from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
 from outbox.table.layouts import Layout
 from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
-from outbox.table.transactions import SupportsDelete, SupportsInsert, deleted, insert, is_inserted, remember
+from outbox.table.transactions import (
+    SupportsDelete,
+    SupportsInsert,
+    check_open,
+    deleted,
+    insert,
+    is_inserted,
+    remember,
+)
 
 
 class SupportsAsyncReadInsert(SupportsInsert, Protocol):
@@ -53,6 +62,7 @@ async def register_once(
 
     Raises:
         InvalidMessage: like `outbox.register`, before anything is read.
+        InvalidTransaction: `transaction` was committed or rolled back before.
         TypeError: `transaction` is not that of an `AsyncClient`, or `message` has a wrong type.
     """
     _check(transaction, "register_once")
@@ -80,6 +90,7 @@ async def cancel(transaction: SupportsAsyncCancel, task_id: str) -> bool:
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
+        InvalidTransaction: `transaction` was committed or rolled back before.
         TypeError: `transaction` is not that of an `AsyncClient`.
     """
     _check(transaction, "cancel")
@@ -103,6 +114,7 @@ async def cancel(transaction: SupportsAsyncCancel, task_id: str) -> bool:
 def _check(transaction: object, function: str) -> None:
     if not inspect.iscoroutinefunction(getattr(transaction, "read", None)):
         raise TypeError(
-            f"transaction is {type(transaction).__name__}. It must be the transaction of a Spanner AsyncClient. With "
+            f"transaction is {class_name(transaction)}. It must be the transaction of a Spanner AsyncClient. With "
             f"that of a Client use outbox.{function}"
         )
+    check_open(transaction, function)

@@ -47,7 +47,8 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
-        InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the change after an abort.
+        InvalidTransaction: `transaction` was committed or rolled back before, or belongs to a DB-API connection, which
+            would drop the change after an abort.
         TypeError: `transaction` cannot read (a Batch, a MutationGroup) or cannot write.
         RetryError, DeadlineExceeded: from google.api_core. Spanner was unavailable, or another transaction held the
             row, for 30 s.

@@ -15,7 +15,7 @@ from proto import Message as ProtoPlusMessage
 
 from outbox import tracing
 from outbox.errors import InvalidMessage
-from outbox.program.values import TOPIC, plain
+from outbox.program.values import TOPIC, class_name, plain
 
 #: The attribute that carries the task ID to the subscriber.
 TASK_ID_ATTRIBUTE = "asynchronous_task_id"
@@ -108,8 +108,7 @@ def build(
     _check_attributes(merged)
     key = _one_ordering_key("" if given is None else given.ordering_key, ordering_key)
     if given is None:
-        # `bytes(message)` would call `__bytes__` of a subclass.
-        content = message if type(message) is bytes else memoryview(message).tobytes()  # type: ignore[arg-type]  # one of _DATA
+        content = message if type(message) is bytes else _content(message)
         built = RawPubsubMessage(data=content, attributes=merged, ordering_key=key)
     else:
         built = given
@@ -163,12 +162,23 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
     return number, place
 
 
+def _content(message: Any) -> bytes:
+    try:
+        return memoryview(message).tobytes()  # `bytes(message)` would call `__bytes__` of a subclass
+    except ValueError as error:
+        raise InvalidMessage(f"message is a {class_name(message)} that cannot be read: {error}") from error
+
+
 def _copy(message: object) -> Any:
     copy = RawPubsubMessage()
     if isinstance(message, ProtoPlusMessage):
         message = type(message).pb(message)
     if not isinstance(message, ProtobufMessage):
-        raise TypeError(f"message is {type(message).__name__}. It must be bytes, a PubsubMessage or a protobuf message")
+        received = isinstance(getattr(message, "data", None), bytes)
+        remedy = ". Pass the `data` and the `attributes` of the received message" if received else ""
+        raise TypeError(
+            f"message is {class_name(message)}. It must be bytes, a PubsubMessage or a protobuf message{remedy}"
+        )
     try:
         serialized = message.SerializeToString()
     except EncodeError as error:
@@ -184,12 +194,11 @@ def _copy(message: object) -> Any:
 
 def _merge_attributes(merged: dict[str, str], attributes: Mapping[str, str]) -> None:
     if not isinstance(attributes, Mapping):
-        raise InvalidMessage(f"attributes is {type(attributes).__name__}. It must be a mapping of str to str")
+        raise InvalidMessage(f"attributes is {class_name(attributes)}. It must be a mapping of str to str")
     for given_key, given in attributes.items():
         if not isinstance(given_key, str) or not isinstance(given, str):
             raise InvalidMessage(
-                f"attribute {_shown(given_key)} maps {type(given_key).__name__} to {type(given).__name__}. Both must "
-                "be str"
+                f"attribute {_shown(given_key)} maps {class_name(given_key)} to {class_name(given)}. Both must be str"
             )
         key, value = plain(given_key), plain(given)
         if key != TASK_ID_ATTRIBUTE and merged.get(key, value) != value:
@@ -261,7 +270,7 @@ def _shown(key: object) -> str:
 
 def _plain(text: object, what: str) -> str:
     if not isinstance(text, str):
-        raise InvalidMessage(f"{what} is {type(text).__name__}. It must be a str")
+        raise InvalidMessage(f"{what} is {class_name(text)}. It must be a str")
     return plain(text)
 
 

@@ -23,7 +23,7 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.admin import statements
 from outbox.admin.table import SCAN_SECONDS, SCHEMA_OPTIONS, LayoutChanged, TaskTable
 from outbox.errors import PositionExpired
-from outbox.message import parsed
+from outbox.message import check_topic, parsed
 from outbox.program.times import shown
 from outbox.program.values import chunked, in_utc
 from outbox.table import schema
@@ -79,7 +79,10 @@ class Position:
 
 
 def _time(text: str) -> datetime:
-    return in_utc(datetime.fromisoformat(text))
+    time = datetime.fromisoformat(text)
+    if time.tzinfo is None:
+        raise ValueError(text)
+    return in_utc(time)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -271,11 +274,12 @@ def reader(database: Database, since: str | datetime | None = None, topic: str |
         topic: read only tasks with this Topic.
 
     Raises:
-        ValueError: `since` is neither a position nor an aware time.
+        ValueError: `since` is neither a position nor an aware time, or `topic` is not a name that Pub/Sub allows.
         NotReached: Spanner does not answer, or the table or a permission is missing.
     """
     position = _position(since)
     resumes = isinstance(since, str) and position > Position()
+    topic = None if topic is None else check_topic(topic)
     return Reader(SentTasks(TaskTable(database), position, topic, resumes=resumes))
 
 

@@ -6,7 +6,7 @@ import itertools
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from functools import lru_cache, partial
@@ -17,7 +17,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox import message as messages
 from outbox.errors import InvalidMessage
 from outbox.metrics import count_registered
-from outbox.program.values import in_utc
+from outbox.program.values import class_name, in_utc
 from outbox.table.states import NEVER
 from outbox.table.transactions import (
     SupportsInsert,
@@ -112,7 +112,8 @@ def register(
 
     Raises:
         InvalidMessage: Pub/Sub or the table would refuse the task. Nothing was added to the transaction.
-        InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the insert after an abort.
+        InvalidTransaction: `transaction` was committed or rolled back before, or belongs to a DB-API connection, which
+            would drop the insert after an abort.
         TypeError: `transaction` or `message` is not one of the types above.
     """
     check_transaction(transaction, "register")
@@ -174,21 +175,24 @@ def register_with(insert_once: Callable[..., bool], task: Task) -> bool:
     return is_new
 
 
-def register_many(transaction: SupportsInsert, tasks: Iterable[Task]) -> list[str]:
+def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[str]:
     """Add all tasks to `transaction` in one insert and return their IDs in the same order.
 
     Does what `register` does for each task, in less CPU time. If a task is refused, none is added.
 
     Args:
         transaction: see `register`.
-        tasks: may be empty. Spanner limits a commit to 80,000 mutations, where each column and each index entry of a
-            task counts, so a few thousand tasks fit (https://cloud.google.com/spanner/quotas#limits-for).
+        tasks: a list or another collection, which may be empty, but no iterator, such as a generator: after an abort,
+            the client calls the function of `run_in_transaction` again, and the iterator has no tasks left. Spanner
+            limits a commit to 80,000 mutations, where each column and each index entry of a task counts, so a few
+            thousand tasks fit (https://cloud.google.com/spanner/quotas#limits-for).
 
     Raises:
         InvalidMessage: like `register`, or two tasks have the same `task_id`. The message begins with the index of the
             task. Nothing was added to the transaction.
         InvalidTransaction: like `register`.
-        TypeError: like `register`. If a task's message has a wrong type, the text begins with the index of the task.
+        TypeError: like `register`, or `tasks` is no collection. If a task or its message has a wrong type, the text
+            begins with the index of the task.
     """
     check_transaction(transaction, "register_many")
     rows, ids = _task_rows(tasks)
@@ -212,7 +216,7 @@ def task_row(task: Task) -> tuple[Any, ...]:
         task.message, topic=topic, attributes=task.attributes, ordering_key=task.ordering_key, task_id=id
     )
     if not isinstance(task.at_most_once, bool):
-        raise InvalidMessage(f"at_most_once is {type(task.at_most_once).__name__}. It must be a bool")
+        raise InvalidMessage(f"at_most_once is {class_name(task.at_most_once)}. It must be a bool")
     if task.at_most_once and key:
         raise InvalidMessage("at_most_once and an ordering key exclude each other: a lost message would leave a gap")
     return (
@@ -250,11 +254,19 @@ def _columns_and_getter(*optional: int) -> tuple[tuple[str, ...], Callable[[tupl
     return values(COLUMNS), values
 
 
-def _task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
+def _task_rows(tasks: Collection[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
     """Return the rows, and the IDs that callers chose. Raises like `register_many`."""
+    if not isinstance(tasks, Collection):
+        raise TypeError(
+            f"tasks is {class_name(tasks)}. It must be a list or another collection of outbox.Task, such as "
+            "list(tasks). An iterator has no tasks left when the client runs the transaction again after an abort, so "
+            "they would be lost"
+        )
     rows: list[tuple[Any, ...]] = []
     chosen: dict[str, int] = {}
     for index, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise TypeError(f"tasks[{index}] is {class_name(task)}. It must be an outbox.Task")
         try:
             row = task_row(task)
         except (InvalidMessage, TypeError) as error:
@@ -267,7 +279,7 @@ def _task_rows(tasks: Iterable[Task]) -> tuple[list[tuple[Any, ...]], list[str]]
 
 def _priority(priority: int) -> int:
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidMessage(f"priority is {type(priority).__name__}. It must be an int")
+        raise InvalidMessage(f"priority is {class_name(priority)}. It must be an int")
     if not -(2**63) <= priority < 2**63:
         raise InvalidMessage("priority is outside of int64, which is -2**63 to 2**63 - 1")
     return int.__index__(priority)  # without its subclass, such as an IntEnum
@@ -285,8 +297,8 @@ def _times(available_at: datetime | None, expires_at: datetime | None) -> tuple[
 def _utc(name: str, time: datetime | None) -> datetime | None:
     if time is None:
         return None
-    if not isinstance(time, datetime):
-        raise InvalidMessage(f"{name} is {type(time).__name__}. It must be an aware datetime")
+    if not isinstance(time, datetime) or time != time:  # noqa: PLR0124 - pandas.NaT is a datetime
+        raise InvalidMessage(f"{name} is {class_name(time)}. It must be an aware datetime")
     if time.utcoffset() is None:
         raise InvalidMessage(f"{name} {time} has no time zone; give one, such as datetime.now(UTC) + ...")
     try:

@@ -5,13 +5,14 @@ fixed before its first execution, and a replay inserts the same rows.
 """
 
 import functools
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Unpack
 
 from google.cloud.spanner_dbapi import Connection, Cursor
 from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
 from google.cloud.spanner_dbapi.exceptions import OperationalError, ProgrammingError
+from google.cloud.spanner_dbapi.parse_utils import classify_statement
+from google.cloud.spanner_dbapi.parsed_statement import ClientSideStatementType
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import registration
@@ -21,7 +22,7 @@ from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import TABLE as INBOX
 from outbox.inbox.once import record_with
 from outbox.message import Message
-from outbox.program.values import chunked
+from outbox.program.values import chunked, class_name
 from outbox.registration import Options, Task
 from outbox.table.statements import LOCK_UNSENT, RELEASED
 
@@ -92,7 +93,7 @@ def register_once(
     return registration.register_with(_Inserts(connection).insert_once, task)
 
 
-def register_many(connection: Connection, tasks: Iterable[Task]) -> list[str]:
+def register_many(connection: Connection, tasks: Collection[Task]) -> list[str]:
     """Insert all tasks in the transaction of `connection` and return their IDs in the same order.
 
     See `outbox.register_many`. Executes one INSERT for each 100 tasks, or 7.5 MB of messages.
@@ -170,7 +171,7 @@ def _check(connection: object) -> None:
     """Refuse a connection on which the task and the other statements would not be one transaction."""
     if not isinstance(connection, Connection):
         raise TypeError(
-            f"connection is {type(connection).__name__}. It must be a Connection of google.cloud.spanner_dbapi"
+            f"connection is {class_name(connection)}. It must be a Connection of google.cloud.spanner_dbapi"
         )
     if connection.is_closed:
         raise InvalidTransaction("the connection is closed. Register before you close it")
@@ -188,8 +189,8 @@ def _check(connection: object) -> None:
 def _has_begun(connection: Connection) -> bool:
     """Tell whether the statements that a replay executes begin with BEGIN."""
     statements = connection._transaction_helper._statement_result_details_list
-    first = getattr(statements[0], "sql", "") if statements else ""
-    return re.match(r"\s*(BEGIN|START)\b", first, re.IGNORECASE) is not None
+    first = classify_statement(getattr(statements[0], "sql", "")) if statements else None  # it skips comments
+    return first is not None and first.client_side_statement_type is ClientSideStatementType.BEGIN
 
 
 class _Inserts:

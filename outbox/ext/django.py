@@ -3,7 +3,7 @@
 `using` is the alias of a Spanner database in Django's settings. Errors of the driver become those of `django.db`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Unpack
 
@@ -49,7 +49,7 @@ def register_once(
         return dbapi.register_once(connection, topic, message, attributes, task_id=task_id, **options)
 
 
-def register_many(tasks: Iterable[Task], *, using: str = DEFAULT_DB_ALIAS) -> list[str]:
+def register_many(tasks: Collection[Task], *, using: str = DEFAULT_DB_ALIAS) -> list[str]:
     """Insert all tasks in the atomic block and return their IDs. See `outbox.ext.dbapi.register_many`."""
     with _atomic(using) as connection:
         return dbapi.register_many(connection, tasks)

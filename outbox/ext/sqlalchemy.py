@@ -4,7 +4,7 @@ The functions execute their statements on the driver's connection, so its errors
 IntegrityError, OperationalError and RetryAborted of `google.cloud.spanner_dbapi`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Unpack
 
 from sqlalchemy.engine import Connection
@@ -14,6 +14,7 @@ from outbox.errors import InvalidTransaction
 from outbox.ext import dbapi
 from outbox.inbox import Key, ReceivedMessage
 from outbox.message import Message
+from outbox.program.values import class_name
 from outbox.registration import Options, Task
 
 AnySession = Session | scoped_session[Any] | Connection
@@ -49,7 +50,7 @@ def register_once(
     return dbapi.register_once(_connection(session), topic, message, attributes, task_id=task_id, **options)
 
 
-def register_many(session: AnySession, tasks: Iterable[Task]) -> list[str]:
+def register_many(session: AnySession, tasks: Collection[Task]) -> list[str]:
     """Insert all tasks in the open transaction and return their IDs. See `outbox.ext.dbapi.register_many`."""
     return dbapi.register_many(_connection(session), tasks)
 
@@ -78,7 +79,7 @@ def _connection(session: object) -> Any:
         _check_open(session, "session")
         session = session.connection()
     if not isinstance(session, Connection):
-        raise TypeError(f"session is {type(session).__name__}. It must be a Session or a Connection of SQLAlchemy")
+        raise TypeError(f"session is {class_name(session)}. It must be a Session or a Connection of SQLAlchemy")
     if session.closed or session.invalidated:
         raise InvalidTransaction("the connection is closed or invalidated. Register before you close it")
     _check_open(session, "connection")

@@ -1,5 +1,6 @@
 """Record the task of a message in the transaction that processes it."""
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -137,6 +138,12 @@ def plain_consumer(consumer: str) -> str:
     return consumer
 
 
+def _check_base64(data: str) -> None:
+    """Raise ParseError for a character that ParseDict would drop."""
+    if not re.fullmatch(r"[A-Za-z0-9+/_-]*={0,2}", data):
+        raise ParseError("`data` is not base64")
+
+
 def pushed_message(body: Any) -> PubsubMessage:
     """Return the message in the body of a push request.
 
@@ -149,6 +156,7 @@ def pushed_message(body: Any) -> PubsubMessage:
     try:
         # Push requests have some fields twice: messageId and message_id.
         fields = {name: value for name, value in body["message"].items() if "_" not in name}
+        _check_base64(fields.get("data") or "")
         raw = ParseDict(fields, RawPubsubMessage(), ignore_unknown_fields=True)
     except (TypeError, KeyError, AttributeError, ParseError) as error:
         raise InvalidMessage(

@@ -25,6 +25,12 @@ def plain(text: str) -> str:
     return text if type(text) is str else str.__str__(text)
 
 
+def class_name(value: object) -> str:
+    """Return the name of the value's class with its module, because several packages have classes of one name."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
 def in_utc(time: datetime) -> datetime:
     """Return an aware time in UTC. Raises OverflowError outside of the years 1 to 9999.
 

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime
 from functools import lru_cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -13,7 +14,7 @@ from google.cloud.spanner_v1.batch import Batch, MutationGroup
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.errors import InvalidTransaction
-from outbox.program.values import check_finished
+from outbox.program.values import check_finished, class_name
 from outbox.table.transact import retry_and_timeout
 
 #: Max seconds for a read of `insert_once` or `cancel`, including the wait for another transaction's lock. Without a
@@ -82,21 +83,22 @@ _INSTEAD = {
 def check_transaction(transaction: object, function: str, *, reads: bool = False) -> None:
     """Raise TypeError if `transaction` cannot insert, or if `reads` is true and it cannot read.
 
-    Raises InvalidTransaction for the transaction of a DB-API connection, whose replay after ABORTED drops mutations.
-    The errors name `function`.
+    Raises InvalidTransaction for a transaction that has ended, and for that of a DB-API connection, whose replay after
+    ABORTED drops mutations. The errors name `function`.
     """
     read, insert = getattr(transaction, "read", None), getattr(transaction, "insert", None)
     # The client's AsyncTransaction inserts like the others, but its read must be awaited.
     if reads and (not callable(read) or not callable(insert) or inspect.iscoroutinefunction(read)):
         raise TypeError(
-            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because {function} reads "
+            f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, because {function} reads "
             f"before it writes: call it in a function given to database.run_in_transaction{_INSTEAD.get(function, '')}"
         )
     if not callable(insert):
         raise TypeError(
-            f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, Batch or MutationGroup. "
+            f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, Batch or MutationGroup. "
             f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
         )
+    check_open(transaction, function)
     # `run_in_transaction` sets `isolation_level` and `read_lock_mode`, `session.transaction()` sets neither. So a
     # transaction with the first alone belongs to DB-API.
     if (
@@ -109,6 +111,21 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
             "transaction belongs to a DB-API connection, such as that of SQLAlchemy or Django. After an abort the "
             "connection replays its statements but not this change, so it would be lost. Use "
             f"{function} of outbox.ext.sqlalchemy, .django or .dbapi"
+        )
+
+
+def check_open(transaction: object, function: str) -> None:
+    """Raise InvalidTransaction, which names `function`, if `transaction` was committed or rolled back.
+
+    The client would buffer the insert and never send it. A MutationGroup does not know whether it was sent.
+    """
+    # A mock has these attributes as well, but with other values.
+    if isinstance(getattr(transaction, "committed", None), datetime) or (
+        getattr(transaction, "rolled_back", False) is True
+    ):
+        raise InvalidTransaction(
+            f"transaction was committed or rolled back before, so a change would never be sent. Call {function} in the "
+            "function given to database.run_in_transaction, or in the block of `with database.batch()`"
         )
 
 

@@ -17,6 +17,7 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.program.values import plain
 from outbox.registration import COLUMNS, TABLE
+from outbox.table.statements import LOCK_UNSENT
 
 #: How many tasks a failure lists, and how many bytes of each.
 _MAX_TASKS, _MAX_BYTES = 20, 100
@@ -56,11 +57,12 @@ class RecordingTransaction(Transaction):
     """A Spanner Transaction without a database, for unit tests.
 
     `mutations` and `statements` have what the application wrote and executed, in order. `inserts` has the inserts as
-    (table, columns, rows), `tasks` those of `outbox.register` and `register_once`. Reads and queries need a database.
+    (table, columns, rows), `tasks` those of `outbox.register` and `register_once`. Reads and queries, except those
+    of `outbox` itself, raise LookupError.
     """
 
     def __init__(self, task_ids: Iterable[str] = ()) -> None:
-        """Tasks with `task_ids` exist already, for `register_once`, and are processed, for `process_once`."""
+        """Tasks with `task_ids` exist already: unsent for `cancel`, and processed for `process_once`."""
         super().__init__(_NoSession())  # type: ignore[no-untyped-call]  # the client has no types
         self.mutations: list[Mutation] = []
         self.statements: list[Statement] = []
@@ -102,6 +104,13 @@ class RecordingTransaction(Transaction):
         if call["table"] not in (TABLE, "ProcessedTasks"):
             raise LookupError(f"RecordingTransaction has no rows of {call['table']}: use a database of the emulator")
         return [list(key) for key in call["keyset"].keys if key[-1] in self._task_ids]
+
+    def execute_sql(self, *arguments: Any, **options: Any) -> list[list[Any]]:
+        """Return whether a task exists and is unsent, for `outbox.cancel`. Otherwise LookupError."""
+        call = _call(Transaction.execute_sql, arguments, options)
+        if call["sql"] != LOCK_UNSENT:
+            raise LookupError("RecordingTransaction runs no queries: use a database of the emulator")
+        return [[call["params"]["id"] in self._task_ids, None]]
 
     def execute_update(self, *arguments: Any, **options: Any) -> int:
         """Record a DML statement, and return 1 as its number of rows. The parameters are those of the client."""

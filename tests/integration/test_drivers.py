@@ -358,7 +358,10 @@ def test_sessions_and_connections_of_sqlalchemy(orders_database: Database) -> No
             session.begin()
         refused(lambda: register(session), "the session has no open transaction")
         other = sqlalchemy.create_engine("sqlite://")
-        with other.begin() as connection, pytest.raises(TypeError, match=r"connection is Connection. It must be"):
+        with (
+            other.begin() as connection,
+            pytest.raises(TypeError, match=r"connection is sqlite3\.Connection\. It must"),
+        ):
             register(connection)
         other.dispose()
     assert rows(orders_database, *ids) == ([], ids)

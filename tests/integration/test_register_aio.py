@@ -54,6 +54,8 @@ def test_register_and_register_many_work_as_they_are(run: Callable[..., Any], da
     async def work(asynchronous: Any) -> Any:
         async with asynchronous.batch() as batch:
             outbox.register(batch, "orders", b"", task_id="batch")
+        with pytest.raises(outbox.InvalidTransaction, match="was committed or rolled back before"):
+            outbox.register(batch, "orders", b"")
         return await asynchronous.run_in_transaction(in_transaction)
 
     assert run(work) == [False, False, True, False]

@@ -80,6 +80,28 @@ def test_a_rolled_back_transaction_leaves_no_task(database: Database, run: Calla
     assert in_transaction(database, once) is True
 
 
+def test_a_transaction_that_has_ended_is_refused(database: Database) -> None:
+    """The client sets the attributes that say so."""
+    ended: list[Any] = []
+
+    def work(transaction: Any) -> None:
+        outbox.register(transaction, "orders", b"")
+        ended.append(transaction)
+
+    def fail(transaction: Any) -> None:
+        work(transaction)
+        raise LookupError
+
+    in_transaction(database, work)
+    in_batch(database, work)
+    with pytest.raises(LookupError):
+        in_transaction(database, fail)
+    for transaction in ended:
+        with pytest.raises(outbox.InvalidTransaction, match="was committed or rolled back before"):
+            outbox.register(transaction, "orders", b"")
+    assert (len(ended), len(ids(database))) == (3, 2)
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.binary(max_size=300), min_size=1, max_size=5),

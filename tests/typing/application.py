@@ -27,7 +27,8 @@ def correct(transaction: Transaction, batch: Batch, group: MutationGroup, messag
     outbox.register(transaction, "orders", struct_pb2.Value(string_value="hello"))
     outbox.register(transaction, "orders", message, expires_at=None, at_most_once=True)
     outbox.register_many(batch, [outbox.Task("orders", b""), outbox.Task("orders", message, {"a": "b"}, priority=7)])
-    outbox.register_many(transaction, (outbox.Task("orders", b"", task_id=str(n)) for n in range(3)))
+    outbox.register_many(transaction, tuple(outbox.Task("orders", b"", task_id=str(n)) for n in range(3)))
+    outbox.register_many(transaction, {n: outbox.Task("orders", b"") for n in range(3)}.values())
     if outbox.register_once(transaction, "orders", b"", task_id=str(uuid.uuid4())):
         return "first"
     return outbox.register(transaction, "orders", b"", task_id="t")
@@ -102,6 +103,8 @@ def wrong(transaction: Transaction, batch: Batch, database: Database, snapshot: 
     outbox.register_once(transaction, "orders", b"")  # error
     outbox.register_many(transaction, outbox.Task("orders", b""))  # error
     outbox.register_many(transaction, [("orders", b"")])  # error
+    outbox.register_many(transaction, (outbox.Task("orders", b"") for _ in range(3)))  # error
+    outbox.register_many(transaction, map(outbox.Task, ["orders"], [b""]))  # error
     outbox.Task("orders", b"", {}, 7)  # error
     outbox.Task("orders", "text")  # error
     place("orders", b"")  # error

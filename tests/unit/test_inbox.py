@@ -288,6 +288,13 @@ def test_the_message_of_a_push_request() -> None:
     got = inbox.pushed_message({"message": of, "subscription": "projects/p/subscriptions/s", "deliveryAttempt": 5})
     assert (got.data, got.message_id, dict(got.attributes), got.ordering_key) == (b"hell", "1", {"a_b": "c"}, "k")
     assert got.publish_time.second == 5
-    for wrong in ({}, [], None, {"message": None}, {"message": {"attributes": [1]}}):
+    for wrong in (
+        {},
+        [],
+        None,
+        {"message": None},
+        {"message": {"attributes": [1]}},
+        *({"message": {"data": data}} for data in ("!!", "a", "aGV=s", 7)),
+    ):
         with pytest.raises(outbox.InvalidMessage, match="not a push request"):
             inbox.pushed_message(wrong)

@@ -74,6 +74,12 @@ def test_pages_have_each_task_once_in_order_while_batches_are_marked(
     assert len({row["Id"] for row in found}) == len(found) > 20
 
 
+def test_what_no_task_can_match_is_refused() -> None:
+    for options in ({"topic": "bad topic"}, {"topic": 7}, {"since": "2026-01-01"}):
+        with pytest.raises(ValueError, match=r"^(topic|since) .* It must be"):
+            reading.reader(mock.Mock(), **options)
+
+
 def test_a_position_is_a_text() -> None:
     """Also for an ID with spaces. A reader that has reached the end has only a time, so nothing can strip the text."""
     for position in (

@@ -117,6 +117,24 @@ def test_a_message_that_no_statement_can_hold_is_refused(session: Session) -> No
     assert not connection._spanner_transaction_started
 
 
+@pytest.mark.parametrize("begin", ["-- a\nBEGIN", "# a\nbegin", "/* a */ START TRANSACTION"])
+def test_begin_may_follow_a_comment(session: Session, begin: str) -> None:
+    """Because the driver accepts it."""
+    connection = Connection(session._database._instance, session._database)
+    connection.autocommit = True
+    connection.cursor().execute(begin)
+    assert dbapi.register_many(connection, []) == []
+
+
+def test_another_statement_that_begins_with_start_is_no_begin(session: Session) -> None:
+    connection = Connection(session._database._instance, session._database)
+    connection.autocommit = True
+    connection.begin()
+    connection.cursor().execute("START BATCH DML")
+    with pytest.raises(outbox.InvalidTransaction, match="a replay does not repeat"):
+        dbapi.register_many(connection, [])
+
+
 def test_nothing_is_refused_if_the_driver_is_not_loaded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     transaction = of_driver(session)
     monkeypatch.delitem(sys.modules, "google.cloud.spanner_dbapi")

@@ -28,12 +28,12 @@ def test_a_task_has_the_arguments_of_register() -> None:
 
 
 def test_many_tasks_are_one_insert_of_the_rows_of_register() -> None:
-    """Also from a generator; the IDs are those of the tasks in their order, and so is the sequence."""
+    """The IDs are those of the tasks in their order, and so is the sequence."""
     single, many = RecordingTransaction(), RecordingTransaction()
     tasks = [outbox.Task("orders", b"1", {"a": "b"}, **WHOLE), outbox.Task("invoices", b"2", at_most_once=True)]
     for task in tasks:
         outbox.register(single, **{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
-    ids = outbox.register_many(many, (task for task in tasks))
+    ids = outbox.register_many(many, tasks)
     [(table, columns, rows)] = many.inserts
     assert (table, tuple(columns)) == ("AsynchronousTasks", registration.COLUMNS)
     assert ids == [task.id for task in many.tasks]
@@ -62,11 +62,12 @@ def test_no_task_is_no_insert() -> None:
     [
         (outbox.Task("x", b""), outbox.InvalidMessage, r"tasks\[1\]: topic 'x' is not a name"),
         (outbox.Task("orders", 7), TypeError, r"tasks\[1\]: message is int"),  # type: ignore[arg-type]  # wrong on purpose
+        (("orders", b""), TypeError, r"tasks\[1\] is tuple\. It must be an outbox\.Task"),
         (outbox.Task("invoices", b"", task_id="t"), outbox.InvalidMessage, r"tasks\[1\]: .* 't' is .* of tasks\[0\]"),
     ],
 )
 def test_one_refused_task_refuses_all(
-    bad: outbox.Task, kind: type[Exception], sentence: str, set_metrics: Callable[[Any], None]
+    bad: Any, kind: type[Exception], sentence: str, set_metrics: Callable[[Any], None]
 ) -> None:
     """The error names the task; nothing is buffered, counted or remembered."""
     counter = mock.Mock()
@@ -77,6 +78,13 @@ def test_one_refused_task_refuses_all(
     assert transaction.inserts == []
     counter.increment.assert_not_called()
     assert outbox.register_once(transaction, "orders", b"", task_id="t")
+
+
+@pytest.mark.parametrize("wrong", [iter([]), (task for task in ()), map(str, []), outbox.Task("orders", b""), None])
+def test_tasks_that_a_second_attempt_would_not_find_are_refused(wrong: Any) -> None:
+    """A transaction function that runs again after ABORTED would register nothing, without an error."""
+    with pytest.raises(TypeError, match=r"^tasks is [\w.]+\. It must be a list .* An iterator has no tasks left"):
+        outbox.register_many(RecordingTransaction(), wrong)
 
 
 def test_tasks_are_counted_by_topic_and_known_to_register_once(set_metrics: Callable[[Any], None]) -> None:
@@ -92,7 +100,9 @@ def test_tasks_are_counted_by_topic_and_known_to_register_once(set_metrics: Call
 
 def test_an_object_that_cannot_insert_is_a_type_error() -> None:
     snapshot: Any = Snapshot(mock.Mock())
-    with pytest.raises(TypeError, match=r"transaction is Snapshot\. It must be a Spanner Transaction, Batch"):
+    with pytest.raises(
+        TypeError, match=r"transaction is google\.[\w.]+\.Snapshot\. It must be a Spanner Transaction, Batch"
+    ):
         outbox.register_many(snapshot, [])
 
 

@@ -1,5 +1,6 @@
 """The read and the answer of `outbox.register_once`, and its refusals before the read."""
 
+import asyncio
 import gc
 import inspect
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1._async.batch import Batch as AsyncBatch
 from google.cloud.spanner_v1._async.transaction import Transaction as AsyncTransaction
 from google.cloud.spanner_v1.batch import Batch, MutationGroup
 from google.cloud.spanner_v1.snapshot import Snapshot
@@ -16,6 +18,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
 from outbox import aio, registration
+from outbox.program.values import class_name
 from outbox.table import transactions
 from outbox.testing import RecordingTransaction
 
@@ -69,14 +72,41 @@ SESSION = mock.Mock()
     ids=lambda each: type(each).__name__,
 )
 def test_an_object_that_cannot_read_and_insert_is_a_type_error(transaction: object) -> None:
-    """The sentence names the type and the remedy. The read of an AsyncTransaction would have to be awaited."""
+    """The sentence names the type and the remedy. The read of an asynchronous Transaction would have to be awaited."""
     with pytest.raises(TypeError) as caught:
         once(transaction)
     assert str(caught.value) == (
-        f"transaction is {type(transaction).__name__}. It must be a Spanner Transaction, because register_once reads "
+        f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, because register_once reads "
         "before it writes: call it in a function given to database.run_in_transaction, or use register. For the "
         "transaction of an AsyncClient, await outbox.aio.register_once"
     )
+
+
+ENDINGS: list[dict[str, Any]] = [{"committed": NOW}, {"rolled_back": True}]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("make", [Batch, Transaction, AsyncBatch, AsyncTransaction])
+def test_a_transaction_that_has_ended_is_refused(
+    make: type[Any], ending: dict[str, Any], set_metrics: Callable[[Any], None]
+) -> None:
+    """The client would buffer the insert, and never send it."""
+    counter, transaction = mock.Mock(), make(SESSION)
+    set_metrics(counter)
+    vars(transaction).update(ending)
+    calls: list[Callable[[], object]] = [
+        lambda: outbox.register(transaction, "orders", b""),
+        lambda: outbox.register_many(transaction, []),
+    ]
+    if make is Transaction:
+        calls += [lambda: once(transaction), lambda: outbox.cancel(transaction, "t")]
+    if make is AsyncTransaction:
+        calls.append(lambda: asyncio.run(aio.register_once(transaction, "orders", b"", task_id="t")))
+        calls.append(lambda: asyncio.run(aio.cancel(transaction, "t")))
+    for call in calls:
+        with pytest.raises(outbox.InvalidTransaction, match="was committed or rolled back before"):
+            call()
+    assert len(transaction._mutations) == counter.increment.call_count == 0
 
 
 def test_only_a_new_task_is_registered_and_counted(set_metrics: Callable[[Any], None]) -> None:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
+from unittest import mock
 
 import pytest
+from google.cloud.pubsub_v1.subscriber.message import Message
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
@@ -25,7 +27,20 @@ NO_NAME = (
 GOOG = "begins with 'goog', which Pub/Sub reserves"
 NO_UNICODE = "is not valid Unicode: surrogates not allowed at position 0"
 NO_ZONE = "2026-01-01 00:00:00 has no time zone; give one, such as datetime.now(UTC) + ..."
+RELEASED = memoryview(b"")
+RELEASED.release()
 IN_ORDER = "at_most_once and an ordering key exclude each other: a lost message would leave a gap"
+
+
+class NaT(datetime):
+    """Like pandas.NaT: unequal to itself, and without an offset."""
+
+    def __ne__(self, _other: object) -> bool:
+        return True
+
+    def utcoffset(self) -> timedelta:
+        raise ValueError
+
 
 #: Call `register` or `register_once`, and fail if anything was written or sent.
 Call = Callable[..., object]
@@ -66,7 +81,10 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ("orders\n", f"topic 'orders\\n' {NO_NAME}"),
         (7, "topic is int. It must be a str"),
     ],
-    "message": [(bytes(10_000_000), "the publish request of the message has 10,000,377 bytes; at most 10,000,000")],
+    "message": [
+        (bytes(10_000_000), "the publish request of the message has 10,000,377 bytes; at most 10,000,000"),
+        (RELEASED, "message is a memoryview that cannot be read: operation forbidden on released memoryview object"),
+    ],
     "attributes": [
         (
             {str(n): "" for n in range(100)},
@@ -109,7 +127,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     ],
     "available_at": [
         (NAIVE, f"available_at {NO_ZONE}"),
-        (NOW.date(), "available_at is date. It must be an aware datetime"),
+        (NOW.date(), "available_at is datetime.date. It must be an aware datetime"),
         (
             datetime(9999, 12, 31, tzinfo=UTC),
             "available_at 9999-12-31 00:00:00+00:00 is not before 9999-12-31 00:00:00+00:00",
@@ -117,6 +135,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     ],
     "expires_at": [
         (NAIVE, f"expires_at {NO_ZONE}"),
+        (NaT(2026, 1, 1), f"expires_at is {__name__}.NaT. It must be an aware datetime"),
         (
             datetime.max.replace(tzinfo=timezone(timedelta(hours=-1))),
             "expires_at 9999-12-31 23:59:59.999999-01:00 is outside of the years 1 to 9999 in UTC",
@@ -179,6 +198,13 @@ def test_a_message_of_another_type_is_a_type_error(call: Call, wrong: object) ->
     assert str(caught.value) == (
         f"message is {type(wrong).__name__}. It must be bytes, a PubsubMessage or a protobuf message"
     )
+
+
+def test_a_received_message_is_a_type_error_with_the_remedy() -> None:
+    received = Message(PubsubMessage.pb(PubsubMessage(data=b"d", attributes={"a": "b"})), "ack", 0, mock.Mock())
+    with pytest.raises(TypeError, match=r"^message is google\..* Pass the `data` and the `attributes` of the received"):
+        outbox.register(RecordingTransaction(), "orders", received)  # type: ignore[arg-type]  # wrong on purpose
+    outbox.register(RecordingTransaction(), "orders", received.data, received.attributes)
 
 
 @pytest.mark.parametrize("wrong", [None, "text", {"a": 1}, 7, object()])

@@ -48,6 +48,19 @@ def test_register_once_finds_given_and_registered_tasks() -> None:
     assert [task.id for task in transaction.tasks] == ["before", "new"]
 
 
+def test_cancel_finds_given_tasks_until_they_are_cancelled() -> None:
+    """As in a database, a task of the same transaction is not in the table yet."""
+    transaction = RecordingTransaction(["there"])
+    outbox.register(transaction, "orders", b"", task_id="new")
+    assert [outbox.cancel(transaction, id) for id in ("there", "there", "new", "unknown")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert [each.method for each in transaction.mutations] == ["insert", "delete"]
+
+
 def test_every_mutation_and_statement_is_recorded_in_order() -> None:
     transaction, gone = RecordingTransaction(), KeySet(keys=[["1"]])
     for method in RECORDED[:4]:
@@ -80,7 +93,10 @@ def test_a_value_that_the_client_cannot_send_is_refused() -> None:
             lambda transaction: transaction.read("Orders", ["Id", "Cents"], KeySet(all_=True)),
             "RecordingTransaction has no rows of Orders: use a database of the emulator",
         ),
-        (lambda transaction: transaction.execute_sql("SELECT 1"), "RecordingTransaction has no session, and so no '_"),
+        (
+            lambda transaction: transaction.execute_sql("SELECT 1"),
+            "RecordingTransaction runs no queries: use a database",
+        ),
         (
             lambda transaction: transaction.rollback() or transaction.commit(),
             "RecordingTransaction has no session, and so no '_database': use a database of the emulator",
