@@ -217,7 +217,7 @@ def relay_of(
         membership,
         Reporter(metrics, host.clock, trace),
         # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
-        discovery_seconds=min(settings.poll_interval * 0.75, 1.0),
+        discovery_seconds=min(settings.poll_interval / 2, 1.0),
     )
 
 
