@@ -18,6 +18,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.inbox.batch import BatchReceiver
 from outbox.inbox.once import Key, ReceivedMessage, check_choice, plain_consumer, process_once, pushed_message
 from outbox.inbox.receiver import Handle, Missing, PulledMessage, Receiver, Settings, name_of
+from outbox.program.values import class_name
 
 __all__ = [
     "Handle", "Handler", "Key", "Missing", "PulledMessage", "ReceivedMessage", "Receiver", "process_once",
@@ -80,7 +81,7 @@ class Handler:
             raise TypeError(f"{min(unknown)} is no option of Handler, nor of run_in_transaction")
         if not callable(getattr(database, "run_in_transaction", None)):
             raise TypeError(
-                f"database is {type(database).__name__}. It must be a Spanner Database. With SQLAlchemy, Django or "
+                f"database is {class_name(database)}. It must be a Spanner Database. With SQLAlchemy, Django or "
                 "DB-API, call process_once of outbox.ext in a transaction for each message, without `max_batch`"
             )
         consumer = plain_consumer(consumer)

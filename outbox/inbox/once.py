@@ -13,7 +13,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.errors import InvalidConsumer, InvalidMessage, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
-from outbox.program.values import plain
+from outbox.program.values import class_name, plain
 from outbox.table.transactions import (
     SupportsReadInsert,
     check_transaction,
@@ -62,7 +62,8 @@ def process_once(
     Raises:
         MissingTaskId: the message has no task ID, or one longer than 128 characters, and `key` is "task_id".
         InvalidConsumer: `consumer` is not a valid name.
-        InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the record after an abort.
+        InvalidTransaction: `transaction` belongs to a DB-API connection, which would drop the record after an abort, or
+            has ended.
         NotReached: the database has no table ProcessedTasks.
         RetryError, DeadlineExceeded: from google.api_core. Spanner was unavailable, or another transaction held the
             record, for 30 s.
@@ -86,7 +87,7 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
     check_choice("key", key, Key)
     attributes: Any = getattr(message, "attributes", None)
     if not hasattr(attributes, "get"):
-        raise TypeError(f"message is {type(message).__name__}. It must be a Pub/Sub message with attributes")
+        raise TypeError(f"message is {class_name(message)}. It must be a Pub/Sub message with attributes")
     task_id = plain(attributes.get(TASK_ID_ATTRIBUTE, ""))
     if 1 <= len(task_id) <= MAX_ID_CHARACTERS:
         return consumer, task_id
