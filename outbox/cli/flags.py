@@ -1,7 +1,6 @@
 """Flags that several commands share: the database, and which tasks."""
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from outbox.program.settings import (
 )
 from outbox.program.terminal import escaped
 from outbox.program.times import MOMENT, resolved, shown
+from outbox.program.values import json_value
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
@@ -253,7 +253,7 @@ def unknown_topics(table: "admin.table.TaskTable", unknown: Sequence[str]) -> st
 
 def _id(line: str, where: str) -> str:
     try:
-        value = json.loads(line) if line.startswith(("{", '"')) else line
+        value = json_value(line) if line.startswith(("{", '"')) else line
         return str(ID.parse(value["id"] if isinstance(value, dict) else value))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         raise SettingError(

@@ -84,6 +84,7 @@ def test_a_line_that_is_not_an_id_is_refused(ids_of: Any):
         b'{"id": null}': "line 1: '{\"id\": null}' is not a task ID",
         b'{"id": 5}': "line 1: '{\"id\": 5}' is not a task ID",
         b'{"id": ["a"]}': "is not a task ID",
+        b'{"id": "a", "id": "b"}': "is not a task ID",
         b'{"Id": "a"}': "is not a task ID",
         rb'"\ud800"': "is not a task ID",
         b'{"id": "a"': "It must be 1 to 64 characters of valid Unicode, or JSON with a task ID",
