@@ -1,12 +1,13 @@
 """Flags that several commands share: the database, and which tasks."""
 
 import argparse
+import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from outbox import admin
 from outbox.cli.output import OutputSettings, named, note
@@ -27,6 +28,8 @@ from outbox.program.times import MOMENT, resolved, shown
 from outbox.program.values import json_value
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
+#: Max bytes of a line of a file that a user passes. The longest is a file of topic controls without line breaks.
+MAX_LINE_BYTES = 10_000_000
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
 MIN_PREFIX = 4
 #: Max task IDs that are counted if they begin with the same prefix.
@@ -190,12 +193,20 @@ def read_text(file: str, source: str = "") -> str:
     """Return the text of a file, or of stdin if it is `-`. Raises SettingError, which begins with `source`."""
     where = "stdin" if file == "-" else file
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return data.decode("utf-8-sig")
+        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
+            return b"".join(_lines(stream, f"{source}{where!r}")).decode("utf-8-sig")
     except OSError as error:
         raise SettingError(f"{source}{where!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise SettingError(f"{source}{where!r} is not UTF-8: {error.reason} at byte {error.start:,}") from None
+
+
+def _lines(stream: BinaryIO, where: str) -> Iterator[bytes]:
+    """Yield the lines. A file without line breaks, such as /dev/zero, must not fill the memory."""
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise SettingError(f"{where} has a line of more than {MAX_LINE_BYTES:,} bytes")
+        yield line
 
 
 def full_ids(

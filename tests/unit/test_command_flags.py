@@ -175,6 +175,7 @@ def test_a_selection_uses_the_databases_time():
         ("status --max-pending many", "a whole number"),
         ("status --watch --max-age 1h", "--watch has no exit code"),
         ("retry --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
+        ("retry --ids-file /dev/zero", "--ids-file: '/dev/zero' has a line of more than 10,000,000 bytes"),
     ],
 )
 def test_a_wrong_value_is_refused_before_any_request(words: str, sentence: str):
