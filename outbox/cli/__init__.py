@@ -1,13 +1,12 @@
 """The `outbox` command. Each module adds its commands with `add(commands)`.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 a service cannot be reached, or the table or a permission is missing,
-130 interrupted by Ctrl-C, 143 by SIGTERM.
+Exit codes: 0 done, 1 failed, 2 usage, 3 a service cannot be reached, the table or a permission is missing, or stdout
+cannot be written, 130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
 import argparse
 import contextlib
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 
@@ -55,10 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sentence in unknown_variables():
             output.note(sentence)
         code: int = options.run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe. Flushing the buffer at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -18,7 +18,7 @@ from outbox.cli import errors, flags
 from outbox.cli.output import by_field, note, shortened, table
 from outbox.errors import OutboxError, PositionExpired
 from outbox.program.signals import exit_on
-from outbox.program.terminal import counted, escaped, say
+from outbox.program.terminal import counted, escaped, say, write
 from outbox.program.texts import as_json, cell
 from outbox.program.times import MOMENT, resolved, shown, spoken
 from outbox.table.states import STATES, UNSENT, is_dead
@@ -149,7 +149,7 @@ def run_show(options: argparse.Namespace) -> int:
     if message is None:
         note("Data is not a serialized google.pubsub.v1.PubsubMessage. The bytes of the column are shown")
     if options.raw:
-        sys.stdout.buffer.write(data)
+        write(data, sys.stdout)
     elif options.json:
         attributes = {} if message is None else dict(message.attributes)
         message_fields = {"attributes": attributes, **_json_data(data)}

@@ -7,6 +7,7 @@ from typing import Any
 
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean
+from outbox.program.terminal import write
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,6 +23,10 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             raise SettingError(self._unknown(unknown))
         return options, unknown
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse drops the error of a stream that cannot be written.
+        write(message, file or sys.stderr)
 
     def _unknown(self, arguments: Sequence[str]) -> str:
         flag = next((each.partition("=")[0] for each in arguments if each.startswith("-")), None)
