@@ -39,7 +39,7 @@ login, and it changes nothing unless you pass --allow-actions.
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or int(port) > 65_535:
+    if not (port.isascii() and port.isdecimal()) or int(port) > 65_535:
         raise ValueError(text)
     return host_and_port(host)[0], int(port)
 
