@@ -1,6 +1,7 @@
 """The argument parser of all commands. Standard library only."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        # Like -5, -5m is a value and no flag. So the flag before it says what is allowed.
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as ArgumentParser does, but refuse unknown arguments here, where the flags of the command are known."""

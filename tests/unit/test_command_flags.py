@@ -147,7 +147,7 @@ def test_a_selection_uses_the_databases_time():
         ("list --limit 0", "--limit: '0' is not allowed. It must be a whole number from 1 to 100,000"),
         *(
             (f"limit orders --rate={rate} --burst 1", f"--rate: '{rate}' is not allowed. It must be {RATE}")
-            for rate in ("0", "-1", "nan", "inf", "-inf", "1e999", "ten")
+            for rate in ("0", "-1", "nan", "inf", "-inf", "1e999", "ten", "\uff11")
         ),
         ("limit orders --rate 1 --burst 0", f"--burst: '0' is not allowed. It must be {BURST}"),
         ("limit orders --rate 1 --burst 1.5", f"--burst: '1.5' is not allowed. It must be {BURST}"),
@@ -171,7 +171,8 @@ def test_a_selection_uses_the_databases_time():
         ("cancel --reason x", "no tasks given. Pass IDs"),
         ("cancel --state dead --yes", "--reason is missing. It is required with --state"),
         ("purge --sent-before 30", "90s, 15m, 2h or 7d"),
-        ("status --max-age -1h", "--max-age"),
+        ("status --max-age -1h", "outbox: --max-age: '-1h' is not allowed. It must be seconds, or a duration"),
+        ("policy orders --backoff-max -1s", "outbox: --backoff-max: '-1s' is not allowed. It must be seconds, or a"),
         ("status --max-pending many", "a whole number"),
         ("status --watch --max-age 1h", "--watch has no exit code"),
         ("retry --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
