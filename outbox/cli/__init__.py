@@ -6,7 +6,6 @@ cannot be written, 130 interrupted by Ctrl-C, 143 by SIGTERM.
 
 import argparse
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +27,7 @@ from outbox.cli import (
 )
 from outbox.errors import OutboxError
 from outbox.program.arguments import Parser
+from outbox.program.lazy import need
 from outbox.program.settings import one_of, unknown_variables
 from outbox.program.terminal import Escaped, prepare_streams, say
 
@@ -86,8 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _complete(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("shtab") is None:
-        raise OutboxError("completion needs shtab. Install it: pip install 'spanner-outbox[operators]'")
+    need("shtab", "completion", "operators")
     import shtab  # noqa: PLC0415 - optional
 
     say(Escaped(shtab.complete(options.parser, options.shell).rstrip("\n")))

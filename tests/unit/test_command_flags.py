@@ -22,6 +22,7 @@ from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.texts import as_json
 from outbox.program.times import shown
+from publishworker.process import cli as publishworker
 from tests.support.commands import here
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
@@ -242,12 +243,31 @@ def test_a_shell_reads_the_completion_script(shell: str, capsys: pytest.CaptureF
         assert subprocess.run([program, "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_completion_without_its_extra_says_what_to_install(
+@pytest.mark.parametrize(
+    ("main", "words", "package", "extra"),
+    [
+        (cli.main, ["completion", "bash"], "shtab", "operators"),
+        (cli.main, ["console", *PLACE], "uvicorn", "console"),
+        (publishworker.main, ["verify", *PLACE, "--report", "page.html"], "jinja2", "worker"),
+    ],
+)
+def test_a_command_without_its_extra_says_what_to_install(  # noqa: PLR0917 - parameters and fixtures
+    main: Any, words: list[str], package: str, extra: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert main(words) == 1
+    assert capsys.readouterr().err.endswith(f"needs {package}. Install it: pip install 'spanner-outbox[{extra}]'\n")
+
+
+def test_a_verification_without_a_report_needs_no_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    assert cli.main(["completion", "bash"]) == 1
-    assert "pip install 'spanner-outbox[operators]'" in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "publishworker.process.verify.command", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert publishworker.main(["verify", *PLACE]) == 2
+    assert "Not a terminal. Pass --yes" in capsys.readouterr().err
 
 
 PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "), min_size=1, max_size=30)
