@@ -255,9 +255,10 @@ def explain_none(
 
 def unknown_topics(table: "admin.table.TaskTable", unknown: Sequence[str]) -> str:
     """Return a message about `unknown` topics that suggests known ones. Raises NotReached, OutboxError."""
-    known = table.topics(MAX_SUGGESTION_TOPICS)
+    known = sorted({*table.topics(MAX_SUGGESTION_TOPICS), *admin.topics.sent_lately(table)})
     return (
-        f"unknown topic {named(map(repr, unknown))} (no unsent task, and no row in AsynchronousTaskTopics)."
+        f"unknown topic {named(map(repr, unknown))} (no row in AsynchronousTaskTopics, no unsent task, and none "
+        "sent in the last minute)."
         f"{''.join(did_you_mean(topic, known) for topic in unknown)} Known topics: {named(known) or 'none'}"
     )
 

@@ -101,8 +101,8 @@ def test_flags_narrow_the_list(filled: Commands):
     misspelled = filled.here("list", "--topic", "oders")
     assert (misspelled.code, misspelled.stdout.partition("Z\n")[2]) == (0, "No matching tasks.\n")
     assert misspelled.stderr == (
-        "outbox: unknown topic 'oders' (no unsent task, and no row in AsynchronousTaskTopics). Did you mean 'orders'? "
-        "Known topics: invoices, orders\n"
+        "outbox: unknown topic 'oders' (no row in AsynchronousTaskTopics, no unsent task, and none sent in the last "
+        "minute). Did you mean 'orders'? Known topics: invoices, orders\n"
     )
     excluded = filled.here("list", "--state", "dead", "--since", "1s", "--error", "x", "--json")
     assert (excluded.code, excluded.stdout) == (0, "")
