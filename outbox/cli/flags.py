@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from outbox import admin
 from outbox.cli.output import OutputSettings, named, note
@@ -191,22 +191,26 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
 
 def read_text(file: str, source: str = "") -> str:
     """Return the text of a file, or of stdin if it is `-`. Raises SettingError, which begins with `source`."""
-    where = "stdin" if file == "-" else file
+    try:
+        return b"".join(read_lines(file, source)).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{_named(file, source)} is not UTF-8: {error.reason} at byte {error.start:,}") from None
+
+
+def read_lines(file: str, source: str = "") -> Iterator[bytes]:
+    """Yield the lines of a file, as `read_text` reads it. One without line breaks, such as /dev/zero, is refused."""
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
-            return b"".join(_lines(stream, f"{source}{where!r}")).decode("utf-8-sig")
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise SettingError(f"{_named(file, source)} has a line of more than {MAX_LINE_BYTES:,} bytes")
+                yield line
     except OSError as error:
-        raise SettingError(f"{source}{where!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise SettingError(f"{source}{where!r} is not UTF-8: {error.reason} at byte {error.start:,}") from None
+        raise SettingError(f"{_named(file, source)} cannot be read: {error.strerror}") from None
 
 
-def _lines(stream: BinaryIO, where: str) -> Iterator[bytes]:
-    """Yield the lines. A file without line breaks, such as /dev/zero, must not fill the memory."""
-    while line := stream.readline(MAX_LINE_BYTES + 1):
-        if len(line) > MAX_LINE_BYTES:
-            raise SettingError(f"{where} has a line of more than {MAX_LINE_BYTES:,} bytes")
-        yield line
+def _named(file: str, source: str) -> str:
+    return f"{source}{'stdin' if file == '-' else file!r}"
 
 
 def full_ids(

@@ -78,7 +78,7 @@ def test_a_list_continues_after_its_end(filled: Commands):
     assert [json.loads(line) for line in pages] == whole
     for wrong, sentence in ((f"{cursor}x", "is not a cursor from the end"), (cursor, "is from a list of the newest")):
         refused = filled.here("list", "--oldest", "--after", wrong)
-        assert (refused.code, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+        assert (refused.code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
         assert sentence in refused.stderr
 
 
