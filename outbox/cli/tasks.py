@@ -137,10 +137,12 @@ def run_show(options: argparse.Namespace) -> int:
     [id] = flags.full_ids(task_table, options, options.ids)
     task = admin.tasks.task(task_table, id)
     if task is None:
-        raise OutboxError(
-            f"task {id!r} does not exist. Either its transaction was not committed, or the task was deleted: "
-            "after it was sent (retention, `outbox purge`), or before that (`outbox cancel`)"
+        why = (
+            ". Either its transaction was not committed, or the task was deleted: after it was sent (retention, "
+            "`outbox purge`), or before that (`outbox cancel`)"
         )
+        # `full_ids` has said that a shorter prefix is too short.
+        raise OutboxError(f"task {id!r} does not exist{why if len(id) >= flags.MIN_PREFIX else ''}")
     message = task.message
     data = task.columns["Data"] if message is None else message.data
     as_retried = admin.changes.TaskSelection(ids=(id,))

@@ -130,7 +130,7 @@ def test_a_unique_prefix_is_an_id(filled: Commands):
     ambiguous, short = filled.here("show", "dead-"), filled.here("show", "you")
     assert (ambiguous.code, short.code) == (1, 1)
     assert ambiguous.stderr == "outbox: 2 task IDs begin with 'dead-': dead-3, dead-5. Give more characters\n"
-    assert "task 'you' does not exist" in short.stderr
+    assert short.stderr.endswith("outbox: task 'you' does not exist\n")
     for done in (short, filled.here("retry", "you", "--dry-run")):
         assert "outbox: 'you' is too short for the beginning of young. Give at least 4 characters\n" in done.stderr
     dry = filled.here("retry", "dead-5", "late", "--dry-run")
