@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -94,6 +95,19 @@ def test_an_output_that_cannot_be_written_is_one_sentence(  # noqa: PLR0917 - pa
     code = main(["--version"])
     assert (code, capfd.readouterr().err) == (3, f"{program}: cannot write the output: {why}\n")
     sys.stdout.close()  # nothing is left that fails again at exit
+
+
+@pytest.mark.parametrize("main", [outbox, publishworker, outbox_pipeline])
+def test_a_reader_that_has_enough_causes_no_message(
+    main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is `head`, for example."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["--version"]) == 1
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("words", ["schema print", "--help"])
