@@ -35,7 +35,7 @@ class SettingError(OutboxError):
 
 
 class NotReached(OutboxError):
-    """A required service, database, table or permission is missing."""
+    """A required service, database, table or permission is missing, or a command cannot write its output."""
 
     exit_code = 3
 

@@ -1,8 +1,8 @@
 """`outbox-pipeline JOB`: run a job with Spark in this process, or as the application of spark-submit.
 
 Exit codes: 0 success; 1 the job failed, rows were rejected, or an audit found a lost task or no task; 2 usage; 3 a
-service, the table, a permission, Java or a package is missing; 4 a drain ended with work left; 130 after Ctrl-C, 143
-after SIGTERM.
+service, the table, a permission, Java or a package is missing, or stdout cannot be written; 4 a drain ended with work
+left; 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 import argparse
@@ -76,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         return _run(options.job, options.settings.read(vars(options)), options)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     except OutboxError as error:

@@ -15,7 +15,7 @@ from outbox.admin import statements
 from outbox.admin.backlog import COUNT_LIMIT, MAX_TOTAL, Backlog, range_limit
 from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.table import SCAN_SECONDS, TaskTable
-from outbox.errors import OutboxError
+from outbox.errors import SettingError
 from outbox.message import parsed
 from outbox.program.values import chunked
 from outbox.table import ddl
@@ -112,7 +112,7 @@ def find(
     The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. A task
     keeps its place while it is unsent, so one that stays in the list is on one page if all pages are `whole`.
 
-    Raises NotReached, and OutboxError if the cursor is not from a page in this order.
+    Raises NotReached, and SettingError if the cursor is not from a page in this order.
     """
     position, at = _position(after, newest=newest), table.now()
     reader = _Reader(table, selection, position, newest, limit + 1, at)
@@ -263,11 +263,11 @@ def _position(cursor: str | None, *, newest: bool) -> _Place:
     except ValueError:  # not base64, or not ASCII
         text = b""
     if not text or _encoded(text) != cursor:
-        raise OutboxError(f"{cursor[:80]!r} is not a cursor from the end of a list. Copy the whole cursor")
+        raise SettingError(f"{cursor[:80]!r} is not a cursor from the end of a list. Copy the whole cursor")
     of_newest, sent_at, created_at, id = json.loads(text)
     if of_newest != newest:
         order = "newest" if of_newest else "oldest"
-        raise OutboxError(f"the cursor is from a list of the {order} tasks. Continue with the {order}")
+        raise SettingError(f"the cursor is from a list of the {order} tasks. Continue with the {order}")
     parse: Any = DatetimeWithNanoseconds.from_rfc3339
     return _Place(parse(sent_at), parse(created_at), id)
 

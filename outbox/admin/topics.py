@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
+from outbox.admin.backlog import COUNT_LIMIT
 from outbox.admin.operations import UNNAMED, Author
-from outbox.admin.table import TaskTable, Transaction
+from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.table.controls import problems
 from outbox.table.statements import CONTROL_COLUMNS, CONTROLS
@@ -51,9 +52,17 @@ def waiting(table: TaskTable, topics: Iterable[str]) -> set[str]:
     return {topic for (topic,) in table.query(statements.TOPICS_WITH_UNSENT, _TAG, values)}
 
 
+def sent_lately(table: TaskTable) -> set[str]:
+    """Return the topics of tasks sent in the last minute. At most COUNT_LIMIT tasks of each shard are read."""
+    values = {"shards": list(table.shards), "limit": COUNT_LIMIT, "now": table.now()}
+    return {topic for _, topic, *_ in table.query(statements.COUNT_SENT, _TAG, values, seconds=SCAN_SECONDS)}
+
+
 def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
-    """Return the `topics` that have neither a row nor an unsent task."""
+    """Return the `topics` that have no row, no unsent task, and no task sent in the last minute."""
     known = controls(table).keys() | waiting(table, topics)
+    if not known.issuperset(topics):
+        known |= sent_lately(table)
     return [topic for topic in topics if topic not in known]
 
 

@@ -1,13 +1,11 @@
 """The `outbox` command. Each module adds its commands with `add(commands)`.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 a service cannot be reached, or the table or a permission is missing,
-130 interrupted by Ctrl-C, 143 by SIGTERM.
+Exit codes: 0 done, 1 failed, 2 usage, 3 a service cannot be reached, the table or a permission is missing, or stdout
+cannot be written, 130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
 import argparse
 import contextlib
-import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +27,7 @@ from outbox.cli import (
 )
 from outbox.errors import OutboxError
 from outbox.program.arguments import Parser
+from outbox.program.lazy import need
 from outbox.program.settings import one_of, unknown_variables
 from outbox.program.terminal import Escaped, prepare_streams, say
 
@@ -55,10 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sentence in unknown_variables():
             output.note(sentence)
         code: int = options.run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe. Flushing the buffer at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -90,8 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _complete(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("shtab") is None:
-        raise OutboxError("completion needs shtab. Install it: pip install 'spanner-outbox[operators]'")
+    need("shtab", "completion", "operators")
     import shtab  # noqa: PLC0415 - optional
 
     say(Escaped(shtab.complete(options.parser, options.shell).rstrip("\n")))

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from datetime import datetime
 from typing import Any
 
 from outbox import admin
@@ -45,10 +46,10 @@ reason on stderr. The next tasks of the same ordering keys are released.
 #: Why tasks are not changed.
 NOT_CHANGED = {
     "pending": "because pending tasks need no retry",
-    "expired": "because ExpiresAt has passed; --include-expired sends them anyway",
+    "expired": "because ExpiresAt has passed; pass --include-expired to send expired tasks",
     "blocked": "because blocked tasks wait for the head of their ordering key",
 }
-OUTSIDE = "because they ({state}) do not match --state, --topic, --since, --until or --error"
+OUTSIDE = "excluded by --state, --topic, --since, --until or --error (the state is {state})"
 
 
 def add(commands: Any) -> None:
@@ -95,11 +96,11 @@ def run_retry(options: argparse.Namespace) -> int:
     until = min(selection.until or now, now)
     selection = dataclasses.replace(selection, until=until, include_expired=options.include_expired)
     flags.check_window(selection.since, until)
-    count = admin.changes.count(table, selection, exact=options.dry_run)
+    count = admin.changes.count(table, selection, exact=options.dry_run, at=now)
     if options.dry_run:
         say(f"{count} would become due now")
         if not options.include_expired and options.state != "sent":
-            note("expired tasks are not counted. --include-expired sends them, too")
+            _note_expired(table, selection, count, now)
         if not count.number and ids is None:
             flags.explain_none(table, selection, options)
         return 0
@@ -123,6 +124,17 @@ def run_retry(options: argparse.Namespace) -> int:
     if not report.changed:
         flags.explain_none(table, selection, options)
     return 0
+
+
+def _note_expired(
+    table: "admin.table.TaskTable",
+    selection: "admin.changes.TaskSelection",
+    count: "admin.changes.Count",
+    at: datetime,
+) -> None:
+    everything = dataclasses.replace(selection, include_expired=True)
+    if expired := admin.changes.count(table, everything, exact=True, at=at).number - count.number:
+        note(f"{counted(expired, 'expired task')} not counted. Pass --include-expired to send expired tasks, too")
 
 
 def run_purge(options: argparse.Namespace) -> int:
@@ -180,4 +192,4 @@ def run_cancel(options: argparse.Namespace) -> int:
     outcomes = admin.changes.change(table, "cancel", selection, flags.author(options))
     report = bulk.carry_out(outcomes, flags.continue_command(options, **times))
     say(f"deleted: {counted(report.changed, 'task')}")
-    return report.explain({}, "because they are {state}")
+    return report.explain({}, "because the state is {state}")

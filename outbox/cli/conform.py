@@ -3,11 +3,10 @@
 import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from outbox.cli import flags
-from outbox.errors import OutboxError
+from outbox.errors import SettingError
 from outbox.program.terminal import counted, joined, say
 
 DESCRIPTION = """\
@@ -27,13 +26,13 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was compared, and the first difference; return 1 if there is one. Raises OutboxError."""
+    """Print what was compared, and the first difference; return 1 if there is one. Raises SettingError."""
     from outbox.specification.conformance import conform  # noqa: PLC0415 - only this command needs it
 
     try:
         found = conform(step for file in options.files for step in _steps(file))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise OutboxError(f"a line is no step of a trace: {type(error).__name__}: {error}") from None
+        raise SettingError(f"a line is no step of a trace: {type(error).__name__}: {error}") from None
     compared = f"{counted(found.workers, 'worker')}, {counted(found.transactions, 'transaction')} compared"
     say(f"{compared}, {found.skipped:,} not specified, {counted(len(found.differences), 'difference')}")
     if found.differences:
@@ -43,12 +42,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _steps(file: str) -> Iterator[dict[str, Any]]:
     """Yield the steps of a trace. The last line may be incomplete, because the worker was killed."""
-    try:
-        *lines, _ = Path(file).read_bytes().split(b"\n")
-    except OSError as error:
-        raise OutboxError(f"{file!r} cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            raise OutboxError(f"{file!r}, line {number:,} is not JSON") from None
+    for number, line in enumerate(flags.read_lines(file), 1):
+        if line.endswith(b"\n"):
+            try:
+                yield json.loads(line)
+            except ValueError:
+                raise SettingError(f"{file!r}, line {number:,} is not JSON") from None

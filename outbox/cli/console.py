@@ -13,6 +13,7 @@ from outbox.cli import flags
 from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
+from outbox.program.lazy import need
 from outbox.program.settings import (
     SWITCH,
     DatabaseSettings,
@@ -39,7 +40,7 @@ login, and it changes nothing unless you pass --allow-actions.
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or int(port) > 65_535:
+    if not (port.isascii() and port.isdecimal()) or int(port) > 65_535:
         raise ValueError(text)
     return host_and_port(host)[0], int(port)
 
@@ -140,6 +141,7 @@ def _serve(application: Any, listener: socket.socket) -> None:
 
 
 def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
+    need("uvicorn", "the console", "console")
     from outbox.console.roles import parsed  # noqa: PLC0415 - optional
     from outbox.table.connection import open_database  # noqa: PLC0415 - the client: half a second
 

@@ -1,10 +1,10 @@
 """Flags that several commands share: the database, and which tasks."""
 
 import argparse
-import json
+import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,11 @@ from outbox.program.settings import (
 )
 from outbox.program.terminal import escaped
 from outbox.program.times import MOMENT, resolved, shown
+from outbox.program.values import json_value
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
+#: Max bytes of a line of a file that a user passes. The longest is a file of topic controls without line breaks.
+MAX_LINE_BYTES = 10_000_000
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
 MIN_PREFIX = 4
 #: Max task IDs that are counted if they begin with the same prefix.
@@ -188,14 +191,26 @@ def ids(options: argparse.Namespace) -> tuple[str, ...] | None:
 
 def read_text(file: str, source: str = "") -> str:
     """Return the text of a file, or of stdin if it is `-`. Raises SettingError, which begins with `source`."""
-    where = "stdin" if file == "-" else file
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise SettingError(f"{source}{where!r} cannot be read: {error.strerror}") from None
+        return b"".join(read_lines(file, source)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SettingError(f"{source}{where!r} is not UTF-8: {error.reason} at byte {error.start:,}") from None
+        raise SettingError(f"{_named(file, source)} is not UTF-8: {error.reason} at byte {error.start:,}") from None
+
+
+def read_lines(file: str, source: str = "") -> Iterator[bytes]:
+    """Yield the lines of a file, as `read_text` reads it. One without line breaks, such as /dev/zero, is refused."""
+    try:
+        with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise SettingError(f"{_named(file, source)} has a line of more than {MAX_LINE_BYTES:,} bytes")
+                yield line
+    except OSError as error:
+        raise SettingError(f"{_named(file, source)} cannot be read: {error.strerror}") from None
+
+
+def _named(file: str, source: str) -> str:
+    return f"{source}{'stdin' if file == '-' else file!r}"
 
 
 def full_ids(
@@ -244,16 +259,17 @@ def explain_none(
 
 def unknown_topics(table: "admin.table.TaskTable", unknown: Sequence[str]) -> str:
     """Return a message about `unknown` topics that suggests known ones. Raises NotReached, OutboxError."""
-    known = table.topics(MAX_SUGGESTION_TOPICS)
+    known = sorted({*table.topics(MAX_SUGGESTION_TOPICS), *admin.topics.sent_lately(table)})
     return (
-        f"unknown topic {named(map(repr, unknown))} (no unsent task, and no row in AsynchronousTaskTopics)."
+        f"unknown topic {named(map(repr, unknown))} (no row in AsynchronousTaskTopics, no unsent task, and none "
+        "sent in the last minute)."
         f"{''.join(did_you_mean(topic, known) for topic in unknown)} Known topics: {named(known) or 'none'}"
     )
 
 
 def _id(line: str, where: str) -> str:
     try:
-        value = json.loads(line) if line.startswith(("{", '"')) else line
+        value = json_value(line) if line.startswith(("{", '"')) else line
         return str(ID.parse(value["id"] if isinstance(value, dict) else value))
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         raise SettingError(

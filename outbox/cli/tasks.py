@@ -18,7 +18,7 @@ from outbox.cli import errors, flags
 from outbox.cli.output import by_field, note, shortened, table
 from outbox.errors import OutboxError, PositionExpired
 from outbox.program.signals import exit_on
-from outbox.program.terminal import counted, escaped, say
+from outbox.program.terminal import counted, escaped, say, write
 from outbox.program.texts import as_json, cell
 from outbox.program.times import MOMENT, resolved, shown, spoken
 from outbox.table.states import STATES, UNSENT, is_dead
@@ -137,10 +137,12 @@ def run_show(options: argparse.Namespace) -> int:
     [id] = flags.full_ids(task_table, options, options.ids)
     task = admin.tasks.task(task_table, id)
     if task is None:
-        raise OutboxError(
-            f"task {id!r} does not exist. Either its transaction was not committed, or the task was deleted: "
-            "after it was sent (retention, `outbox purge`), or before that (`outbox cancel`)"
+        why = (
+            ". Either its transaction was not committed, or the task was deleted: after it was sent (retention, "
+            "`outbox purge`), or before that (`outbox cancel`)"
         )
+        # `full_ids` has said that a shorter prefix is too short.
+        raise OutboxError(f"task {id!r} does not exist{why if len(id) >= flags.MIN_PREFIX else ''}")
     message = task.message
     data = task.columns["Data"] if message is None else message.data
     as_retried = admin.changes.TaskSelection(ids=(id,))
@@ -149,7 +151,7 @@ def run_show(options: argparse.Namespace) -> int:
     if message is None:
         note("Data is not a serialized google.pubsub.v1.PubsubMessage. The bytes of the column are shown")
     if options.raw:
-        sys.stdout.buffer.write(data)
+        write(data, sys.stdout)
     elif options.json:
         attributes = {} if message is None else dict(message.attributes)
         message_fields = {"attributes": attributes, **_json_data(data)}

@@ -17,6 +17,7 @@ from outbox.program.settings import did_you_mean
 from outbox.program.terminal import Escaped, counted, escaped, say
 from outbox.program.texts import as_json
 from outbox.program.times import shown
+from outbox.program.values import json_value
 from outbox.table.controls import BOUNDS, problems
 
 TOPICS_DESCRIPTION = """\
@@ -133,9 +134,9 @@ def _read(file: str) -> Any:
     """Return the JSON of a file. Raises SettingError."""
     text = flags.read_text(file)
     try:
-        return json.loads(text)
+        return json_value(text)
     except (ValueError, RecursionError) as error:
-        raise SettingError(f"{file!r} is not JSON: {error}. Nothing was changed") from None
+        raise SettingError(f"{file!r} cannot be read as JSON: {error}. Nothing was changed") from None
 
 
 def parsed(value: Any) -> "dict[str, admin.topics.Control]":

@@ -9,7 +9,7 @@ from outbox import admin
 from outbox.cli import bulk, flags
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import PubSubSettings, SettingType, did_you_mean, matching, whole_number
+from outbox.program.settings import PubSubSettings, SettingType, did_you_mean, matching, number, whole_number
 from outbox.program.terminal import escaped, say
 from outbox.program.times import SECONDS
 from outbox.program.values import TOPIC
@@ -57,7 +57,7 @@ SHARED = "each live worker gets an equal part. Its burst and max in flight are a
 
 
 def _rate(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not (value >= MIN_RATE and math.isfinite(value)):
         raise ValueError(text)
     return value

@@ -2,11 +2,11 @@
 
 import dataclasses
 import enum
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from outbox.errors import SettingError
+from outbox.program.values import json_value
 
 
 class Role(enum.StrEnum):
@@ -53,7 +53,7 @@ def parsed(text: str) -> Roles:
     Raises SettingError.
     """
     try:
-        return Roles({Role(role): _names(names) for role, names in json.loads(text).items()})
+        return Roles({Role(role): _names(names) for role, names in json_value(text).items()})
     except (ValueError, AttributeError, RecursionError) as error:
         raise SettingError(
             '--roles: the file must be JSON such as {"viewer": ["*@example.com"]}, with the roles '

@@ -1,12 +1,14 @@
 """The argument parser of all commands. Standard library only."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean
+from outbox.program.terminal import write
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,6 +16,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        # Like -5, -5m is a value and no flag. So the flag before it says what is allowed.
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as ArgumentParser does, but refuse unknown arguments here, where the flags of the command are known."""
@@ -22,6 +26,10 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             raise SettingError(self._unknown(unknown))
         return options, unknown
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse drops the error of a stream that cannot be written.
+        write(message, file or sys.stderr)
 
     def _unknown(self, arguments: Sequence[str]) -> str:
         flag = next((each.partition("=")[0] for each in arguments if each.startswith("-")), None)

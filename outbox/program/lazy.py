@@ -1,9 +1,12 @@
-"""Packages whose names are imported when they are first used. Standard library only."""
+"""Packages whose names are imported when they are first used, and optional packages. Standard library only."""
 
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
+
+from outbox.errors import OutboxError
 
 
 def importer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
@@ -19,3 +22,9 @@ def importer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
         return found
 
     return find
+
+
+def need(package: str, user: str, extra: str) -> None:
+    """Raise OutboxError, which says what to install, if an optional package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise OutboxError(f"{user} needs {package}. Install it: pip install 'spanner-outbox[{extra}]'")

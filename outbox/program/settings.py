@@ -78,22 +78,29 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
 _DECIMAL = r"[0-9]+(\.[0-9]+)?"
 
 
+def number(text: str, kind: Callable[[str], float] = float) -> float:
+    """Return the number of a text. Raises ValueError, also for the digits of other scripts, which Python reads."""
+    if not text.isascii():
+        raise ValueError(text)
+    return kind(text)
+
+
 def whole_number(low: int, high: int) -> SettingType:
     """Return the type of integers from `low` to `high`."""
     allowed = f"a whole number from {low:,} to {high:,}"
-    return SettingType(lambda text: _between(int(text), low, high), allowed, pattern=r"[0-9]+")
+    return SettingType(lambda text: _between(number(text, int), low, high), allowed, pattern=r"[0-9]+")
 
 
 def seconds(low: float, high: float) -> SettingType:
     """Return the type of durations in seconds from `low` to `high`."""
     allowed = f"seconds from {low:,.12g} to {high:,.12g}"
-    return SettingType(lambda text: _between(float(text), low, high), allowed, pattern=_DECIMAL)
+    return SettingType(lambda text: _between(number(text), low, high), allowed, pattern=_DECIMAL)
 
 
 def fraction(low: float, high: float) -> SettingType:
     """Return the type of fractions from `low` to `high`."""
     allowed = f"a number from {low:g} to {high:g}"
-    return SettingType(lambda text: _between(float(text), low, high), allowed, pattern=_DECIMAL)
+    return SettingType(lambda text: _between(number(text), low, high), allowed, pattern=_DECIMAL)
 
 
 def one_of(*choices: str) -> SettingType:

@@ -1,6 +1,6 @@
 """What the commands of all packages write on stdout and stderr: whatever a row contains, it cannot control a terminal.
 
-`say` and `complain` are the only functions that write for people and programs. Standard library only.
+`say`, `complain` and `write` are the only functions that write for people and programs. Standard library only.
 """
 
 import codecs
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
+
+from outbox.errors import NotReached
 
 _DISCARD = Path(os.devnull)
 
@@ -54,8 +56,26 @@ def sentences(text: str) -> Escaped:
 
 
 def say(*lines: str, stream: TextIO | None = None, end: str = "\n") -> None:
-    """Write `lines`, each as one line, on stdout or on `stream`."""
-    print(joined(*lines), file=stream or sys.stdout, end=end, flush=True)
+    """Write `lines`, each as one line, on stdout or on `stream`. Raises what `write` raises."""
+    write(f"{joined(*lines)}{end}", stream or sys.stdout)
+
+
+def write(output: str | bytes, stream: TextIO) -> None:
+    """Write text, or bytes, at once. Raises NotReached or BrokenPipeError if stdout does not take it."""
+    try:
+        if isinstance(output, bytes):
+            stream.buffer.write(output)
+        else:
+            stream.write(output)
+        stream.flush()
+    except OSError as error:
+        # Python writes the rest of the buffer at exit. It would fail again, and end with a code of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is not sys.stdout:
+            return  # a message, and there is no other place for it
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise NotReached(f"cannot write the output: {error.strerror}") from None
 
 
 def complain(program: str, text: str) -> None:
@@ -64,9 +84,13 @@ def complain(program: str, text: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Let stdout and stderr escape what their encoding lacks, as JSON does. A closed stream discards."""
+    """Let stdout and stderr escape what their encoding lacks, as JSON does.
+
+    A closed stdin is empty, and a closed stderr discards. Each `write` to a closed stdout fails.
+    """
     sys.stdin = sys.stdin or _DISCARD.open()
-    sys.stdout, sys.stderr = (stream or _DISCARD.open("w") for stream in (sys.stdout, sys.stderr))
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    sys.stderr = sys.stderr or _DISCARD.open("w")
     codecs.register_error("json_escape", _replacement)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -11,18 +11,18 @@ _LONGEST = 36_500 * 86_400
 
 
 def _duration(text: str) -> timedelta:
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)([smhd])", text)
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([smhd])", text)
     if not match or (seconds := float(match[1]) * _UNITS[match[2]]) > _LONGEST:
         raise ValueError(text)
     return timedelta(seconds=seconds)
 
 
 def _seconds(text: str) -> float:
-    return float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) else _duration(text).total_seconds()
+    return float(text) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) else _duration(text).total_seconds()
 
 
 def _moment(text: str) -> timedelta | datetime:
-    if not re.match(r"\d{4}-\d\d-\d\dT", text):
+    if not re.match(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T", text):
         return _duration(text)
     value = datetime.fromisoformat(text)
     # The years at both ends have times that are none in UTC.

@@ -1,6 +1,7 @@
 """Values that callers pass, as the exact types that the rest of the code relies on. Standard library only."""
 
 import inspect
+import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -29,6 +30,33 @@ def class_name(value: object) -> str:
     """Return the name of the value's class with its module, because several packages have classes of one name."""
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+class _Pairs(tuple[tuple[str, Any], ...]):
+    """The names and values of a JSON object, as written."""
+
+    __slots__ = ()
+
+
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError, RecursionError.
+
+    A name that an object has twice is refused with its path, because Python would silently take the last value.
+    """
+    return _unique(json.loads(text, object_pairs_hook=_Pairs), "")
+
+
+def _unique(value: Any, path: str) -> Any:
+    if isinstance(value, list):
+        return [_unique(each, path) for each in value]
+    if not isinstance(value, _Pairs):
+        return value
+    found: dict[str, Any] = {}
+    for name, each in value:
+        if name in found:
+            raise ValueError(f"{path}{name:.100} is there twice")
+        found[name] = _unique(each, f"{path}{name:.100}.")
+    return found
 
 
 def in_utc(time: datetime) -> datetime:

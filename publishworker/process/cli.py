@@ -1,7 +1,8 @@
 """The `publishworker` command.
 
-Exit codes: 0 success, 1 failed, 2 usage, 3 a service cannot be reached, or a table or permission is missing, 4 a drain
-ended with work left; 130 and 143 after a second signal, or after the first one of `check` and `verify`.
+Exit codes: 0 success, 1 failed, 2 usage, 3 a service cannot be reached, a table or permission is missing, or stdout
+cannot be written, 4 a drain ended with work left; 130 and 143 after a second signal, or after the first one of `check`
+and `verify`.
 """
 
 import argparse
@@ -53,6 +54,8 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        return exits.FAILED
     except KeyboardInterrupt:  # the second Ctrl-C
         return exits.INTERRUPTED
     except OutboxError as error:

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _age(text: str) -> float:
     try:
-        age = float(text)
+        age = float(text.encode("ascii"))  # without the digits of other scripts
     except ValueError:
         age = 0.0
     if not 0 < age < float("inf"):

@@ -169,7 +169,7 @@ class Reporter:
             if mark.dead:
                 next_step = ". The task is dead. Fix the cause, then run `outbox retry` or `outbox cancel`"
             elif mark.available_at is not None:
-                next_step = f". It will be due at {mark.available_at:%Y-%m-%dT%H:%M:%SZ}"
+                next_step = f". It is due at {mark.available_at:%Y-%m-%dT%H:%M:%SZ}"
                 if kind_of(failure.reason) is FailureKind.TARGET:
                     next_step += ". Until the circuit of the topic closes, only probes are published"
             self._throttled_log.log(

@@ -26,6 +26,7 @@ IAP = {"identity": "iap", "iap_audience": "/projects/1/global/backendServices/2"
         ({"bind": "[::]:8080"}, "--bind :: can be reached from other machines"),
         ({"bind": "example.com:80"}, "--bind example.com can be reached from other machines"),
         ({"bind": "8080"}, "--bind: '8080' is not allowed"),
+        ({"bind": "localhost:\uff18"}, "--bind: 'localhost:\uff18' is not allowed"),
         ({"bind": "localhost:99999"}, "--bind: 'localhost:99999' is not allowed"),
         ({"identity": "iap"}, "--identity iap needs --iap-audience"),
         ({"identity": "header", "identity_header": "X-Email"}, "needs --identity-header and --trusted-proxy"),

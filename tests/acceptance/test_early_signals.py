@@ -77,7 +77,7 @@ def test_a_signal_during_the_imports_ends_a_command(words: str, number: signal.S
         ("publishworker run", signal.SIGTERM, 0),
         ("publishworker drain", signal.SIGINT, 4),
         ("outbox tail", signal.SIGTERM, 0),
-        ("outbox list", signal.SIGTERM, 143),
+        ("outbox retry an-id", signal.SIGTERM, 143),
     ],
 )
 def test_a_signal_ends_a_command_whose_first_request_hangs(words: str, number: signal.Signals, code: int) -> None:

@@ -100,7 +100,7 @@ def test_cancel_asks_and_deletes_unsent_tasks_only(outbox: Commands, database: D
     logged = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     assert sorted(line["task_id"] for line in logged) == ["blocked", "dead-2", "pending", "retrying", "scheduled"]
     assert {(line["reason"], line["action"]) for line in logged} == {("cancelled, ticket 4711", "cancelled")}
-    assert "because they are sent: sent\n" in done.stderr
+    assert "1 task not changed, because the state is sent: sent\n" in done.stderr
     assert "not in the table: missing\n" in done.stderr
     assert table(database) == {"sent": before["sent"]}
 

@@ -191,8 +191,10 @@ def test_an_export_can_be_applied(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ('{"topics": {"mails": {"paused": true}, "mails": {}}}', "topics.mails is there twice. Nothing was changed"),
+        ('{"topics": {"orders": {"burst": 5, "burst": 6}}}', "topics.orders.burst is there twice"),
         ("[]", 'the file must be {"topics": {...}}'),
         ('{"topics": {}, "more": 1}', 'the file must be {"topics": {...}}'),
         ('{"topics": {"orders": []}}', "topics.orders must be an object"),

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -94,17 +95,18 @@ def test_a_limit_that_is_not_given_keeps_its_value(database: Database, command: 
 
 @pytest.mark.parametrize("words", ["pause {}", "limit {} --max-in-flight 1"])
 def test_a_topic_is_known_by_a_row_or_a_task(database: Database, command: Command, words: str) -> None:
-    """Either is enough; a sent task is not. `--yes` accepts any name."""
+    """Either is enough, as for `outbox topics`; a task sent earlier is not. `--yes` accepts any name."""
     control(database, "has-row")
     have(database, "has-task")
-    for topic in ("has-row", "has-task"):
+    sent = {"sent-now": COMMIT_TIMESTAMP, "sent-before": datetime.now(UTC) - timedelta(minutes=2)}
+    with database.batch() as batch:
+        ids = [outbox.register(batch, topic, b"") for topic in sent]
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "SentAt"), list(zip(ids, sent.values(), strict=True)))
+    for topic in ("has-row", "has-task", "sent-now"):
         assert command(words.format(topic))[0] == 0
-    with database.batch() as batch:
-        id = outbox.register(batch, "sent", b"")
-    with database.batch() as batch:
-        batch.update("AsynchronousTasks", ("Id", "SentAt"), [(id, COMMIT_TIMESTAMP)])
-    assert command(words.format("sent"))[0] == 2
-    assert command(words.format("sent") + " --yes")[0] == 0
+    assert command(words.format("sent-before"))[0] == 2
+    assert command(words.format("sent-before") + " --yes")[0] == 0
 
 
 def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, command: Command) -> None:
@@ -114,8 +116,9 @@ def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, com
     have(database, "orders", "orders", "invoices")
     control(database, "reminders")
     refusal = (
-        "outbox: Not a terminal. Pass --yes to confirm: unknown topic 'ordres' (no unsent task, and no row in "
-        "AsynchronousTaskTopics). Did you mean 'orders'? Known topics: invoices, orders, reminders. "
+        "outbox: Not a terminal. Pass --yes to confirm: unknown topic 'ordres' (no row in "
+        "AsynchronousTaskTopics, no unsent task, and none sent in the last minute). Did you mean 'orders'? "
+        "Known topics: invoices, orders, reminders. "
     )
     for words, verb in (("pause orders ordres", "Pause"), ("limit ordres --max-in-flight 1", "Limit")):
         assert command(words) == (2, "", refusal + advice.format(verb))

@@ -115,8 +115,10 @@ def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_command_refuses_other_files(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "other.jsonl"
     file.write_text(text, encoding="utf-8")
-    assert cli.main(["conform", str(file)]) == 1
+    assert cli.main(["conform", str(file)]) == 2
     assert "outbox: " in capsys.readouterr().err
+    assert cli.main(["conform", str(tmp_path / "gone")]) == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_a_trace_has_no_message_and_no_ordering_key(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.texts import as_json
 from outbox.program.times import shown
+from publishworker.process import cli as publishworker
 from tests.support.commands import here
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
@@ -84,6 +85,7 @@ def test_a_line_that_is_not_an_id_is_refused(ids_of: Any):
         b'{"id": null}': "line 1: '{\"id\": null}' is not a task ID",
         b'{"id": 5}': "line 1: '{\"id\": 5}' is not a task ID",
         b'{"id": ["a"]}': "is not a task ID",
+        b'{"id": "a", "id": "b"}': "is not a task ID",
         b'{"Id": "a"}': "is not a task ID",
         rb'"\ud800"': "is not a task ID",
         b'{"id": "a"': "It must be 1 to 64 characters of valid Unicode, or JSON with a task ID",
@@ -146,7 +148,7 @@ def test_a_selection_uses_the_databases_time():
         ("list --limit 0", "--limit: '0' is not allowed. It must be a whole number from 1 to 100,000"),
         *(
             (f"limit orders --rate={rate} --burst 1", f"--rate: '{rate}' is not allowed. It must be {RATE}")
-            for rate in ("0", "-1", "nan", "inf", "-inf", "1e999", "ten")
+            for rate in ("0", "-1", "nan", "inf", "-inf", "1e999", "ten", "\uff11")
         ),
         ("limit orders --rate 1 --burst 0", f"--burst: '0' is not allowed. It must be {BURST}"),
         ("limit orders --rate 1 --burst 1.5", f"--burst: '1.5' is not allowed. It must be {BURST}"),
@@ -170,10 +172,12 @@ def test_a_selection_uses_the_databases_time():
         ("cancel --reason x", "no tasks given. Pass IDs"),
         ("cancel --state dead --yes", "--reason is missing. It is required with --state"),
         ("purge --sent-before 30", "90s, 15m, 2h or 7d"),
-        ("status --max-age -1h", "--max-age"),
+        ("status --max-age -1h", "outbox: --max-age: '-1h' is not allowed. It must be seconds, or a duration"),
+        ("policy orders --backoff-max -1s", "outbox: --backoff-max: '-1s' is not allowed. It must be seconds, or a"),
         ("status --max-pending many", "a whole number"),
         ("status --watch --max-age 1h", "--watch has no exit code"),
         ("retry --ids-file /gone", "'/gone' cannot be read: No such file or directory"),
+        ("retry --ids-file /dev/zero", "--ids-file: '/dev/zero' has a line of more than 10,000,000 bytes"),
     ],
 )
 def test_a_wrong_value_is_refused_before_any_request(words: str, sentence: str):
@@ -239,12 +243,31 @@ def test_a_shell_reads_the_completion_script(shell: str, capsys: pytest.CaptureF
         assert subprocess.run([program, "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_completion_without_its_extra_says_what_to_install(
+@pytest.mark.parametrize(
+    ("main", "words", "package", "extra"),
+    [
+        (cli.main, ["completion", "bash"], "shtab", "operators"),
+        (cli.main, ["console", *PLACE], "uvicorn", "console"),
+        (publishworker.main, ["verify", *PLACE, "--report", "page.html"], "jinja2", "worker"),
+    ],
+)
+def test_a_command_without_its_extra_says_what_to_install(  # noqa: PLR0917 - parameters and fixtures
+    main: Any, words: list[str], package: str, extra: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert main(words) == 1
+    assert capsys.readouterr().err.endswith(f"needs {package}. Install it: pip install 'spanner-outbox[{extra}]'\n")
+
+
+def test_a_verification_without_a_report_needs_no_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    assert cli.main(["completion", "bash"]) == 1
-    assert "pip install 'spanner-outbox[operators]'" in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "publishworker.process.verify.command", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert publishworker.main(["verify", *PLACE]) == 2
+    assert "Not a terminal. Pass --yes" in capsys.readouterr().err
 
 
 PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "), min_size=1, max_size=30)

@@ -152,7 +152,10 @@ def test_the_file_of_roles() -> None:
         assert roles.of(nobody) == set()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"admin": []}', '{"viewer": "*"}', '{"viewer": [1]}', '{"viewer": [""]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"admin": []}', '{"viewer": "*"}', '{"viewer": [1]}', '{"viewer": [""]}', '{"data": [], "data": []}'],
+)
 def test_a_wrong_file_of_roles_is_refused(text: str) -> None:
     with pytest.raises(SettingError, match="--roles: the file must be JSON such as"):
         parsed(text)

@@ -29,7 +29,7 @@ def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
     os.utime(file, (0, 0))
     assert healthcheck.main([]) == 1
     assert "s old; --max-age is 45 s" in capsys.readouterr().err
-    for wrong in ("nan", "inf", "0", "-1", "soon"):
+    for wrong in ("nan", "inf", "0", "-1", "soon", "\uff15"):
         with pytest.raises(SystemExit, match="2"):
             healthcheck.main(["--max-age", wrong])
         assert "--max-age" in (error := capsys.readouterr().err)

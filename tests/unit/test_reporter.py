@@ -104,7 +104,7 @@ def test_each_failure_is_logged(watch: Watch) -> None:
     watch.reporter.delivered(result)
     about = {"topic": "orders", "reason": "not_found"}
     again = "Task {} of topic orders failed in attempt 2: not_found: no such topic. "
-    again += "It will be due at 2026-12-31T00:00:00Z. Until the circuit of the topic closes, only probes are published"
+    again += "It is due at 2026-12-31T00:00:00Z. Until the circuit of the topic closes, only probes are published"
     assert watch.lines() == [
         (
             (
@@ -235,4 +235,4 @@ def test_a_failure_of_the_task_alone_waits_for_no_circuit(watch: Watch) -> None:
     result.answers["a"] = Failed("unknown", "no such reason")
     watch.reporter.delivered(result)
     [(line, _)] = watch.lines()
-    assert line.endswith("It will be due at 2026-12-31T00:00:00Z")
+    assert line.endswith("It is due at 2026-12-31T00:00:00Z")

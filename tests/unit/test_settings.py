@@ -44,11 +44,11 @@ def test_a_member_of_an_enumeration_becomes_plain_text() -> None:
 
 #: By the flag: the allowed values, values beyond them, and the boundaries inside.
 VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "batch_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten"), ("1", "1000")),
+    "batch_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten", "\uff11"), ("1", "1000")),
     "concurrency": ("a whole number from 1 to 100", ("-1",), ("1", "100")),
-    "publish_timeout": ("seconds from 0.1 to 8", ("9", "nan"), ("0.1", "8")),
+    "publish_timeout": ("seconds from 0.1 to 8", ("9", "nan", "\uff15"), ("0.1", "8")),
     "poll_interval": ("seconds from 0.05 to 30", ("inf",), ("0.05", "30")),
-    "fair_share": ("a number from 0 to 0.5", ("-0.1", "0.51", "nan", "half"), ("0", "0.5")),
+    "fair_share": ("a number from 0 to 0.5", ("-0.1", "0.51", "nan", "half", "\uff10"), ("0", "0.5")),
     "log_format": ("auto, json or text", ("xml",), ()),
     # A worker with a project that topics do not allow would make all of its tasks dead.
     "project": (

@@ -3,16 +3,22 @@
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.cli import main as outbox
 from outbox.program.logs import JsonFormatter, TextFormatter
 from outbox.program.terminal import complain, counted, prepare_streams, say
 from outbox.program.texts import as_json
+from outbox_pipeline.cli import main as outbox_pipeline
+from publishworker.process.cli import main as publishworker
 from tests.support.processes import ROOT
 
 FAKED = "orders\nok          topic invoices\r\x1b[2J\x9b2J\u202e\u2028\x85ok"
@@ -74,6 +80,40 @@ def test_one_of_a_kind_is_not_in_the_plural() -> None:
     assert [counted(number, "live worker") for number in (0, 1, 1_000)] == [
         "0 live workers", "1 live worker", "1,000 live workers",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stdout", "why"), [("/dev/full", "No space left on device"), (None, "Bad file descriptor")])
+@pytest.mark.parametrize(
+    ("program", "main"), [("outbox", outbox), ("publishworker", publishworker), ("outbox-pipeline", outbox_pipeline)]
+)
+def test_an_output_that_cannot_be_written_is_one_sentence(  # noqa: PLR0917 - parameters and fixtures
+    program: str, main: Callable[[list[str]], int], stdout: str | None, why: str,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The exit code is not 1, by which `outbox status` says that a limit is exceeded. None: stdout is closed."""
+    monkeypatch.setattr(sys, "stdout", stdout and Path(stdout).open("w"))  # noqa: SIM115 - below
+    code = main(["--version"])
+    assert (code, capfd.readouterr().err) == (3, f"{program}: cannot write the output: {why}\n")
+    sys.stdout.close()  # nothing is left that fails again at exit
+
+
+@pytest.mark.parametrize("main", [outbox, publishworker, outbox_pipeline])
+def test_a_reader_that_has_enough_causes_no_message(
+    main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is `head`, for example."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["--version"]) == 1
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("words", ["schema print", "--help"])
+def test_a_full_disk_for_all_output_has_the_same_exit_code(words: str) -> None:
+    line = f"{sys.executable} -m outbox {words} > /dev/full 2>&1"
+    assert subprocess.run(["bash", "-c", line], cwd=ROOT, check=False, timeout=60).returncode == 3
 
 
 @pytest.mark.parametrize("closed", ["0", "1", "2"])

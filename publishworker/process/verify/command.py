@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader
-
 from outbox.cli.bulk import confirm
 from outbox.cli.output import table
 from outbox.errors import SettingError
+from outbox.program.lazy import need
 from outbox.program.terminal import Escaped, complain, say
 from outbox.program.texts import as_json
 from publishworker.process import exits
@@ -27,6 +26,8 @@ def verify(options: argparse.Namespace) -> int:
     # Not OUTBOX_DATABASE, which names the database of the application.
     name = options.database or f"outbox-verify-{uuid.uuid4().hex[:8]}"
     settings = WorkerSettings.read(vars(options) | {"database": name})
+    if options.report:
+        need("jinja2", "--report", "worker")
     confirm(
         f"This creates database {settings.database} in instance {settings.instance}, loads {options.rows:,} tasks, and "
         f"takes minutes. The database is {'kept (--keep)' if options.keep else 'deleted at the end'}. No other one is "
@@ -43,10 +44,15 @@ def verify(options: argparse.Namespace) -> int:
     else:
         say(_as_table(found))
     if options.report:
-        pages = Environment(loader=PackageLoader("publishworker.process.verify", ""), autoescape=True, trim_blocks=True)
-        page = pages.get_template("report.html.jinja").render(checks=found, settings=settings)
-        Path(options.report).write_text(page, encoding="utf-8")
+        Path(options.report).write_text(_as_page(found, settings), encoding="utf-8")
     return exits.FAILED if any(each.verdict == FAILED for each in found.values()) else exits.DONE
+
+
+def _as_page(found: Mapping[str, Finding], settings: WorkerSettings) -> str:
+    from jinja2 import Environment, PackageLoader  # noqa: PLC0415 - optional
+
+    pages = Environment(loader=PackageLoader("publishworker.process.verify", ""), autoescape=True, trim_blocks=True)
+    return pages.get_template("report.html.jinja").render(checks=found, settings=settings)
 
 
 def _as_table(found: Mapping[str, Finding]) -> Escaped:
