@@ -24,8 +24,8 @@ class ClaimedTask(NamedTuple):
     """A task as the poll has read it."""
 
     id: str
-    ordering_key: str | None = None
-    shard: int = 0
+    ordering_key: str | None
+    shard: int
 
 
 @dataclass(frozen=True, slots=True)

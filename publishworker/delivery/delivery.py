@@ -171,7 +171,9 @@ class Delivery:
             return
         with contextlib.suppress(StoreError):
             heads = self._tools.store.key_heads(keys, 1, skip_dead=self._policy.skip_dead)
-            deferred = [ClaimedTask(head.id, key.ordering_key) for key, [head] in heads.items() if head.deferred]
+            deferred = [
+                ClaimedTask(head.id, key.ordering_key, keys[key]) for key, [head] in heads.items() if head.deferred
+            ]
             if deferred:
                 claim = replace(self.claim, tasks=tuple(deferred), releases=())
                 self._transact(claim, lambda rows, now: self._releases(claim, rows, {}, now))
@@ -180,8 +182,8 @@ class Delivery:
         """Prepare to mark again. If Spanner has refused the commit, find the rows that are the reason."""
         self._error = str(error)
         is_refused = isinstance(error, Refused)
-        # If Spanner has refused the commit, nothing is written, so failed attempts and deferrals are written again.
-        # After another error the commit may have succeeded, so they are neither written nor reported.
+        # If Spanner has refused the commit, nothing is written, so failed attempts and deferrals are written again, but
+        # not the releases. After another error they are dropped, because the commit may have succeeded.
         self._forget_marks([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
         self.mark_retry.begin(self, [self.claim.part({*self._published(), *self._unwritten_marks()})])
         if is_refused and self.mark_retry.search():

@@ -51,6 +51,7 @@ class MarkFirst(Delivery):
         """Undo the marks of a part. A held part has none: raise its error until the hold is over. Raises StoreError."""
         if self._marked.keys().isdisjoint(claim.ids):
             if self._tools.host.clock() < self._hold_until:
+                self.timing.transactions += 1  # a batch that waits is not stuck
                 raise self._held.get(claim) or next(iter(self._held.values()))
         else:
             self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))

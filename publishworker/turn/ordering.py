@@ -149,4 +149,4 @@ def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate]
     behind = [each.id for each in queue[1:] if each.sendable]
     for piece in cut(tasks, limits):
         ids = dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in piece)])
-        yield Claim(key.topic, tuple(ClaimedTask(id, key.ordering_key) for id in ids), Kind.DEFER)
+        yield Claim(key.topic, tuple(ClaimedTask(id, key.ordering_key, tasks[0].shard) for id in ids), Kind.DEFER)

@@ -256,7 +256,7 @@ class _Packing:
     def add(self, task: Candidate) -> None:
         self.tasks += (ClaimedTask(id, task.ordering_key, task.shard) for id in (task.id, *task.behind))
         if task.releases is not None:
-            self.releases.append(ClaimedTask(task.releases, task.ordering_key))
+            self.releases.append(ClaimedTask(task.releases, task.ordering_key, task.shard))
         self.bytes += task.bytes
 
 

@@ -92,8 +92,8 @@ def claim_of(
     **hints: Any,
 ) -> Claim:
     """Return a claim. Each task in `releases` has the last key."""
-    tasks = tuple(ClaimedTask(*pair) for pair in zip_longest(ids, keys))
-    after = tuple(ClaimedTask(id, tasks[-1].ordering_key) for id in releases)
+    tasks = tuple(ClaimedTask(*pair, shard=3) for pair in zip_longest(ids, keys))
+    after = tuple(ClaimedTask(id, tasks[-1].ordering_key, 3) for id in releases)
     return Claim(topic, tasks, kind, after, bytes, TopicHints(**hints))
 
 

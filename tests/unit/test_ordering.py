@@ -55,6 +55,17 @@ def test_a_key_is_read_as_far_as_a_batch_can_send_it(size: int) -> None:
     assert [rows for _, rows in store.asked] == [MAX_KEY_HEAD_ROWS // 100 + 1]
 
 
+def test_a_deferral_knows_the_shard_of_its_tasks() -> None:
+    """It may have to read the head of the key again."""
+    store = Recording({"k": "r"})
+    store.insert("head", "orders", ordering_key="k", available_at=store.now + timedelta(hours=1), sequence=-1)
+    [shard] = store.rows["head"].shards
+    found = store.poll(poll_request("orders"))
+    ordering = Ordering(store, Limits(5, 10_000_000, 2), policy(), Host())
+    [claim] = ordering.resolve(found, frozenset()).blocked
+    assert ([task.shard for task in claim.tasks], shard > 0) == ([shard] * 2, True)
+
+
 def test_without_ordered_tasks_no_key_head_is_read() -> None:
     store = Recording({"": "r"})
     assert store.sendable(4) == {"": ("00",)}

@@ -20,7 +20,7 @@ NOT_FOUND = Failed("not_found", "no such topic")
 
 
 def claim(topic: str = "orders", kind: Kind = Kind.PUBLISH) -> Claim:
-    return Claim(topic, (ClaimedTask("a"),), kind)
+    return Claim(topic, (ClaimedTask("a", None, 0),), kind)
 
 
 def topics(**controls: object) -> Topics:
