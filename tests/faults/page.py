@@ -33,11 +33,12 @@ INBOX = "inbox"
 HEAD = """\
 # Reliability
 
-Each line of the first two tables is a test that kills workers or breaks a service under load. It compares the IDs of
-registered tasks with the messages that subscribers received, and fails if there are more duplicates than *allowed*.
-`make test-long` runs them in the *long form*, with outages of a minute. `make soak MINUTES=30` causes all faults at
-random, and measures the memory of one worker. *Seconds to recover* are those from the end of the last fault until all
-tasks are marked as sent.
+Each line of the first two tables is a test. It causes a fault, an overload, or work of an operator or of another
+service. The test fails if a task is lost, was sent although it was rolled back, or arrived out of order, or if there
+are more duplicates than *allowed*. If a test ran in several ways, its line has the largest value of each column. The
+numbers are from the *long form*, with outages of a minute (`make test-long`). `make soak MINUTES=30` causes all faults
+at random, and measures the memory of one worker. *Seconds to recover* are those from the end of the last fault until
+all tasks are marked as sent.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
 versions. Do not edit it. Emulators, workers and tests share two cores, so times are long, but counts are exact.
