@@ -63,7 +63,7 @@ class Delivery:
         self._policy = tools.policy.for_topic(claim.policy)
         #: By ID, over all attempts of the transaction: the answer of Pub/Sub, or the reason why no request was sent.
         self._answers: dict[str, Answer] = {}
-        #: By ID, the version of the row when its task was last tried.
+        #: By ID, the version of each locked row, as of the last attempt that had no answer for its task.
         self._tried: dict[str, Version] = {}
         #: By ID, what the last attempt has decided about tasks that it does not mark as sent.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
@@ -84,7 +84,7 @@ class Delivery:
     def mark_again(self) -> Iterator[Unmarked]:
         """Mark again, in transactions that publish nothing.
 
-        Yield rows that cannot be written although others can, and tasks that are given up.
+        Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up.
         """
         if self.mark_retry.has_begun:
             yield from self.mark_retry.run()
@@ -127,7 +127,10 @@ class Delivery:
         return [row for row in rules.in_key_order(claim, rows) if row.id not in excluded]
 
     def _begin_attempt(self, claim: Claim, rows: Sequence[LockedRow]) -> None:
-        """Note the rows that are locked now, and forget what an earlier run has decided about them."""
+        """Forget earlier decisions about the claimed tasks, and the failures of rows that have changed.
+
+        Note the versions.
+        """
         for id in claim.locks if self._decided else ():
             self._decided.pop(id, None)
         for row in rows if self._answers else ():
@@ -148,7 +151,7 @@ class Delivery:
             self._answers |= answers
 
     def _marks(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of all answers."""
+        """Return the marks of all answers, and note those that are not sent."""
         marks = rules.marks_of(self.claim, rows, self._answers, now, self._policy)
         self._decided |= {id: mark for id, mark in marks.items() if not isinstance(mark, Sent)}
         return marks
@@ -190,10 +193,7 @@ class Delivery:
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _missing_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of published tasks, and the refused marks of others if their rows have not changed.
-
-        The latter only if their rows have not changed.
-        """
+        """Return the marks of published tasks, and the refused marks of others if their rows have not changed."""
         published, refused = self._published(), self._unwritten_marks()
         unsent = [row for row in rows if row.sent_at is None]
         marks: dict[str, Mark] = {

@@ -53,7 +53,7 @@ class Marking:
             self._exit.wait(seconds)
 
     def shut_down(self) -> None:
-        """Let each batch try to mark at least once more, for at most the seconds at exit."""
+        """Let each batch try to mark at least once more, and give up after `exit_seconds`."""
         self._exit_until = self.clock() + self._exit_seconds
         self._exit.set()
 
@@ -73,13 +73,13 @@ class Markable(Protocol):
 
 
 class MarkRetry:
-    """Writes the marks of one batch again, in parts. What fails is halved, until only single rows are left."""
+    """Writes the marks of one batch again, in parts. It halves each part that fails, until a part is a single row."""
 
     def __init__(self, claim: Claim, marking: Marking) -> None:
         self._marking = marking
         #: The tasks whose marks are not written. The relay's thread reads it.
         self.unmarked = frozenset(claim.ids)
-        #: Whether rows of other batches can be written, but none of those that are left. The batch then needs no place.
+        #: Whether Spanner accepts other rows, but none of this batch's remaining rows. The batch then needs no place.
         self.aside = False
         self.has_begun = False
         self._parts: Sequence[Claim] = ()
@@ -102,7 +102,7 @@ class MarkRetry:
     ) -> None:
         """Prepare to write these parts. `failed` has those that Spanner has refused already, with the errors."""
         self.has_begun = True
-        self._batch = batch  # not before, because the reference cycle would keep each batch in memory
+        self._batch = batch  # not in __init__, because the reference cycle would keep each batch in memory
         self._keep([part for part in parts if part.locks])
         self._since = self._marking.clock()
         self._commits = self._marking.commits
@@ -112,7 +112,7 @@ class MarkRetry:
     def run(self) -> Iterator[Unmarked]:
         """Mark again after growing pauses.
 
-        Yield each row that cannot be written while others can, and what is given up.
+        Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up.
         """
         backoff = Backoff(FIRST_SECONDS, self._max_seconds, self._marking.random)
         while self._parts:
@@ -128,7 +128,10 @@ class MarkRetry:
         yield from self._found
 
     def search(self) -> bool:
-        """Find the rows that make Spanner refuse a commit. Tell whether only single refused rows are left, or none."""
+        """Find the rows that make Spanner refuse a commit.
+
+        Tell whether each row that is left fails alone, or none is.
+        """
         self._try(SEARCH_SECONDS)
         return self.aside or not self.unmarked
 

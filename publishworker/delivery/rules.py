@@ -2,8 +2,8 @@
 
 The rules for rows keep the order of each ordering key (docs/guide/ordering.md). The sendable prefix of a key is its
 first tasks that may be sent now. Sent and missing rows do not end it. It ends before the first task that blocks the key
-and must not be sent now: it is neither due nor deferred, or must be marked first. After a failure, except expiry, no
-later task of the key is published, not even when the transaction runs again.
+and must not be sent now. Such a task is neither due nor deferred, or it must be marked first. After a failure, except
+expiry, no later task of the key is published, not even when the transaction runs again.
 
 All times derive from the database's time, so a wrong clock of the worker has no effect.
 """
@@ -197,7 +197,10 @@ def expired(row: LockedRow) -> Failed:
 
 
 def _blocks_key(row: LockedRow, now: datetime, policy: RetryPolicy) -> bool:
-    """Tell whether an unsent task blocks its key. It does not if it has expired, or is dead and skipped."""
+    """Tell whether an unsent task blocks its key.
+
+    It does not if it has expired, or if it is dead and the policy skips dead tasks.
+    """
     return not (row.is_expired(now) or (policy.skip_dead and is_dead(row.available_at)))
 
 

@@ -17,8 +17,8 @@ from publishworker.types import Key
 #: A batch that has begun no transaction for this many seconds is stuck. A transaction, and the pause before the next
 #: one, take less.
 STUCK_SECONDS = 120.0
-#: A check for stuck batches adds the time since the last check to the age of each batch's last transaction, but at most
-#: this many seconds. If more has passed, the process was probably suspended, and its batches did not run.
+#: Max seconds that one check for stuck batches counts. If more time has passed since the last check, the process was
+#: probably suspended, so its batches did not run.
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
@@ -26,7 +26,7 @@ JOIN_SECONDS = 30.0
 WATCH_SECONDS = 1.0
 #: Max seconds that a turn waits for its batches. Then the turn ends, so that the worker can send its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
-#: Max batches that need no place, because none of their rows that are left can be written.
+#: Max batches that are aside (see InFlight) and take no place.
 MAX_ASIDE = 100
 #: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
 #: takes several times its size, because Spanner's response, the decoded value, the message, the publish request and its
@@ -94,15 +94,15 @@ class InFlight:
     """Starts batches and collects their reports. It belongs to one thread; batches run on others.
 
     A batch reports what became of its tasks. If it cannot mark them, it stays in flight and marks them again. It keeps
-    its place. If all commits fail, the worker soon has no free place, and publishes nothing new. If other rows can be
-    written, but none of those that are left of a batch, the batch is aside and needs no place.
+    its place. If all commits fail, the worker soon has no free place, and publishes nothing new. If Spanner accepts
+    other rows, but none of the batch's remaining rows, the batch is aside and needs no place.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
     """
 
     def __init__(self, tools: Tools, limits: Limits, reporter: Reporter) -> None:
-        """Rows that cannot be written although others can, and tasks that are given up, go to `reporter`."""
+        """`reporter` gets each Unmarked of a batch."""
         self.limits = limits
         self._delivery_of = partial(delivery_of, tools=tools)
         self._marking = tools.marking
@@ -196,7 +196,7 @@ class InFlight:
         return self._wait(lambda reports: len(reports) > 0)
 
     def shut_down(self) -> None:
-        """Let each batch try to mark at least once more, for at most the seconds at exit."""
+        """Let each batch try to mark at least once more, and give up when the time at exit is over."""
         self._marking.shut_down()
 
     def wait(self, *, tasks_left: bool) -> list[Delivered]:

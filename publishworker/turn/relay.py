@@ -1,4 +1,4 @@
-"""One turn of the relay, in the order in which data moves."""
+"""One turn of the relay: collect reports, poll, resolve ordering keys, choose batches, start them, wait."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ class Relay:
         delivered = self.in_flight.collect()
         changed = self._observe(delivered, stopping)  # circuits, limits, metrics, and batches for at-most-once tasks
         self.in_flight.raise_if_stuck()
-        self.discoverer.begin_turn()  # live workers, topic controls and topics, if the last read is older than 2 s
+        self.discoverer.begin_turn()  # reads live workers, controls and new topics if the last read is old
         polled = self.poller.poll(self._selector.wanted())
         # Of each ordering key, only the tasks that may be sent now are left.
         resolved = self._ordering.resolve(polled.candidates, self.in_flight.keys())
@@ -87,7 +87,7 @@ class Relay:
             self._reporter.end()
 
     def _observe(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
-        """Update circuits and limits, report what batches did, and start the batches that must follow them.
+        """Update circuits and limits, report what batches did, and start batches for skipped at-most-once tasks.
 
         Tell whether a row or a circuit has changed, because the next poll may then find more tasks.
         """

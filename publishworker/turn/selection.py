@@ -25,16 +25,16 @@ class Selection(NamedTuple):
     """The batches to start."""
 
     claims: Sequence[Claim] = ()
-    #: Whether tasks are left that lack only a place or bytes. They need not have been polled.
+    #: Whether tasks are left that could start if a place or bytes were free, such as tasks that the poll has not read.
     tasks_left: bool = False
-    #: Whether more tasks may be able to start when a batch ends, one in flight or one of `claims`.
+    #: Whether the turn should wait for a batch to end, because more tasks may then start.
     waits: bool = False
 
 
 class FairShare:
     """Counts the batches owed to lower priorities.
 
-    The first goes to the second highest priority, the next to the one below it.
+    The first owed batch goes to the second highest priority, and the next one to the priority below that.
     """
 
     def __init__(self, share: float) -> None:
@@ -50,7 +50,7 @@ class FairShare:
 
     @property
     def below_priority(self) -> int | None:
-        """Return the priority below which the next poll has to read ready tasks as well, or None."""
+        """Return N if the next poll must also read ready tasks with a priority below N, or None if no batch is owed."""
         if not self.owed_batches or self._highest is None:
             return None
         return self._highest if self._last_chosen is None else self._last_chosen
@@ -72,8 +72,9 @@ class FairShare:
     def count(self, batches: int, given: int, highest: int | None) -> None:
         """Note that `batches` batches start, `given` of them for lower priorities. `highest` is the highest priority.
 
-        `highest` is None if no task is left, because then no priority waits. The debt is bounded, so that a long time
-        without tasks of lower priority does not add up. The bound keeps it over one poll that finds no such task.
+        `highest` is None if no task is left, because then no priority waits. The debt has a max, so a long time without
+        tasks of lower priority does not add up. The max is large enough to keep the debt after one poll that finds no
+        such task.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -100,7 +101,7 @@ class Selector:
         return Wanted(tasks, self._in_flight.ids(), self._fair_share.below_priority)
 
     def follow_ups(self, delivered: Sequence[Delivered]) -> list[Claim]:
-        """Return batches for the at-most-once tasks that these have skipped. Only the locked row says what a task is.
+        """Return batches for the at-most-once tasks that these have skipped. The poll does not read AtMostOnce.
 
         A later poll finds those that get no place.
         """
@@ -142,8 +143,8 @@ class Selector:
     def _is_filled_later(self, batches: Sequence[Claim], cut_off: frozenset[str]) -> bool:
         """Tell whether to leave the last batch to the next poll, which finds more tasks for it.
 
-        A full batch needs as many requests. Only the least urgent batch can wait, and only while another one of its
-        topic is sent.
+        A small batch needs as many requests as a full one. Only the least urgent batch waits, and only while another
+        batch of its topic is sent.
         """
         if len(batches) < 2 or not batches[-2].topic == batches[-1].topic in cut_off:
             return False
@@ -173,10 +174,10 @@ def choose_batches(
     """Return the batches to start in addition to those `in_flight` (counted by topic), the most urgent first.
 
     `limits.places` is the number of places, and each batch in flight has one. Batches get places by priority. Among
-    equal priorities, one topic gets at most half of the places (rounded up) while another topic waits. Ready and due
-    tasks get half of the places each while both wait. A topic in `allowed` gets at most that many tasks. With a fair
-    share and several places, one topic never gets all of them while another topic waits, even if the other topic has a
-    lower priority. Otherwise a slow topic would delay the others.
+    equal priorities, one topic gets at most half of the places (rounded up) while another topic waits. While ready and
+    due tasks of a priority both wait, each kind gives about half of the tasks. A topic in `allowed` gets at most that
+    many tasks. With a fair share and several places, one topic never gets all of them while another topic waits, even
+    if the other topic has a lower priority. Otherwise a slow topic would delay the others.
     """
     packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
     return _share_places(packed, limits.places, Counter(in_flight or {}), leaves_place=limits.fair_share > 0)
