@@ -11,9 +11,9 @@ from publishworker.spanner.errors import Refused, StoreError
 
 #: Max seconds that marking is tried. Then the tasks are published again, because a duplicate is better than a loss.
 MAX_MARKING_SECONDS = 900.0
-#: Seconds of the first pause. Each further one is twice as long, up to MAX_SECONDS, or up to MAX_ASIDE_SECONDS if other
-#: rows can be written.
-FIRST_SECONDS, MAX_SECONDS, MAX_ASIDE_SECONDS = 0.05, 5.0, 30.0
+#: Seconds of the first pause. Each further one is twice as long, up to MAX_PAUSE_SECONDS, or up to
+#: MAX_ASIDE_PAUSE_SECONDS if the batch is aside.
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_ASIDE_PAUSE_SECONDS = 0.05, 5.0, 30.0
 #: Max seconds to search for the rows that make Spanner refuse a commit. Then the batch reports its result.
 SEARCH_SECONDS = 20.0
 #: Max seconds between two attempts to mark, once the worker exits.
@@ -87,7 +87,7 @@ class MarkRetry:
         self._error = StoreError()
         #: Parts that cannot be written while others can.
         self._failed: set[Claim] = set()
-        self._found: list[Unmarked] = []
+        self._to_report: list[Unmarked] = []
 
     def committed(self) -> None:
         """Note that a transaction of the batch has committed with marks, so Spanner accepts writes."""
@@ -95,7 +95,7 @@ class MarkRetry:
 
     def done(self) -> None:
         """Note that all marks are written."""
-        self._keep(())
+        self._set_parts(())
 
     def begin(
         self, batch: Markable, parts: Sequence[Claim], failed: Mapping[Claim, StoreError] = MappingProxyType({})
@@ -103,29 +103,29 @@ class MarkRetry:
         """Prepare to write these parts. `failed` has those that Spanner has refused already, with the errors."""
         self.has_begun = True
         self._batch = batch  # not in __init__, because the reference cycle would keep each batch in memory
-        self._keep([part for part in parts if part.locks])
+        self._set_parts([part for part in parts if part.locks])
         self._since = self._marking.clock()
         self._commits = self._marking.commits
         self._failed = set(failed if self._marking.refused <= MAX_REFUSED else ())
-        self._found = [each for part, error in failed.items() for each in self._unmarked(part, error)]
+        self._to_report = [each for part, error in failed.items() for each in self._unmarked(part, error)]
 
     def run(self) -> Iterator[Unmarked]:
         """Mark again after growing pauses.
 
         Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up.
         """
-        backoff = Backoff(FIRST_SECONDS, self._max_seconds, self._marking.random)
+        backoff = Backoff(FIRST_PAUSE_SECONDS, self._max_seconds, self._marking.random)
         while self._parts:
-            yield from self._found
-            self._found.clear()
+            yield from self._to_report
+            self._to_report.clear()
             self._marking.wait(backoff.next())
             self._try()
             if self._marking.is_over(self._since):
-                self._found += [
+                self._to_report += [
                     each for part in self._parts for each in self._unmarked(part, self._error, given_up=True)
                 ]
-                self._keep(())
-        yield from self._found
+                self._set_parts(())
+        yield from self._to_report
 
     def search(self) -> bool:
         """Find the rows that make Spanner refuse a commit.
@@ -147,17 +147,17 @@ class MarkRetry:
             part = todo.popleft()
             if (error := self._mark(part)) is not None:
                 halves, refused = part.halves(), isinstance(error, Refused)
-                others_commit = self._marking.commits != self._commits
-                continues = others_commit or (refused and self._marking.refused < MAX_REFUSED)
+                something_commits = self._marking.commits != self._commits
+                continues = something_commits or (refused and self._marking.refused < MAX_REFUSED)
                 if halves and refused:
                     todo.extendleft(reversed(halves))
-                elif halves and (others_commit or len(todo) + len(left) + len(halves) <= MAX_PARTS):
+                elif halves and (something_commits or len(todo) + len(left) + len(halves) <= MAX_PARTS):
                     left += halves
                 else:
                     left.append(part)
                     if continues:
                         self._note(part, error)
-            self._keep([*todo, *left])
+            self._set_parts([*todo, *left])
             continues = continues and self._marking.clock() < end and not self._marking.is_over(self._since)
         self._commits = self._marking.commits
         self.aside = bool(self._parts) and all(part in self._failed for part in self._parts)
@@ -175,14 +175,14 @@ class MarkRetry:
         if part not in self._failed:
             self._failed.add(part)
             self._marking.refused += isinstance(error, Refused)
-            self._found += self._unmarked(part, error)
+            self._to_report += self._unmarked(part, error)
 
-    def _keep(self, parts: Sequence[Claim]) -> None:
+    def _set_parts(self, parts: Sequence[Claim]) -> None:
         self._parts = parts
         self.unmarked = frozenset(id for part in parts for id in part.ids)
 
     def _max_seconds(self) -> float:
-        return MAX_ASIDE_SECONDS if self.aside else MAX_SECONDS
+        return MAX_ASIDE_PAUSE_SECONDS if self.aside else MAX_PAUSE_SECONDS
 
     def _unmarked(self, part: Claim, error: StoreError, *, given_up: bool = False) -> list[Unmarked]:
         """Return an Unmarked for each state of the tasks of a part."""

@@ -37,7 +37,11 @@ from publishworker.types import MAX_INT64, Candidate, Deferred, Key, LockedRow, 
 
 
 def _tasks(range_: str) -> str:
-    """Return the statement for the first @per_range tasks of a range of each shard and topic."""
+    """Return the statement for the first @per_range tasks of a range of each shard and topic.
+
+    It reads from `UNNEST(@shards) AS in_shard, UNNEST(@topics) AS of_topic`, where `Shard = in_shard AND SentAt IS NULL
+    AND Topic = of_topic`, in AsynchronousTasksToSend and in the order of this index.
+    """
     return f"""
 SELECT task.* FROM {EACH_TOPIC}, UNNEST(ARRAY(
   SELECT AS STRUCT Id, Topic, Shard, Priority, CreatedAt, AvailableAt, OrderingKey, Bytes FROM {TO_SEND}
@@ -111,8 +115,8 @@ AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT_NAME_SUFFIX
 
 # The claim. The lock hint makes a second worker wait here until the first has committed. Without it, both would read,
 # and one would be aborted at its commit. The other hints fix the plan: one seek into the table for each ID, so no other
-# row is ever locked (docs/decisions.md, 0004). Data is not read from a row that was sent since
-# the poll.
+# row is ever locked (docs/decisions.md, 0004): `by_ids` adds `FROM UNNEST(@ids) AS wanted JOIN AsynchronousTasks ON
+# Id = wanted`. Data is not read from a row that was sent since the poll.
 # The client requires that the result is read to its end before the next statement.
 # The last column is NULL for most rows, because each value of a row costs CPU (docs/decisions.md, 0009).
 _CLEAN = "AvailableAt IS NULL AND BlockedBy IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0"

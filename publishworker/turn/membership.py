@@ -1,9 +1,9 @@
 """Shard assignment: the live workers divide the shards among themselves, without a leader.
 
 Each worker writes heartbeats to its row and reads those of the others. If one has written none for its liveness timeout
-(LIVENESS_TIMEOUT_SECONDS), the others divide its shards at the next discovery. Workers that read the same rows compute
-the same assignment. A wrong assignment costs collisions, or a delay until the liveness timeout and the next poll.
-Correctness depends only on the row locks.
+(LIVENESS_TIMEOUT_SECONDS, 14 s), the others divide its shards at the next discovery. Workers that read the same rows
+compute the same assignment. A wrong assignment costs collisions, or a delay until the liveness timeout and the next
+poll. Correctness depends only on the row locks.
 """
 
 import hashlib

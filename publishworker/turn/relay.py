@@ -66,7 +66,7 @@ class Relay:
         changed |= self.discoverer.end_turn(found_nothing=not selection.claims and self.in_flight.has_room)
         reports = self.in_flight.wait(tasks_left=selection.tasks_left) if selection.waits else self.in_flight.collect()
         changed |= self._observe(reports, stopping)
-        return self._turn_of(polled, delivered + reports, waits=selection.waits, changed=changed)
+        return self._report_turn(polled, delivered + reports, waits=selection.waits, changed=changed)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
@@ -112,7 +112,7 @@ class Relay:
             if (admitted := self.topics.start(claim)) is not None:
                 self.in_flight.start(admitted)
 
-    def _turn_of(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, changed: bool) -> Turn:
+    def _report_turn(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, changed: bool) -> Turn:
         next_turn = Next.LATER
         if changed or polled.unread:
             next_turn = Next.AT_ONCE

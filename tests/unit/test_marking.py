@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from publishworker.delivery.claim import Claim, State
-from publishworker.delivery.marking import MAX_ASIDE_SECONDS, MAX_MARKING_SECONDS, MAX_REFUSED, Marking, MarkRetry
+from publishworker.delivery.marking import MAX_ASIDE_PAUSE_SECONDS, MAX_MARKING_SECONDS, MAX_REFUSED, Marking, MarkRetry
 from publishworker.host import Event, Host, Threads
 from publishworker.spanner.errors import Refused, StoreError
 from tests.support.parts import claim_of
@@ -95,8 +95,8 @@ def test_a_row_that_cannot_be_marked_is_found_and_the_others_are_marked(error: t
     assert (found < 30, len([at for at, _ in batch.tried if at <= found]) < 40) == (True, True)
     pauses = [after - before for before, after in pairwise(alone)]
     assert all(after > 0.9 * before for before, after in pairwise(pauses))
-    assert pauses[-1] == pytest.approx(MAX_ASIDE_SECONDS, abs=0.6)
-    assert alone[-1] == pytest.approx(MAX_MARKING_SECONDS, abs=MAX_ASIDE_SECONDS)
+    assert pauses[-1] == pytest.approx(MAX_ASIDE_PAUSE_SECONDS, abs=0.6)
+    assert alone[-1] == pytest.approx(MAX_MARKING_SECONDS, abs=MAX_ASIDE_PAUSE_SECONDS)
 
 
 def test_while_nothing_commits_one_part_is_tried_every_five_seconds() -> None:
