@@ -41,7 +41,8 @@ at random, and measures the memory of one worker. *Seconds to recover* are those
 all tasks are marked as sent.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
-versions. Do not edit it. Emulators, workers and tests share two cores, so times are long, but counts are exact.
+versions of the software. Do not edit it. Emulators, workers and tests share two cores, so times are long, but counts
+are exact.
 """
 
 INBOX_SAYS = """\
@@ -168,13 +169,20 @@ def _effects(line: dict[str, Any]) -> str:
 
 def _soak(soak: dict[str, Any]) -> str:
     rows = [
-        ["random faults, minutes", f"{sum(soak['faults'].values())}, {soak['minutes']:g}"],
-        ["registered, rolled back", f"{soak['registered']:,}, {soak['rolled_back']:,}"],
-        ["lost, out of order", f"{soak['lost']}, {soak['out_of_order']}"],
+        ["random faults", f"{sum(soak['faults'].values())}"],
+        ["minutes", f"{soak['minutes']:g}"],
+        ["registered tasks", f"{soak['registered']:,}"],
+        ["rolled-back tasks", f"{soak['rolled_back']:,}"],
+        ["lost", f"{soak['lost']}"],
+        ["out of order", f"{soak['out_of_order']}"],
         ["sent though rolled back", f"{soak['sent_though_rolled_back']}"],
-        ["duplicates, allowed", f"{soak['duplicates']}, {soak['duplicates_allowed']:,}"],
-        ["seconds until the backlog was small again, longest", f"{soak['recovery_longest']:g}"],
-        *([f"{name} at the end over that after a quarter", f"{value:g}"] for name, value in soak["grown"].items()),
+        ["duplicates", f"{soak['duplicates']}"],
+        ["allowed duplicates", f"{soak['duplicates_allowed']:,}"],
+        ["longest time until the backlog was small again, seconds", f"{soak['recovery_longest']:g}"],
+        *(
+            [f"{name}: median of the last quarter / of the second quarter", f"{value:g}"]
+            for name, value in soak["grown"].items()
+        ),
     ]
     return markdown(["figure", ""], rows)
 

@@ -117,7 +117,7 @@ def test_operators_at_work(trial: Trial, fault_seconds: float) -> None:
 
 
 def test_rows_of_another_service(trial: Trial, long: bool) -> None:
-    """Another service inserts rows by SQL under load, with only the columns of the original article.
+    """Another service inserts rows by SQL under load, with only the required columns.
 
     Promised: No task is lost or published twice. The rows are sent like all others, with their IDs.
     """

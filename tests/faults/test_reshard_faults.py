@@ -72,7 +72,7 @@ def _kill_at(step: str, trial: Trial, stack: contextlib.ExitStack) -> None:
 
 @pytest.mark.extended
 def test_reshard_killed(trial: Trial) -> None:
-    """SIGKILL of the command at each step and of a worker at every other one, under load.
+    """`outbox schema reshard` is killed at each step, and a worker at every second step, under load.
 
     Promised: No task is lost. The command continues where it was. At most the in-flight batches of the killed workers
     are published again, and those of one worker at each of the two switches, because the emulator aborts one of two
@@ -100,7 +100,7 @@ def test_reshard_killed(trial: Trial) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize(("step", "switches"), [("Add", 0), ("Let workers poll", 2), ("Let workers stop", 2)])
 def test_reshard_aborted(step: str, switches: int, trial: Trial) -> None:
-    """The operator returns to the former number of shards, before and after workers were told to switch.
+    """The operator aborts a change of the number of shards, at three steps of the change.
 
     Promised: No task is lost. At most the in-flight batches of one worker are published again at each switch, because
     the emulator aborts one of two transactions that meet.

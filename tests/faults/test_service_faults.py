@@ -52,7 +52,8 @@ SCENARIOS = {
     ),
     "connections_cut": Scenario("Connections are cut twice a second.", UNANSWERED, BOTH, broken("cut")),
     "connections_half_closed": Scenario(
-        "Requests no longer arrive, but answers still do, twice a second.", UNANSWERED, BOTH, broken("half_close")
+        "Twice a second, connections stop carrying requests, but still carry answers.",
+        UNANSWERED, BOTH, broken("half_close"),
     ),
     "pubsub_refuses": Scenario(
         "Pub/Sub refuses connections and cuts the open ones.", UNANSWERED, PUBSUB, away("refuse", "pubsub")

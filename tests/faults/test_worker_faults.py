@@ -37,7 +37,7 @@ def test_workers_killed(trial: Trial, long: bool) -> None:  # OUT-LOSS-2
 
 @pytest.mark.extended
 def test_worker_sleeps(trial: Trial, long: bool) -> None:  # OUT-LOSS-6
-    """SIGSTOP, and SIGCONT after Spanner's 10 s for an idle transaction and the 14 s of the liveness timeout.
+    """A worker is paused for longer than Spanner keeps an idle transaction (10 s) and the liveness timeout (14 s).
 
     Promised: No task is lost. Other workers take over the shards. The paused worker publishes at most its in-flight
     batches again.
