@@ -92,7 +92,8 @@ def test_a_missing_stream_is_logged_once(
     assert "AsynchronousTasksInserts" in line.getMessage()
 
 
-@pytest.mark.parametrize("fault", [pytest.param("hang", marks=pytest.mark.extended), "refuse"])
+@pytest.mark.extended
+@pytest.mark.parametrize("fault", ["hang", "refuse"])
 def test_a_broken_or_hung_stream_is_noticed_and_read_anew(
     fault: str,
     streamed: Database,

@@ -5,7 +5,9 @@ import pytest
 from tests.simulation.world import Plan, World, quiet
 
 
-@pytest.mark.parametrize(("fails", "max_new", "max_due"), [(0.0, 0.5, 2.0), (0.1, 3.0, 5.0)])
+@pytest.mark.parametrize(
+    ("fails", "max_new", "max_due"), [(0.0, 0.5, 2.0), pytest.param(0.1, 3.0, 5.0, marks=pytest.mark.extended)]
+)
 def test_idle_workers_send_new_and_due_tasks_soon(fails: float, max_new: float, max_due: float) -> None:
     """Each insert wakes all workers, mostly in vain, and most tasks are the first of their topic for some seconds.
 
