@@ -33,12 +33,12 @@ INBOX = "inbox"
 HEAD = """\
 # Reliability
 
-Each line of the first two tables is a test. It causes a fault, an overload, or work of an operator or of another
-service. The test fails if a task is lost, was sent although it was rolled back, or arrived out of order, or if there
-are more duplicates than *allowed*. If a test ran in several ways, its line has the largest value of each column. The
-numbers are from the *long form*, with outages of a minute (`make test-long`). `make soak MINUTES=30` causes all faults
-at random, and measures the memory of one worker. *Seconds to recover* are those from the end of the last fault until
-all tasks are marked as sent.
+Each line of the first two tables is a test. It causes a fault or an overload, or runs commands of an operator or
+inserts of another service. The test fails if a task is lost, was sent although it was rolled back, or arrived out of
+order, or if there are more duplicates than *allowed*, the max that the faults of the test may cause. If a test ran in
+several ways, its line has the largest value of each column. The numbers are from the *long form*, with outages of a
+minute (`make test-long`). `make soak MINUTES=30` causes all faults at random, and measures the memory of one worker.
+*Seconds to recover* are those from the end of the last fault until all tasks are marked as sent.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
 versions of the software. Do not edit it. Emulators, workers and tests share two cores, so times are long, but counts
@@ -141,7 +141,7 @@ def _scenarios(lines: Sequence[dict[str, Any]]) -> str:
         sum(line[name] for line in lines) for name in ("lost", "sent_though_rolled_back", "out_of_order")
     )
     return f"""{markdown(header, [[link, *(f"{value:,}" for value in values)] for link, values in rows.items()])}
-Tasks of all lines together that were lost: {lost}, sent though rolled back: {rolled_back}, out of order: {order}.
+All lines together: {lost} tasks lost, {rolled_back} sent although rolled back, {order} out of order.
 """
 
 
@@ -167,6 +167,10 @@ def _effects(line: dict[str, Any]) -> str:
     return markdown(["figure", ""], [[label, f"{line[name]:,}"] for name, label in names.items()])
 
 
+#: What a soak measures of one worker, by its name in the results.
+GROWN = {"rss_mb": "memory", "descriptors": "open files", "threads": "threads"}
+
+
 def _soak(soak: dict[str, Any]) -> str:
     rows = [
         ["random faults", f"{sum(soak['faults'].values())}"],
@@ -178,9 +182,9 @@ def _soak(soak: dict[str, Any]) -> str:
         ["sent though rolled back", f"{soak['sent_though_rolled_back']}"],
         ["duplicates", f"{soak['duplicates']}"],
         ["allowed duplicates", f"{soak['duplicates_allowed']:,}"],
-        ["longest time until the backlog was small again, seconds", f"{soak['recovery_longest']:g}"],
+        ["longest time until the backlog was below 60 tasks again, seconds", f"{soak['recovery_longest']:g}"],
         *(
-            [f"{name}: median of the last quarter / of the second quarter", f"{value:g}"]
+            [f"{GROWN[name]}: median of the last quarter / of the second quarter of the run", f"{value:g}"]
             for name, value in soak["grown"].items()
         ),
     ]
