@@ -33,22 +33,22 @@ INBOX = "inbox"
 HEAD = """\
 # Reliability
 
-Each line of the first two tables is a test. It causes a fault or an overload, or runs commands of an operator or
-inserts of another service. The test fails if a task is lost, was sent although it was rolled back, or arrived out of
+Each line of the first two tables is a test. It causes a fault or an overload, runs an operator's commands, or inserts
+rows like another service. The test fails if a task is lost, was sent although it was rolled back, or arrived out of
 order, or if there are more duplicates than *allowed*, the max that the faults of the test may cause. If a test ran in
 several ways, its line has the largest value of each column. The numbers are from the *long form*, with outages of a
-minute (`make test-long`). `make soak MINUTES=30` causes all faults at random, and measures the memory of one worker.
-*Seconds to recover* are those from the end of the last fault until all tasks are marked as sent.
+minute (`make test-long`). `make soak MINUTES=30` causes all faults at random, and measures memory, open files and
+threads of one worker. *Seconds to recover* are those from the end of the last fault until all tasks are marked as sent.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
-versions of the software. Do not edit it. Emulators, workers and tests share two cores, so times are long, but counts
-are exact.
+versions of the software. Do not edit the page. Emulators, workers and tests share two cores, so times are long, but
+counts are exact.
 """
 
 INBOX_SAYS = """\
 Two subscribers use the [inbox](guide/subscribe.md). They are killed at random, paused until Pub/Sub delivers their
-messages again, and cut off from Spanner and Pub/Sub. Two workers are killed, too, and some tasks are sent again. An
-effect is a row with a random key, so a second effect of a task would be a second row.
+messages again, and cut off from Spanner and Pub/Sub. Two workers run, and are also killed at random. The test sends
+some tasks again. An effect is a row with a random key, so a second effect of a task would be a second row.
 """
 
 
@@ -184,7 +184,10 @@ def _soak(soak: dict[str, Any]) -> str:
         ["allowed duplicates", f"{soak['duplicates_allowed']:,}"],
         ["longest time until the backlog was below 60 tasks again, seconds", f"{soak['recovery_longest']:g}"],
         *(
-            [f"{GROWN[name]}: median of the last quarter / of the second quarter of the run", f"{value:g}"]
+            [
+                f"growth of {GROWN[name]}: median of the last quarter of the run, divided by that of the second",
+                f"{value:g}",
+            ]
             for name, value in soak["grown"].items()
         ),
     ]
