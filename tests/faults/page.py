@@ -35,10 +35,11 @@ HEAD = """\
 
 Each line of the first two tables is a test. It causes a fault or an overload, runs an operator's commands, or inserts
 rows like another service. The test fails if a task is lost, was sent although it was rolled back, or arrived out of
-order, or if there are more duplicates than *allowed*, the max that the faults of the test may cause. If a test ran in
-several ways, its line has the largest value of each column. The numbers are from the *long form*, with outages of a
-minute (`make test-long`). `make soak MINUTES=30` causes all faults at random, and measures memory, open files and
-threads of one worker. *Seconds to recover* are those from the end of the last fault until all tasks are marked as sent.
+order, or if there are more duplicates than *allowed*, the max that the faults and commands of the test may cause. If a
+test ran several times, such as at three steps, its line has the largest value of each column. The numbers are from the
+*long form*, with outages of a minute (`make test-long`). `make soak MINUTES=30` causes all faults at random, and
+measures memory, open files and threads of one worker. *Seconds to recover* begin when the last fault ends, or a test
+without faults, and last until all tasks are sent.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
 versions of the software. Do not edit the page. Emulators, workers and tests share two cores, so times are long, but
@@ -185,7 +186,7 @@ def _soak(soak: dict[str, Any]) -> str:
         ["longest time until the backlog was below 60 tasks again, seconds", f"{soak['recovery_longest']:g}"],
         *(
             [
-                f"growth of {GROWN[name]}: median of the last quarter of the run, divided by that of the second",
+                f"growth of {GROWN[name]}: median of the last quarter of the run, divided by that of the second quarter",
                 f"{value:g}",
             ]
             for name, value in soak["grown"].items()
