@@ -84,6 +84,8 @@ class Change(NamedTuple):
     former: int
     target: int
     since: datetime
+    #: Whether it returns to the number before an earlier change.
+    aborts: bool = False
 
     def describe(self, next_step: Step) -> str:
         """Return what `outbox status` prints if `next_step` is next."""
@@ -158,7 +160,8 @@ class Resharding:
         snapshot, latest = self.snapshot(), self._latest()
         if len(snapshot.layouts) < 2 or latest is None:
             raise OutboxError(f"{self._table.name}: no change of the number of shards is under way.")
-        former = next((each for each in snapshot.layouts if each.shards == latest.former), None)
+        shards = latest.target if latest.aborts else latest.former  # an abort that was interrupted continues
+        former = next((each for each in snapshot.layouts if each.shards == shards), None)
         if former is None or not snapshot.is_complete(former):
             raise OutboxError(
                 f"{self._table.name}: the former indexes are being dropped, so the change cannot be aborted. "
@@ -188,9 +191,9 @@ class Resharding:
                 return latest, step
         return None
 
-    def run(self, target: Layout) -> Iterator[str]:
+    def run(self, target: Layout, *, aborts: bool = False) -> Iterator[str]:
         """Run all steps to `target`, and yield a line before each. Can be interrupted anywhere and run again."""
-        self._record_operation(target)
+        self._record_operation(target, aborts=aborts)
         waits = ""
         while (step := next_step(self.snapshot(), target)) is not None:
             if step.kind != "wait" or step.text != waits:
@@ -226,7 +229,7 @@ class Resharding:
             rows += [(each.column, each.shards, POLLED) for each in found if each != target]
         transaction.insert_or_update(_TABLE, _COLUMNS, rows)
 
-    def _record_operation(self, target: Layout) -> None:
+    def _record_operation(self, target: Layout, *, aborts: bool) -> None:
         """Record who changes the number of shards, once for each change and once for each abort."""
         snapshot, latest = self.snapshot(), self._latest()
         former = next((each for each in snapshot.layouts if each != target), None)
@@ -239,14 +242,15 @@ class Resharding:
             )
         if former is None or next_step(snapshot, target) is None or (latest and latest.target == target.shards):
             return
-        operations.add(self._table, "reshard", {"from": former.shards, "to": target.shards}, self._author)
+        selection = {"from": former.shards, "to": target.shards} | ({"aborts": True} if aborts else {})
+        operations.add(self._table, "reshard", selection, self._author)
 
     def _latest(self) -> Change | None:
         """Return the latest change, if there is one, finished or not."""
         for each in operations.latest(self._table, 10, operation="reshard"):
             match operations.parsed(each.selection):
-                case {"from": int(former), "to": int(target)}:
-                    return Change(former, target, each.started_at)
+                case {"from": int(former), "to": int(target), **more}:
+                    return Change(former, target, each.started_at, aborts="aborts" in more)
         return None
 
     def _build(self, target: Layout) -> None:

@@ -105,7 +105,7 @@ def run_reshard(options: argparse.Namespace) -> int:
         say(*resharding.report())
         return 0
     target = resharding.former() if options.abort else resharding.target(options.shards)
-    for line in resharding.run(target):
+    for line in resharding.run(target, aborts=options.abort):
         say(line)
     say(f"The table has {counted(target.shards, 'shard')}, in column {target.column}")
     return 0

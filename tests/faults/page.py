@@ -186,7 +186,7 @@ def _soak(soak: dict[str, Any]) -> str:
         ["longest time until the backlog was below 60 tasks again, seconds", f"{soak['recovery_longest']:g}"],
         *(
             [
-                f"growth of {GROWN[name]}: median of the last quarter of the run, divided by that of the second quarter",
+                f"growth of {GROWN[name]}: median of the last quarter of the run / median of the second quarter",
                 f"{value:g}",
             ]
             for name, value in soak["grown"].items()

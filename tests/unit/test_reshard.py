@@ -140,6 +140,16 @@ def test_a_change_under_way_is_reported_with_its_direction(monkeypatch: pytest.M
         resharding(Snapshot(found, {}, {}), change, monkeypatch).target(64)
 
 
+@pytest.mark.parametrize(("former", "target", "aborts"), [(32, 16, False), (16, 32, True)])
+def test_an_abort_that_was_interrupted_is_continued(
+    former: int, target: int, aborts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not aborted in turn."""
+    found = {Layout(32, "32"): COMPLETE, Layout(16, "16"): COMPLETE}
+    latest = Change(former, target, datetime(2026, 11, 21, tzinfo=UTC), aborts)
+    assert resharding(Snapshot(found, {}, {}), latest, monkeypatch).former().shards == 32
+
+
 @pytest.mark.parametrize(
     "indexes", [{"AsynchronousTasksToSend": "READ_WRITE"}, COMPLETE | {"AsynchronousTasksToSend": "WRITE_ONLY"}]
 )
