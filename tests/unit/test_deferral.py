@@ -161,7 +161,7 @@ def test_marks_of_tasks_in_doubt_release_the_next_task(size: int, errors: int) -
     bench = Bench(size=size)
     ids = released(bench, 20)
     bench.commits(*[StoreError("no answer")] * errors)
-    bench.run_for(90, step=10)
+    bench.run_for(200, step=10)
     assert bench.publisher.ids() == ids
 
 
