@@ -325,6 +325,15 @@ class Next(Enum):
     SOON = auto()  # something is left to try again: after at most a poll interval
     LATER = auto()  # nothing is left
 
+    @classmethod
+    def after(cls, *, progress: bool, in_vain: bool, unfinished: bool) -> "Next":
+        """Return when to start the next turn after one that made progress, has waited `in_vain`, or left something."""
+        if progress:
+            return cls.AT_ONCE
+        if in_vain:
+            return cls.STILL_WAITING
+        return cls.SOON if unfinished else cls.LATER
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

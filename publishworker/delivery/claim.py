@@ -9,7 +9,19 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
-from publishworker.types import NO_POLICY, Answer, Deferred, Failed, Key, NotSent, Sent, Skipped, TopicPolicy, Turn
+from publishworker.types import (
+    NO_POLICY,
+    Answer,
+    Deferred,
+    Failed,
+    Key,
+    KeyHeads,
+    NotSent,
+    Sent,
+    Skipped,
+    TopicPolicy,
+    Turn,
+)
 
 
 class Kind(Enum):
@@ -81,10 +93,9 @@ class Claim:
         return tuple(task.id for task in (*self.tasks, *self.releases))
 
     @property
-    def keys(self) -> frozenset[Key]:
-        """Return the ordering keys of the tasks."""
-        names = {task.ordering_key for task in self.tasks}
-        return frozenset(Key(self.topic, name) for name in names if name is not None)
+    def keys(self) -> dict[Key, int]:
+        """Return the ordering keys of the tasks, each with its shard."""
+        return {Key(self.topic, key): shard for _, key, shard in self.tasks if key is not None}
 
     def part(self, ids: Collection[str], kind: Kind | None = None) -> "Claim":
         """Return a claim of these tasks alone.
@@ -102,6 +113,16 @@ class Claim:
         )
         releases = (*behind, *(task for task in self.releases if task.ordering_key in keys))
         return replace(self, tasks=tasks, kind=kind or self.kind, releases=releases)
+
+    def of_deferred(self, heads: KeyHeads) -> "Claim":
+        """Return a claim of the deferred tasks among the `heads` of its keys."""
+        tasks = (
+            ClaimedTask(head.id, key.ordering_key, self.keys[key])
+            for key, queue in heads.items()
+            for head in queue[:1]
+            if head.deferred
+        )
+        return replace(self, tasks=tuple(tasks), releases=())
 
     def halves(self) -> "tuple[Claim, ...]":
         """Return two claims that together have these tasks. Of one task, return it without the task behind it, if any.

@@ -5,11 +5,11 @@
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from publishworker.delivery import rules
-from publishworker.delivery.claim import Claim, ClaimedTask, Delivered, State, Unmarked
+from publishworker.delivery.claim import Claim, Delivered, State, Unmarked
 from publishworker.delivery.marking import Marking, MarkRetry
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.timing import Timing
@@ -23,7 +23,6 @@ from publishworker.types import (
     Answer,
     Deferred,
     Failed,
-    Key,
     LockedRow,
     Mark,
     NotSent,
@@ -144,9 +143,9 @@ class Delivery:
     def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
         """Publish rows that were locked at `now`."""
         if rows:
-            alone = rules.own_requests(self.claim, rows)
+            singly = rules.singly(self.claim, rows)
             topic, seconds = self.claim.destination, self._tools.publish_seconds
-            answers = self._tools.publisher.publish(topic, rows, seconds, alone)
+            answers = self._tools.publisher.publish(topic, rows, seconds, singly)
             self.timing.published(rows, answers, now)
             self._answers |= answers
 
@@ -168,17 +167,12 @@ class Delivery:
 
         If this fails, their deferrals end by themselves, within a minute.
         """
-        topic, tasks = self.claim.topic, self.claim.tasks
-        keys = {Key(topic, task.ordering_key): task.shard for task in tasks if task.ordering_key is not None}
-        if not keys:
+        if not self.claim.keys:
             return
         with contextlib.suppress(StoreError):
-            heads = self._tools.store.key_heads(keys, 1, skip_dead=self._policy.skip_dead)
-            deferred = [
-                ClaimedTask(head.id, key.ordering_key, keys[key]) for key, [head] in heads.items() if head.deferred
-            ]
-            if deferred:
-                claim = replace(self.claim, tasks=tuple(deferred), releases=())
+            heads = self._tools.store.key_heads(self.claim.keys, 1, skip_dead=self._policy.skip_dead)
+            claim = self.claim.of_deferred(heads)
+            if claim.tasks:
                 self._transact(claim, lambda rows, now: self._releases(claim, rows, {}, now))
 
     def _begin_marking(self, error: StoreError) -> None:

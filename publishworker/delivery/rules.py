@@ -153,7 +153,7 @@ def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> list
     return unanswered
 
 
-def own_requests(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
+def singly(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
     """Return the IDs of the tasks that share no request: those that failed before, and the topic's suspects."""
     return {row.id for row in rows if row.attempts or row.id in claim.hints.suspects}  # OUT-DELAY-1
 

@@ -113,13 +113,11 @@ class Relay:
                 self.in_flight.start(admitted)
 
     def _report_turn(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, changed: bool) -> Turn:
-        next_turn = Next.LATER
-        if changed or polled.unread:
-            next_turn = Next.AT_ONCE
-        elif waits and not delivered and self.in_flight.unreported:
-            next_turn = Next.STILL_WAITING
-        elif polled.candidates or delivered or self.in_flight:
-            next_turn = Next.SOON
+        next_turn = Next.after(
+            progress=changed or polled.unread,
+            in_vain=waits and not delivered and bool(self.in_flight.unreported),
+            unfinished=bool(polled.candidates or delivered or self.in_flight),
+        )
         turn = replace(
             turn_counts(delivered),
             polled=len(polled.candidates),

@@ -123,7 +123,7 @@ def asked(database: Database, proxy: Counting) -> list[tuple[str, Counter[Any], 
         "/blocked",
     ):
         proxy.clear()
-        caller.app.console.status.forget()  # type: ignore[attr-defined]
+        caller.app.console.status.forget()  # type: ignore[attr-defined]  # an ASGI callable
         assert caller.get(path).status_code == 200
         found.append((path, Counter(proxy.counts), Counter(proxy.rows)))
     return found

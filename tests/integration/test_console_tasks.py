@@ -146,7 +146,7 @@ def test_an_operator_cannot_continue_a_cancel_with_the_form_of_a_retry(database:
     assert operator.post(f"/operation/continue-retry?id={id}", headers=SAME).status_code == 400
     assert operator.post(f"/operation/continue-cancel?id={id}", headers=SAME).status_code == 403
     assert operator.get("/tasks/cancel?state=dead").status_code == 403
-    assert id not in operator.app.console.running.ids  # type: ignore[attr-defined]
+    assert id not in operator.app.console.running.ids  # type: ignore[attr-defined]  # an ASGI callable
     assert rows_of(database).keys() == {"a"}
 
 
@@ -362,7 +362,7 @@ def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: Te
     update(database, "head", AvailableAt=NEVER)
     finished(table, begun(jane, "/tasks/retry?state=dead&topic=orders"))
     jane.post("/task/message?id=head", headers=SAME)  # is recorded, and changes nothing
-    jane.app.console.status.forget()  # type: ignore[attr-defined]
+    jane.app.console.status.forget()  # type: ignore[attr-defined]  # an ASGI callable
     page = jane.get("/task?id=head").text
     assert re.findall(r">([\w ]*changed: \w+ by jane@example.com)", page) == [
         "changed: retry by jane@example.com", "perhaps changed: retry by jane@example.com",

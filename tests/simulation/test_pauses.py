@@ -17,7 +17,7 @@ LONG = {"wake": True, "idle_interval": 300.0}
 def test_idle_workers_follow_a_pause_and_its_end(intervals: dict[str, float], suspended: bool) -> None:
     """At-most-once tasks, tasks with keys and due tasks as well. `suspended` is as by SIGSTOP, in the idle pause."""
     for seed in range(15):
-        world, random = World(Plan(seed=seed, once=0.3, **intervals)), Random(seed)  # type: ignore[arg-type]
+        world, random = World(Plan(seed=seed, once=0.3, **intervals)), Random(seed)  # type: ignore[arg-type]  # mixed
 
         def registrations(seconds: float, world: World = world, random: Random = random) -> None:
             world.clockwork.run(world.clockwork.now + seconds)

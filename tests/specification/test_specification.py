@@ -24,7 +24,7 @@ Fleet = Protocol | Shards
 
 def fleet(*keys: str | None, events: tuple[str, ...] = (), crashes: int = 0, **more: object) -> Protocol:
     """Return a fleet of two workers, in which each of these events may happen once."""
-    return Protocol(keys, events=dict.fromkeys(events, 1) | {"crash": crashes}, **more)  # type: ignore[arg-type]
+    return Protocol(keys, events=dict.fromkeys(events, 1) | {"crash": crashes}, **more)  # type: ignore[arg-type]  # mixed
 
 
 SMALL: dict[str, Fleet] = {

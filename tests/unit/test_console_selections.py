@@ -80,7 +80,7 @@ def test_a_shown_command_is_one_that_the_parser_accepts(name: str, selection: Ta
 def operation(selection: str, name: str = "retry", **times: datetime | None) -> Operation:
     all_times = {"finished_at": None, "seen_at": NOW, "stopped_at": None} | times
     row = {"tasks": 1, "reason": None, "selected": None, "principal": "jane", "started_at": NOW}
-    return Operation(id="1", operation=name, selection=selection, **row, **all_times)  # type: ignore[arg-type]
+    return Operation(id="1", operation=name, selection=selection, **row, **all_times)  # type: ignore[arg-type]  # mixed
 
 
 @pytest.mark.parametrize(

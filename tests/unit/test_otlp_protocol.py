@@ -29,7 +29,7 @@ def test_the_exporter_has_the_protocol_of_the_variables(
     variables: dict[str, str], expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The variable of the metrics wins over that of all signals, and those of other signals do not matter."""
-    monkeypatch.setitem(sys.modules, OF_GRPC, SimpleNamespace(OTLPMetricExporter="grpc"))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, OF_GRPC, SimpleNamespace(OTLPMetricExporter="grpc"))  # type: ignore[arg-type]  # no module
     for name in (ALL, METRICS):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

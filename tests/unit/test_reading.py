@@ -62,7 +62,7 @@ def test_pages_have_each_task_once_in_order_while_batches_are_marked(
         if step < 60 and random.random() < 0.5:
             table.mark(random.randrange(8))
         sent = SentTasks(table, Position.read(str(position)), topic)
-        sent._check_retention = mock.Mock()  # type: ignore[method-assign]
+        sent._check_retention = mock.Mock()  # type: ignore[method-assign]  # asks Spanner
         page = sent.page()
         taken = page.rows[: random.randrange(len(page.rows) + 1)] if step < 60 else page.rows
         found += taken

@@ -75,7 +75,7 @@ class Text(str, enum.Enum):  # noqa: UP042 - not a StrEnum: its format is that o
     TOPIC, VALUE, KEY, ID = "orders", "value", "key", "id"
 
 
-class Loud(str):  # noqa: SLOT000
+class Loud(str):  # noqa: SLOT000 - as an application would write it
     """Its format differs from its value as well."""
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ def test_a_flag_overrides_its_variable_which_overrides_the_default() -> None:
 def test_a_member_of_an_enumeration_becomes_plain_text() -> None:
     """Its format is that of its name."""
     name = enum.Enum("Name", {"DATABASE": "orders"}, type=str).DATABASE
-    assert type(read(database=name.value).database) is type(read(database=name).database) is str  # type: ignore[arg-type]
+    assert type(read(database=name.value).database) is type(read(database=name).database) is str  # type: ignore[arg-type]  # on purpose
 
 
 #: By the flag: the allowed values, values beyond them, and the boundaries inside.

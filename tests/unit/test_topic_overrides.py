@@ -25,7 +25,7 @@ def claim(topic: str = "orders", kind: Kind = Kind.PUBLISH) -> Claim:
 
 def topics(**controls: object) -> Topics:
     found = Topics(Host(random=Random(1)))
-    found.apply(TopicControls(**controls), 1)  # type: ignore[arg-type]
+    found.apply(TopicControls(**controls), 1)  # type: ignore[arg-type]  # of several types
     return found
 
 
