@@ -7,6 +7,8 @@ PYTEST := $(BIN)/python -m pytest
 # One process per core, because the slow tests are CPU-bound. `make test` has two per core, because half of its time is waiting.
 PROCESSES = 2
 test: PROCESSES = 4
+# A test run starts hundreds of processes. Without bytecode, each compiles its packages again.
+unexport PYTHONDONTWRITEBYTECODE
 TESTS  ?= --numprocesses $(PROCESSES) --dist loadgroup
 
 .DEFAULT_GOAL := help

@@ -107,7 +107,8 @@ def test_hostile_ids_are_taken_literally(outbox: Commands, database: Database):
 
 
 def test_a_missing_table_is_exit_code_3(emulators: Emulators, empty_database: Database):
-    found = all_at_once(Commands(emulators, empty_database), ALL)
+    outbox = Commands(emulators, empty_database)
+    found = {words: outbox.here(*words.split()) for words in ALL}
     assert_refused(found, 3, "table AsynchronousTasks is missing", "outbox schema apply")
 
 
@@ -117,7 +118,7 @@ def test_a_missing_database_or_instance_is_exit_code_3(
 ):
     """Each command says the full name that it looked for."""
     outbox = Commands(emulators, database, more={variable: "not-there"})
-    found = all_at_once(outbox, [*commands, "schema apply"])
+    found = {words: outbox.here(*words.split()) for words in [*commands, "schema apply"]}
     assert_refused(found, 3, "s/not-there", "not found. Create it, or check --project")
 
 

@@ -169,7 +169,7 @@ def test_the_emulators_are_reached_without_the_proxy_of_the_environment(emulator
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", "12 skipped"), ("true", "12 errors")])
-@pytest.mark.parametrize("arguments", [(), ("-n", "1")])
+@pytest.mark.parametrize("arguments", [(), pytest.param(("-n", "1"), marks=pytest.mark.extended)])
 def test_without_an_emulator_tests_are_skipped_and_fail_in_ci(
     arguments: tuple[str, ...], ci: str, outcome: str, project: Path
 ) -> None:

@@ -21,7 +21,7 @@ from tests.simulation.world import Plan, World, shortest
 from tests.support.processes import ROOT
 
 #: CPU seconds of histories.
-QUICK, EXTENDED, LONG = 10.0, 60.0, 3600.0
+QUICK, EXTENDED, LONG = 6.0, 40.0, 3600.0
 #: Max histories in this time, except in the long run. A faster machine then plays no seeds that are not yet examined.
 MOST = 500
 #: Defects that few histories notice.

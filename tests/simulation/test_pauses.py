@@ -14,9 +14,9 @@ LONG = {"wake": True, "idle_interval": 300.0}
 
 @pytest.mark.parametrize("intervals", [{}, SLOW, WAKES, LONG], ids=["default", "slow", "wake", "long"])
 @pytest.mark.parametrize("suspended", [False, True])
-def test_idle_workers_follow_a_pause_and_its_end(intervals: dict[str, float], suspended: bool) -> None:
+def test_idle_workers_follow_a_pause_and_its_end(intervals: dict[str, float], suspended: bool, long: bool) -> None:
     """At-most-once tasks, tasks with keys and due tasks as well. `suspended` is as by SIGSTOP, in the idle pause."""
-    for seed in range(15):
+    for seed in range(15 if long else 5):
         world, random = World(Plan(seed=seed, once=0.3, **intervals)), Random(seed)  # type: ignore[arg-type]  # mixed
 
         def registrations(seconds: float, world: World = world, random: Random = random) -> None:

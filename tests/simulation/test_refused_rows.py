@@ -8,7 +8,7 @@ import pytest
 from tests.simulation.world import Plan, World
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(2, 8))])
 def test_refused_rows_break_no_promise(seed: int) -> None:
     """Also of at-most-once tasks, of ordering keys, with failures to record, and with faults."""
     plan = dataclasses.replace(Plan.of(seed), refused=0.2, once=0.2)

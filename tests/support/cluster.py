@@ -14,6 +14,7 @@ import tempfile
 import venv
 from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, distribution
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pyspark
@@ -132,7 +133,8 @@ def _daemon(name: str, *flags: str, **more: str) -> contextlib.AbstractContextMa
 def install(folder: Path) -> None:
     """Install what `pip install --target FOLDER 'spanner-outbox[cluster]'` does, as links to the packages of the tests.
 
-    Without pip, because tests download nothing.
+    Without pip, because tests download nothing. With the compiled files that there are, as pip makes them: otherwise
+    each executor compiles all packages.
     """
     folder.mkdir(parents=True)
     for name in ("outbox", "publishworker", "outbox_pipeline"):
@@ -141,8 +143,15 @@ def install(folder: Path) -> None:
     for package in _needed("spanner-outbox", frozenset({"cluster"}), {}):
         for path in package.files or ():
             if ".." not in path.parts and path.suffix != ".pyc":
-                (folder / path.parent).mkdir(parents=True, exist_ok=True)
-                (folder / path).symlink_to(str(path.locate()))
+                _link(folder / path, Path(str(path.locate())))
+                if path.suffix == ".py":
+                    _link(*(Path(cache_from_source(str(each))) for each in (folder / path, path.locate())))
+
+
+def _link(link: Path, file: Path) -> None:
+    if file.exists():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file)
 
 
 def _needed(name: str, extras: frozenset[str], found: dict[str, Distribution]) -> list[Distribution]:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 APPLICATION = ROOT / "tests/typing/application.py"
 WRONG = [n for n, line in enumerate(APPLICATION.read_text(encoding="utf-8").splitlines(), 1) if "# error" in line]
@@ -27,6 +29,7 @@ def test_mypy_finds_each_wrong_call_and_no_other() -> None:
     assert [int(line) for line in re.findall(r"application\.py:(\d+): error", found)] == WRONG, found
 
 
+@pytest.mark.extended  # mypy finds the same errors
 def test_pyright_finds_each_wrong_call_and_no_other() -> None:
     """By basedpyright, because the package pyright downloads its program when it first runs."""
     found = check(
