@@ -29,7 +29,8 @@ from outbox.table.transactions import (
 )
 
 TABLE = "AsynchronousTasks"
-#: The columns that a registration writes. The others have defaults or are generated.
+#: The columns that a registration writes. The others have defaults (SentAt is NULL) or are generated (Shard from the
+#: ordering key or the ID, Bytes from Data).
 COLUMNS = (
     "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
 )  # fmt: skip

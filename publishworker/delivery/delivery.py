@@ -1,19 +1,17 @@
 """Deliver one batch: claim its rows, publish its messages and mark its tasks. If the commit fails, mark them again.
 
-`Delivery` publishes and marks in one transaction. For the other kinds of claims see `MarkFirst` and `Deferral`.
+`Delivery` publishes and marks in one transaction. The other kinds of delivery are in `kinds`.
 """
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from publishworker.delivery import rules
+from publishworker.delivery import heads, rules
 from publishworker.delivery.claim import Claim, Delivered, State, Unmarked
 from publishworker.delivery.marking import Marking, MarkRetry
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.timing import Timing
-from publishworker.delivery.trace import Trace
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import Refused, StoreError
@@ -44,14 +42,22 @@ class Tools:
     #: What all batches share when they mark again.
     marking: Marking
     host: Host = field(default_factory=Host)
-    trace: Trace | None = None
+
+    def for_reads(self) -> Store:
+        """Return the store for the reads of turns."""
+        return self.store
+
+    def for_batch(self, _claim: Claim) -> "Tools":
+        """Return the tools of a batch."""
+        return self
 
 
 class Delivery:
-    """One batch, on a thread of its own. The relay's thread reads `claim`, `mark_retry` and `timing`.
+    """Delivers one batch, on a thread of its own. The relay's thread reads `claim`, `mark_retry` and `timing`.
 
     After an abort, the next attempt of the transaction locks the rows again. It publishes only tasks that have no
-    answer yet, and failed tasks whose rows have changed since. It marks every task that any attempt has published.
+    answer yet, and failed tasks whose rows have changed since. It marks the tasks that any attempt has published,
+    unless their rows are gone, sent, or hold another message now.
     """
 
     def __init__(self, claim: Claim, tools: Tools) -> None:
@@ -62,7 +68,7 @@ class Delivery:
         self._policy = tools.policy.for_topic(claim.policy)
         #: By ID, over all attempts of the transaction: the answer of Pub/Sub, or the reason why no request was sent.
         self._answers: dict[str, Answer] = {}
-        #: By ID, the version of each locked row, as of the last attempt that had no answer for its task.
+        #: By ID, the version of the row when it was last locked without an answer. The answer is about this version.
         self._tried: dict[str, Version] = {}
         #: By ID, what the last attempt has decided about tasks that it does not mark as sent.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
@@ -75,7 +81,7 @@ class Delivery:
             self._transact(self.claim, self._decide)
             self.mark_retry.done()  # nothing is left to mark
             if self.timing.aborted:
-                self._release_heads()
+                heads.release(self.claim, self._tools.store, self._policy, self._transact)
         except StoreError as error:
             self._begin_marking(error)
         return self._delivered()
@@ -88,7 +94,7 @@ class Delivery:
         if self.mark_retry.has_begun:
             yield from self.mark_retry.run()
             if self.timing.transactions > 1:
-                self._release_heads()
+                heads.release(self.claim, self._tools.store, self._policy, self._transact)
 
     def write_marks(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
@@ -100,8 +106,15 @@ class Delivery:
 
     def _transact(self, claim: Claim, decide: Decide) -> datetime:
         """Lock the rows of `claim`, write the marks of `decide` and return the commit timestamp. Raises StoreError."""
-        with self.timing.transaction(decide) as timed:
-            committed = self._tools.store.claim(claim.locks, timed)
+
+        def run(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+            self.timing.locked()
+            marks = decide(rows, now)
+            self.timing.decided(marks)
+            return marks
+
+        with self.timing.transaction():
+            committed = self._tools.store.claim(claim.locks, run)
         if self.timing.marks:
             self.mark_retry.committed()
         return committed
@@ -112,12 +125,13 @@ class Delivery:
         self._expire(rules.to_publish(eligible, self._answers), now)
         self._publish(rules.to_publish(eligible, self._answers), now)
         marks = self._marks([*eligible, *rules.deferred_behind(self.claim, rows)], now)
-        return marks | self._releases(self.claim, rows, marks, now)
+        return marks | rules.releases(self.claim, rows, marks, now, self._policy)
 
     def _eligible(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows that this transaction may publish or mark. Keep the order of each ordering key.
 
-        Note why the other rows are skipped. A task that failed before an abort loses its answer if its row has changed.
+        Record why the other rows are skipped. A task that failed before an abort loses its answer if its row has
+        changed.
         """
         self._begin_attempt(claim, rows)
         skipped = rules.skip_reasons(claim, rows, now, self._published(), self._policy)
@@ -128,7 +142,7 @@ class Delivery:
     def _begin_attempt(self, claim: Claim, rows: Sequence[LockedRow]) -> None:
         """Forget earlier decisions about the claimed tasks, and the failures of rows that have changed.
 
-        Note the versions.
+        Record the versions of rows without an answer.
         """
         for id in claim.locks if self._decided else ():
             self._decided.pop(id, None)
@@ -143,69 +157,53 @@ class Delivery:
     def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
         """Publish rows that were locked at `now`."""
         if rows:
-            singly = rules.singly(self.claim, rows)
+            alone = rules.sent_alone(self.claim, rows)
             topic, seconds = self.claim.destination, self._tools.publish_seconds
-            answers = self._tools.publisher.publish(topic, rows, seconds, singly)
+            answers = self._tools.publisher.publish(topic, rows, seconds, alone)
             self.timing.published(rows, answers, now)
             self._answers |= answers
 
     def _marks(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of all answers, and note those that are not sent."""
+        """Return the marks of all answers. Keep the failed attempts and deferrals in `_decided`."""
         marks = rules.marks_of(self.claim, rows, self._answers, now, self._policy)
         self._decided |= {id: mark for id, mark in marks.items() if not isinstance(mark, Sent)}
         return marks
-
-    def _releases(
-        self, claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime
-    ) -> dict[str, Mark]:
-        """Return a mark for each deferred task that this commit makes a key head. The mark releases the task."""
-        heads = rules.to_release(claim, rows, marks, now, self._policy)
-        return {row.id: NotSent.released(row) for row in heads}
-
-    def _release_heads(self) -> None:
-        """Release key heads that another worker has deferred while this batch had no locks.
-
-        If this fails, their deferrals end by themselves, within a minute.
-        """
-        if not self.claim.keys:
-            return
-        with contextlib.suppress(StoreError):
-            heads = self._tools.store.key_heads(self.claim.keys, 1, skip_dead=self._policy.skip_dead)
-            claim = self.claim.of_deferred(heads)
-            if claim.tasks:
-                self._transact(claim, lambda rows, now: self._releases(claim, rows, {}, now))
 
     def _begin_marking(self, error: StoreError) -> None:
         """Prepare to mark again. If Spanner has refused the commit, find the rows that are the reason."""
         self._error = str(error)
         is_refused = isinstance(error, Refused)
-        # If Spanner has refused the commit, nothing is written, so failed attempts and deferrals are written again, but
-        # not the releases. After another error they are dropped, because the commit may have succeeded.
-        self._forget_marks([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
+        # If Spanner has refused the commit, nothing is written, so the failed attempts and deferrals of the claimed
+        # tasks are still to be written. Those of the tasks behind them (`releases`) are dropped, because each later
+        # commit decides whether to release these. After another error all are dropped, because the commit may have
+        # succeeded.
+        self._forget_unwritten([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
         self.mark_retry.begin(self, [self.claim.part({*self._published(), *self._unwritten_marks()})])
         if is_refused and self.mark_retry.search():
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _missing_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Return the marks of published tasks, and the refused marks of others if their rows have not changed."""
-        published, refused = self._published(), self._unwritten_marks()
+        published, unwritten = self._published(), self._unwritten_marks()
         unsent = [row for row in rows if row.sent_at is None]
         marks: dict[str, Mark] = {
             row.id: MARKED for row in unsent if row.id in published and published[row.id].has_message_of(row)
         }
         again = {
-            row.id: refused[row.id] for row in unsent if row.id in refused and self._tried[row.id] == Version.of(row)
+            row.id: unwritten[row.id]
+            for row in unsent
+            if row.id in unwritten and self._tried[row.id] == Version.of(row)
         }
-        self._forget_marks(claim.locks)
+        self._forget_unwritten(claim.locks)
         self._decided |= again
         marks |= again
-        return marks | self._releases(claim, rows, marks, now)
+        return marks | rules.releases(claim, rows, marks, now, self._policy)
 
     def _unwritten_marks(self) -> dict[str, NotSent | Deferred]:
-        """Return the failed attempts and deferrals that the last attempt has decided to write."""
+        """Return the failed attempts and deferrals that the last run of the transaction has decided to write."""
         return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}
 
-    def _forget_marks(self, ids: Collection[str]) -> None:
+    def _forget_unwritten(self, ids: Collection[str]) -> None:
         """Forget the failed attempts and deferrals of these tasks."""
         for id in self._unwritten_marks().keys() & set(ids):
             del self._decided[id]

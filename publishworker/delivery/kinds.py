@@ -8,7 +8,7 @@ from datetime import datetime
 from publishworker.delivery.claim import Claim, Delivered, State
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.marking import MAX_REFUSED
-from publishworker.delivery.rules import in_key_order, last_error, skip_reasons, to_publish
+from publishworker.delivery.rules import in_key_order, last_error, releases, skip_reasons, to_publish
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Skipped
@@ -73,7 +73,7 @@ class MarkFirst(Delivery):
             self._answers |= self._tools.publisher.refusals(part.destination, publishable)
             marked = {row.id: row for row in to_publish(eligible, self._answers)}
             marks = self._marks(eligible, now) | dict.fromkeys(marked, MARKED)
-            return marks | self._releases(part, rows, marks, now)
+            return marks | releases(part, rows, marks, now, self._policy)
 
         try:
             committed = self._transact(part, decide)
@@ -90,7 +90,7 @@ class MarkFirst(Delivery):
             self._tools.marking.refused += len(part.tasks)
         else:
             self._error = str(error)
-        self._forget_marks(part.locks)
+        self._forget_unwritten(part.locks)
 
     def _undo(self) -> None:
         """Undo the marks of messages that Pub/Sub certainly has not accepted."""
@@ -110,12 +110,12 @@ class MarkFirst(Delivery):
             if row.id in self._marked and row.sent_at == self._marked[row.id][1]
         ]
         recorded = {id: mark for id, mark in self._marks(before, now).items() if isinstance(mark, NotSent)}
-        self._forget_marks(claim.locks)
+        self._forget_unwritten(claim.locks)
         self._decided |= recorded
         marks: dict[str, Mark] = {
             row.id: recorded.get(row.id) or _restored(row, self._answers.get(row.id)) for row in before
         }
-        return marks | self._releases(claim, rows, marks, now)
+        return marks | releases(claim, rows, marks, now, self._policy)
 
 
 def _is_unpublished(outcome: Answer | None) -> bool:
@@ -149,4 +149,4 @@ class Deferral(Delivery):
                 if row.available_at is None or not now < row.available_at <= deferral.available_at
             }
         self._decided |= deferred
-        return {**deferred, **self._releases(self.claim, rows, deferred, now)}
+        return {**deferred, **releases(self.claim, rows, deferred, now, self._policy)}

@@ -9,18 +9,20 @@ from publishworker.delivery.claim import Claim, State, Unmarked
 from publishworker.host import Backoff, Host
 from publishworker.spanner.errors import Refused, StoreError
 
-#: Max seconds that marking is tried. Then the tasks are published again, because a duplicate is better than a loss.
+#: Max seconds that marking is tried. Then published tasks are published again, because a duplicate is better than a
+#: loss. At-most-once tasks stay marked, and may be lost.
 MAX_MARKING_SECONDS = 900.0
 #: Seconds of the first pause. Each further one is twice as long, up to MAX_PAUSE_SECONDS, or up to
-#: MAX_ASIDE_PAUSE_SECONDS if the batch is aside.
+#: MAX_ASIDE_PAUSE_SECONDS if the batch is aside (see MarkRetry).
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_ASIDE_PAUSE_SECONDS = 0.05, 5.0, 30.0
 #: Max seconds to search for the rows that make Spanner refuse a commit. Then the batch reports its result.
 SEARCH_SECONDS = 20.0
 #: Max seconds between two attempts to mark, once the worker exits.
-EXIT_SECONDS = 0.25
+EXIT_PAUSE_SECONDS = 0.25
 #: After this many refused rows without a commit in between, the cause is probably not a row, so the search stops.
 MAX_REFUSED = 10
-#: Max parts of a batch that are marked one by one while nothing commits.
+#: While nothing commits, a batch is cut into at most this many parts. Halves of a part that Spanner refuses do not
+#: count.
 MAX_PARTS = 10
 
 
@@ -41,14 +43,14 @@ class Marking:
         self._exit_until = float("inf")
 
     def committed(self) -> None:
-        """Note that a transaction has committed."""
+        """Count a commit."""
         self.commits += 1
         self.refused = 0
 
     def wait(self, seconds: float) -> None:
         """Let a batch wait. At exit the wait ends at once, and later ones are short."""
         if self._exit.is_set():
-            self._threads.sleep(min(seconds, EXIT_SECONDS))
+            self._threads.sleep(min(seconds, EXIT_PAUSE_SECONDS))
         else:
             self._exit.wait(seconds)
 
@@ -79,7 +81,8 @@ class MarkRetry:
         self._marking = marking
         #: The tasks whose marks are not written. The relay's thread reads it.
         self.unmarked = frozenset(claim.ids)
-        #: Whether Spanner accepts other rows, but none of this batch's remaining rows. The batch then needs no place.
+        #: Whether Spanner accepts other rows, but none of this batch's remaining rows. The batch then takes no place
+        #: (see InFlight).
         self.aside = False
         self.has_begun = False
         self._parts: Sequence[Claim] = ()
@@ -90,11 +93,11 @@ class MarkRetry:
         self._to_report: list[Unmarked] = []
 
     def committed(self) -> None:
-        """Note that a transaction of the batch has committed with marks, so Spanner accepts writes."""
+        """Count a commit with marks. It shows that Spanner accepts writes."""
         self._marking.committed()
 
     def done(self) -> None:
-        """Note that all marks are written."""
+        """Record that all marks are written."""
         self._set_parts(())
 
     def begin(
@@ -130,7 +133,7 @@ class MarkRetry:
     def search(self) -> bool:
         """Find the rows that make Spanner refuse a commit.
 
-        Tell whether each row that is left fails alone, or none is.
+        Return True if no row is left, or if each row that is left fails by itself.
         """
         self._try(SEARCH_SECONDS)
         return self.aside or not self.unmarked
@@ -171,7 +174,7 @@ class MarkRetry:
         return None
 
     def _note(self, part: Claim, error: StoreError) -> None:
-        """Note a part that cannot be written, once."""
+        """Remember a part that cannot be written, and report it once."""
         if part not in self._failed:
             self._failed.add(part)
             self._marking.refused += isinstance(error, Refused)

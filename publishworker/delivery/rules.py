@@ -153,27 +153,27 @@ def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> list
     return unanswered
 
 
-def singly(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
+def sent_alone(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
     """Return the IDs of the tasks that share no request: those that failed before, and the topic's suspects."""
     return {row.id for row in rows if row.attempts or row.id in claim.hints.suspects}  # OUT-DELAY-1
 
 
-def to_release(
+def releases(
     claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, policy: RetryPolicy
-) -> list[LockedRow]:
-    """Return the deferred rows that become heads of their keys with this commit. The commit must make them ready.
+) -> dict[str, Mark]:
+    """Return the marks that make deferred tasks ready: those that become heads of their keys with this commit.
 
     No poll reads a deferred task until its deferral ends, so the key would wait. One ready task is enough for a poll to
     find it. A head that has expired blocks no task, so the one behind it is released, too.
     """
-    released: list[LockedRow] = []
+    released: dict[str, Mark] = {}
     keys = {task.ordering_key for task in claim.tasks} - {None}
     for row in in_key_order(claim, rows) if keys else ():
         key, mark = row.ordering_key, marks.get(row.id)
         if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(mark, Sent):
             continue
         if row.deferred and mark is None:
-            released.append(row)
+            released[row.id] = NotSent.released(row)
         dead = isinstance(mark, NotSent) and mark.dead
         if _blocks_key(row, now, policy) and not (dead and policy.skip_dead):
             keys.remove(key)

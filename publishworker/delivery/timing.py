@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 
-from publishworker.spanner.store import Decide
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, LockedRow, Mark, Sent
 
 
@@ -26,24 +25,27 @@ class Timing:
         self._since = self._locked_at = clock()
 
     @contextmanager
-    def transaction(self, decide: Decide) -> Iterator[Decide]:
-        """Time the transaction in the block. The block must pass on the yielded function instead of `decide`."""
+    def transaction(self) -> Iterator[None]:
+        """Time the transaction in the block. Each run of it calls `locked` and then `decided`."""
         self.transactions += 1
         self.marks, self._since = None, self._clock()
         try:
-            yield lambda rows, now: self._decide(decide, rows, now)
+            yield
         finally:
             self._end(CLAIM if self.marks is None else COMMIT)
 
-    def _decide(self, decide: Decide, rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+    def locked(self) -> None:
+        """Record that the rows are locked."""
         self.aborted += self.marks is not None  # it ran before in this transaction, so that run was aborted
         self._locked_at = self._end(CLAIM)  # after an abort, this includes the commit that failed
-        self.marks = decide(rows, now)
+
+    def decided(self, marks: Mapping[str, Mark]) -> None:
+        """Record the marks of this run. Its commit begins."""
+        self.marks = marks
         self._since = self._clock()
-        return self.marks
 
     def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer], now: datetime) -> None:
-        """Note the answers for rows that were locked at `now`, the database's time."""
+        """Record the answers for rows that were locked at `now`, the database's time."""
         waited = self._end(PUBLISH) - self._locked_at
         for row in rows:
             if isinstance(answers.get(row.id), Sent):

@@ -1,12 +1,13 @@
 """The steps of the relay, for `outbox conform`: route, poll, claim, lock, publish, answer, mark, commit, fail, give up.
 
-A trace has IDs and states of tasks, but no message. Without a trace nothing here is called: a batch gets another
-store and another publisher only if there is one.
+A trace has IDs and states of tasks, but no message. Without a trace nothing here is called: only TracedTools give a
+batch another store and another publisher.
 """
 
 import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +17,7 @@ from outbox.errors import SettingError
 from outbox.specification.state import DEAD, DEFERRED, READY, RETRYING, SCHEDULED, SENT
 from outbox.table.states import is_dead
 from publishworker.delivery.claim import Claim, ClaimedTask
+from publishworker.delivery.delivery import Tools
 from publishworker.log import log
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
@@ -88,6 +90,22 @@ class Trace:
         self._write({"step": name, "worker": self._worker, **values})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedTools(Tools):
+    """Tools whose use is traced."""
+
+    trace: Trace
+
+    def for_reads(self) -> Store:
+        """See Tools."""
+        return self.trace.reading(self.store)
+
+    def for_batch(self, claim: Claim) -> Tools:
+        """See Tools."""
+        store, publisher = self.trace.of_batch(claim, self.store, self.publisher, skips_dead=self.policy.skip_dead)
+        return replace(self, store=store, publisher=publisher)
+
+
 Step: TypeAlias = Callable[..., None]
 
 
@@ -138,10 +156,10 @@ class _Publisher:
         self.refusals = publisher.refusals
 
     def publish(
-        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
         self._step("publish", ids=[row.id for row in rows], to=topic)
-        answers = self._publisher.publish(topic, rows, seconds, singly)
+        answers = self._publisher.publish(topic, rows, seconds, alone)
         results = {id: "published" if isinstance(each, Sent) else each.reason for id, each in answers.items()}
         self._step("answer", results=results)
         return answers

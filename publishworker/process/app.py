@@ -21,7 +21,7 @@ from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
-from publishworker.delivery.trace import Trace
+from publishworker.delivery.trace import Trace, TracedTools
 from publishworker.host import Host
 from publishworker.log import log
 from publishworker.process import exits
@@ -200,16 +200,15 @@ def relay_of(
         random=host.random,
         skip_dead=settings.on_ordering_failure == "skip",
     )
+    tools = Tools if trace is None else partial(TracedTools, trace=trace)
     return Relay(
-        store if trace is None else trace.reading(store),
-        Tools(
+        tools(
             store=store,
             publisher=publisher,
             policy=policy,
             publish_seconds=settings.publish_timeout,
             marking=Marking(host, settings.shutdown_timeout),
             host=host,
-            trace=trace,
         ),
         Limits(
             settings.batch_size, settings.batch_bytes, places, stragglers=places // 8, fair_share=settings.fair_share

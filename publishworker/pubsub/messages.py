@@ -105,21 +105,19 @@ class Lane:
         return [Lane(deque(halves) + self.requests, ordered=True, refused=ids)]
 
 
-def lanes(topic: str, messages: Sequence[tuple[str, Any]], singly: Collection[str]) -> list[Lane]:
+def lanes(topic: str, messages: Sequence[tuple[str, Any]], alone: Collection[str]) -> list[Lane]:
     """Return one lane for each ordering key, and one for each request of messages without a key."""
     by_key: defaultdict[str, list[tuple[str, Any]]] = defaultdict(list)
     for id, message in messages:
         by_key[message.ordering_key].append((id, message))
-    unordered = sorted(by_key.pop("", []), key=lambda pair: pair[0] in singly)
-    parallel = [Lane(deque([request])) for request in _pieces(topic, unordered, singly)]
-    return parallel + [Lane(deque(_pieces(topic, pairs, singly)), ordered=True) for pairs in by_key.values()]
+    unordered = sorted(by_key.pop("", []), key=lambda pair: pair[0] in alone)
+    parallel = [Lane(deque([request])) for request in _pieces(topic, unordered, alone)]
+    return parallel + [Lane(deque(_pieces(topic, pairs, alone)), ordered=True) for pairs in by_key.values()]
 
 
-def _pieces(
-    topic: str, messages: Sequence[tuple[str, Any]], singly: Collection[str]
-) -> Iterator[tuple[list[str], Any]]:
-    """Yield requests in order. A message whose ID is in `singly` has a request of its own."""
-    for _, piece in groupby(messages, key=lambda pair: pair[0] if pair[0] in singly else None):
+def _pieces(topic: str, messages: Sequence[tuple[str, Any]], alone: Collection[str]) -> Iterator[tuple[list[str], Any]]:
+    """Yield requests in order. A message whose ID is in `alone` has a request of its own."""
+    for _, piece in groupby(messages, key=lambda pair: pair[0] if pair[0] in alone else None):
         yield from requests(topic, list(piece))
 
 

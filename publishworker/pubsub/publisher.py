@@ -31,12 +31,12 @@ class Publisher(Protocol):
     """The publisher that the relay needs."""
 
     def publish(
-        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
         """Return Sent or Failed for each row that was tried within `seconds`. Raises nothing.
 
         Rows of an ordering key are published in the given order, in one request if they fit, otherwise one request
-        after the other. Rows behind a failure are not tried. Rows with IDs in `singly` share no request, so that no
+        after the other. Rows behind a failure are not tried. Rows with IDs in `alone` share no request, so that no
         other row fails with them.
         """
 
@@ -71,7 +71,7 @@ class PubSubPublisher:
         )
 
     def publish(
-        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
         """See Publisher. All requests share one deadline. They are sent concurrently, except those of one ordering key.
 
@@ -82,9 +82,9 @@ class PubSubPublisher:
         name = messages.topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds, self._threads.queue(), self._create_command)
         valid, failed = self._prepared(name, rows)
-        singly = {row.id for row in rows if row.id in self._refused} | {*singly}
+        alone = {row.id for row in rows if row.id in self._refused} | {*alone}
         with messages.sending(name, [message for _, message in valid], call.outcomes):
-            lanes = messages.lanes(name, valid, singly)
+            lanes = messages.lanes(name, valid, alone)
             in_flight = sum(self._start(lane, call, waits=len(lanes) == 1) for lane in lanes)
             while in_flight:
                 lane, future = call.answers.get()  # each request has an answer by the deadline

@@ -188,9 +188,9 @@ class _Publisher(PubSubPublisher):
         self.loses_answers = False
 
     def publish(
-        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
-        outcomes = super().publish(topic, rows, seconds, singly)
+        outcomes = super().publish(topic, rows, seconds, alone)
         sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Sent)]
         self.counts[topic_name(topic, self._project)] += len(sent)
         if self.loses_answers:

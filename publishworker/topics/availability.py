@@ -77,7 +77,7 @@ class Topics:
 
         A half-open circuit lets a probe pass. Topics in `cut_off` have more tasks.
         """
-        candidates, probes = self._circuits.draw_probes(candidates, cut_off)
+        candidates, probes = self._circuits.draw_probes(candidates, cut_off)  # all, and none, if no circuit is open
         allowed = self._limits.allowances(self._in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         return Admitted(candidates, allowed)

@@ -3,7 +3,7 @@
 import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from outbox.program.terminal import counted, listed
@@ -17,8 +17,8 @@ from publishworker.types import Key
 #: A batch that has begun no transaction for this many seconds is stuck. A transaction, and the pause before the next
 #: one, take less.
 STUCK_SECONDS = 120.0
-#: Max seconds that one check for stuck batches counts. If more time has passed since the last check, the process was
-#: probably suspended, so its batches did not run.
+#: Max seconds between two checks for stuck batches that count as running time. If more time has passed since the last
+#: check, the process was probably suspended, so its batches did not run.
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
@@ -31,7 +31,7 @@ MAX_ASIDE = 100
 #: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
 #: takes several times its size, because Spanner's response, the decoded value, the message, the publish request and its
 #: serialized form each hold a copy.
-BATCHES_OF_BYTES, MIN_BYTES = 4, 32_000_000
+MAX_FULL_BATCHES, MIN_BYTES = 4, 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,18 @@ class Limits:
 
     batch_size: int
     batch_bytes: int
-    #: The number of places: each batch in flight takes one.
+    #: The number of places. Each batch in flight takes one, unless it is aside (see InFlight).
     places: int
-    #: If tasks are left to start, a turn ends although up to this many of its batches have not reported. No turn waits
-    #: longer than MAX_TURN_WAIT_SECONDS.
+    #: While tasks are left to start, a turn does not wait for its last batches, at most this many. No turn waits longer
+    #: than MAX_TURN_WAIT_SECONDS.
     stragglers: int = 0
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
 
     @property
-    def bytes(self) -> int:
+    def max_bytes_in_flight(self) -> int:
         """Return the max bytes of messages in flight. A single message may exceed it."""
-        return max(MIN_BYTES, BATCHES_OF_BYTES * self.batch_bytes)
+        return max(MIN_BYTES, MAX_FULL_BATCHES * self.batch_bytes)
 
 
 class StuckBatch(Exception):
@@ -73,15 +73,12 @@ _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferr
 
 def delivery_of(claim: Claim, tools: Tools) -> Delivery:
     """Return the delivery of a claim."""
-    if tools.trace is not None:
-        store, publisher = tools.trace.of_batch(claim, tools.store, tools.publisher, skips_dead=tools.policy.skip_dead)
-        tools = replace(tools, store=store, publisher=publisher)
-    return _KINDS[claim.kind](claim, tools)
+    return _KINDS[claim.kind](claim, tools.for_batch(claim))
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """One in-flight batch. Two entries may have equal claims."""
+    """One in-flight batch. Compared by identity, because two entries may have equal claims."""
 
     delivery: Delivery
     seconds_since_begin: float = 0.0  # since its last transaction began, as of the last check
@@ -102,7 +99,7 @@ class InFlight:
     """
 
     def __init__(self, tools: Tools, limits: Limits, reporter: Reporter) -> None:
-        """`reporter` gets each Unmarked of a batch."""
+        """`reporter` gets each `Unmarked`: rows that a batch cannot mark, or no longer marks."""
         self.limits = limits
         self._delivery_of = partial(delivery_of, tools=tools)
         self._marking = tools.marking
@@ -136,7 +133,7 @@ class InFlight:
     @property
     def has_room(self) -> bool:
         """Tell whether another batch may start within the limits of batches and bytes."""
-        return self.free > 0 and self.bytes() < self.limits.bytes
+        return self.free > 0 and self.bytes_in_flight() < self.limits.max_bytes_in_flight
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""
@@ -150,7 +147,7 @@ class InFlight:
         aside = [entry for entry in self._running if entry.delivery.mark_retry.aside][:MAX_ASIDE]
         return Counter(entry.delivery.claim.topic for entry in self._running if entry not in aside)
 
-    def bytes(self) -> int:
+    def bytes_in_flight(self) -> int:
         """Return the bytes of the messages of batches that have not reported."""
         return sum(claim.bytes for claim in self.unreported)
 
@@ -177,8 +174,8 @@ class InFlight:
         """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS. Forget these batches."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
         for entry in self._running:
-            moved = entry.transactions != entry.delivery.timing.transactions
-            entry.seconds_since_begin = 0.0 if moved else entry.seconds_since_begin + step
+            begun = entry.transactions != entry.delivery.timing.transactions
+            entry.seconds_since_begin = 0.0 if begun else entry.seconds_since_begin + step
             entry.transactions = entry.delivery.timing.transactions
         old = [entry for entry in self._running if entry.seconds_since_begin > STUCK_SECONDS]
         stuck = [entry for entry in old if self._running[entry].is_alive()]  # the others only have to be collected
@@ -196,7 +193,7 @@ class InFlight:
         return self._wait(lambda reports: len(reports) > 0)
 
     def shut_down(self) -> None:
-        """Let each batch try to mark at least once more, and give up when the time at exit is over."""
+        """Let each batch try to mark at least once more, and give up after the shutdown timeout."""
         self._marking.shut_down()
 
     def wait(self, *, tasks_left: bool) -> list[Delivered]:
@@ -204,9 +201,9 @@ class InFlight:
         return self.wait_for_reports(self.limits.stragglers if tasks_left else 0, MAX_TURN_WAIT_SECONDS)
 
     def wait_for_reports(self, max_left: int = 0, max_seconds: float | None = None) -> list[Delivered]:
-        """Wait for a report, and until at most `max_left` batches have not reported.
+        """Wait for a report, and for all but `max_left` of the batches, at most `max_seconds`.
 
-        Later waits ignore these stragglers.
+        Later waits do not wait for the ones that are left (stragglers).
         """
 
         def enough(reports: Sequence[Delivered]) -> bool:

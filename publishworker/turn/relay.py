@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from publishworker.delivery.claim import Claim, Delivered, turn_counts
 from publishworker.delivery.delivery import Tools
-from publishworker.spanner.store import Store
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.availability import Topics
 from publishworker.turn.discovery import Discoverer
@@ -22,7 +21,6 @@ class Relay:
 
     def __init__(
         self,
-        store: Store,
         tools: Tools,
         limits: Limits,
         membership: Membership,
@@ -30,11 +28,8 @@ class Relay:
         *,
         discovery_seconds: float,
     ) -> None:
-        """The relay reads from `store`, which may trace its reads, and discovers every `discovery_seconds`.
-
-        Its batches use `tools`.
-        """
-        host = tools.host
+        """Turns and batches use `tools`. New topics are looked for every `discovery_seconds`."""
+        store, host = tools.for_reads(), tools.host
         self._reporter = reporter
         #: Set by `wake`. The worker then ends its pause.
         self.woken = host.threads.event()
@@ -54,26 +49,26 @@ class Relay:
         if self.woken.is_set():
             self.woken.clear()  # before the poll, so that an insert during this turn starts another turn
             self.discoverer.wake()
-        delivered = self.in_flight.collect()
-        changed = self._observe(delivered, stopping)  # circuits, limits, metrics, and batches for at-most-once tasks
+        earlier = self.in_flight.collect()
+        poll_again = self._observe(earlier, stopping)
         self.in_flight.raise_if_stuck()
-        self.discoverer.begin_turn()  # reads live workers, controls and new topics if the last read is old
+        self.discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
         polled = self.poller.poll(self._selector.wanted())
         # Of each ordering key, only the tasks that may be sent now are left.
         resolved = self._ordering.resolve(polled.candidates, self.in_flight.keys())
         selection = self._select(resolved, polled, stopping)
         self._start(selection.claims)  # each batch on a thread of its own
-        changed |= self.discoverer.end_turn(found_nothing=not selection.claims and self.in_flight.has_room)
-        reports = self.in_flight.wait(tasks_left=selection.tasks_left) if selection.waits else self.in_flight.collect()
-        changed |= self._observe(reports, stopping)
-        return self._report_turn(polled, delivered + reports, waits=selection.waits, changed=changed)
+        poll_again |= self.discoverer.end_turn(found_nothing=not selection.claims and self.in_flight.has_room)
+        later = self.in_flight.wait(tasks_left=selection.tasks_left) if selection.waits else self.in_flight.collect()
+        poll_again |= self._observe(later, stopping)
+        return self._report_turn(polled, earlier + later, waits=selection.waits, poll_again=poll_again)
 
     def wake(self) -> None:
         """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
         self.woken.set()
 
     def finish(self) -> Turn:
-        """Wait until all batches have reports, and return their counts. Raises StuckBatch."""
+        """Wait until no batch is in flight, and return the counts of the reports. Raises StuckBatch."""
         delivered: list[Delivered] = []
         self.in_flight.shut_down()
         try:
@@ -87,19 +82,19 @@ class Relay:
             self._reporter.end()
 
     def _observe(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
-        """Update circuits and limits, report what batches did, and start batches for skipped at-most-once tasks.
+        """Tell the topics and the reporter what the batches did, and start the batches that follow from it.
 
-        Tell whether a row or a circuit has changed, because the next poll may then find more tasks.
+        Return whether the next poll may find more tasks.
         """
-        changed = False
+        poll_again = False
         for each in delivered:
             change = self.topics.observe(each)
             self._reporter.delivered(each, change)
-            changed |= change is not None or each.has_written()
+            poll_again |= change is not None or each.has_written()
         if not stopping() and (claims := self._selector.follow_ups(delivered)):
             self.discoverer.refresh()
             self._start(claims)
-        return changed
+        return poll_again
 
     def _select(self, resolved: ResolvedKeys, polled: Polled, stopping: Callable[[], bool]) -> Selection:
         if stopping():
@@ -112,9 +107,9 @@ class Relay:
             if (admitted := self.topics.start(claim)) is not None:
                 self.in_flight.start(admitted)
 
-    def _report_turn(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, changed: bool) -> Turn:
+    def _report_turn(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, poll_again: bool) -> Turn:
         next_turn = Next.after(
-            progress=changed or polled.unread,
+            progress=poll_again or polled.unread,
             in_vain=waits and not delivered and bool(self.in_flight.unreported),
             unfinished=bool(polled.candidates or delivered or self.in_flight),
         )

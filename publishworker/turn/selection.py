@@ -63,18 +63,18 @@ class FairShare:
         lower = [each for each in candidates if each.priority < below_priority]  # OUT-ORDER-3
         if not lower:
             if self._last_chosen is None:
-                self._owed = 0.0  # no lower task waits; try again when the next share is due
+                self._owed = 0.0  # no task of lower priority waits; try again when a batch is owed again
             self._last_chosen = None
             return []
         self._last_chosen = max(each.priority for each in lower)
         return [each for each in lower if each.priority == self._last_chosen]
 
     def count(self, batches: int, given: int, highest: int | None) -> None:
-        """Note that `batches` batches start, `given` of them for lower priorities. `highest` is the highest priority.
+        """Count the `batches` that start, `given` of them for lower priorities.
 
-        `highest` is None if no task is left, because then no priority waits. The debt has a max, so a long time without
-        tasks of lower priority does not add up. The max is large enough to keep the debt after one poll that finds no
-        such task.
+        `highest` is the highest priority, or None if no task is left, because then no priority waits. What is owed is
+        limited, so a long time without tasks of lower priority does not add up. The limit is high enough for one poll
+        that finds no such task.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -101,9 +101,10 @@ class Selector:
         return Wanted(tasks, self._in_flight.ids(), self._fair_share.below_priority)
 
     def follow_ups(self, delivered: Sequence[Delivered]) -> list[Claim]:
-        """Return batches for the at-most-once tasks that these have skipped. The poll does not read AtMostOnce.
+        """Return batches for the at-most-once tasks that finished batches have skipped.
 
-        A later poll finds those that get no place.
+        Only a claim finds such tasks, because the poll does not read AtMostOnce. Tasks that get no place now are polled
+        again.
         """
         claims = [claim for each in delivered if (claim := self._topics.admit_at_most_once(each)) is not None]
         return claims[: self._in_flight.free]
@@ -119,23 +120,25 @@ class Selector:
             return Selection(tasks_left=True, waits=True)
         deferrals = list(resolved.blocked[: self._places_to_defer(nothing_else=not resolved.candidates)])
         candidates, allowed = self._topics.admit(resolved.candidates, cut_off)
-        lower = self._batches(self._fair_share.choose(candidates), deferrals, allowed)[: self._fair_share.owed_batches]
-        for claim in lower:
+        lower = self._fair_share.choose(candidates)
+        for_lower = self._batches(lower, deferrals, allowed)[: self._fair_share.owed_batches]
+        for claim in for_lower:
             if claim.topic in allowed:
                 allowed[claim.topic] -= len(claim.tasks)
-        chosen = {id for claim in lower for id in claim.ids}
+        chosen = {id for claim in for_lower for id in claim.ids}
         others = [each for each in candidates if each.id not in chosen]
-        batches = lower + self._batches(others, deferrals + lower, allowed)
+        batches = for_lower + self._batches(others, deferrals + for_lower, allowed)
         if len(batches) < in_flight.free - len(deferrals) and self._is_filled_later(batches, cut_off - allowed.keys()):
             batches.pop()
-        claims = fitting(batches, self._limits.bytes - in_flight.bytes(), alone=not in_flight.bytes())
+        bytes_used = in_flight.bytes_in_flight()
+        claims = fitting(batches, self._limits.max_bytes_in_flight - bytes_used, alone=not bytes_used)
         # Topics in `allowed` have a limit or an open circuit. Their tasks do not count as left, because they do not
         # wait for a place.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)
         startable = sum(each.task_count for each in candidates if each.topic not in allowed)
         tasks_left = bool(cut_off - allowed.keys()) or started < startable
         highest = max((each.priority for each in candidates), default=None)
-        given = sum(any(claim is each for each in claims) for claim in lower)
+        given = sum(any(claim is each for each in claims) for claim in for_lower)
         self._fair_share.count(len(claims), given, highest if tasks_left else None)
         waits = bool(deferrals or batches or resolved.left_out)
         return Selection(deferrals + claims, tasks_left, waits)
@@ -153,7 +156,7 @@ class Selector:
 
     def _places_to_defer(self, *, nothing_else: bool) -> int:
         places = self._limits.places // (2 if nothing_else else 4)
-        if places == 0:  # less than one place: one in every fourth turn on average, or in each if no task can be sent
+        if places == 0:  # less than one: take one in every fourth turn on average, or in each if no task can be sent
             places = int(nothing_else or self._random.random() < 1 / 4)
         return max(0, min(self._in_flight.free, places - self._in_flight.deferring()))
 

@@ -72,10 +72,10 @@ def test_the_message_arrives_with_the_columns_id_and_ordering_key(harness: Harne
     assert message.ordering_key == "key"
 
 
-@pytest.mark.parametrize("singly", [(), ("a", "c")])
-def test_a_missing_topic_fails_its_tasks(harness: Harness, singly: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("alone", [(), ("a", "c")])
+def test_a_missing_topic_fails_its_tasks(harness: Harness, alone: tuple[str, ...]) -> None:
     """However the tasks are divided into requests, each fails with the reason; nothing is raised."""
-    outcomes = harness.publisher.publish(MISSING, [row("a"), row("b"), row("c")], 5, singly)
+    outcomes = harness.publisher.publish(MISSING, [row("a"), row("b"), row("c")], 5, alone)
     assert {id: outcome.reason for id, outcome in outcomes.items() if isinstance(outcome, Failed)} == dict.fromkeys(
         "abc", "not_found"
     )

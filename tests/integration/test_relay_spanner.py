@@ -269,7 +269,7 @@ def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, t
 
     class Observed(FakePublisher):
         def publish(
-            self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
+            self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
         ) -> dict[str, Answer]:
             seen.append(set(unsent(database)))
             return {answered: Sent("1"), refused: Failed("unavailable", "later")}

@@ -17,7 +17,7 @@ from outbox.table.layouts import Layout
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
-from publishworker.delivery.trace import Trace
+from publishworker.delivery.trace import Trace, TracedTools
 from publishworker.host import Host
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.telemetry.reporter import Reporter
@@ -165,16 +165,15 @@ class Node:
         )  # fmt: skip
         host = Host(clock=self.clock, random=random, threads=VirtualThreads(world.clockwork, process))  # type: ignore[arg-type]  # as real threads
         trace = None if world.steps is None else Trace(world.steps.append, process.name)
+        tools = Tools if trace is None else functools.partial(TracedTools, trace=trace)
         relay = self.relay = Relay(
-            store if trace is None else trace.reading(store),  # type: ignore[arg-type]  # as the real store
-            Tools(
-                store=store,
+            tools(
+                store=store,  # type: ignore[arg-type]  # as the real store
                 publisher=publisher,
                 policy=policy,
                 publish_seconds=5.0,
                 marking=Marking(host, 20.0),
                 host=host,
-                trace=trace,
             ),
             Limits(plan.batch_size, 8_000_000, plan.concurrency, plan.concurrency // 8, plan.fair_share),
             membership,

@@ -331,13 +331,13 @@ class FakePublisher:
         return [id for _, id, _ in self.published]
 
     def publish(
-        self, topic: str, rows: Sequence[LockedRow], seconds: float, singly: Collection[str] = frozenset()
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
         name = messages.topic_name(topic, self.project)
         outcomes: dict[str, Answer] = {}
         stopped: set[str | None] = set()
         with self._lock:
-            for request in _requests(rows, singly):
+            for request in _requests(rows, alone):
                 key = request[0].ordering_key
                 if key in stopped:
                     continue
@@ -379,11 +379,11 @@ class FakePublisher:
         return outcomes
 
 
-def _requests(rows: Sequence[LockedRow], singly: Collection[str]) -> list[list[LockedRow]]:
+def _requests(rows: Sequence[LockedRow], alone: Collection[str]) -> list[list[LockedRow]]:
     requests: dict[str | None, list[list[LockedRow]]] = {}
     for row in rows:
         pieces = requests.setdefault(row.ordering_key, [[]])
-        if row.id not in singly:
+        if row.id not in alone:
             pieces[-1 if row.ordering_key else 0].append(row)
         else:
             pieces += [[row], []] if row.ordering_key else [[row]]

@@ -1,6 +1,7 @@
 """The worker's parts, put together for a test: small numbers, one seed, a turn that waits for its batches."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import zip_longest
 from random import Random
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
 from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
+from publishworker.delivery.trace import TracedTools
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Store
@@ -48,16 +50,15 @@ def relay_of(
     host = Host(random=Random(1), **{name: options.pop(name) for name in HOST & options.keys()})
     trace = options.pop("trace", None)
     shares = {name: options.pop(name) for name in SHARES & options.keys()}
+    tools = Tools if trace is None else partial(TracedTools, trace=trace)
     return Relay(
-        store if trace is None else trace.reading(store),
-        Tools(
+        tools(
             store=store,
             publisher=publisher,
             policy=policy(random=host.random, skip_dead=options.pop("skip_dead", False), **(retries or {})),
             publish_seconds=5,
             marking=Marking(host, options.pop("shutdown_seconds", 0.0)),
             host=host,
-            trace=trace,
         ),
         Limits(size, batch_bytes, batches, **shares),
         membership or Membership(store, "worker"),

@@ -323,5 +323,5 @@ def test_a_batch_may_have_exactly_the_allowed_bytes() -> None:
     [batch] = choose_batches(found, Limits(5, 100, 9), Random(1))
     assert (len(batch.ids), batch.bytes) == (2, 100)
     assert [len(batch.ids) for batch in choose_batches(found, Limits(5, 99, 9), Random(1))] == [1, 1]
-    assert Limits(5, 100, 2).bytes == 32_000_000
-    assert Limits(5, 10**8, 2).bytes == 4 * 10**8
+    assert Limits(5, 100, 2).max_bytes_in_flight == 32_000_000
+    assert Limits(5, 10**8, 2).max_bytes_in_flight == 4 * 10**8

@@ -122,10 +122,10 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     for topic in "ab":
         batches.marks[topic], batches.ends[topic] = threading.Event(), threading.Event()
         running.start(claim_of(topic, f"task-of-{topic}", "skipped", keys=("k", "l"), bytes=9))
-    assert running.bytes() == 18
+    assert running.bytes_in_flight() == 18
     batches.end("a", "b")
     assert batches.wait() == ["a", "b"]
-    assert (len(running), running.unreported, running.free, running.bytes()) == (2, [], 6, 0)
+    assert (len(running), running.unreported, running.free, running.bytes_in_flight()) == (2, [], 6, 0)
     assert running.ids() == {"task-of-a", "task-of-b"}
     assert running.keys() == {Key("a", "k"), Key("b", "k")}
     for entry in running._running:

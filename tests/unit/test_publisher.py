@@ -183,8 +183,8 @@ def test_a_request_starts_only_if_half_of_the_timeout_remains(server: PubSubServ
 
 def test_a_body_that_is_too_large_for_a_request_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:
     """A row of 10 MiB, or of no message, that another writer inserted is not published and affects no other task."""
-    for singly in ((), ("large", "broken", "good")):
-        outcomes = publisher.publish("orders", [*BAD, row("good")], 5, singly)
+    for alone in ((), ("large", "broken", "good")):
+        outcomes = publisher.publish("orders", [*BAD, row("good")], 5, alone)
         assert (reasons(outcomes), sent(outcomes)) == (BAD_REASONS, {"good"})
     assert requests(server) == [["good"]] * 2
 
