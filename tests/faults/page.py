@@ -46,8 +46,8 @@ until all tasks are sent. If a test has several variants, its line has the large
 from the *long form* of the tests, with outages of a minute (`make test-long`).
 
 The [workers divide the shards](architecture/relay.md#how-workers-divide-the-shards), which are the parts of the table.
-Each worker writes *heartbeats*. If its last one is older than the *liveness timeout*, the other workers take it for
-dead, and poll its shards.
+Each worker writes *heartbeats*. If the last heartbeat of a worker is older than the *liveness timeout*, the others take
+this worker for dead, and poll its shards.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
 versions of the software. Do not edit the page. Emulators, workers and tests share two cores, so times are long, but
