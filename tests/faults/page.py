@@ -6,6 +6,7 @@ Results that are not given stay unchanged in docs/reliability/results.json.
 import argparse
 import inspect
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from tests.benchmarks.results import ROOT, circumstances
 from tests.faults import (
     test_load,
     test_reshard_faults,
+    test_route_faults,
     test_service_faults,
     test_subscriber_faults,
     test_wake_faults,
@@ -33,23 +35,42 @@ INBOX = "inbox"
 HEAD = """\
 # Reliability
 
-Each line of the first two tables is a test. It causes a fault or an overload, runs an operator's commands, or inserts
-rows like another service. The test fails if a task is lost, was sent although it was rolled back, or arrived out of
-order, or if there are more duplicates than *allowed*, the max that the faults and commands of the test may cause. If a
-test ran several times, such as at three steps, its line has the largest value of each column. The numbers are from the
-*long form*, with outages of a minute (`make test-long`). `make soak MINUTES=30` causes all faults at random, and
-measures memory, open files and threads of one worker. *Seconds to recover* begin when the last fault ends, or a test
-without faults, and last until all tasks are sent.
+These tests run real workers on the emulators, and cause faults. Each line of the first two tables is a test. It causes
+a fault or an overload, runs an operator's commands, or inserts rows like another service. The test fails if a task is
+lost, is sent although it was rolled back, or arrives out of order. It also fails if there are more duplicates than
+*allowed*: as many as the faults and commands of this test may cause, for example all tasks in flight in each killed
+worker.
+
+*Tasks* counts committed tasks. *Seconds to recover* is the time from the end of the last fault and of the registrations
+until all tasks are sent. If a test has several variants, its line has the largest value of each column. The numbers are
+from the *long form* of the tests, with outages of a minute (`make test-long`).
+
+The [workers divide the shards](architecture/relay.md#how-workers-divide-the-shards), which are the parts of the table.
+Each worker writes *heartbeats*. If the last heartbeat of a worker is older than the *liveness timeout*, the others take
+this worker for dead, and poll its shards.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
 versions of the software. Do not edit the page. Emulators, workers and tests share two cores, so times are long, but
 counts are exact.
 """
 
+MORE_SAYS = """\
+With a [change stream](operations/worker.md#reduce-latency-with-a-change-stream), workers notice new tasks earlier.
+[`outbox schema reshard`](operations/upgrade.md#change-the-number-of-shards) changes the number of shards in several
+steps.
+"""
+
 INBOX_SAYS = """\
-Two subscribers use the [inbox](guide/subscribe.md). They are killed at random, paused until Pub/Sub delivers their
-messages again, and cut off from Spanner and Pub/Sub. Two workers run, and are also killed at random. The test sends
-some tasks again. An effect is a row with a random key, so a second effect of a task would be a second row.
+Two subscribers use the [inbox](guide/subscribe.md), which stores the IDs of processed tasks. They are killed at random,
+paused until Pub/Sub delivers their messages again, and cut off from Spanner and Pub/Sub. Two workers run, and are also
+killed at random. The test sends some tasks again. An effect is a row with a random key, so a second effect of a task
+would be a second row.
+"""
+
+SOAK_SAYS = """\
+`make soak MINUTES=30` runs three workers under load, and causes one random fault after the other. Memory, open files
+and threads are those of a worker that is never killed, paused or restarted. Each *growth factor* is the median of the
+last quarter of the run, divided by the median of the second quarter. At most 1.2 is allowed.
 """
 
 
@@ -94,13 +115,14 @@ def text(results: dict[str, Any]) -> str:
         if more := results.get("more"):
             files = "tests/faults/test_wake_faults.py tests/faults/test_reshard_faults.py"
             command = f"python -m pytest --long --seed {more[0]['seed']} --numprocesses 3 {files}"
-            parts += ["### Change stream and number of shards\n", _scenarios(more), _ran(results["more_ran"], command)]
+            parts += ["### Change stream and number of shards\n", MORE_SAYS, _scenarios(more)]
+            parts.append(_ran(results["more_ran"], command))
     if line := results.get(INBOX):
         command = f"python -m pytest --long --seed {line['seed']} tests/faults/test_subscriber_faults.py"
         parts += ["## Effects of subscribers\n", INBOX_SAYS, _effects(line), _ran(results["inbox_ran"], command)]
     if soak := results.get("soak"):
         command = f"python -m tests.faults.soak --minutes {soak['minutes']:g} --seed {soak['seed']}"
-        parts += ["## Soak\n", _soak(soak), _ran(results["soak_ran"], command)]
+        parts += ["## Soak\n", SOAK_SAYS, _soak(soak), _ran(results["soak_ran"], command)]
     return "\n".join(parts)
 
 
@@ -119,7 +141,7 @@ def scenarios() -> dict[str, Scenario]:
     rows = test_service_faults.SCENARIOS.items()
     found = {name: Scenario(each.title, each.promise, "test_service_faults.py") for name, each in rows}
     modules = (test_service_faults, test_worker_faults, test_wake_faults, test_reshard_faults, test_subscriber_faults)
-    for module in (*modules, test_load):
+    for module in (*modules, test_load, test_route_faults):
         for name, function in vars(module).items():
             title, _, promised = " ".join((inspect.getdoc(function) or "").split()).partition(" Promised: ")
             if name.startswith("test_") and promised:
@@ -148,12 +170,14 @@ All lines together: {lost} tasks lost, {rolled_back} sent although rolled back, 
 
 def _load(lines: Iterable[dict[str, Any]]) -> str:
     [line] = [line for line in lines if line["scenario"] == LOAD]
-    return (
-        f"While more tasks arrived than one worker could send, up to {line['backlog']:,} were pending. An urgent task\n"
-        f"waited {line['urgent_seconds_median']:g} s (median), the others {line['other_seconds_median']:g} s. The rows "
-        f"that a poll read and the memory\nof the worker ({line['memory_mb_second_half']} MiB) did not grow with the "
-        "backlog.\n"
+    paragraph = (
+        f"In the first test, the worker sent only one batch of {test_load.BATCH} tasks at a time, and each publish took"
+        f" {2 * test_load.DELAY:g} s longer. Up to {line['backlog']:,} tasks were unsent. The median wait was"
+        f" {line['urgent_seconds_median']:g} s for urgent tasks, and {line['other_seconds_median']:g} s for the others."
+        f" The rows that a poll read and the memory of the worker ({line['memory_mb_second_half']} MiB) did not grow"
+        " with the backlog."
     )
+    return textwrap.fill(paragraph, 120) + "\n"
 
 
 def _effects(line: dict[str, Any]) -> str:
@@ -176,21 +200,15 @@ def _soak(soak: dict[str, Any]) -> str:
     rows = [
         ["random faults", f"{sum(soak['faults'].values())}"],
         ["minutes", f"{soak['minutes']:g}"],
-        ["registered tasks", f"{soak['registered']:,}"],
-        ["rolled-back tasks", f"{soak['rolled_back']:,}"],
-        ["lost", f"{soak['lost']}"],
-        ["out of order", f"{soak['out_of_order']}"],
-        ["sent though rolled back", f"{soak['sent_though_rolled_back']}"],
+        ["committed tasks", f"{soak['registered']:,}"],
+        ["further tasks, whose transactions were rolled back on purpose", f"{soak['rolled_back']:,}"],
+        ["lost tasks", f"{soak['lost']}"],
+        ["tasks out of order", f"{soak['out_of_order']}"],
+        ["tasks sent although rolled back", f"{soak['sent_though_rolled_back']}"],
         ["duplicates", f"{soak['duplicates']}"],
         ["allowed duplicates", f"{soak['duplicates_allowed']:,}"],
-        ["longest time until the backlog was below 60 tasks again, seconds", f"{soak['recovery_longest']:g}"],
-        *(
-            [
-                f"growth of {GROWN[name]}: median of the last quarter of the run / median of the second quarter",
-                f"{value:g}",
-            ]
-            for name, value in soak["grown"].items()
-        ),
+        ["longest seconds from the end of a fault until at most 60 tasks were unsent", f"{soak['recovery_longest']:g}"],
+        *([f"growth factor of {GROWN[name]}", f"{value:g}"] for name, value in soak["grown"].items()),
     ]
     return markdown(["figure", ""], rows)
 

@@ -199,7 +199,7 @@ def carried(load: Load, cpu: Cpu, seed: int = 1, factor: float = 1.0) -> dict[st
     tasks = len(seconds)
     all_work = done + TTL_DELETE[0] * load.rate * load.seconds
     return {
-        "received/s": sum(begin <= at < begin + load.seconds for at in received_at) / load.seconds,
+        "received by Pub/Sub, tasks/s": sum(begin <= at < begin + load.seconds for at in received_at) / load.seconds,
         **percentiles(seconds),
         "requests/1,000 tasks": 1000 * requests / tasks,
         "CPU of the busiest worker, %": 100 * busiest / load.seconds,
@@ -374,13 +374,13 @@ def loads() -> dict[str, Section]:
             "writes to the tail of a shard, % of a server": 100 * TAIL * rate / load_.shards / TAIL_WRITES,
             "heartbeats/s": load_.workers / HEARTBEAT_INTERVAL_SECONDS,
             "MB/s to Pub/Sub": rate * MESSAGE_BYTES / 1e6,
-            "change stream: records/s that the workers read in all": rate * load_.workers,
+            "with `--wake change-stream`: records/s that all workers read together": rate * load_.workers,
             "workers: core hours per month": load_.workers * HOURS,
             "Spanner: node hours per month": node_hours,
             "Spanner: TB stored": gigabytes / 1000,
             "Pub/Sub: $ per month to publish": pubsub,
             "Spanner: $ per month, at the example prices": spanner,
-            "both: $ per month": spanner + pubsub,
+            "Spanner and Pub/Sub: $ per month": spanner + pubsub,
         }
         needs += [(name, column, value) for name, value in values.items()]
     return {"loads": section("Loads", rows), "needs": section("Needs", needs)}
@@ -403,13 +403,13 @@ def episodes() -> dict[str, Section]:
     rows, series = Rows(), []
     for name, episode in tqdm(EPISODES.items(), desc="autoscaler", disable=None):
         scaler = scaled(episode)
-        history = scaler.history
+        history = [(at - DIVIDED, *others) for at, *others in scaler.history]  # tasks arrive from DIVIDED on
         ends = 60 * (5 + episode.minutes)
         sent_at = next((at for at, backlog, *_ in history if at > ends and backlog < CALM), inf)
         rows += [
-            (name, "most workers", max(workers for _, _, workers, _ in history)),
+            (name, "largest number of workers", max(workers for _, _, workers, _ in history)),
             (name, "largest backlog", max(backlog for _, backlog, _, _ in history)),
-            (name, "backlog sent after, min", (sent_at - ends) / 60),
+            (name, "backlog sent after, minutes", (sent_at - ends) / 60),
             (name, "slowest commits, ms", 1000 * max(commit for *_, commit in history)),
             (name, "aborted transactions", scaler.world.spanner.aborts),
             (name, "duplicates", scaler.world.audit.duplicates),
@@ -448,6 +448,7 @@ def draw(results: dict[str, Section], folder: Path) -> None:
         right = axis.twinx()
         right.step(series[name, "minute"], series[name, "workers"], where="post", color="tab:orange")
         right.set_ylim(0, 11)
+        right.set_yticks((0, 5, 10))
         right.set_ylabel("workers")
     axes[-1].set_xlabel("minutes")
     _save(figure, folder / "autoscaler.png")

@@ -133,7 +133,9 @@ def test_result_pages_match_the_results(tmp_path: Path) -> None:
     assert page == scale.text(results.load(scale.FILE), page)
     kept = json.loads(faults.KEPT.read_text(encoding="utf-8"))
     assert faults.PAGE.read_text(encoding="utf-8") == faults.text(kept)
-    assert all("No task is lost" in each.promise for each in faults.scenarios().values())
+    scenarios = faults.scenarios().values()
+    assert all("No task is lost" in each.promise for each in scenarios)
+    assert {each.file for each in scenarios} == {file.name for file in (ROOT / "tests/faults").glob("test_*.py")}
 
 
 @each_page
