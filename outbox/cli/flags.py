@@ -30,6 +30,8 @@ from outbox.program.values import json_value
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Max bytes of a line of a file that a user passes. The longest is a file of topic controls without line breaks.
 MAX_LINE_BYTES = 10_000_000
+#: Max bytes of such a file: the JSON of some 500,000 tasks. It is read into memory.
+MAX_FILE_BYTES = 250_000_000
 #: Min characters of a prefix of a task ID. Shorter ones are probably mistakes.
 MIN_PREFIX = 4
 #: Max task IDs that are counted if they begin with the same prefix.
@@ -198,19 +200,26 @@ def read_text(file: str, source: str = "") -> str:
 
 
 def read_lines(file: str, source: str = "") -> Iterator[bytes]:
-    """Yield the lines of a file, as `read_text` reads it. One without line breaks, such as /dev/zero, is refused."""
+    """Yield the lines of a file, as `read_text` reads it. A line or a file that is too large is refused: it is no list.
+
+    Raises SettingError.
+    """
+    size = 0
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
             while line := stream.readline(MAX_LINE_BYTES + 1):
                 if len(line) > MAX_LINE_BYTES:
                     raise SettingError(f"{_named(file, source)} has a line of more than {MAX_LINE_BYTES:,} bytes")
+                size += len(line)
+                if size > MAX_FILE_BYTES:
+                    raise SettingError(f"{_named(file, source)} has more than {MAX_FILE_BYTES:,} bytes. Split it")
                 yield line
     except OSError as error:
         raise SettingError(f"{_named(file, source)} cannot be read: {error.strerror}") from None
 
 
 def _named(file: str, source: str) -> str:
-    return f"{source}{'stdin' if file == '-' else file!r}"
+    return source + ("stdin" if file == "-" else repr(file))
 
 
 def full_ids(

@@ -75,12 +75,12 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     return found
 
 
-_DECIMAL = r"[0-9]+(\.[0-9]+)?"
+_WHOLE, _DECIMAL = r"[0-9]+", r"[0-9]+(\.[0-9]+)?"
 
 
 def number(text: str, kind: Callable[[str], float] = float) -> float:
-    """Return the number of a text. Raises ValueError, also for the digits of other scripts, which Python reads."""
-    if not text.isascii():
+    """Return the number of a text. Raises ValueError, also for what only Python reads, such as 1_000."""
+    if not re.fullmatch(_WHOLE if kind is int else _DECIMAL, text):
         raise ValueError(text)
     return kind(text)
 
@@ -88,7 +88,7 @@ def number(text: str, kind: Callable[[str], float] = float) -> float:
 def whole_number(low: int, high: int) -> SettingType:
     """Return the type of integers from `low` to `high`."""
     allowed = f"a whole number from {low:,} to {high:,}"
-    return SettingType(lambda text: _between(number(text, int), low, high), allowed, pattern=r"[0-9]+")
+    return SettingType(lambda text: _between(number(text, int), low, high), allowed, pattern=_WHOLE)
 
 
 def seconds(low: float, high: float) -> SettingType:

@@ -190,6 +190,13 @@ def test_a_wrong_value_is_refused_before_any_request(words: str, sentence: str):
     )
 
 
+def test_a_file_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("outbox.cli.flags.MAX_FILE_BYTES", 1_000)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"y\n" * 501)))
+    done = here("retry", "--ids-file", "-", environment=DATABASE)
+    assert (done.code, done.stderr) == (2, "outbox: --ids-file: stdin has more than 1,000 bytes. Split it\n")
+
+
 def test_an_empty_file_of_ids_changes_nothing():
     done = here("retry", "--ids-file", "/dev/null", environment=DATABASE)
     assert (done.code, done.stdout) == (1, "")

@@ -44,11 +44,11 @@ def test_a_member_of_an_enumeration_becomes_plain_text() -> None:
 
 #: By the flag: the allowed values, values beyond them, and the boundaries inside.
 VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "batch_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten", "\uff11"), ("1", "1000")),
+    "batch_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten", "\uff11", "1_0", "+1", " 1"), ("1", "1000")),
     "concurrency": ("a whole number from 1 to 100", ("-1",), ("1", "100")),
     "publish_timeout": ("seconds from 0.1 to 8", ("9", "nan", "\uff15"), ("0.1", "8")),
     "poll_interval": ("seconds from 0.05 to 30", ("inf",), ("0.05", "30")),
-    "fair_share": ("a number from 0 to 0.5", ("-0.1", "0.51", "nan", "half", "\uff10"), ("0", "0.5")),
+    "fair_share": ("a number from 0 to 0.5", ("-0.1", "0.51", "nan", "half", "+0", "1e-1", ".1"), ("0", "0.5")),
     "log_format": ("auto, json or text", ("xml",), ()),
     # A worker with a project that topics do not allow would make all of its tasks dead.
     "project": (
@@ -124,7 +124,8 @@ def test_a_missing_value_names_its_flag_and_variables() -> None:
 def test_the_deadline_is_a_flag_but_not_a_setting() -> None:
     parser = argparse.ArgumentParser()
     add_deadline(parser)
-    assert [parser.parse_args(["--deadline", text]).deadline for text in ("0", "0.5", "1e9")] == [0, 0.5, 1e9]
+    texts = ("0", "0.5", "1000000000")
+    assert [parser.parse_args(["--deadline", text]).deadline for text in texts] == [0, 0.5, 1e9]
     assert parser.parse_args([]).deadline is None
     for text in ("-1", "1000000001", "nan", "soon"):
         with pytest.raises(SettingError) as caught:
