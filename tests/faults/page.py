@@ -38,12 +38,13 @@ HEAD = """\
 These tests run real workers on the emulators, and cause faults. Each line of the first two tables is a test. It causes
 a fault or an overload, runs an operator's commands, or inserts rows like another service. The test fails if a task is
 lost, is sent although it was rolled back, or arrives out of order. It also fails if there are more duplicates than
-*allowed*: as many as the faults and commands of this test may cause, for example all tasks in flight in each killed
-worker.
+*allowed*. This is the largest number that the faults and commands of the test may cause. For example, each killed
+worker may cause one for each task that it can have in flight: 80. *Allowed* is an upper bound, so it can be larger than
+the number of tasks.
 
-*Tasks* counts committed tasks. *Seconds to recover* is the time from the end of the last fault and of the registrations
-until all tasks are sent. If a test has several variants, its line has the largest value of each column. The numbers are
-from the *long form* of the tests, with outages of a minute (`make test-long`).
+*Tasks* counts committed tasks. *Seconds to recover* is the time until all tasks are sent. It begins when no fault is
+active and no more tasks are registered. If a test has several variants, its line has the largest value of each column.
+The numbers are from the *long form* of the tests, with outages of a minute (`make test-long`).
 
 The [workers divide the shards](architecture/relay.md#how-workers-divide-the-shards), which are the parts of the table.
 Each worker writes *heartbeats*. If the last heartbeat of a worker is older than the *liveness timeout*, the others take
@@ -70,7 +71,8 @@ would be a second row.
 SOAK_SAYS = """\
 `make soak MINUTES=30` runs three workers under load, and causes one random fault after the other. Memory, open files
 and threads are those of a worker that is never killed, paused or restarted. Each *growth factor* is the median of the
-last quarter of the run, divided by the median of the second quarter. At most 1.2 is allowed.
+last quarter of the run, divided by the median of the second quarter. At most 1.2 is allowed. Tasks keep arriving, so
+some are always unsent: the backlog has recovered from a fault when at most 60 are.
 """
 
 
@@ -207,7 +209,7 @@ def _soak(soak: dict[str, Any]) -> str:
         ["tasks sent although rolled back", f"{soak['sent_though_rolled_back']}"],
         ["duplicates", f"{soak['duplicates']}"],
         ["allowed duplicates", f"{soak['duplicates_allowed']:,}"],
-        ["longest seconds from the end of a fault until at most 60 tasks were unsent", f"{soak['recovery_longest']:g}"],
+        ["longest time to recover from a fault, seconds", f"{soak['recovery_longest']:g}"],
         *([f"growth factor of {GROWN[name]}", f"{value:g}"] for name, value in soak["grown"].items()),
     ]
     return markdown(["figure", ""], rows)

@@ -70,7 +70,10 @@ SCENARIOS = {
         "Spanner accepts connections and never answers.", UNMARKED, SPANNER, away("hang", "spanner")
     ),
     "pubsub_slow": Scenario(
-        "Pub/Sub answers half a second late, within the limits.", NOTHING, PUBSUB, slow(0.25, "pubsub")
+        "Pub/Sub answers half a second late, which is within the publish timeout of 2 s.",
+        NOTHING,
+        PUBSUB,
+        slow(0.25, "pubsub"),
     ),
     "spanner_slow": Scenario("Each call to Spanner takes 0.2 s longer.", NOTHING, SPANNER, slow(0.1, "spanner")),
 }  # fmt: skip

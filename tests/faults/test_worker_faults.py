@@ -37,7 +37,7 @@ def test_workers_killed(trial: Trial, long: bool) -> None:  # OUT-LOSS-2
 
 @pytest.mark.extended
 def test_worker_sleeps(trial: Trial, long: bool) -> None:  # OUT-LOSS-6
-    """A worker is paused for longer than Spanner keeps an idle transaction (10 s) and the liveness timeout (14 s).
+    """A worker is paused until Spanner has ended its idle transaction (10 s) and its heartbeat is too old (14 s).
 
     Promised: No task is lost. Other workers take over the shards. The paused worker publishes at most its in-flight
     batches again.
@@ -61,7 +61,7 @@ def test_worker_sleeps(trial: Trial, long: bool) -> None:  # OUT-LOSS-6
 
 @pytest.mark.extended
 def test_rolling_restart(trial: Trial, long: bool) -> None:
-    """A rolling restart under load: a new worker starts, then an old one gets SIGTERM.
+    """A rolling restart under load: a new worker starts, then an old one gets SIGTERM. In the long form, ten times.
 
     Promised: No task is lost. Each worker exits with 0. At most the batches that are in flight while shards change
     hands, twice per restart, are published again.
