@@ -38,17 +38,17 @@ HEAD = """\
 These tests run real workers on the emulators, and cause faults. Each line of the first two tables is a test. It causes
 a fault or an overload, runs an operator's commands, or inserts rows like another service. The test fails if a task is
 lost, is sent although it was rolled back, or arrives out of order. It also fails if there are more duplicates than
-*allowed*. This is the largest number that the faults and commands of the test may cause. For example, each killed
-worker may cause one for each task that it can have in flight: 80. *Allowed* is an upper bound, so it can be larger than
-the number of tasks.
+*allowed*, which is the largest number that the faults and commands of the test can cause. For example, a worker in
+these tests has at most 80 tasks in flight (four batches of 20), so each killed worker allows 80 duplicates. *Allowed*
+can be larger than the number of tasks.
 
-*Tasks* counts committed tasks. *Seconds to recover* is the time until all tasks are sent. It begins when no fault is
-active and no more tasks are registered. If a test has several variants, its line has the largest value of each column.
-The numbers are from the *long form* of the tests, with outages of a minute (`make test-long`).
+*Tasks* counts committed tasks. *Seconds to recover* is the time until all tasks are sent. The time begins when no
+fault is active and no more tasks are registered. If a test has several variants, its line has the largest value of
+each column. The numbers are from the *long form* of the tests, with outages of a minute (`make test-long`).
 
 The [workers divide the shards](architecture/relay.md#how-workers-divide-the-shards), which are the parts of the table.
-Each worker writes *heartbeats*. If the last heartbeat of a worker is older than the *liveness timeout*, the others take
-this worker for dead, and poll its shards.
+Each worker writes *heartbeats*. If the last heartbeat of a worker is older than the *liveness timeout*, the others
+take this worker for gone, and poll its shards.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
 versions of the software. Do not edit the page. Emulators, workers and tests share two cores, so times are long, but
@@ -62,17 +62,17 @@ steps.
 """
 
 INBOX_SAYS = """\
-Two subscribers use the [inbox](guide/subscribe.md), which stores the IDs of processed tasks. They are killed at random,
-paused until Pub/Sub delivers their messages again, and cut off from Spanner and Pub/Sub. Two workers run, and are also
-killed at random. The test sends some tasks again. An effect is a row with a random key, so a second effect of a task
-would be a second row.
+Two subscribers use the [inbox](guide/subscribe.md), which stores the IDs of processed tasks. They are killed at
+random, paused until Pub/Sub delivers their messages again, and cut off from Spanner and Pub/Sub. Two workers run, and
+are also killed at random. The test sends some tasks again. An effect is a row with a random key, so a second effect of
+a task would be a second row.
 """
 
 SOAK_SAYS = """\
 `make soak MINUTES=30` runs three workers under load, and causes one random fault after the other. Memory, open files
 and threads are those of a worker that is never killed, paused or restarted. Each *growth factor* is the median of the
 last quarter of the run, divided by the median of the second quarter. At most 1.2 is allowed. Tasks keep arriving, so
-some are always unsent: the backlog has recovered from a fault when at most 60 are.
+some are always unsent. The recovery from a fault ends when at most 60 tasks are unsent.
 """
 
 
@@ -173,11 +173,11 @@ All lines together: {lost} tasks lost, {rolled_back} sent although rolled back, 
 def _load(lines: Iterable[dict[str, Any]]) -> str:
     [line] = [line for line in lines if line["scenario"] == LOAD]
     paragraph = (
-        f"In the first test, the worker sent only one batch of {test_load.BATCH} tasks at a time, and each publish took"
-        f" {2 * test_load.DELAY:g} s longer. Up to {line['backlog']:,} tasks were unsent. The median wait was"
-        f" {line['urgent_seconds_median']:g} s for urgent tasks, and {line['other_seconds_median']:g} s for the others."
-        f" The rows that a poll read and the memory of the worker ({line['memory_mb_second_half']} MiB) did not grow"
-        " with the backlog."
+        f"In the first line of the first table, the first worker sent only one batch of {test_load.BATCH} tasks at a time,"
+        f" and each publish took {2 * test_load.DELAY:g} s longer. Up to {line['backlog']:,} tasks were unsent. The median"
+        f" time from the commit of a task to its publish was {line['urgent_seconds_median']:g} s for urgent tasks, and"
+        f" {line['other_seconds_median']:g} s for the others. The rows that a poll read and the memory of the worker"
+        f" ({line['memory_mb_second_half']} MiB) did not grow with the backlog."
     )
     return textwrap.fill(paragraph, 120) + "\n"
 

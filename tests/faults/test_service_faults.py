@@ -50,9 +50,9 @@ SCENARIOS = {
         "Pub/Sub gets the request, and then the connection is cut, for 20 % of the requests. Their outcome is unknown.",
         UNANSWERED, PUBSUB, calls("pubsub", "Publish", Fault.LOST, 0.2),
     ),
-    "connections_cut": Scenario("Connections are cut twice a second.", UNANSWERED, BOTH, broken("cut")),
+    "connections_cut": Scenario("The workers' connections are cut twice a second.", UNANSWERED, BOTH, broken("cut")),
     "connections_half_closed": Scenario(
-        "Twice a second, connections stop carrying requests, but still carry answers.",
+        "Twice a second, the workers' connections are half-closed: they carry no more requests, but still answers.",
         UNANSWERED, BOTH, broken("half_close"),
     ),
     "pubsub_refuses": Scenario(
@@ -70,7 +70,7 @@ SCENARIOS = {
         "Spanner accepts connections and never answers.", UNMARKED, SPANNER, away("hang", "spanner")
     ),
     "pubsub_slow": Scenario(
-        "Pub/Sub answers half a second late, which is within the publish timeout of 2 s.",
+        "Pub/Sub answers half a second late. The publish timeout of the workers is 2 s here.",
         NOTHING,
         PUBSUB,
         slow(0.25, "pubsub"),

@@ -37,7 +37,7 @@ def test_workers_killed(trial: Trial, long: bool) -> None:  # OUT-LOSS-2
 
 @pytest.mark.extended
 def test_worker_sleeps(trial: Trial, long: bool) -> None:  # OUT-LOSS-6
-    """A worker is paused until Spanner has ended its idle transaction (10 s) and its heartbeat is too old (14 s).
+    """A worker is paused until its transaction was idle for 10 s, so Spanner ends it, and its heartbeat is 14 s old.
 
     Promised: No task is lost. Other workers take over the shards. The paused worker publishes at most its in-flight
     batches again.
@@ -61,7 +61,7 @@ def test_worker_sleeps(trial: Trial, long: bool) -> None:  # OUT-LOSS-6
 
 @pytest.mark.extended
 def test_rolling_restart(trial: Trial, long: bool) -> None:
-    """A rolling restart under load: a new worker starts, then an old one gets SIGTERM. In the long form, ten times.
+    """Ten restarts under load (two in the short form): a new worker starts, then an old one gets SIGTERM.
 
     Promised: No task is lost. Each worker exits with 0. At most the batches that are in flight while shards change
     hands, twice per restart, are published again.
@@ -81,7 +81,7 @@ def test_rolling_restart(trial: Trial, long: bool) -> None:
 
 @pytest.mark.extended
 def test_heartbeats_frozen(trial: Trial, fault_seconds: float) -> None:
-    """All heartbeats look a minute old, so each worker takes the others for dead and polls all shards.
+    """All heartbeats look a minute old, so each worker takes the others for gone and polls all shards.
 
     Promised: No task is lost. The row locks keep the workers apart. At most one worker's in-flight batches are
     published again, if the emulator aborts its transaction in favor of another one.
