@@ -35,12 +35,12 @@ INBOX = "inbox"
 HEAD = """\
 # Reliability
 
-These tests run real workers on the emulators, and cause faults. Each line of the first two tables is a test. It causes
-a fault or an overload, runs an operator's commands, or inserts rows like another service. The test fails if a task is
-lost, is sent although it was rolled back, or arrives out of order. It also fails if there are more duplicates than
-*allowed*, which is the largest number that the faults and commands of the test can cause. For example, a worker in
-these tests has at most 80 tasks in flight (four batches of 20), so each killed worker allows 80 duplicates. *Allowed*
-can be larger than the number of tasks.
+The tests on this page run real workers on the emulators of Spanner and Pub/Sub, and cause faults. Each line of the
+first two tables is a test. It causes a fault or an overload, runs an operator's commands, or inserts rows like another
+service. The test fails if a task is lost, is sent although it was rolled back, or arrives out of order. It also fails
+if there are more duplicates than *allowed*, which is the largest number that the faults and commands of the test can
+cause. For example, a worker in these tests has at most 80 tasks in flight (four batches of 20), so each killed worker
+allows 80 duplicates. *Allowed* can be larger than the number of tasks.
 
 *Tasks* counts committed tasks. *Seconds to recover* is the time until all tasks are sent. The time begins when no
 fault is active and no more tasks are registered. If a test has several variants, its line has the largest value of
@@ -175,8 +175,8 @@ def _load(lines: Iterable[dict[str, Any]]) -> str:
     paragraph = (
         f"In the first line of the first table, the first worker sent only one batch of {test_load.BATCH} tasks at a"
         f" time, and each publish took {2 * test_load.DELAY:g} s longer. Up to {line['backlog']:,} tasks were unsent."
-        f" The median time from the commit of a task to its publish was {line['urgent_seconds_median']:g} s for urgent"
-        f" tasks, and {line['other_seconds_median']:g} s for the others. The rows that a poll read and the memory of"
+        " The test also registered tasks of priority `HIGH`. The median time from the commit of a task to its publish was"
+        f" {line['urgent_seconds_median']:g} s for these, and {line['other_seconds_median']:g} s for the others. The rows that a poll read and the memory of"
         f" the worker ({line['memory_mb_second_half']} MiB) did not grow with the backlog."
     )
     return textwrap.fill(paragraph, 120) + "\n"

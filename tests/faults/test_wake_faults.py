@@ -101,7 +101,7 @@ def _harm_the_stream(trial: Trial, seconds: float, how: str) -> None:
 
 @pytest.mark.extended
 def test_stream_frozen(trial: Trial, fault_seconds: float) -> None:
-    """The requests that read the change stream hang under load.
+    """Under load, the requests that read the change stream hang.
 
     Promised: No task is lost or published twice. The workers notice it and read the stream again.
     """
@@ -110,7 +110,7 @@ def test_stream_frozen(trial: Trial, fault_seconds: float) -> None:
 
 @pytest.mark.extended
 def test_stream_cut(trial: Trial, fault_seconds: float) -> None:
-    """All requests that read the change stream fail under load, and so do their retries.
+    """Under load, all requests that read the change stream fail, and so do their retries.
 
     Promised: No task is lost or published twice. The workers notice it and read the stream again.
     """
