@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
+from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim, Delivered, State
 from publishworker.delivery.delivery import Delivery, Tools
 from publishworker.delivery.marking import MAX_REFUSED
-from publishworker.delivery.rules import in_key_order, last_error, releases, skip_reasons, to_publish
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Skipped
@@ -71,9 +71,9 @@ class MarkFirst(Delivery):
             self._expire(eligible, now)
             publishable = [row for row in eligible if row.id not in self._answers]
             self._answers |= self._tools.publisher.refusals(part.destination, publishable)
-            marked = {row.id: row for row in to_publish(eligible, self._answers)}
+            marked = {row.id: row for row in rules.to_publish(eligible, self._answers)}
             marks = self._marks(eligible, now) | dict.fromkeys(marked, MARKED)
-            return marks | releases(part, rows, marks, now, self._policy)
+            return marks | rules.releases(part, rows, marks, now, self._policy)
 
         try:
             committed = self._transact(part, decide)
@@ -106,7 +106,7 @@ class MarkFirst(Delivery):
         """Return marks that clear SentAt of rows that still have the mark of this batch, and record failures."""
         before = [
             self._marked[row.id][0]
-            for row in in_key_order(claim, rows)
+            for row in rules.in_key_order(claim, rows)
             if row.id in self._marked and row.sent_at == self._marked[row.id][1]
         ]
         recorded = {id: mark for id, mark in self._marks(before, now).items() if isinstance(mark, NotSent)}
@@ -115,7 +115,7 @@ class MarkFirst(Delivery):
         marks: dict[str, Mark] = {
             row.id: recorded.get(row.id) or _restored(row, self._answers.get(row.id)) for row in before
         }
-        return marks | releases(claim, rows, marks, now, self._policy)
+        return marks | rules.releases(claim, rows, marks, now, self._policy)
 
 
 def _is_unpublished(outcome: Answer | None) -> bool:
@@ -125,7 +125,7 @@ def _is_unpublished(outcome: Answer | None) -> bool:
 
 def _restored(row: LockedRow, outcome: Answer | None) -> NotSent:
     """Return the mark that restores the row, with a LastError that says what happened. A deferred row becomes ready."""
-    error = last_error(outcome) if isinstance(outcome, Failed) else None
+    error = rules.last_error(outcome) if isinstance(outcome, Failed) else None
     return NotSent(row.attempts, None if row.deferred else row.available_at, row.expires_at, error)
 
 
@@ -134,8 +134,8 @@ class Deferral(Delivery):
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         self._begin_attempt(self.claim, rows)
-        reasons = skip_reasons(self.claim, rows, now, {}, self._policy)
-        blocked = [row for row in in_key_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
+        reasons = rules.skip_reasons(self.claim, rows, now, {}, self._policy)
+        blocked = [row for row in rules.in_key_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
         head = next((row for row in rows if row.id == self.claim.ids[0]), None)
         deferred: dict[str, Deferred] = {}
         if head is not None and head.available_at is not None:
@@ -149,4 +149,4 @@ class Deferral(Delivery):
                 if row.available_at is None or not now < row.available_at <= deferral.available_at
             }
         self._decided |= deferred
-        return {**deferred, **releases(self.claim, rows, deferred, now, self._policy)}
+        return {**deferred, **rules.releases(self.claim, rows, deferred, now, self._policy)}

@@ -175,9 +175,10 @@ def _load(lines: Iterable[dict[str, Any]]) -> str:
     paragraph = (
         f"In the first line of the first table, the first worker sent only one batch of {test_load.BATCH} tasks at a"
         f" time, and each publish took {2 * test_load.DELAY:g} s longer. Up to {line['backlog']:,} tasks were unsent."
-        " The test also registered tasks of priority `HIGH`. The median time from the commit of a task to its publish was"
-        f" {line['urgent_seconds_median']:g} s for these, and {line['other_seconds_median']:g} s for the others. The rows that a poll read and the memory of"
-        f" the worker ({line['memory_mb_second_half']} MiB) did not grow with the backlog."
+        " The test also registered tasks of priority `HIGH`. The median time from the commit of a task to its publish"
+        f" was {line['urgent_seconds_median']:g} s for these, and {line['other_seconds_median']:g} s for the others."
+        " The rows that a poll read and the memory of the worker"
+        f" ({line['memory_mb_second_half']} MiB) did not grow with the backlog."
     )
     return textwrap.fill(paragraph, 120) + "\n"
 

@@ -52,8 +52,8 @@ SCENARIOS = {
     ),
     "connections_cut": Scenario("The workers' connections are cut twice a second.", UNANSWERED, BOTH, broken("cut")),
     "connections_half_closed": Scenario(
-        "Twice a second, the workers' connections are half-closed: workers can send no more requests on them, but still "
-        "receive answers.",
+        "Twice a second, the workers' connections are half-closed: workers can send no more requests on them, but "
+        "still receive answers.",
         UNANSWERED, BOTH, broken("half_close"),
     ),
     "pubsub_refuses": Scenario(

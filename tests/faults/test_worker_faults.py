@@ -37,8 +37,7 @@ def test_workers_killed(trial: Trial, long: bool) -> None:  # OUT-LOSS-2
 
 @pytest.mark.extended
 def test_worker_sleeps(trial: Trial, long: bool) -> None:  # OUT-LOSS-6
-    """A worker is paused for so long that Spanner ends its idle transaction (after 10 s), and the other worker takes over
-    its shards (after 14 s without a heartbeat).
+    """A worker is paused until Spanner has ended its idle transaction (10 s) and the others poll its shards (14 s).
 
     Promised: No task is lost. Other workers take over the shards. The paused worker publishes at most its in-flight
     batches again.

@@ -97,7 +97,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         publisher, "_answered", lambda real: lambda lane, *a: real(lane, *a) or [lane][: len(lane.requests)]
     ),
     "no answer is no success": (publisher, "failure_of", always(Sent(""))),
-    "deferred tasks are released": (Delivery, "_releases", always({})),
+    "deferred tasks are released": (rules, "releases", always({})),
     "a deferral ends": (
         RetryPolicy, "deferrals",
         lambda real: lambda self, *a: (

@@ -154,7 +154,7 @@ def test_memory_is_flat_over_an_hour_of_polling() -> None:
     for clock.now in range(0, HOUR, SAMPLE_SECONDS):
         shared.get()  # until all samples are there
     before = poll(HOUR, HOUR // 10)
-    assert poll(2 * HOUR, HOUR) - before < 300
+    assert poll(2 * HOUR, HOUR) - before < 600  # of 720 polls, with what the process does besides
     last = shared.get().value
     assert last
     assert len(last.history) == SAMPLES
