@@ -4,9 +4,10 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 DEMO   := .venv/.installed-demo
 PYTEST := $(BIN)/python -m pytest
-# One process per core, because the slow tests are CPU-bound. `make test` has two per core, because half of its time is waiting.
+# More processes than cores, because up to half of the time is waiting. One of test-all is for the cluster of Spark.
 PROCESSES = 2
 test: PROCESSES = 4
+test-all: PROCESSES = 3
 # A test run starts hundreds of processes. Without bytecode, each compiles its packages again.
 unexport PYTHONDONTWRITEBYTECODE
 TESTS  ?= --numprocesses $(PROCESSES) --dist loadgroup

@@ -30,7 +30,7 @@ def test_register_on_a_cluster(spark_cluster: Cluster, database: Database, varia
         str(tmp_path / "rejects"),
         "--json",
     )
-    done = spark_cluster.submit("register", *flags, variables=variables)
+    done = spark_cluster.submit("register", *flags, variables=variables, conf={"spark.cores.max": "1"})
     assert done.code == 0, done.stderr
     assert json.loads(done.stdout)["registered"] == len(rows_of(database)) == 300
     assert "INFO TaskSetManager: Finished task" in done.stderr

@@ -43,6 +43,10 @@ SHIPPED = (
 )  # fmt: skip
 
 
+#: Folders of packages that are not shipped: what pip would install beside the packages, tests and headers.
+_NOT_IMPORTED = {"..", "tests", "include"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """A running cluster. `folder` has the workers' own folders, and the shipped environment."""
@@ -134,7 +138,7 @@ def install(folder: Path) -> None:
     """Install what `pip install --target FOLDER 'spanner-outbox[cluster]'` does, as links to the packages of the tests.
 
     Without pip, because tests download nothing. With the compiled files that there are, as pip makes them: otherwise
-    each executor compiles all packages.
+    each executor compiles all packages. Without a third of the files, which no job imports, because each job unpacks all.
     """
     folder.mkdir(parents=True)
     for name in ("outbox", "publishworker", "outbox_pipeline"):
@@ -142,7 +146,7 @@ def install(folder: Path) -> None:
     shutil.copytree(ROOT / "schema", folder / "outbox/ddl", dirs_exist_ok=True)
     for package in _needed("spanner-outbox", frozenset({"cluster"}), {}):
         for path in package.files or ():
-            if ".." not in path.parts and path.suffix != ".pyc":
+            if _NOT_IMPORTED.isdisjoint(path.parts) and path.suffix not in {".pyc", ".pyi"}:
                 _link(folder / path, Path(str(path.locate())))
                 if path.suffix == ".py":
                     _link(*(Path(cache_from_source(str(each))) for each in (folder / path, path.locate())))
