@@ -138,7 +138,7 @@ def install(folder: Path) -> None:
     """Install what `pip install --target FOLDER 'spanner-outbox[cluster]'` does, as links to the packages of the tests.
 
     Without pip, because tests download nothing. With the compiled files that there are, as pip makes them: otherwise
-    each executor compiles all packages. Without a third of the files, which no job imports, because each job unpacks all.
+    each executor compiles all packages. Without files that no job imports, a third, because each job unpacks them.
     """
     folder.mkdir(parents=True)
     for name in ("outbox", "publishworker", "outbox_pipeline"):
