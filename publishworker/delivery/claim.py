@@ -44,7 +44,7 @@ class ClaimedTask(NamedTuple):
 class TopicHints:
     """What the worker knows about the topic when it starts the batch.
 
-    They decide which failures are recorded as failed attempts.
+    These hints decide which failures are recorded as failed attempts.
     """
 
     #: The batch probes a topic whose circuit is open.
@@ -125,9 +125,10 @@ class Claim:
         return replace(self, tasks=tuple(tasks), releases=())
 
     def halves(self) -> "tuple[Claim, ...]":
-        """Return two claims that together have these tasks. Of one task, return it without the task behind it, if any.
+        """Return two claims, each of half of the tasks.
 
-        That one needs no transaction of its own, because the batch reads the key heads once its tasks are marked.
+        For a single task, return a claim that no longer locks the task behind it, or nothing if it locks none. The task
+        behind it needs no transaction of its own, because the batch reads the key heads once its tasks are marked.
         """
         ids = self.ids
         if len(ids) > 1:
@@ -148,10 +149,10 @@ class Delivered:
     """
 
     claim: Claim
-    #: Pub/Sub's answer for each task, over all attempts of the transaction. A task that is expired or cannot be
-    #: published has a failure instead, without a request.
+    #: Pub/Sub's answer for each task that was tried, over all runs of the transaction. A task that is expired or cannot
+    #: be published has a failure instead, without a request.
     answers: Mapping[str, Answer] = field(default_factory=dict)
-    #: The tasks that the last attempt skipped. A published task can be here, too, if another worker has sent it after
+    #: The tasks that the last run skipped. A published task can be here, too, if another worker has sent it after
     #: an abort.
     skipped: Mapping[str, Skipped] = field(default_factory=dict)
     #: Failed attempts and deferrals that are written.
@@ -163,9 +164,9 @@ class Delivered:
     unconfirmed: tuple[str, ...] = ()
     #: Seconds between a task's due time and Pub/Sub's answer.
     latencies: Mapping[str, float] = field(default_factory=dict)
-    #: Seconds of each phase, over all attempts.
+    #: Seconds of each phase, over all runs.
     phases: Mapping[str, float] = field(default_factory=dict)
-    #: Attempts of transactions that were aborted.
+    #: Runs of transactions that were aborted after they had decided.
     aborted: int = 0
     error: str | None = None
 
@@ -174,7 +175,7 @@ class Delivered:
         return [id for id, outcome in self.answers.items() if isinstance(outcome, Sent)]
 
     def uncommitted(self) -> list[str]:
-        """Return the IDs of published tasks that are in doubt, or whose rows were deleted after an abort."""
+        """Return the IDs of published tasks whose marks are not written, or whose rows were deleted after an abort."""
         uncommitted = self.unmarked.union(self._skipped("gone"))
         return [id for id in self.published() if id in uncommitted]
 

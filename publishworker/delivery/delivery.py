@@ -44,20 +44,25 @@ class Tools:
     host: Host = field(default_factory=Host)
 
     def for_reads(self) -> Store:
-        """Return the store for the reads of turns."""
+        """Return the store for the reads of turns. TracedTools return one that records them."""
         return self.store
 
     def for_batch(self, _claim: Claim) -> "Tools":
-        """Return the tools of a batch."""
+        """Return the tools of a batch. TracedTools return some that record its steps."""
         return self
+
+    def publish(self, claim: Claim, rows: Sequence[LockedRow]) -> dict[str, Answer]:
+        """Publish rows of a claim within the time limit. Tasks that failed before share no request."""
+        alone = rules.sent_alone(claim, rows)
+        return self.publisher.publish(claim.destination, rows, self.publish_seconds, alone)
 
 
 class Delivery:
     """Delivers one batch, on a thread of its own. The relay's thread reads `claim`, `mark_retry` and `timing`.
 
-    After an abort, the next attempt of the transaction locks the rows again. It publishes only tasks that have no
-    answer yet, and failed tasks whose rows have changed since. It marks the tasks that any attempt has published,
-    unless their rows are gone, sent, or hold another message now.
+    After an abort, the next run of the transaction locks the rows again. It publishes only tasks that have no answer
+    yet, and failed tasks whose rows have changed since. It marks the tasks that any run has published, unless their
+    rows are gone, sent, or hold another message now.
     """
 
     def __init__(self, claim: Claim, tools: Tools) -> None:
@@ -66,11 +71,11 @@ class Delivery:
         self.mark_retry = MarkRetry(claim, tools.marking)
         self._tools = tools
         self._policy = tools.policy.for_topic(claim.policy)
-        #: By ID, over all attempts of the transaction: the answer of Pub/Sub, or the reason why no request was sent.
+        #: By ID, over all runs of the transaction: the answer of Pub/Sub, or the reason why no request was sent.
         self._answers: dict[str, Answer] = {}
-        #: By ID, the version of the row when it was last locked without an answer. The answer is about this version.
-        self._tried: dict[str, Version] = {}
-        #: By ID, what the last attempt has decided about tasks that it does not mark as sent.
+        #: By ID, the version of the row at its last lock before the answer. The answer is about this version.
+        self._versions: dict[str, Version] = {}
+        #: By ID, what the last run has decided about tasks that it does not mark as sent.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
         self.timing = Timing(tools.host.clock)
         self._error: str | None = None
@@ -80,8 +85,8 @@ class Delivery:
         try:
             self._transact(self.claim, self._decide)
             self.mark_retry.done()  # nothing is left to mark
-            if self.timing.aborted:
-                heads.release(self.claim, self._tools.store, self._policy, self._transact)
+            if self.timing.aborted:  # meanwhile other workers may have deferred the heads
+                self._release_heads()
         except StoreError as error:
             self._begin_marking(error)
         return self._delivered()
@@ -94,9 +99,9 @@ class Delivery:
         if self.mark_retry.has_begun:
             yield from self.mark_retry.run()
             if self.timing.transactions > 1:
-                heads.release(self.claim, self._tools.store, self._policy, self._transact)
+                self._release_heads()
 
-    def write_marks(self, claim: Claim) -> None:
+    def write_again(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
         self._transact(claim, lambda rows, now: self._missing_marks(claim, rows, now))
 
@@ -105,41 +110,47 @@ class Delivery:
         return "published" if isinstance(self._answers.get(id), Sent) else "unpublished"
 
     def _transact(self, claim: Claim, decide: Decide) -> datetime:
-        """Lock the rows of `claim`, write the marks of `decide` and return the commit timestamp. Raises StoreError."""
+        """Lock the rows of `claim`, write the marks of `decide` and return the commit timestamp. Raises StoreError.
 
-        def run(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+        The commit also releases the deferred tasks that it makes key heads.
+        """
+
+        def locked(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             self.timing.locked()
-            marks = decide(rows, now)
+            decided = decide(rows, now)
+            marks = {**decided, **rules.releases(claim, rows, decided, now, self._policy)}
             self.timing.decided(marks)
             return marks
 
         with self.timing.transaction():
-            committed = self._tools.store.claim(claim.locks, run)
+            committed = self._tools.store.claim(claim.locks, locked)
         if self.timing.marks:
             self.mark_retry.committed()
         return committed
+
+    def _release_heads(self) -> None:
+        heads.release(self.claim, self._tools.store, skip_dead=self._policy.skip_dead, transact=self._transact)
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Publish the locked rows that may be sent, and return the marks. After an abort, it runs again."""
         eligible = self._eligible(self.claim, rows, now)
         self._expire(rules.to_publish(eligible, self._answers), now)
         self._publish(rules.to_publish(eligible, self._answers), now)
-        marks = self._marks([*eligible, *rules.deferred_behind(self.claim, rows)], now)
-        return marks | rules.releases(self.claim, rows, marks, now, self._policy)
+        return self._marks([*eligible, *rules.deferred_behind(self.claim, rows)], now)
 
     def _eligible(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows that this transaction may publish or mark. Keep the order of each ordering key.
 
-        Record why the other rows are skipped. A task that failed before an abort loses its answer if its row has
-        changed.
+        Leave out the rows that the claim may only release. Record why the rest are skipped. A task that failed before
+        an abort loses its answer if its row has changed.
         """
-        self._begin_attempt(claim, rows)
+        self._begin_run(claim, rows)
         skipped = rules.skip_reasons(claim, rows, now, self._published(), self._policy)
         self._decided |= skipped
         excluded = {*skipped, *(task.id for task in claim.releases)}
         return [row for row in rules.in_key_order(claim, rows) if row.id not in excluded]
 
-    def _begin_attempt(self, claim: Claim, rows: Sequence[LockedRow]) -> None:
+    def _begin_run(self, claim: Claim, rows: Sequence[LockedRow]) -> None:
         """Forget earlier decisions about the claimed tasks, and the failures of rows that have changed.
 
         Record the versions of rows without an answer.
@@ -147,9 +158,9 @@ class Delivery:
         for id in claim.locks if self._decided else ():
             self._decided.pop(id, None)
         for row in rows if self._answers else ():
-            if isinstance(self._answers.get(row.id), Failed) and self._tried.get(row.id) != Version.of(row):
+            if isinstance(self._answers.get(row.id), Failed) and self._versions.get(row.id) != Version.of(row):
                 del self._answers[row.id]
-        self._tried |= {row.id: Version.of(row) for row in rows if row.id not in self._answers}
+        self._versions |= {row.id: Version.of(row) for row in rows if row.id not in self._answers}
 
     def _expire(self, rows: Sequence[LockedRow], now: datetime) -> None:
         self._answers |= {row.id: rules.expired(row) for row in rows if row.is_expired(now)}
@@ -157,14 +168,12 @@ class Delivery:
     def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
         """Publish rows that were locked at `now`."""
         if rows:
-            alone = rules.sent_alone(self.claim, rows)
-            topic, seconds = self.claim.destination, self._tools.publish_seconds
-            answers = self._tools.publisher.publish(topic, rows, seconds, alone)
+            answers = self._tools.publish(self.claim, rows)
             self.timing.published(rows, answers, now)
             self._answers |= answers
 
     def _marks(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of all answers. Keep the failed attempts and deferrals in `_decided`."""
+        """Return the marks that follow from the answers. Keep the failed attempts and deferrals in `_decided`."""
         marks = rules.marks_of(self.claim, rows, self._answers, now, self._policy)
         self._decided |= {id: mark for id, mark in marks.items() if not isinstance(mark, Sent)}
         return marks
@@ -173,9 +182,9 @@ class Delivery:
         """Prepare to mark again. If Spanner has refused the commit, find the rows that are the reason."""
         self._error = str(error)
         is_refused = isinstance(error, Refused)
-        # If Spanner has refused the commit, nothing is written, so the failed attempts and deferrals of the claimed
-        # tasks are still to be written. Those of the tasks behind them (`releases`) are dropped, because each later
-        # commit decides whether to release these. After another error all are dropped, because the commit may have
+        # If Spanner has refused the commit, nothing is written. Then the failed attempts and deferrals of the claimed
+        # tasks are kept, to be written again. Deferrals of the tasks in `releases` are dropped, because each later
+        # commit decides about those tasks itself. After another error all are dropped, because the commit may have
         # succeeded.
         self._forget_unwritten([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
         self.mark_retry.begin(self, [self.claim.part({*self._published(), *self._unwritten_marks()})])
@@ -183,7 +192,7 @@ class Delivery:
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _missing_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of published tasks, and the refused marks of others if their rows have not changed."""
+        """Return the marks of published tasks, and the unwritten marks of other tasks whose rows have not changed."""
         published, unwritten = self._published(), self._unwritten_marks()
         unsent = [row for row in rows if row.sent_at is None]
         marks: dict[str, Mark] = {
@@ -192,12 +201,12 @@ class Delivery:
         again = {
             row.id: unwritten[row.id]
             for row in unsent
-            if row.id in unwritten and self._tried[row.id] == Version.of(row)
+            if row.id in unwritten and self._versions[row.id] == Version.of(row)
         }
         self._forget_unwritten(claim.locks)
         self._decided |= again
         marks |= again
-        return marks | rules.releases(claim, rows, marks, now, self._policy)
+        return marks
 
     def _unwritten_marks(self) -> dict[str, NotSent | Deferred]:
         """Return the failed attempts and deferrals that the last run of the transaction has decided to write."""
@@ -209,7 +218,7 @@ class Delivery:
             del self._decided[id]
 
     def _published(self) -> dict[str, Version]:
-        return {id: self._tried[id] for id, answer in self._answers.items() if isinstance(answer, Sent)}
+        return {id: self._versions[id] for id, answer in self._answers.items() if isinstance(answer, Sent)}
 
     def _delivered(self) -> Delivered:
         decided, unmarked = self._decided, self.mark_retry.unmarked

@@ -47,8 +47,12 @@ class MarkFirst(Delivery):
         self._undo()
         return replace(self._delivered(), unconfirmed=tuple(self._unconfirmed))
 
-    def write_marks(self, claim: Claim) -> None:
-        """Undo the marks of a part. A held part has none: raise its error until the hold is over. Raises StoreError."""
+    def write_again(self, claim: Claim) -> None:
+        """Undo the marks of a part. Raises StoreError.
+
+        A part that Spanner refused to mark has no marks: raise its error until the hold is over, so that the batch
+        keeps its tasks. Then do nothing, so that polls find them again.
+        """
         if self._marked.keys().isdisjoint(claim.ids):
             if self._tools.host.clock() < self._hold_until:
                 self.timing.transactions += 1  # a batch that waits is not stuck
@@ -72,8 +76,7 @@ class MarkFirst(Delivery):
             publishable = [row for row in eligible if row.id not in self._answers]
             self._answers |= self._tools.publisher.refusals(part.destination, publishable)
             marked = {row.id: row for row in rules.to_publish(eligible, self._answers)}
-            marks = self._marks(eligible, now) | dict.fromkeys(marked, MARKED)
-            return marks | rules.releases(part, rows, marks, now, self._policy)
+            return self._marks(eligible, now) | dict.fromkeys(marked, MARKED)
 
         try:
             committed = self._transact(part, decide)
@@ -97,7 +100,7 @@ class MarkFirst(Delivery):
         to_undo = {id for id in self._marked if _is_unpublished(self._answers.get(id))}
         unsure = (id for id in self._marked if id not in to_undo)
         self._unconfirmed += [id for id in unsure if not isinstance(self._answers[id], Sent)]
-        self._marked = {id: kept for id, kept in self._marked.items() if id in to_undo}
+        self._marked = {id: marked for id, marked in self._marked.items() if id in to_undo}
         self._hold_until = self._tools.host.clock() + HOLD_SECONDS
         self.mark_retry.begin(self, (self.claim.part(to_undo), *self._held), self._held)
         self.mark_retry.search()
@@ -115,7 +118,7 @@ class MarkFirst(Delivery):
         marks: dict[str, Mark] = {
             row.id: recorded.get(row.id) or _restored(row, self._answers.get(row.id)) for row in before
         }
-        return marks | rules.releases(claim, rows, marks, now, self._policy)
+        return marks
 
 
 def _is_unpublished(outcome: Answer | None) -> bool:
@@ -130,10 +133,10 @@ def _restored(row: LockedRow, outcome: Answer | None) -> NotSent:
 
 
 class Deferral(Delivery):
-    """Defers tasks behind a key head, the first task of the claim, if the head is unsent and not due."""
+    """The first task of the claim is a key head. If it is unsent and not due, the others are deferred."""
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        self._begin_attempt(self.claim, rows)
+        self._begin_run(self.claim, rows)
         reasons = rules.skip_reasons(self.claim, rows, now, {}, self._policy)
         blocked = [row for row in rules.in_key_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
         head = next((row for row in rows if row.id == self.claim.ids[0]), None)
@@ -149,4 +152,4 @@ class Deferral(Delivery):
                 if row.available_at is None or not now < row.available_at <= deferral.available_at
             }
         self._decided |= deferred
-        return {**deferred, **rules.releases(self.claim, rows, deferred, now, self._policy)}
+        return {**deferred}

@@ -67,7 +67,7 @@ class Marking:
 class Markable(Protocol):
     """A delivery whose marks are not written."""
 
-    def write_marks(self, claim: Claim) -> None:
+    def write_again(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
 
     def state_of(self, id: str) -> State:
@@ -167,7 +167,7 @@ class MarkRetry:
 
     def _mark(self, part: Claim) -> StoreError | None:
         try:
-            self._batch.write_marks(part)
+            self._batch.write_again(part)
         except StoreError as error:
             self._error = error
             return error

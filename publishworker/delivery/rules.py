@@ -1,4 +1,6 @@
-"""Which of the locked rows may be sent, when a failed task is retried, and when it is dead. Pure functions.
+"""Which of the locked rows may be sent, when a failed task is retried, and when it is dead.
+
+No function here reads or writes a service, and only the jitter is random.
 
 The rules for rows keep the order of each ordering key (docs/guide/ordering.md). The sendable prefix of a key is its
 first tasks that may be sent now. Sent and missing rows do not end it. It ends before the first task that blocks the key
@@ -75,7 +77,7 @@ class RetryPolicy:
         return NotSent(attempts, due, row.expires_at, last_error(failure), trace_id(row.data))
 
     def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
-        """Yield the values to write to each task behind `head`, which is not due before `available_at`.
+        """Yield the values to write to each task behind `head`. The head is not due before `available_at`.
 
         The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
         deleted or changed by SQL. One such task would be enough, because the commit that sends a task releases the
@@ -86,8 +88,8 @@ class RetryPolicy:
         """
         if head.expires_at is not None:
             available_at = min(available_at, max(head.expires_at, now))
-        for longest in chain([min(CHECK_SECONDS, self.longest)] * 2, repeat(self.longest)):
-            yield Deferred(min(available_at, now + timedelta(seconds=longest)), head.id)
+        for seconds in chain([min(CHECK_SECONDS, self.longest)] * 2, repeat(self.longest)):
+            yield Deferred(min(available_at, now + timedelta(seconds=seconds)), head.id)
 
 
 def skip_reasons(
@@ -95,10 +97,10 @@ def skip_reasons(
 ) -> dict[str, Skipped]:
     """Return the skip reason of each task of the claim that this transaction must not publish.
 
-    `published` are the tasks that an earlier transaction attempt has published. They still need their mark, so they are
-    skipped only if their rows are gone, sent, or no longer hold the message that was published. A task that is skipped
-    as "not_due" or as "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead and
-    the policy skips dead tasks.
+    `published` are the tasks that an earlier run of the transaction has published. They still need their mark, so
+    they are skipped only if their rows are gone, sent, or no longer hold the message that was published. A task that
+    is skipped as "not_due" or as "at_most_once" blocks the later tasks of its key, unless it has expired, or is dead
+    and the policy skips dead tasks.
     """
     by_id = {row.id: row for row in rows}
     reasons: dict[str, Skipped] = {}
@@ -234,8 +236,8 @@ def marks_of(
             if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
                 continue  # a later task of its key is marked by its answer, or stays as it is if it was not tried
             if row.ordering_key is not None and stops_key(answer):
-                later = None if recorded is None or blocks_nothing else recorded.available_at
-                stopped[row.ordering_key] = iter(()) if later is None else policy.deferrals(row, later, now)
+                retry_at = None if recorded is None or blocks_nothing else recorded.available_at
+                stopped[row.ordering_key] = iter(()) if retry_at is None else policy.deferrals(row, retry_at, now)
     return marks
 
 

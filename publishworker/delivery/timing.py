@@ -17,7 +17,7 @@ class Timing:
         self.latencies: dict[str, float] = {}
         #: Transactions that have begun. While the number grows, the batch is not stuck.
         self.transactions = 0
-        #: Runs of transactions that were aborted.
+        #: Runs that were aborted after they had decided. Aborts of the query that locks are not counted.
         self.aborted = 0
         #: The marks of the last run of the transaction, or None before its first run.
         self.marks: Mapping[str, Mark] | None = None
@@ -36,7 +36,7 @@ class Timing:
 
     def locked(self) -> None:
         """Record that the rows are locked."""
-        self.aborted += self.marks is not None  # it ran before in this transaction, so that run was aborted
+        self.aborted += self.marks is not None  # an earlier run of this transaction had decided, so it was aborted
         self._locked_at = self._end(CLAIM)  # after an abort, this includes the commit that failed
 
     def decided(self, marks: Mapping[str, Mark]) -> None:

@@ -68,6 +68,7 @@ class StuckBatch(Exception):
         self.seconds = seconds
 
 
+#: The selection makes claims of the kinds PUBLISH and DEFER, and a batch those of the kind MARK_FIRST.
 _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferral}
 
 

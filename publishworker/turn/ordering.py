@@ -38,7 +38,7 @@ class ResolvedKeys:
     """
 
     candidates: Sequence[Candidate]
-    blocked: Sequence[Claim] = ()
+    deferrals: Sequence[Claim] = ()
     left_out: bool = False
 
 
@@ -54,9 +54,9 @@ class Ordering:
         self._read_size = ReadSize(MAX_KEYS, host.clock)
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
-        """Replace the tasks of each key that is not in flight by its sendable prefix, and leave other tasks.
+        """Replace the tasks of each ordering key by its sendable prefix, and keep tasks without a key.
 
-        Raises StoreError.
+        Keys in flight are left out. Raises StoreError.
         """
         unordered = [each for each in candidates if each.ordering_key is None]
         by_key: dict[Key, list[Candidate]] = {}
@@ -70,21 +70,21 @@ class Ordering:
         left_out = len(keys) < len(by_key)
         if not keys:
             return ResolvedKeys(unordered, left_out=left_out)
-        longest = max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
+        max_prefix = max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
         # One row more than the longest prefix: if this row is deferred, the commit of the prefix must release it.
-        queues = self._read({key: tasks[0].shard for key, tasks in keys.items()}, longest + 1)
+        queues = self._read({key: tasks[0].shard for key, tasks in keys.items()}, max_prefix + 1)
         prefixes: list[Candidate] = []
-        blocked: list[Claim] = []
+        deferrals: list[Claim] = []
         for key, tasks in keys.items():
             queue = queues.get(key, ())
             sendable = [*takewhile(lambda each: each.sendable, queue)]  # OUT-ORDER-1
-            prefix = next(cut(sendable[:longest], self._limits), [])
+            prefix = next(cut(sendable[:max_prefix], self._limits), [])
             if prefix:
                 following = next(iter(sendable[len(prefix) :]), None)
                 prefixes.append(_candidate(tasks, prefix, following))
             elif queue:
-                blocked += _deferrals(key, queue, tasks, self._limits)
-        return ResolvedKeys(unordered + prefixes, blocked, left_out)
+                deferrals += _deferrals(key, queue, tasks, self._limits)
+        return ResolvedKeys(unordered + prefixes, deferrals, left_out)
 
     def _read(self, keys: Mapping[Key, int], wanted: int) -> dict[Key, list[QueuedTask]]:
         """Return the first `wanted` unsent tasks of each key, without tasks that expired before they were due.
@@ -117,7 +117,7 @@ class Ordering:
 
 
 def cut(tasks: Sequence[_T], limits: Limits) -> Iterator[list[_T]]:
-    """Cut tasks into pieces within a batch's tasks and bytes. A task that is too large makes a piece of its own."""
+    """Cut tasks into pieces of at most the tasks and bytes of a batch. A larger task is a piece by itself."""
     piece: list[_T] = []
     size = 0
     for task in tasks:

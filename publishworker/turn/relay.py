@@ -54,7 +54,7 @@ class Relay:
         self.in_flight.raise_if_stuck()
         self.discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
         polled = self.poller.poll(self._selector.wanted())
-        # Of each ordering key, only the tasks that may be sent now are left.
+        # Of each ordering key, this keeps only the tasks that may be sent now. Tasks without a key stay.
         resolved = self._ordering.resolve(polled.candidates, self.in_flight.keys())
         selection = self._select(resolved, polled, stopping)
         self._start(selection.claims)  # each batch on a thread of its own
@@ -72,7 +72,7 @@ class Relay:
         delivered: list[Delivered] = []
         self.in_flight.shut_down()
         try:
-            # OUT-LOSS-5. One by one, so that each is reported even if another one is stuck.
+            # OUT-LOSS-5. Each batch is reported when it ends, because a stuck one ends this loop with an error.
             while len(self.in_flight):
                 reports = self.in_flight.wait_for_one()
                 self._observe(reports, stopping=lambda: True)
@@ -82,7 +82,7 @@ class Relay:
             self._reporter.end()
 
     def _observe(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
-        """Tell the topics and the reporter what the batches did, and start the batches that follow from it.
+        """Tell the topics and the reporter what the batches did. Start batches for the at-most-once tasks they found.
 
         Return whether the next poll may find more tasks.
         """
@@ -104,8 +104,8 @@ class Relay:
 
     def _start(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
-            if (admitted := self.topics.start(claim)) is not None:
-                self.in_flight.start(admitted)
+            if (startable := self.topics.start(claim)) is not None:  # None: the topic is paused
+                self.in_flight.start(startable)
 
     def _report_turn(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, poll_again: bool) -> Turn:
         next_turn = Next.after(

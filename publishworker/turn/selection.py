@@ -118,7 +118,7 @@ class Selector:
         in_flight, cut_off = self._in_flight, polled.cut_off
         if not in_flight.has_room:
             return Selection(tasks_left=True, waits=True)
-        deferrals = list(resolved.blocked[: self._places_to_defer(nothing_else=not resolved.candidates)])
+        deferrals = list(resolved.deferrals[: self._places_to_defer(nothing_else=not resolved.candidates)])
         candidates, allowed = self._topics.admit(resolved.candidates, cut_off)
         lower = self._fair_share.choose(candidates)
         for_lower = self._batches(lower, deferrals, allowed)[: self._fair_share.owed_batches]

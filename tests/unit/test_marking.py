@@ -50,7 +50,7 @@ class Batch:
         self.mark_retry = MarkRetry(claim, self.marking)
         self.mark_retry.begin(self, [claim])
 
-    def write_marks(self, claim: Claim) -> None:
+    def write_again(self, claim: Claim) -> None:
         self.tried.append((self.waits.seconds, claim.ids))
         if error := next(filter(None, map(self.fails, claim.locks)), None):
             raise error

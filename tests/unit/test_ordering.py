@@ -62,7 +62,7 @@ def test_a_deferral_knows_the_shard_of_its_tasks() -> None:
     [shard] = store.rows["head"].shards
     found = store.poll(poll_request("orders"))
     ordering = Ordering(store, Limits(5, 10_000_000, 2), policy(), Host())
-    [claim] = ordering.resolve(found, frozenset()).blocked
+    [claim] = ordering.resolve(found, frozenset()).deferrals
     assert ([task.shard for task in claim.tasks], shard > 0) == ([shard] * 2, True)
 
 
