@@ -350,7 +350,7 @@ class Turn:
     in_flight: int = 0  # batches that a later turn will report
     next: Next = Next.LATER
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
-    max_wait: float = math.inf  # seconds after which the topic controls must be read again
+    seconds_to_controls: float = math.inf  # seconds after which the topic controls must be read again
 
     @property
     def made_progress(self) -> bool:

@@ -118,7 +118,7 @@ class Delivery:
         def locked(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
             self.timing.locked()
             decided = decide(rows, now)
-            marks = {**decided, **rules.releases(claim, rows, decided, now, self._policy)}
+            marks = {**decided, **rules.release_marks(claim, rows, decided, now, self._policy)}
             self.timing.decided(marks)
             return marks
 
@@ -198,14 +198,14 @@ class Delivery:
         marks: dict[str, Mark] = {
             row.id: MARKED for row in unsent if row.id in published and published[row.id].has_message_of(row)
         }
-        again = {
+        others = {
             row.id: unwritten[row.id]
             for row in unsent
             if row.id in unwritten and self._versions[row.id] == Version.of(row)
         }
         self._forget_unwritten(claim.locks)
-        self._decided |= again
-        marks |= again
+        self._decided |= others
+        marks |= others
         return marks
 
     def _unwritten_marks(self) -> dict[str, NotSent | Deferred]:

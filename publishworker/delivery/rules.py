@@ -160,7 +160,7 @@ def sent_alone(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
     return {row.id for row in rows if row.attempts or row.id in claim.hints.suspects}  # OUT-DELAY-1
 
 
-def releases(
+def release_marks(
     claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, policy: RetryPolicy
 ) -> dict[str, Mark]:
     """Return the marks that make deferred tasks ready: those that become heads of their keys with this commit.

@@ -22,13 +22,13 @@ class Timing:
         #: The marks of the last run of the transaction, or None before its first run.
         self.marks: Mapping[str, Mark] | None = None
         self._clock = clock
-        self._since = self._locked_at = clock()
+        self._phase_began = self._locked_at = clock()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Time the transaction in the block. Each run of it calls `locked` and then `decided`."""
         self.transactions += 1
-        self.marks, self._since = None, self._clock()
+        self.marks, self._phase_began = None, self._clock()
         try:
             yield
         finally:
@@ -42,7 +42,7 @@ class Timing:
     def decided(self, marks: Mapping[str, Mark]) -> None:
         """Record the marks of this run. Its commit begins."""
         self.marks = marks
-        self._since = self._clock()
+        self._phase_began = self._clock()
 
     def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer], now: datetime) -> None:
         """Record the answers for rows that were locked at `now`, the database's time."""
@@ -55,6 +55,6 @@ class Timing:
     def _end(self, phase: str) -> float:
         """Add the time since the last phase ended to this one. Return the time now."""
         now = self._clock()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
-        self._since = now
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._phase_began
+        self._phase_began = now
         return now

@@ -40,7 +40,7 @@ class Topics:
         self._limits = RateLimits(host.clock)
         self._throttled_log = ThrottledLog(host.clock)
         self._controls = TopicControls()
-        self._in_flight = Counter[str]()  # tasks by topic, from `start` to `observe`
+        self._in_flight = Counter[str]()  # tasks by topic, from `permit` to `observe`
 
     def apply(self, controls: TopicControls, workers: int) -> None:
         """Apply the valid controls. Each worker gets a part of a limit. The end of a pause makes a probe due."""
@@ -82,7 +82,7 @@ class Topics:
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         return Admitted(candidates, allowed)
 
-    def start(self, claim: Claim) -> Claim | None:
+    def permit(self, claim: Claim) -> Claim | None:
         """Return the claim with the controls of its topic, or None if the topic is paused. Use tokens of the limit.
 
         If the topic has failed lately, the claim gets hints. A claim that only defers tasks starts in spite of a pause.
@@ -93,7 +93,7 @@ class Topics:
             return None
         self._limits.take(claim.topic, len(claim.tasks))
         self._in_flight[claim.topic] += len(claim.tasks)
-        return self._circuits.start(self._with_controls(claim))
+        return self._circuits.begin_batch(self._with_controls(claim))
 
     def observe(self, delivered: Delivered) -> CircuitChange | None:
         """Update the topic from a finished batch. Return a change of its circuit, or a failed probe."""
@@ -129,7 +129,7 @@ class Topics:
         return min((seconds for seconds in waits if seconds is not None), default=None)
 
     @property
-    def max_wait(self) -> float:
+    def seconds_to_controls(self) -> float:
         """Return after how many seconds the controls are read again, to notice the end of a pause or limit."""
         waits = self.paused or self.seconds_until_available() is not None
         return CONTROLS_SECONDS if waits else math.inf

@@ -162,7 +162,7 @@ class CircuitBreakers:
             for topic, circuit in self._open.items()
         }
 
-    def start(self, claim: Claim) -> Claim:
+    def begin_batch(self, claim: Claim) -> Claim:
         """Return the claim with its hints: a probe if the circuit is not closed, otherwise with its suspects."""
         if (circuit := self._open.get(claim.topic)) is not None:
             circuit.probing = True

@@ -72,11 +72,11 @@ class Ordering:
             return ResolvedKeys(unordered, left_out=left_out)
         max_prefix = max(1, min(self._limits.batch_size, MAX_KEY_HEAD_ROWS // len(keys)))
         # One row more than the longest prefix: if this row is deferred, the commit of the prefix must release it.
-        queues = self._read({key: tasks[0].shard for key, tasks in keys.items()}, max_prefix + 1)
+        heads = self._read({key: tasks[0].shard for key, tasks in keys.items()}, max_prefix + 1)
         prefixes: list[Candidate] = []
         deferrals: list[Claim] = []
         for key, tasks in keys.items():
-            queue = queues.get(key, ())
+            queue = heads.get(key, ())
             sendable = [*takewhile(lambda each: each.sendable, queue)]  # OUT-ORDER-1
             prefix = next(cut(sendable[:max_prefix], self._limits), [])
             if prefix:
@@ -92,20 +92,20 @@ class Ordering:
         A key that begins with more expired tasks than a worker can read is logged and stays blocked.
         """
         rows = wanted
-        queues: dict[Key, list[QueuedTask]] = {}
+        heads: dict[Key, list[QueuedTask]] = {}
         while keys:
             with self._read_size.reading(len(keys)):
                 found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
-            queues |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
-            short = [key for key, tasks in found.items() if len(tasks) == rows and len(queues[key]) < wanted]
-            rows += max((len(found[key]) - len(queues[key]) for key in short), default=0)
+            heads |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
+            short = [key for key, tasks in found.items() if len(tasks) == rows and len(heads[key]) < wanted]
+            rows += max((len(found[key]) - len(heads[key]) for key in short), default=0)
             # A later poll reads the keys that are not chosen. A key over MAX_EXPIRED_ROWS can never be read.
             chosen = self._random.sample(short, min(len(short), MAX_EXPIRED_ROWS // rows))
             keys = {key: keys[key] for key in chosen}
             for key in short:
-                if rows > MAX_EXPIRED_ROWS and not queues[key]:
+                if rows > MAX_EXPIRED_ROWS and not heads[key]:
                     self._log_crowded_key(key.topic, [each.id for each in found[key]])
-        return queues
+        return heads
 
     def _log_crowded_key(self, topic: str, ids: Sequence[str]) -> None:
         sentence = (

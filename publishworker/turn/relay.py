@@ -104,8 +104,8 @@ class Relay:
 
     def _start(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
-            if (startable := self.topics.start(claim)) is not None:  # None: the topic is paused
-                self.in_flight.start(startable)
+            if (permitted := self.topics.permit(claim)) is not None:  # None: the topic is paused
+                self.in_flight.start(permitted)
 
     def _report_turn(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, poll_again: bool) -> Turn:
         next_turn = Next.after(
@@ -120,7 +120,7 @@ class Relay:
             in_flight=len(self.in_flight),
             next=next_turn,
             seconds_to_retry=self.topics.seconds_until_available(),
-            max_wait=self.topics.max_wait,
+            seconds_to_controls=self.topics.seconds_to_controls,
         )
         self._reporter.turn(turn)
         return turn

@@ -112,7 +112,7 @@ class Worker:
         seconds = self._pauses.next()
         if seconds > self._poll_interval:
             seconds = self._limit_long_pause(seconds, turn)
-        seconds = min(seconds, turn.max_wait)
+        seconds = min(seconds, turn.seconds_to_controls)
         return seconds if turn.seconds_to_retry is None else min(seconds, turn.seconds_to_retry)
 
     def _limit_long_pause(self, seconds: float, turn: Turn) -> float:

@@ -97,7 +97,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         publisher, "_answered", lambda real: lambda lane, *a: real(lane, *a) or [lane][: len(lane.requests)]
     ),
     "no answer is no success": (publisher, "failure_of", always(Sent(""))),
-    "deferred tasks are released": (rules, "releases", always({})),
+    "deferred tasks are released": (rules, "release_marks", always({})),
     "a deferral ends": (
         RetryPolicy, "deferrals",
         lambda real: lambda self, *a: (
@@ -108,11 +108,11 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "at-most-once tasks are marked first": (rules, "_skip_reason", always(None)),
     "an at-most-once task whose publish is refused is not lost": (MarkFirst, "_undo_marks", always({})),
     "only a probe fails for its topic": (
-        CircuitBreakers, "start",
+        CircuitBreakers, "begin_batch",
         lambda real: lambda self, claim: replace(real(self, claim), hints=TopicHints(probe=True))
     ),
     "the first outage costs no attempt": (
-        CircuitBreakers, "start",
+        CircuitBreakers, "begin_batch",
         lambda real: lambda self, claim: replace(
             real(self, claim), hints=replace(real(self, claim).hints, suspects=frozenset(claim.ids))
         )

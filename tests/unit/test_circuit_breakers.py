@@ -46,7 +46,7 @@ class Watch(CircuitBreakers):
         self.ended(batch, probe=outcome)
 
     def next(self, *ids: str) -> Claim:
-        return self.start(claim_of("orders", *ids))
+        return self.begin_batch(claim_of("orders", *ids))
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_the_circuit_that_is_due_longest_is_probed_first() -> None:
     for topic in ("later", "first"):
         breakers.observe(Delivered(claim_of(topic, "a"), answers={"a": AWAY}))
         clock.seconds += 0.5 if topic == "later" else 2
-    breakers.observe(Delivered(replace(breakers.start(claim_of("later", "b"))), answers={"b": AWAY}))
+    breakers.observe(Delivered(replace(breakers.begin_batch(claim_of("later", "b"))), answers={"b": AWAY}))
     clock.seconds += 10
     assert breakers.suspended() == {"later"}
 
@@ -197,7 +197,7 @@ def test_outage_probes_use_at_most_a_quarter_of_the_places(watch: Watch) -> None
     assert (len(held), "missing" in held) == (4, False)
     probed = set(topics) - held
     for topic in probed:
-        watch.start(claim_of(topic, "a"))
+        watch.begin_batch(claim_of(topic, "a"))
     assert watch.suspended() == set(topics)
     watch.ended(claim_of(probed.pop(), "a", probe=True), a=AWAY)
     assert len(watch.suspended()) == 5

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim
-from publishworker.delivery.rules import in_key_order, releases, skip_reasons, to_publish
+from publishworker.delivery.rules import in_key_order, release_marks, skip_reasons, to_publish
 from publishworker.types import Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Version
 from tests.support.parts import claim_of, policy
 
@@ -61,7 +61,7 @@ def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
     rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
     released_ids = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
     released_ids = released_ids.get(word, ["next"] if reason and continues else [])
-    assert list(releases(batch, rows, {}, NOW, policy())) == released_ids
+    assert list(release_marks(batch, rows, {}, NOW, policy())) == released_ids
 
 
 def test_only_dead_tasks_are_skipped_in_skip_mode() -> None:
@@ -155,9 +155,9 @@ def test_the_deferred_task_that_becomes_the_head_is_released(
     deferred = {"available_at": LATER, "deferred": True}
     rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
     batch = claim_of("orders", "a", "b", keys=("k", "k"), releases=("c", "d"))
-    assert list(releases(batch, rows, marks, NOW, policy(skip_dead=skip_dead))) == released_ids
+    assert list(release_marks(batch, rows, marks, NOW, policy(skip_dead=skip_dead))) == released_ids
     # A head that has expired since the poll blocks no task.
     rows = [each._replace(expires_at=NOW) if each.id in released_ids else each for each in rows]
     behind = [each.id for each in rows if each.deferred and each.ordering_key == "k" and each.id not in marks]
-    released = list(releases(batch, rows, marks, NOW, policy(skip_dead=skip_dead)))
+    released = list(release_marks(batch, rows, marks, NOW, policy(skip_dead=skip_dead)))
     assert released == (behind if released_ids else [])

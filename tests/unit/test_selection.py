@@ -150,7 +150,7 @@ def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
     bench.topics.observe(failed)
     [batch] = bench.select(tasks(30))
     assert len(batch.ids) == 10
-    assert bench.topics.start(batch).hints.probe
+    assert bench.topics.permit(batch).hints.probe
 
 
 def test_the_fair_share_counts_towards_the_limit_of_its_topic() -> None:

@@ -79,7 +79,7 @@ def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench:
     bench.insert("a")
     turns = bench.turns()
     assert bench.publisher.ids() == []
-    assert turns[-1].max_wait == CONTROLS_SECONDS
+    assert turns[-1].seconds_to_controls == CONTROLS_SECONDS
     bench.publisher.topics.add(NEW)
     bench.store.routes = {"orders": NEW}
     bench.relay.turn()  # reads the topic controls
@@ -92,7 +92,7 @@ def test_the_end_of_a_pause_makes_a_probe_due() -> None:
     found = topics()
     for _ in range(9):
         found.apply(TopicControls(), 1)
-        found.observe(Delivered(found.start(claim()), answers={"a": NOT_FOUND}))
+        found.observe(Delivered(found.permit(claim()), answers={"a": NOT_FOUND}))
     found.apply(TopicControls(), 1)
     assert found.unavailable == {"orders"}
     found.apply(TopicControls(paused=frozenset({"orders"})), 1)
@@ -104,11 +104,11 @@ def test_the_end_of_a_pause_makes_a_probe_due() -> None:
 
 def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> None:
     found = topics()
-    before = found.start(claim())
+    before = found.permit(claim())
     found.apply(TopicControls(routes={"orders": NEW}), 1)
     assert found.observe(Delivered(before, answers={"a": NOT_FOUND})) is None
     assert found.circuit_states() == {}
-    after = found.start(claim())
+    after = found.permit(claim())
     assert (before.destination, after.destination) == ("orders", NEW)
     change = found.observe(Delivered(after, answers={"a": NOT_FOUND}))
     assert change is not None
@@ -119,8 +119,8 @@ def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> N
 def test_every_kind_of_batch_has_the_policy_of_its_topic(kind: Kind) -> None:
     policy = TopicPolicy(max_attempts=3, longest=60.0)
     found = topics(policies={"orders": policy})
-    assert found.start(claim(kind=kind)).policy == policy
-    assert found.start(claim("invoices", kind)).policy == NO_POLICY
+    assert found.permit(claim(kind=kind)).policy == policy
+    assert found.permit(claim("invoices", kind)).policy == NO_POLICY
 
 
 def test_a_topic_replaces_only_the_values_that_it_has() -> None:
@@ -180,7 +180,7 @@ def test_an_invalid_control_is_ignored_and_logged(
     kind, good = ("limits", TopicLimit(1, 3)) if isinstance(control, TopicLimit) else ("policies", TopicPolicy(3))
     found = topics(**{kind: {"orders": control, "invoices": good}})
     found.apply(TopicControls(**{kind: {"orders": control}}), 1)
-    assert found.start(claim()).policy == NO_POLICY
+    assert found.permit(claim()).policy == NO_POLICY
     assert found.admit((), ()).allowed == {}
     [line] = [each for each in caplog.messages if "ignored" in each]
     what = "The limits of topic orders are" if kind == "limits" else "The retry policy of topic orders is"
