@@ -175,7 +175,7 @@ def test_a_given_id_makes_the_registration_idempotent(database: Database) -> Non
 
 
 def test_ids_spread_evenly_over_the_shards(database: Database) -> None:
-    """Chi-square (A09). `MOD(ABS(..))` would overflow for the smallest of the 2^64 hashes (G6)."""
+    """Chi-square (A09). `MOD(ABS(..))` would overflow for the smallest of the 2^64 hashes."""
     [[expression]] = query(
         database,
         "SELECT GENERATION_EXPRESSION FROM INFORMATION_SCHEMA.COLUMNS "

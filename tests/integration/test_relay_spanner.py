@@ -283,7 +283,7 @@ def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, t
 
 @pytest.mark.parametrize("off", [-60, 60, 86_400])
 def test_the_clock_of_a_worker_has_no_effect_on_tasks(database: Database, topic: str, off: int) -> None:
-    """A worker whose clock is wrong sends no scheduled task early; SentAt and backoffs are the database's (G3)."""
+    """A worker whose clock is wrong sends no scheduled task early; SentAt and backoffs are the database's."""
     later = datetime.now(UTC) + timedelta(hours=1)
     [early] = register(database, topic, 1, available_at=later)
     [ready] = register(database, topic, 1)
