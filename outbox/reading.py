@@ -112,7 +112,8 @@ class SentTasks:
             self._check_retention(read_at)
             new = [row for row in rows if Position.of(row) > self.position]
             if len(rows) < limit:
-                return Page(new, read_at, Position(read_at + _MICROSECOND), more=False)
+                # A position in the future stays: it never decreases.
+                return Page(new, read_at, max(self.position, Position(read_at + _MICROSECOND)), more=False)
             # The limit may have divided the tasks with the last SentAt.
             last = rows[-1]["SentAt"]
             if whole := [row for row in new if row["SentAt"] < last]:

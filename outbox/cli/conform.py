@@ -9,12 +9,14 @@ from outbox.cli import flags
 from outbox.errors import SettingError
 from outbox.program.terminal import counted, joined, say
 
+#: The names of steps (docs/architecture/specification.md).
+STEPS = ("route", "poll", "claim", "lock", "publish", "answer", "mark", "commit", "fail", "give up")
 DESCRIPTION = """\
 Compare what workers did with the specification of the relay protocol. Each FILE is a trace
 that `publishworker run --trace FILE` has written. Pass the files of all workers together,
-because otherwise the commits of the other workers look like changes without a cause. The
-exit code is 1 if a step is not allowed. Then the first such step is printed with the states
-before and after it.
+because otherwise the commits of the other workers look like changes without a cause. So do
+those of `publishworker drain`, which writes no trace. The exit code is 1 if a step is not
+allowed. Then the first such step is printed with the states before and after it.
 
     outbox conform worker-1.jsonl worker-2.jsonl"""
 
@@ -30,9 +32,14 @@ def run(options: argparse.Namespace) -> int:
     from outbox.specification.conformance import conform  # noqa: PLC0415 - only this command needs it
 
     try:
-        found = conform(step for file in options.files for step in _steps(file))
+        found = conform(step for file in dict.fromkeys(options.files) for step in _steps(file))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SettingError(f"a line is no step of a trace: {type(error).__name__}: {error}") from None
+        raise SettingError(
+            f"the steps of a worker do not fit together ({type(error).__name__}: {error}). Pass all parts of its "
+            "trace, in their order"
+        ) from None
+    if not found.workers:
+        raise SettingError("the files have no step of a worker, so nothing was compared")
     compared = f"{counted(found.workers, 'worker')}, {counted(found.transactions, 'transaction')} compared"
     say(f"{compared}, {found.skipped:,} not specified, {counted(len(found.differences), 'difference')}")
     if found.differences:
@@ -45,6 +52,9 @@ def _steps(file: str) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(flags.read_lines(file), 1):
         if line.endswith(b"\n"):
             try:
-                yield json.loads(line)
-            except ValueError:
+                step = json.loads(line)
+            except (ValueError, RecursionError):
                 raise SettingError(f"{file!r}, line {number:,} is not JSON") from None
+            if not (isinstance(step, dict) and isinstance(step.get("worker"), str) and step.get("step") in STEPS):
+                raise SettingError(f"{file!r}, line {number:,} is no step of a trace")
+            yield step

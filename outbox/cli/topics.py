@@ -128,7 +128,15 @@ def add(commands: Any) -> None:
 
 def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    return _change(open_known(options, "Pause"), options, "pause", {"Paused": True})
+    table = open_known(options, "Pause")
+    code = _change(table, options, "pause", {"Paused": True})
+    project, controls = table.name.split("/")[1], admin.topics.controls(table)
+    paused = {admin.topics.full_name(topic, project) for topic in options.topics}
+    for topic, control in sorted(controls.items()):
+        to = control.PublishTo
+        if to is not None and not control.Paused and admin.topics.full_name(to, project) in paused:
+            note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
+    return code
 
 
 def run_limit(options: argparse.Namespace) -> int:

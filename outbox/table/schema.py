@@ -242,8 +242,8 @@ _ADVICE: dict[type[Exception], str] = {
     google.ResourceExhausted: ": a quota or the memory of Spanner is exhausted. Narrow the request (--topic, --since, "
     "a smaller --limit) or try again.",
     google.DeadlineExceeded: ": Spanner did not answer in time. Check the network, or the emulator if "
-    "SPANNER_EMULATOR_HOST is set. If other requests work, narrow the request with --topic or --since, or try again, "
-    "because rows may be locked.",
+    "SPANNER_EMULATOR_HOST is set. If other requests work, try again, because rows may be locked, or narrow the "
+    "request, if the command has --topic or --since.",
     google.GoogleAPIError: ": Spanner did not answer. Check the network, or the emulator if SPANNER_EMULATOR_HOST is "
     "set.",
 }

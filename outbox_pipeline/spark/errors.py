@@ -45,6 +45,7 @@ _REMEDIES = {
     ),
     "FileNotFoundException": "Check the path, and the permission for its folder",
     "No FileSystem for scheme|FileSystem not found": "Add the connector of this file system to Spark's jars",
+    "CSV header does not conform": "Write all files with the same columns, in the same order",
     "DATA_TYPE_MISMATCH": "Write all files with the same types",
     "FAILED_READ_FILE|Checksum error": "The file is damaged or is no file of this format. Restore it or write it again",
 }
@@ -56,8 +57,18 @@ def spark_errors() -> Iterator[None]:
     try:
         yield
     except (PySparkException, Py4JError) as error:
+        if _is_interrupted(error):
+            raise KeyboardInterrupt from error
         # Only the errors that PySpark knows have their Java stack trace apart.
         raise error_from(f"{error}\n{getattr(error, '_stackTrace', '')}") from error
+
+
+def _is_interrupted(error: BaseException) -> bool:
+    """Tell whether Ctrl-C has cancelled the job. PySpark then raises an error of Spark over the KeyboardInterrupt."""
+    context: BaseException | None = error
+    while context is not None and not isinstance(context, KeyboardInterrupt):
+        context = context.__context__
+    return context is not None
 
 
 def error_from(text: str) -> OutboxError:

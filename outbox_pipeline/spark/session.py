@@ -1,5 +1,6 @@
 """Creates the Spark session, after checking that Spark can run here."""
 
+import logging
 import os
 import sys
 from importlib.util import find_spec
@@ -89,6 +90,9 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
             "Pub/Sub before, gRPC may have ended the JVM: create the Spark session first, or set "
             "GRPC_ENABLE_FORK_SUPPORT=0 (https://github.com/grpc/grpc/issues/43055)"
         ) from error
+    # PySpark logs each error of a query with its stack trace. The job prints one sentence.
+    for logger in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+        logging.getLogger(logger).disabled = True
     if not submitted:  # a cluster has a log configuration of its own
         created.sparkContext.setLogLevel("ERROR")
     return created

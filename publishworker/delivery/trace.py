@@ -6,6 +6,7 @@ batch another store and another publisher.
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -35,6 +36,9 @@ from publishworker.types import (
     Version,
 )
 
+#: Max bytes of a step.
+MAX_LINE_BYTES = 10_000_000
+
 
 class File:
     """Appends steps to a file, as JSON lines. The constructor raises SettingError."""
@@ -42,6 +46,7 @@ class File:
     def __init__(self, path: str) -> None:
         try:
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - open until the process ends
+            _cut_incomplete_line(Path(path))
         except OSError as error:
             raise SettingError(f"--trace: {path!r} cannot be written: {error.strerror}") from None
         self._ended = False
@@ -49,11 +54,23 @@ class File:
     def write(self, step: Mapping[str, Any]) -> None:
         """Write a step in one system call, so that threads do not mix their lines. A failure ends the trace."""
         try:
-            if not self._ended:
-                self._file.write(json.dumps(step).encode() + b"\n")
+            line = json.dumps(step).encode() + b"\n"
+            reason = None if self._ended or self._file.write(line) == len(line) else "the disk is full"
         except OSError as error:
+            reason = error.strerror
+        if reason is not None:
             self._ended = True
-            log.warning("The trace %s ends: %s", self._file.name, error.strerror, extra={"action": "trace_ended"})
+            log.warning("The trace %s ends: %s", self._file.name, reason, extra={"action": "trace_ended"})
+
+
+def _cut_incomplete_line(path: Path) -> None:
+    """Cut the end of a line that a killed worker or a full disk has left. Raises OSError."""
+    if path.is_file():
+        with path.open("rb+") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES)
+            file.seek(begin)
+            if (end := file.read()) and not end.endswith(b"\n"):
+                file.truncate(begin + end.rfind(b"\n") + 1)
 
 
 class Trace:

@@ -75,7 +75,7 @@ def _worker(settings: WorkerSettings, trace: str | None = None) -> Iterator[tupl
             id=id,
             metrics=metrics,
             touch_file=heartbeat_file(Path(settings.heartbeat_file)),
-            trace=Trace(File(trace).write, id) if trace else None,
+            trace=Trace(File(trace).write, id) if trace is not None else None,
         )
         collect_garbage_rarely()
         with stop_on_signals() as stop, stack.pop_all():

@@ -24,14 +24,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--heartbeat-file",
         metavar="FILE",
-        default=os.environ.get("OUTBOX_HEARTBEAT_FILE", HEARTBEAT_FILE),
+        default=os.environ.get("OUTBOX_HEARTBEAT_FILE") or HEARTBEAT_FILE,
         help=f"File that the worker touches (env OUTBOX_HEARTBEAT_FILE; default {HEARTBEAT_FILE}).",
     )
     parser.add_argument(
         "--max-age",
         metavar="SECONDS",
         type=_age,
-        default=os.environ.get("OUTBOX_MAX_AGE", str(MAX_AGE)),
+        default=os.environ.get("OUTBOX_MAX_AGE") or str(MAX_AGE),
         help=f"Max age of the file of a worker that is alive (env OUTBOX_MAX_AGE; default {MAX_AGE:g}).",
     )
     options = parser.parse_args(arguments)

@@ -53,6 +53,10 @@ def test_a_route_is_written_and_recorded_and_ends(
     assert err.startswith(f"{FOLLOW}outbox: 2 tasks of orders not sent yet. Subscribers of orders-v2 do not get")
     assert controls == {"orders": Control(MaxInFlight=5, PublishTo="orders-v2")}
     assert recorded(database) == ("route", {"topics": ["orders"], "values": {"PublishTo": "orders-v2"}})
+    code, out, err = command(f"pause {V2} --yes")
+    assert (code, out) == (0, f"{V2}: paused\n")
+    assert err.endswith("messages of orders still go to orders-v2, because of its route. Pause it, too\n")
+    assert command(f"topics forget {V2} --yes")[0] == 0
     assert command("route orders --off")[:2] == (0, "orders: at most 5 in flight\n")
     assert controls == {"orders": Control(MaxInFlight=5)}
     assert recorded(database) == ("route", {"topics": ["orders"], "values": {"PublishTo": None}})

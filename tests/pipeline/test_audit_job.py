@@ -198,6 +198,10 @@ def test_an_invalid_audit_is_refused(spark: SparkSession, target: DatabaseSettin
         settings(target, tmp_path, archive=str(tmp_path))
     with pytest.raises(SettingError, match=r"--since .* is not before the end of the window"):
         audit.run(spark, settings(target, tmp_path, since=shown(DAY), until=shown(DAY)))
+    foreign = tmp_path / "foreign.jsonl"
+    foreign.write_text('{"id": 1}\n' * 3)
+    with pytest.raises(OutboxError, match=r"None of the 3 rows or lines of .*foreign\.jsonl is a received message"):
+        audit.run(spark, settings(target, tmp_path, received=str(foreign), received_format="json"))
     with pytest.raises(OutboxError, match="not there has no finished window"):
         audit.run(spark, settings(target, tmp_path, tasks="archive", archive=str(tmp_path / "not there")))
     early = shown(datetime.now(UTC) - 2 * HOUR)

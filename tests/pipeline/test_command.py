@@ -202,6 +202,10 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
         raise ZeroDivisionError
     with pytest.raises(OutboxError, match=r"^Spark: of Spark$"), spark_errors():
         raise PySparkException("of Spark")
+    cancelled = PySparkException("SPARK_JOB_CANCELLED")  # as PySpark ends an action after Ctrl-C
+    cancelled.__context__ = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt), spark_errors():
+        raise cancelled
 
 
 DAMAGES = {

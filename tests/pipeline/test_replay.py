@@ -34,7 +34,7 @@ from tests.support.processes import kill_family, started
 from tests.support.pubsub import Subscription
 from tests.support.relays import first_deliveries, unsent, worker
 from tests.support.replays import noted, replay_settings
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
 
 HOUR = timedelta(hours=1)
@@ -272,8 +272,10 @@ def test_an_invalid_replay_is_refused_before_its_record_is_written(
     for flags, how, sentence in refused:
         with pytest.raises(SettingError, match=sentence):
             run(spark, replay_settings(target, **flags), **how)
-    with pytest.raises(OutboxError, match="has no finished window"):
-        run(spark, replay_settings(target, archive=str(tmp_path / "no"), where="true"), dry_run=True)
+    for dry_run in (True, False):
+        with pytest.raises(OutboxError, match="has no finished window"):
+            run(spark, replay_settings(target, archive=str(tmp_path / "no"), where="true"), dry_run=dry_run)
+    assert query(database, "SELECT COUNT(*) FROM AsynchronousTaskOperations") == [[0]]
     archive.run(spark, settings_of(target, tmp_path), late=True)
     [folder] = window_folders(tmp_path)
     manifest = folder / "_manifest.json"

@@ -142,6 +142,9 @@ def test_invalid_csv_lines_are_kept(spark: SparkSession, tmp_path: Path):
     path.write_text("data,topic\nfine,orders\n" + "," * 30_000 + "\nfine,orders\n")
     found = prepared(read(spark, str(path), "csv")).select("reason").collect()
     assert [each.reason for each in found] == [None, BAD_CSV, None]
+    path.write_bytes(b"topic,data\norders,a\r\norders,b\n")
+    found = prepared(read(spark, str(path), "csv")).select("reason").collect()
+    assert [each.reason for each in found] == ["the line ends with CR LF, but the header with LF", None]
 
 
 def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Path):

@@ -111,7 +111,19 @@ def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "after: [" in printed
 
 
-@pytest.mark.parametrize("text", ["no JSON\n", '{"step": "lock"}\n', "7\n", '{"worker": "w", "step": "lock"}\n'])
+def test_a_worker_that_starts_again_cuts_an_incomplete_line(tmp_path: Path) -> None:
+    """Otherwise its first step would follow on the same line. A file that is given twice is compared once."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(step) + "\n" for step in traced(1)) + '{"step": "lo', encoding="utf-8")
+    File(str(file)).write({"step": "route", "worker": "again", "routes": {}})
+    assert cli.main(["conform", str(file), str(file)]) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[" * 100_000 + "\n", '{"worker": "w", "step": "walk"}\n', "no JSON\n", '{"step": "lock"}\n', "7\n",
+     '{"worker": "w", "step": "lock"}\n'],
+)  # fmt: skip
 def test_the_command_refuses_other_files(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "other.jsonl"
     file.write_text(text, encoding="utf-8")
@@ -133,9 +145,10 @@ def test_a_trace_has_no_message_and_no_ordering_key(tmp_path: Path) -> None:
     assert "data" not in text
 
 
-def test_a_trace_needs_a_file() -> None:
-    with pytest.raises(SettingError, match="--trace: '/' cannot be written: Is a directory"):
-        File("/")
+@pytest.mark.parametrize("path", ["/", ""])
+def test_a_trace_needs_a_file(path: str) -> None:
+    with pytest.raises(SettingError, match=f"--trace: '{path}' cannot be written: Is a directory"):
+        File(path)
 
 
 def test_a_batch_without_a_trace_uses_the_store_itself() -> None:

@@ -47,6 +47,17 @@ def place(row: Row) -> tuple[Any, ...]:
     return row["SentAt"], row["CreatedAt"], sequence is not None, sequence or 0, row["Id"]
 
 
+def test_a_position_in_the_future_stays() -> None:
+    """It may come from a database that was restored. Tasks that are sent before it are not returned."""
+    table: Any = Table(Random(1))
+    future = Position(NOON + timedelta(hours=1))
+    sent = SentTasks(table, future, None)
+    assert sent.page().end == future
+    table.mark(1)
+    page = sent.page()
+    assert (page.rows, page.end) == ([], future)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_pages_have_each_task_once_in_order_while_batches_are_marked(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -112,6 +112,8 @@ class _Job:
             if first is None:
                 _info("No window is archived, because no task was sent")
                 return []
+            if first > now:
+                raise SettingError(f"--since {shown(first)} is in the future. The database's time is {shown(now)}")
             begin = floor(first, length)
         due = list(bounds(begin, end, self.settings.window))
         if not due:

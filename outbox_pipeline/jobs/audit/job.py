@@ -122,7 +122,7 @@ class _Job:
         """
         settings, now = self.settings, self.table.now()
         archive = Archive(self.spark, settings.archive) if settings.tasks != "table" else None
-        windows = archive.windows() if archive else []
+        windows = archive.windows(self.table.name) if archive else []
         if settings.tasks == "archive" and not windows:
             raise OutboxError(f"--archive {settings.archive} has no finished window. Check the path")
         read_at = windows[-1].manifest.until if settings.tasks == "archive" else now
@@ -180,7 +180,12 @@ class _Job:
         """Write the report and return the counts."""
         total, lists = self._numbers(rows)
         # Not an Observation of another query: before Spark 4.3, it counts a Spark task again that is repeated.
-        [others] = collected(deliveries.agg(*audit.others()))
+        [others] = collected(deliveries.agg(*audit.others(), f.count_if("readable").alias("readable")))
+        if not others.pop("readable") and others["unreadable"]:
+            raise OutboxError(
+                f"None of the {others['unreadable']:,} rows or lines of {self.settings.received} is a received message "
+                "with message_id, publish_time and attributes"
+            )
         found, classes = audit.findings(rows, audit.out_of_order(rows)), [audit.OUT_OF_ORDER]
         if inbox is not None:
             found = found.unionByName(effects.effects(rows, inbox, rules))

@@ -128,6 +128,9 @@ def _read_csv(spark: SparkSession, path: str) -> DataFrame:
     why = f.when(
         f.col(UNPARSED).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes")
     )
+    if end == "\n" and head.columns:  # otherwise the last value of the line would end with a carriage return
+        last = f.col(f"`{head.columns[-1]}`")
+        why = why.when(last.endswith("\r"), f.lit("the line ends with CR LF, but the header with LF"))
     texts = {name: f.col(f"`{name}`") for name in (*head.columns, UNPARSED)}
     decoded = {
         _name(name, path): f.when(text == _EMPTY, f.lit("")).otherwise(f.encode(text, _BYTES).cast("string"))

@@ -112,7 +112,7 @@ def run(
     table = open_table(settings)
     now = table.now()
     selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
-    _check(spark, selection)
+    _check(spark, table, selection)
     job = _Job(spark, table, settings, selection)
     if dry_run:
         done = job.dry_run(started_at)
@@ -178,8 +178,13 @@ def _plain(time: datetime) -> datetime:
     return datetime.fromisoformat(shown(time))
 
 
-def _check(spark: SparkSession, selection: ReplaySelection) -> None:
-    """Check that Spark can parse the predicate and that it is deterministic. Raises SettingError."""
+def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> None:
+    """Check what would fail after the operation is recorded: the archive, and the predicate.
+
+    Spark must be able to parse the predicate, and it must be deterministic. Raises SettingError, OutboxError.
+    """
+    if selection.archive and not Archive(spark, selection.archive).windows(table.name):
+        raise OutboxError(f"--archive {selection.archive} has no finished window. Check the path")
     if not selection.where:
         return
     try:
@@ -247,8 +252,6 @@ class _Job:
 
     def _of_archive(self, until: datetime, started_at: datetime) -> DataFrame:
         given = self.selection
-        if not Archive(self.spark, given.archive).windows(self.table.name):
-            raise OutboxError(f"--archive {given.archive} has no finished window. Check the path")
         tasks = read_archive(self.spark, given.archive, since=given.since, until=until)
         tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
         if given.attribute or given.where:
