@@ -58,7 +58,7 @@ class Bench:
         return [id for id in ids if self.harness.column(id, "sent_at") is not None]
 
 
-@pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize("failing", [False, pytest.param(True, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("once", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_no_value_of_a_row_makes_spanner_refuse_a_batch(
     database: Database, caplog: pytest.LogCaptureFixture, *, once: bool, failing: bool

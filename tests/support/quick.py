@@ -1,7 +1,9 @@
-"""The Spark tests of `make test`: each job once, on small data, and the bounds of the archive. Others are extended."""
+"""The Spark tests of `make test`: each job once, on small data, and the bounds of the archive. Others are extended.
+
+The job `register` runs on the cluster, in test_cluster.py.
+"""
 
 SPARK = frozenset({
-    "test_files_of_every_format_become_tasks",
     "test_windows_adjoin_and_only_archived_tasks_are_purged",
     "test_every_sendable_task_is_sent_and_the_others_are_counted",
     "test_the_page_of_the_audit",
