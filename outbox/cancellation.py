@@ -27,23 +27,22 @@ Query = Callable[[str, Mapping[str, Any]], Sequence[Sequence[Any]]]
 
 
 def cancel(transaction: SupportsCancel, task_id: str) -> bool:
-    """Delete an unsent task in `transaction`, and return whether it did. False: it is sent, or does not exist.
+    """Delete an unsent task in `transaction`. Return False if it is sent or does not exist.
 
     The task may be in any unsent state: pending, retrying, scheduled, blocked or dead. If the transaction commits,
     workers do not publish it any more. If it is the head of an ordering key, the same transaction releases the next
     task of the key.
 
-    Locks the row for the transaction. If a batch of a worker holds it, the call waits until the batch has committed,
-    usually for less than a second. Then it returns False if the batch has sent the task, and cancels the task if the
-    publish failed. If a worker has published the task, but could not commit its mark, the task still counts as unsent:
-    it is deleted, although subscribers receive it.
+    Locks the row for the transaction. If a batch of a worker holds the lock, the call waits until the batch has
+    committed, usually for less than a second. It returns False if the batch has sent the task. If the batch has
+    published the task but could not mark it, the task is deleted, although subscribers receive its message.
 
     A task that the same transaction registers is not in the table before the commit, so it cannot be cancelled. To
-    replace a task, cancel it first, and then register the other one, also with the same ID.
+    replace a task, cancel it, and then register the new one. The new one may have the same ID.
 
-    `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. Call it before
-    any DML that writes PENDING_COMMIT_TIMESTAMP() to the table. If the client uses a database role, the role needs the
-    privileges of `outbox_canceller`.
+    `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. Call `cancel`
+    before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table. If the client uses a database role, the role
+    needs the privileges of `outbox_canceller`.
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
@@ -69,7 +68,7 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
 def next_heads(query: Query, task_id: str, earlier: Collection[str] = ()) -> list[str] | None:
     """Lock a task. Return the IDs of the tasks to release when it is deleted, or None if it was sent or does not exist.
 
-    `earlier` are tasks that the same transaction has deleted, if its reads still return them.
+    `earlier` are the tasks that the transaction has deleted by mutations, because its reads still return them.
     """
     [[is_unsent, ordering_key]] = query(LOCK_UNSENT, {"id": check_task_id(task_id)})
     if not is_unsent or task_id in earlier:

@@ -143,16 +143,16 @@ def register_once(
 ) -> bool:
     """Register the task unless a row with `task_id` exists, sent or not; return whether it was registered.
 
-    Reads one row by its key, which is one request and locks that ID for the transaction: of two concurrent
-    transactions, one gets True, and the other runs again and gets False. An ID is free again when its row is deleted,
-    for example by the row deletion policy. An ID that the same transaction has registered counts as existing.
+    Reads one row by its key, in one request, and locks that ID for the transaction. Of two concurrent transactions, one
+    gets True. The other runs again and gets False. An ID is free again when its row is deleted, for example by the row
+    deletion policy. An ID that the same transaction has registered counts as existing.
 
     Call it before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table, because Spanner then refuses reads of
     the table in the same transaction (https://cloud.google.com/spanner/docs/commit-timestamp). `register` uses no DML.
 
-    `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. `task_id` is a
-    hash of the business key, such as a uuid5; never a monotonically increasing number. The other arguments are those of
-    `register`, and the message is checked even if the task exists.
+    `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. `task_id` should
+    be a hash of the business key, such as a uuid5, and never a monotonically increasing number. The other arguments are
+    those of `register`, and the message is checked even if the task exists.
 
     Raises:
         InvalidMessage: like `register`, before anything is read.
@@ -181,12 +181,10 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
 
     Does what `register` does for each task, in less CPU time. If a task is refused, none is added.
 
-    Args:
-        transaction: see `register`.
-        tasks: a list or another collection, which may be empty, but no iterator, such as a generator: after an abort,
-            the client calls the function of `run_in_transaction` again, and the iterator has no tasks left. Spanner
-            limits a commit to 80,000 mutations, where each column and each index entry of a task counts, so a few
-            thousand tasks fit (https://cloud.google.com/spanner/quotas#limits-for).
+        Args: transaction: see `register`. tasks: a list or another collection; it may be empty. An iterator, such as a
+        generator, is refused: after an abort, the client calls the function of `run_in_transaction` again, and an
+        iterator has no tasks left. Spanner limits a commit to 80,000 mutations. Each column and each index entry of a
+        task counts, so a few thousand tasks fit (https://cloud.google.com/spanner/quotas#limits-for).
 
     Raises:
         InvalidMessage: like `register`, or two tasks have the same `task_id`. The message begins with the index of the

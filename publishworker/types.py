@@ -1,7 +1,7 @@
 """Plain data that the steps of a turn pass on: tasks, their outcomes, workers and topic controls.
 
-The types of rows (Candidate, LockedRow, Version) are NamedTuples, because creating one takes a quarter of the time of a
-frozen dataclass.
+Candidate, LockedRow and Version are NamedTuples, because a relay creates very many of them, and creating a frozen
+dataclass takes four times as long.
 """
 
 import math
@@ -21,7 +21,10 @@ MAX_INT64 = 2**63 - 1
 
 
 class Candidate(NamedTuple):
-    """An unsent task that a poll has read, or the sendable prefix of an ordering key: its first tasks to be sent."""
+    """An unsent task that a poll has read, or the sendable prefix of an ordering key.
+
+    The prefix is the first tasks of the key that may be sent now.
+    """
 
     id: str
     topic: str
@@ -31,7 +34,8 @@ class Candidate(NamedTuple):
     available_at: datetime | None  # None: ready; otherwise due
     ordering_key: str | None
     bytes: int
-    #: For the sendable prefix of an ordering key: the IDs that follow this one. `bytes` is then the size of all.
+    #: For the sendable prefix of an ordering key: the IDs that follow this one. `bytes` is then the size of all of
+    #: them.
     behind: tuple[str, ...] = ()
     #: The deferred task after the prefix. No poll reads it, so the commit that sends the prefix releases it.
     releases: str | None = None
@@ -56,7 +60,7 @@ class QueuedTask:
 
     id: str
     bytes: int
-    sendable: bool  # ready, due, or deferred and not expired: only an earlier task of the key can block it
+    sendable: bool  # it is ready or due, or it is deferred and has not expired
     deferred: bool = False
     expired_before_due: bool = False  # expired before it was due, so it blocks no later task
 
@@ -72,7 +76,7 @@ MAX_POLL_ROWS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PollRequest:
-    """A poll reads the ready tasks of these shards and topics, and optionally more."""
+    """What to read: the ready tasks of these shards and topics, and optionally more."""
 
     #: Shard IDs, possibly of several layouts.
     shards: tuple[int, ...]
@@ -97,7 +101,10 @@ class PollRequest:
 
 @dataclass(frozen=True, slots=True)
 class TopicLimit:
-    """The limits of a topic, for all live workers together: tasks a second, at once, and in flight. None: no limit."""
+    """The limits of a topic, for all live workers together. None: no limit.
+
+    `rate` is tasks a second, `burst` the max tasks that start together, `in_flight` the max tasks in flight.
+    """
 
     rate: float | None = None
     burst: int | None = None
@@ -154,9 +161,8 @@ class Heartbeat:
 class Workers:
     """The live workers, and the IDs of workers whose heartbeat is so old that its row may be deleted.
 
-    `live` maps the ID of each live worker to the seconds until it is no longer live, if it writes no heartbeat until
-    then. `layouts` are the layouts to poll, as the database records them. They are empty until the table's first
-    reshard.
+    `live` maps the ID of each live worker to the seconds until its liveness timeout. `layouts` are the layouts to poll,
+    as the database records them. They are empty until the table's first reshard.
     """
 
     live: Mapping[str, float] = field(default_factory=dict)
@@ -202,9 +208,9 @@ class LockedRow(NamedTuple):
 class Version(NamedTuple):
     """The state of a row when its task was last tried, with a hash of the message.
 
-    The first five fields say which message this was. They change if an application registers the ID again (created_at),
-    or an operator repairs the message (message), moves the task, or resets SentAt (times_sent). A mark and a reset of
-    SentAt may leave every other column as it was. Then only `times_sent` shows that the task was sent.
+    The first five fields identify the message. They change if an application registers the ID again (created_at), or an
+    operator moves the task (topic, ordering_key), repairs its message or resets SentAt (times_sent). Only `times_sent`
+    shows that a task was marked and reset in between.
 
     The other fields say when to try the task. Another worker may defer the task, release it or record a failed attempt.
     A published task is marked nevertheless, because Pub/Sub has the message. A failure is recorded only if no field has
@@ -228,7 +234,7 @@ class Version(NamedTuple):
         return cls(*published, row.available_at, row.expires_at, row.attempts, row.deferred)
 
     def has_message_of(self, row: LockedRow) -> bool:
-        """Tell whether publishing this version has published the row."""
+        """Tell whether the row still holds the message of this version."""
         return self[:5] == Version.of(row)[:5]
 
 
@@ -247,7 +253,7 @@ MARKED = Sent("")
 class Skipped:
     """Why the transaction neither publishes nor marks the task.
 
-    - `sent`: another worker has sent it. Only this reason is counted: see `Delivered.already_sent`.
+    - `sent`: the row has a SentAt. `Delivered.already_sent` counts it.
     - `changed`: it was published, and then registered again, repaired, moved, or marked and reset.
     - `gone`: the row does not exist any more.
     - `not_due`: AvailableAt is in the future.
@@ -261,13 +267,16 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The publish failed or has no answer. `reason` is a name in `pubsub.errors.REASONS`, `error` a text."""
+    """The publish failed, or no request was sent: the task has expired, or its message or topic is invalid.
+
+    `reason` is a name in `pubsub.errors.REASONS`, `error` a text.
+    """
 
     reason: str
     error: str
 
 
-#: What Pub/Sub says about a task.
+#: The result of an attempt to publish a task: Pub/Sub's answer, or a failure without a request.
 Answer = Sent | Failed
 
 
@@ -290,7 +299,7 @@ class NotSent:
 
     attempts: int
     available_at: datetime | None
-    expires_at: datetime | None  # as before: the write covers all MARK_COLUMNS
+    expires_at: datetime | None  # unchanged, but the write covers all MARK_COLUMNS
     error: str | None
     trace_id: str | None = None  # of the message that failed: not written, but logged
 
@@ -327,7 +336,10 @@ class Next(Enum):
 
     @classmethod
     def after(cls, *, progress: bool, in_vain: bool, unfinished: bool) -> "Next":
-        """Return when to start the next turn after one that made progress, has waited `in_vain`, or left something."""
+        """Return when the next turn starts.
+
+        `in_vain`: the turn has waited for batches, and none ended. `unfinished`: something is left to try again.
+        """
         if progress:
             return cls.AT_ONCE
         if in_vain:
@@ -337,7 +349,7 @@ class Next(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The counts of one turn, of tasks unless noted, and when the next turn starts."""
+    """One turn: counts of tasks unless noted, and when the next turn starts."""
 
     polled: int = 0
     poll_seconds: float | None = None  # None: the turn did not poll
@@ -347,12 +359,12 @@ class Turn:
     recorded: int = 0  # failed attempts that were written to their rows
     deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
-    in_flight: int = 0  # batches that a later turn will report
+    in_flight: int = 0  # batches that have not ended
     next: Next = Next.LATER
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again
     seconds_to_controls: float = math.inf  # seconds after which the topic controls must be read again
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether there is more to do at once. After STILL_WAITING the next turn starts at once, too."""
+        """Tell whether the next poll may find more tasks now. After STILL_WAITING the next turn starts at once, too."""
         return self.next is Next.AT_ONCE

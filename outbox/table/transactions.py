@@ -1,4 +1,4 @@
-"""What the library adds to a transaction that an application owns and commits."""
+"""Check an application's transaction, add inserts to it, and remember what was added."""
 
 import contextlib
 import inspect
@@ -73,7 +73,7 @@ class SupportsCancel(SupportsDelete, Protocol):
         """Return the rows of a query."""
 
 
-#: What to do if a transaction cannot read. By function.
+#: By function, how the error ends for a transaction that cannot read.
 _INSTEAD = {
     "register_once": ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once",
     "cancel": ". For the transaction of an AsyncClient, await outbox.aio.cancel",
@@ -99,8 +99,8 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
             f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
         )
     check_open(transaction, function)
-    # `run_in_transaction` sets `isolation_level` and `read_lock_mode`, `session.transaction()` sets neither. So a
-    # transaction with the first alone belongs to DB-API.
+    # The client's `run_in_transaction` sets both attributes, and `session.transaction()` sets neither. Only DB-API sets
+    # `isolation_level` without `read_lock_mode`.
     if (
         "google.cloud.spanner_dbapi" in sys.modules
         and isinstance(transaction, Transaction)
@@ -117,7 +117,8 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
 def check_open(transaction: object, function: str) -> None:
     """Raise InvalidTransaction, which names `function`, if `transaction` was committed or rolled back.
 
-    The client would buffer the insert and never send it. A MutationGroup does not know whether it was sent.
+    The client would buffer the insert and never send it. A MutationGroup is not checked, because it does not record
+    whether it was sent.
     """
     # A mock has these attributes as well, but with other values.
     if isinstance(getattr(transaction, "committed", None), datetime) or (
@@ -130,7 +131,7 @@ def check_open(transaction: object, function: str) -> None:
 
 
 def insert(transaction: SupportsInsert, table: str, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> None:
-    """Add one insert. Raises TypeError if it returned a coroutine, so that nothing was added."""
+    """Add one insert. Raises TypeError if `transaction.insert` returns a coroutine, because nothing is added then."""
     if isinstance(transaction, _CLIENT):
         transaction.insert(table, _converted(columns), rows)  # type: ignore[no-untyped-call]  # the client has no types
         return
@@ -139,7 +140,7 @@ def insert(transaction: SupportsInsert, table: str, columns: tuple[str, ...], ro
 
 @lru_cache(maxsize=64)
 def _converted(columns: tuple[str, ...]) -> Sequence[str]:
-    """Return the names of columns as the client's messages hold them.
+    """Return the names of columns in the type of the client's messages.
 
     The client converts each name of a tuple or a list at each insert, which takes longer than to convert the values.
     """
@@ -150,7 +151,12 @@ def _converted(columns: tuple[str, ...]) -> Sequence[str]:
 def existing(
     transaction: SupportsReadInsert, table: str, columns: Sequence[str], keys: Collection[Key], *, tag: str
 ) -> set[Key]:
-    """Return the keys that the table has. The read locks the keys for the transaction. Raises like `insert_once`."""
+    """Return the keys that the table has.
+
+    The read locks the keys for the transaction.
+
+    Raises RetryError or DeadlineExceeded after READ_SECONDS.
+    """
     options = {"request_options": {"request_tag": tag}, **retry_and_timeout(READ_SECONDS)}
     # Read to the end, because until then the client blocks the next statement of the transaction.
     return {tuple(row) for row in transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **options)}
@@ -165,7 +171,8 @@ def insert_once(
     """
     if is_inserted(transaction, key):
         return False
-    # The read still returns a task that this transaction has deleted. Only the key of a task has one column.
+    # The read still returns a task that this transaction has deleted. A key of one column is a task ID: the keys of
+    # other tables have several.
     is_deleted = len(key) == 1 and key[0] in deleted(transaction)
     if existing(transaction, table, columns[: len(key)], [key], tag=tag) and not is_deleted:
         return False
@@ -188,7 +195,7 @@ def is_inserted(transaction: object, key: Key) -> bool:
 
 
 class Savepoint:
-    """What a transaction has buffered so far."""
+    """The mutations that a transaction had buffered when this object was created."""
 
     def __init__(self, transaction: Any) -> None:
         """Note how many mutations there are now."""

@@ -29,11 +29,11 @@ class Kind(Enum):
 
     PUBLISH = auto()  # they are published and then marked, in one transaction
     MARK_FIRST = auto()  # at most once: they are marked, and published after the commit
-    DEFER = auto()  # nothing is published: the first one is a key head that is not due, and the others wait for it
+    DEFER = auto()  # nothing is published: the first unsent task of a key (its head) is not due, so the others wait
 
 
 class ClaimedTask(NamedTuple):
-    """A task as the poll has read it."""
+    """A task to claim, as a poll or a read of key heads has returned it."""
 
     id: str
     ordering_key: str | None
@@ -44,7 +44,7 @@ class ClaimedTask(NamedTuple):
 class TopicHints:
     """What the worker knows about the topic when it starts the batch.
 
-    These hints decide which failures are recorded as failed attempts.
+    These hints decide which failures are recorded as failed attempts, and which tasks share no publish request.
     """
 
     #: The batch probes a topic whose circuit is open.
@@ -60,8 +60,8 @@ class TopicHints:
 class Claim:
     """A batch: tasks of one topic.
 
-    The tasks of each ordering key are in order. A batch that defers begins with the head, and its other tasks are in
-    any order.
+    If the kind is DEFER, the first task is the key head, and the others are in any order. Otherwise the tasks of each
+    ordering key are in order.
     """
 
     topic: str
@@ -98,9 +98,9 @@ class Claim:
         return {Key(self.topic, key): shard for _, key, shard in self.tasks if key is not None}
 
     def part(self, ids: Collection[str], kind: Kind | None = None) -> "Claim":
-        """Return a claim of these tasks alone.
+        """Return a claim of only these tasks.
 
-        It also locks the task behind them in each key, to release it if deferred.
+        `releases` are then the tasks after them in each ordering key.
         """
         ids = frozenset(ids)
         tasks = tuple(task for task in self.tasks if task.id in ids)
@@ -127,8 +127,8 @@ class Claim:
     def halves(self) -> "tuple[Claim, ...]":
         """Return two claims, each of half of the tasks.
 
-        For a single task, return a claim that no longer locks the task behind it, or nothing if it locks none. The task
-        behind it needs no transaction of its own, because the batch reads the key heads once its tasks are marked.
+        For a single task, return its claim without `releases`, or nothing if there are none. The tasks in `releases`
+        need no transaction of their own, because the batch reads the key heads after its tasks are marked.
         """
         ids = self.ids
         if len(ids) > 1:
@@ -136,7 +136,8 @@ class Claim:
         return (replace(self, releases=()),) if self.releases else ()
 
 
-#: The state of a task whose row could not be written. `marked`: at most once, marked but not published.
+#: What has happened to a task whose row cannot be written. Only an at-most-once task can be `marked` without being
+#: published.
 State: TypeAlias = Literal["published", "unpublished", "marked"]
 
 
@@ -192,7 +193,7 @@ class Delivered:
         return {id: outcome for id, outcome in self.answers.items() if isinstance(outcome, Failed)}
 
     def at_most_once(self) -> Claim | None:
-        """Return a claim of the tasks that must be marked first, without those behind a failure, or None."""
+        """Return a claim of the skipped at-most-once tasks that are behind no failure, or None if there are none."""
         if not (skipped := self._skipped("at_most_once")):
             return None
         tried = {*self.published(), *self.skipped}.difference(self.failed())
@@ -218,7 +219,7 @@ def turn_counts(batches: Sequence[Delivered]) -> Turn:
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """A row that cannot be written although others can, or, with `given_up`, a part that the batch no longer marks."""
+    """Tasks whose rows the batch cannot write. Unless it has `given_up`, it tries again."""
 
     claim: Claim
     error: str

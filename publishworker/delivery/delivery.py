@@ -44,11 +44,11 @@ class Tools:
     host: Host = field(default_factory=Host)
 
     def for_reads(self) -> Store:
-        """Return the store for the reads of turns. TracedTools return one that records them."""
+        """Return the store for the reads of turns. `TracedTools` returns one that records them."""
         return self.store
 
     def for_batch(self, _claim: Claim) -> "Tools":
-        """Return the tools of a batch. TracedTools return some that record its steps."""
+        """Return the tools of a batch. `TracedTools` returns tools that record its steps."""
         return self
 
     def publish(self, claim: Claim, rows: Sequence[LockedRow]) -> dict[str, Answer]:
@@ -73,9 +73,9 @@ class Delivery:
         self._policy = tools.policy.for_topic(claim.policy)
         #: By ID, over all runs of the transaction: the answer of Pub/Sub, or the reason why no request was sent.
         self._answers: dict[str, Answer] = {}
-        #: By ID, the version of the row at its last lock before the answer. The answer is about this version.
+        #: By ID, the version of the row that the answer is about. Without an answer, the version at the last lock.
         self._versions: dict[str, Version] = {}
-        #: By ID, what the last run has decided about tasks that it does not mark as sent.
+        #: By ID, the last decision about each task that gets no SentAt.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
         self.timing = Timing(tools.host.clock)
         self._error: str | None = None
@@ -85,7 +85,7 @@ class Delivery:
         try:
             self._transact(self.claim, self._decide)
             self.mark_retry.done()  # nothing is left to mark
-            if self.timing.aborted:  # meanwhile other workers may have deferred the heads
+            if self.timing.aborted:  # without these locks, other workers may have deferred key heads
                 self._release_heads()
         except StoreError as error:
             self._begin_marking(error)
@@ -141,8 +141,8 @@ class Delivery:
     def _eligible(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows that this transaction may publish or mark. Keep the order of each ordering key.
 
-        Leave out the rows that the claim may only release. Record why the rest are skipped. A task that failed before
-        an abort loses its answer if its row has changed.
+        Leave out the rows of `claim.releases`. Record the skip reason of each other row that is left out. A task that
+        failed before an abort loses its answer if its row has changed.
         """
         self._begin_run(claim, rows)
         skipped = rules.skip_reasons(claim, rows, now, self._published(), self._policy)
@@ -179,13 +179,15 @@ class Delivery:
         return marks
 
     def _begin_marking(self, error: StoreError) -> None:
-        """Prepare to mark again. If Spanner has refused the commit, find the rows that are the reason."""
+        """Prepare to mark again.
+
+        If Spanner has refused the commit, mark in parts now, until only the refused rows are left.
+        """
         self._error = str(error)
         is_refused = isinstance(error, Refused)
-        # If Spanner has refused the commit, nothing is written. Then the failed attempts and deferrals of the claimed
-        # tasks are kept, to be written again. Deferrals of the tasks in `releases` are dropped, because each later
-        # commit decides about those tasks itself. After another error all are dropped, because the commit may have
-        # succeeded.
+        # If Spanner has refused the commit, nothing was written, so the failed attempts and deferrals of the claimed
+        # tasks are kept and written later. The next commit decides anew about the tasks in `releases`, so their
+        # deferrals are dropped. After any other error the commit may have succeeded, so all are dropped.
         self._forget_unwritten([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
         self.mark_retry.begin(self, [self.claim.part({*self._published(), *self._unwritten_marks()})])
         if is_refused and self.mark_retry.search():
@@ -209,7 +211,7 @@ class Delivery:
         return marks
 
     def _unwritten_marks(self) -> dict[str, NotSent | Deferred]:
-        """Return the failed attempts and deferrals that the last run of the transaction has decided to write."""
+        """Return the failed attempts and deferrals among the decisions."""
         return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}
 
     def _forget_unwritten(self, ids: Collection[str]) -> None:

@@ -10,11 +10,11 @@ from publishworker.spanner.store import Decide, Store
 
 
 def release(claim: Claim, store: Store, *, skip_dead: bool, transact: Callable[[Claim, Decide], datetime]) -> None:
-    """Release the heads of the claim's keys that another worker has deferred while the batch had no locks.
+    """Make the first task of each ordering key ready, if another worker has deferred it meanwhile.
 
-    Each commit of `transact` releases the deferred heads among its rows.
+    `transact` itself releases the deferred heads among the rows that it locks, so nothing else is written.
 
-    If this fails, their deferrals end by themselves, within a minute.
+    If Spanner does not answer, the keys wait until the deferrals end.
     """
     if not claim.keys:
         return

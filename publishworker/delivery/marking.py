@@ -13,7 +13,7 @@ from publishworker.spanner.errors import Refused, StoreError
 #: loss. At-most-once tasks stay marked, and may be lost.
 MAX_MARKING_SECONDS = 900.0
 #: Seconds of the first pause. Each further one is twice as long, up to MAX_PAUSE_SECONDS, or up to
-#: MAX_ASIDE_PAUSE_SECONDS if the batch is aside (see MarkRetry).
+#: MAX_ASIDE_PAUSE_SECONDS if each remaining part fails by itself (`MarkRetry.aside`).
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_ASIDE_PAUSE_SECONDS = 0.05, 5.0, 30.0
 #: Max seconds to search for the rows that make Spanner refuse a commit. Then the batch reports its result.
 SEARCH_SECONDS = 20.0
@@ -21,8 +21,7 @@ SEARCH_SECONDS = 20.0
 EXIT_PAUSE_SECONDS = 0.25
 #: After this many refused rows without a commit in between, the cause is probably not a row, so the search stops.
 MAX_REFUSED = 10
-#: While nothing commits, a batch is cut into at most this many parts. Halves of a part that Spanner refuses do not
-#: count.
+#: While nothing commits, a part is halved only up to this many parts. A part that Spanner refuses is always halved.
 MAX_PARTS = 10
 
 
@@ -68,7 +67,7 @@ class Markable(Protocol):
     """A delivery whose marks are not written."""
 
     def write_again(self, claim: Claim) -> None:
-        """Write the marks of a part of the claim. Raises StoreError."""
+        """Write what is missing in the rows of a part of the claim. Raises StoreError."""
 
     def state_of(self, id: str) -> State:
         """Return what has happened to a task."""
@@ -81,8 +80,8 @@ class MarkRetry:
         self._marking = marking
         #: The tasks whose marks are not written. The relay's thread reads it.
         self.unmarked = frozenset(claim.ids)
-        #: Whether Spanner accepts other rows, but none of this batch's remaining rows. The batch then takes no place
-        #: (see InFlight).
+        #: Whether each remaining part fails by itself, so that this batch says nothing about others. The batch then
+        #: takes no place (see InFlight).
         self.aside = False
         self.has_begun = False
         self._parts: Sequence[Claim] = ()
@@ -131,7 +130,7 @@ class MarkRetry:
         yield from self._to_report
 
     def search(self) -> bool:
-        """Find the rows that make Spanner refuse a commit.
+        """Write smaller and smaller parts, until only the rows that Spanner refuses are left.
 
         Return True if no row is left, or if each row that is left fails by itself.
         """
@@ -141,8 +140,8 @@ class MarkRetry:
     def _try(self, seconds: float = float("inf")) -> None:
         """Try each part once, and halve those that fail, for at most `seconds`.
 
-        While nothing commits, stop at the first failure, because the next part would fail, too. A refusal does not stop
-        the search before MAX_REFUSED.
+        While nothing commits, stop at the first failure, because the next part would fail, too. A part that is refused
+        does not stop the search, until MAX_REFUSED rows are.
         """
         todo, left = deque(self._parts), list[Claim]()
         end, continues = self._marking.clock() + seconds, True

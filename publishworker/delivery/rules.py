@@ -1,11 +1,12 @@
 """Which of the locked rows may be sent, when a failed task is retried, and when it is dead.
 
-No function here reads or writes a service, and only the jitter is random.
+No function here calls a service, and only the jitter is random. A comment such as OUT-ORDER-1 names the promise of
+docs/guarantees.md that its line keeps.
 
-The rules for rows keep the order of each ordering key (docs/guide/ordering.md). The sendable prefix of a key is its
-first tasks that may be sent now. Sent and missing rows do not end it. It ends before the first task that blocks the key
-and must not be sent now. Such a task is neither due nor deferred, or it must be marked first. After a failure, except
-expiry, no later task of the key is published, not even when the transaction runs again.
+The rules for rows keep the order of each ordering key (docs/guide/ordering.md). The sendable prefix of a key consists
+of its unsent tasks up to the first one that must wait. A task must wait if it is neither due nor deferred, or if it
+must be marked first. An expired task never ends the prefix. After a failure, except expiry, this batch publishes no
+later task of the key, even if its transaction runs again.
 
 All times derive from the database's time, so a wrong clock of the worker has no effect.
 """
@@ -37,7 +38,7 @@ from publishworker.types import (
 
 #: Max seconds until a worker notices that the head of a blocked key is gone or has been changed.
 CHECK_SECONDS = 60.0
-#: Max characters of LastError, with the reason.
+#: Max characters of LastError, including the reason that it begins with.
 MAX_ERROR_CHARACTERS = 1_000
 
 
@@ -48,8 +49,8 @@ class RetryPolicy:
     The delay begins at `initial` and doubles up to `longest`. With jitter, a task waits a random time between half of
     the delay and the whole delay. After `max_attempts` failed attempts the task is dead. If its topic is missing or
     refuses messages, it is not dead before it is `dead_after` seconds old. If its message can never be published, it is
-    dead at once. Most failures of a topic are not recorded: then the topic's circuit decides when its tasks are tried
-    again.
+    dead at once. A failure that is about the topic is usually not recorded (`should_record`): the topic's circuit then
+    decides when its tasks are tried again.
     """
 
     initial: float
@@ -80,11 +81,11 @@ class RetryPolicy:
         """Yield the values to write to each task behind `head`. The head is not due before `available_at`.
 
         The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
-        deleted or changed by SQL. One such task would be enough, because the commit that sends a task releases the
-        next. The second is for the case that the first is deleted as well.
+        deleted or changed by SQL. One would be enough, because the commit that sends a task releases the next one. Two
+        are short in case the first of these tasks is deleted, too.
 
-        The others end within `longest` seconds. Otherwise the tasks behind a dead head would look dead too. All end
-        when the head expires, because an expired head blocks no task.
+        The other deferrals end within `longest` seconds. Otherwise the tasks behind a dead head would look dead, too.
+        All end when the head expires, because an expired head blocks no task.
         """
         if head.expires_at is not None:
             available_at = min(available_at, max(head.expires_at, now))
@@ -129,8 +130,8 @@ def skip_reasons(
 def _skip_reason(row: LockedRow, kind: Kind, now: datetime) -> Skipped | None:
     if not (row.is_due(now) or (row.ordering_key is not None and row.deferred)):  # OUT-ORDER-2
         return Skipped("not_due")
-    # An at-most-once task is sent later, in a batch of its own. `outbox` refuses such a task with an ordering key, but
-    # other writers may insert one, so it may block a key.
+    # A later batch, of at-most-once tasks only, sends such a task. `outbox` refuses such a task with an ordering key,
+    # but other writers may insert one, so it may block a key.
     return Skipped("at_most_once") if row.at_most_once and kind is not Kind.MARK_FIRST else None
 
 
@@ -143,7 +144,7 @@ def in_key_order(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
 
 
 def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> list[LockedRow]:
-    """Return the rows to publish now. They have no answer yet, and no earlier task of their key has failed."""
+    """Return the rows to publish now. They have no answer yet, and no failure of an earlier task stops their key."""
     stopped: set[str] = set()
     unanswered = []
     for row in rows:
@@ -163,7 +164,7 @@ def sent_alone(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
 def release_marks(
     claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, policy: RetryPolicy
 ) -> dict[str, Mark]:
-    """Return the marks that make deferred tasks ready: those that become heads of their keys with this commit.
+    """Return a mark for each deferred task that this commit makes the head of its key. The mark makes it ready.
 
     No poll reads a deferred task until its deferral ends, so the key would wait. One ready task is enough for a poll to
     find it. A head that has expired blocks no task, so the one behind it is released, too.
@@ -199,9 +200,9 @@ def expired(row: LockedRow) -> Failed:
 
 
 def _blocks_key(row: LockedRow, now: datetime, policy: RetryPolicy) -> bool:
-    """Tell whether an unsent task blocks its key.
+    """Tell whether the later tasks of the key must wait for this unsent task.
 
-    It does not if it has expired, or if it is dead and the policy skips dead tasks.
+    They need not wait if it has expired, or if it is dead and the policy skips dead tasks.
     """
     return not (row.is_expired(now) or (policy.skip_dead and is_dead(row.available_at)))
 
@@ -234,7 +235,7 @@ def marks_of(
                 recorded = marks[row.id] = policy.failed_attempt(row, answer, now)
             blocks_nothing = recorded is not None and recorded.dead and policy.skip_dead
             if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
-                continue  # a later task of its key is marked by its answer, or stays as it is if it was not tried
+                continue  # the key goes on: later tasks with an answer are marked, and the others stay as they are
             if row.ordering_key is not None and stops_key(answer):
                 retry_at = None if recorded is None or blocks_nothing else recorded.available_at
                 stopped[row.ordering_key] = iter(()) if retry_at is None else policy.deferrals(row, retry_at, now)
@@ -245,9 +246,9 @@ def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts:
     """Tell whether to record the failure as a failed attempt of its task.
 
     Otherwise it counts only for the topic's circuit. If the topic is missing or refuses messages, only the failures of
-    probes are recorded. In an outage, a failure is recorded only if the topic accepts other tasks, the task is a
-    suspect (it failed in the last outage too), and its batch is no probe. Outages that no message can cause, such as an
-    exhausted quota, are never recorded.
+    probes are recorded. A failure in an outage may be the fault of the message. It is recorded only if the task is a
+    suspect (it failed in the last outage, too), the topic accepts other tasks, and the batch is no probe. It is never
+    recorded if no message can cause it, such as an exhausted quota.
     """
     match kind_of(failure.reason):
         case FailureKind.TARGET:

@@ -1,4 +1,4 @@
-"""Task rows become publish requests, which pure functions build, and their spans.
+"""Build publish requests from task rows, divide them into lanes, and trace them.
 
 They use raw protobuf messages, because proto-plus takes too much CPU (docs/decisions.md, 0001).
 """
@@ -37,7 +37,10 @@ def topic_name(topic: str, project: str) -> str:
 
 
 def topic_filter(patterns: str, project: str) -> Callable[[str], bool]:
-    """Return a test of full names: in `patterns`, * is text without a slash, and a bare ID is in `project`."""
+    """Return a function that tells whether a full topic name matches one of the comma-separated `patterns`.
+
+    In a pattern, * is any text without a slash. A bare ID is a topic of `project`.
+    """
     names = [topic_name(pattern, project) for pattern in patterns.split(",")]
     alternatives = "|".join("[^/]*".join(map(re.escape, name.split("*"))) for name in names)
     matches = re.compile(alternatives).fullmatch
@@ -58,7 +61,7 @@ def decode(row: LockedRow) -> Any | Failed:
 
 
 def trace_id(data: bytes) -> str | None:
-    """Return the trace ID that `register` put into a message, or None. Raises nothing, because it is only for logs."""
+    """Return the trace ID in the attributes of a message, or None. Raises nothing, because it is only for logs."""
     message = parsed(data)
     span = None if message is None else span_of(message.attributes)
     return None if span is None else format_trace_id(span.trace_id)
@@ -88,7 +91,7 @@ def requests(topic: str, messages: Sequence[tuple[str, Any]]) -> Iterator[tuple[
 
 @dataclass(slots=True)
 class Lane:
-    """Requests that are sent one after the other, each after the answer to the last."""
+    """Requests that are sent one after the other, each after the answer to the previous one."""
 
     requests: deque[tuple[list[str], Any]]
     ordered: bool = False
@@ -135,7 +138,7 @@ _failed: set[str] = set()  # classes of errors that were logged
 
 @contextlib.contextmanager
 def sending(topic: str, messages: Sequence[Any], outcomes: Mapping[str, Answer]) -> Iterator[None]:
-    """Open a span for the block, which publishes `messages` to the full name `topic` and fills `outcomes`."""
+    """Open a span for the block, which publishes `messages` to the topic and fills `outcomes`."""
     span = _guarded(lambda: _started(topic, messages))
     if span is None:
         yield
@@ -173,7 +176,7 @@ def _end(span: Span, count: int, outcomes: Mapping[str, Answer]) -> None:
 
 
 def _guarded(work: Callable[[], T]) -> T | None:
-    """Return the result of `work`, or None if it fails, because a failing span must not cause a duplicate."""
+    """Return the result of `work`, or None if it raises: the answers would be lost, and the tasks published twice."""
     try:
         return work()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Publishes tasks to Pub/Sub and returns an outcome for each.
+"""Publish tasks to Pub/Sub, and return an answer for each one that was tried.
 
-It uses gRPC futures on the client's channel. One request carries many messages, and the deadline cancels the request.
-The high-level PublisherClient cannot do this: a caller can stop waiting for its future, but cannot cancel the request.
+It calls gRPC on the client's channel, so that a deadline cancels the request. A caller of the client's PublisherClient
+can stop waiting for its future, but the request goes on.
 """
 
 import threading
@@ -22,8 +22,8 @@ from publishworker.pubsub import messages
 from publishworker.pubsub.errors import reason_of
 from publishworker.types import Answer, Failed, LockedRow, Sent
 
-#: Max task IDs to remember. If a shared request is refused and no time is left to split it, each of its tasks is sent
-#: alone in its next batch. The oldest IDs are forgotten.
+#: Max task IDs to remember. If a request of several tasks is refused and no time is left to split it, each of them is
+#: sent alone in its next batch. The oldest IDs are forgotten.
 MAX_REFUSED = 10_000
 
 
@@ -45,7 +45,7 @@ class Publisher(Protocol):
 
 
 class PubSubPublisher:
-    """Publishes to topics whose full names are `allowed`. `create_command` returns how to create one."""
+    """Publishes to topics whose full names are `allowed`. `create_command` returns the command that creates one."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class PubSubPublisher:
         self._clock = clock
         self._threads = threads
         self._create_command = create_command
-        self._refused: dict[str, None] = {}  # a set in order of insertion: IDs refused in a shared request
+        self._refused: dict[str, None] = {}  # in order of insertion, see MAX_REFUSED
         self._lock = threading.Lock()
         self._publish = transport.grpc_channel.unary_unary(
             "/google.pubsub.v1.Publisher/Publish",
@@ -76,8 +76,7 @@ class PubSubPublisher:
         """See Publisher. All requests share one deadline. They are sent concurrently, except those of one ordering key.
 
         A later request starts only if at least half of the time remains, so a healthy message never times out because
-        it started late. If a shared request was refused and there was no time to split it, each of its tasks is sent
-        alone in its next batch.
+        it started late.
         """
         name = messages.topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds, self._threads.queue(), self._create_command)
@@ -132,10 +131,7 @@ class PubSubPublisher:
         return valid, failed
 
     def _remember(self, call: "_Call") -> None:
-        """Remember the tasks of a refused request that there was no time to split.
-
-        Forget tasks that have an outcome.
-        """
+        """Remember the tasks of refused requests that there was no time to split. Forget those with an answer."""
         with self._lock:
             self._refused |= dict.fromkeys(call.not_retried)
             for id in call.outcomes:
@@ -144,9 +140,10 @@ class PubSubPublisher:
                 del self._refused[id]
 
     def _start(self, lane: messages.Lane, call: "_Call", min_seconds: float = 0.0, *, waits: bool = False) -> bool:
-        """Send the next request of a lane if over `min_seconds` remain; tell whether. Untried tasks have no outcome.
+        """Send the next request of a lane if more than `min_seconds` remain, and return whether it was sent.
 
-        With `waits`, this thread waits for the answer. Otherwise gRPC does, on a thread that costs CPU.
+        With `waits`, this thread waits for the answer. Otherwise gRPC does, on a thread that costs CPU. Tasks that are
+        not tried get no answer.
         """
         ids, request = lane.requests[0]
         if failure := messages.too_large(request):
@@ -168,7 +165,7 @@ class PubSubPublisher:
         try:
             _, future = self._publish.with_call(request, timeout=seconds, metadata=header)
         except grpc.RpcError as error:
-            # The error is a future, too. Its traceback could be a reference cycle, like that of a raised future.
+            # The error is also the future of the call. Its traceback could be a reference cycle (see `_answered`).
             return error.with_traceback(None)
         return future
 
@@ -186,7 +183,7 @@ class _Call:
 
 
 def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
-    """Record the answer to a request, and return the lanes to go on with. An invalid request is sent in parts."""
+    """Record the answer to a request. Return the lanes to go on with: smaller ones if it was refused."""
     ids, request = lane.requests.popleft()
     # `future.result()` would raise the future itself. Its traceback would be a reference cycle, which keeps the
     # messages of the batch in memory until the next garbage collection.

@@ -48,7 +48,7 @@ Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, Mark]]
 
 
 class Store(Protocol):
-    """The store as the relay uses it. Each method raises StoreError if the store does not answer."""
+    """What the relay needs from the database. Each method raises StoreError if Spanner does not answer or refuses."""
 
     #: The layouts to poll. `discover` replaces them if the database records others.
     layouts: Sequence[Layout]
@@ -59,8 +59,8 @@ class Store(Protocol):
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
         """Return live workers, topic controls and unknown topics.
 
-        The topics have unsent tasks in `shards` and are not `known`. At least one is returned if there are any. Without
-        `shards`, it reads no index of AsynchronousTasks, because a reshard may have dropped the index.
+        The topics have unsent tasks in `shards` and are not `known`. It returns some of them, at least one if there are
+        any. Without `shards`, it reads no index of AsynchronousTasks, because a reshard may have dropped the index.
         """
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
@@ -72,7 +72,7 @@ class Store(Protocol):
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """Lock the rows, call `decide`, write its marks and commit, in one read-write transaction.
 
-        Return the commit timestamp. After an abort, the next attempt does it all again.
+        Return the commit timestamp. After an abort, the transaction runs again and calls `decide` again.
         """
 
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
@@ -164,7 +164,10 @@ class SpannerStore:
     def _read_keys(
         self, statement: str, shards: LayoutShards, keys: Sequence[Key], *, skip_dead: bool, **limit: int
     ) -> list[Any]:
-        """Return the rows of a statement for `keys`, each in its shard of `shards`. `limit` is one more parameter."""
+        """Return the rows of a statement for `keys`, the n-th of which is in the n-th of `shards`.
+
+        `limit` is the parameter that limits the rows.
+        """
         values = {
             "topics": [key.topic for key in keys],
             "keys": [key.ordering_key for key in keys],

@@ -16,8 +16,8 @@ from publishworker.types import POLL, PUBLISH, Sent, Turn
 
 #: Seconds between two summaries.
 SUMMARY_SECONDS = 60.0
-#: Approximate number of latency samples of one batch. More samples could fill the agent's socket buffer, and counts
-#: would be dropped.
+#: Approximate number of latency samples of one batch. More samples could fill the socket buffer of the Datadog agent,
+#: which would then drop counters.
 LATENCY_SAMPLES = 20
 #: Max lines a minute about failed tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
@@ -74,7 +74,7 @@ class Reporter:
             self.circuit(change)
 
     def unmarked(self, unmarked: Unmarked) -> None:
-        """Log tasks that cannot be marked, or that are no longer marked."""
+        """Log tasks that cannot be marked now, or that the batch has stopped trying to mark."""
         topic, ids = unmarked.claim.topic, unmarked.claim.ids
         if unmarked.given_up:
             if self._trace is not None:
@@ -110,7 +110,7 @@ class Reporter:
                     extra={"action": "circuit_closed"},
                 )  # fmt: skip
             return
-        if not change.seconds:  # it has just opened; an earlier one may have been forgotten without a CircuitChange
+        if not change.seconds:  # a new circuit: an earlier one may have been forgotten without a line
             self._logged_open.discard(topic)
         tasks = "up to 10 tasks" if kind_of(failure.reason) is FailureKind.TARGET else "one task"
         if topic not in self._logged_open and self._throttled_log.log(
@@ -122,7 +122,7 @@ class Reporter:
             self._logged_open.add(topic)
 
     def turn(self, turn: Turn) -> None:
-        """Log a turn that reports tasks at DEBUG, and a summary once a minute. Record how long its poll took."""
+        """Log the turn at DEBUG if it reports tasks, and a summary once a minute. Record how long the poll took."""
         if turn.poll_seconds is not None:
             self._metrics.sample(m.PHASE_DURATION, turn.poll_seconds, phase=POLL)
         if numbers := _numbers(turn):
@@ -152,7 +152,7 @@ class Reporter:
             )
 
     def _failures(self, delivered: Delivered) -> None:
-        """Count failed attempts, and log the recorded ones. The line about the open circuit covers the others."""
+        """Count all failures. Log recorded attempts as warnings, and the others at DEBUG."""
         topic, failed, recorded = delivered.claim.topic, delivered.failed(), delivered.recorded
         dead = [failure for id, failure in failed.items() if id in recorded and recorded[id].dead]
         for metric, failures in ((m.FAILED, failed.values()), (m.DEAD, dead)):

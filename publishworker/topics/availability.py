@@ -1,4 +1,4 @@
-"""Whether a topic may be published to now, by its topic controls, circuit breaker and rate limit.
+"""Decide whether this worker may publish to a topic now, by its topic controls, circuit breaker and rate limit.
 
 Any program may write topic controls, so they are checked. The relay reads them with each discovery, and before it
 starts a batch if they are older than 2 s.
@@ -21,7 +21,7 @@ from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
 from publishworker.types import NO_POLICY, Candidate, CircuitState, TopicControls, TopicLimit
 
 #: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit. Workers
-#: must apply within 10 s what an operator changes.
+#: must apply an operator's change within 10 s.
 CONTROLS_SECONDS = 8.0
 
 
@@ -33,7 +33,7 @@ class Admitted(NamedTuple):
 
 
 class Topics:
-    """What this worker has seen of its topics, and what it may send to them. It belongs to the relay's thread."""
+    """The controls, circuits and limits of all topics. Only the relay's thread uses it."""
 
     def __init__(self, host: Host, places: int = 8) -> None:
         self._circuits = CircuitBreakers(host.random, host.clock, places=places)
@@ -75,9 +75,9 @@ class Topics:
     def admit(self, candidates: Sequence[Candidate], cut_off: Collection[str]) -> Admitted:
         """Return the candidates that may start.
 
-        A half-open circuit lets a probe pass. Topics in `cut_off` have more tasks.
+        A half-open circuit lets a probe pass. `cut_off` are the topics that may have more tasks than the poll has read.
         """
-        candidates, probes = self._circuits.draw_probes(candidates, cut_off)  # all, and none, if no circuit is open
+        candidates, probes = self._circuits.draw_probes(candidates, cut_off)  # all, if no circuit is open
         allowed = self._limits.allowances(self._in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         return Admitted(candidates, allowed)
@@ -101,7 +101,7 @@ class Topics:
         if claim.kind is Kind.DEFER:
             return None
         self._in_flight[claim.topic] -= len(claim.tasks)
-        self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # gives back those of untried tasks
+        self._limits.take(claim.topic, len(delivered.answers) - len(claim.tasks))  # returns tokens of untried tasks
         if self._with_controls(claim).destination != claim.destination:
             return None  # the batch tells nothing about the Pub/Sub topic that messages go to now
         return self._circuits.observe(delivered)
@@ -194,7 +194,7 @@ class RateLimits:
         self._limits: Mapping[str, TopicLimit] = {}
 
     def apply(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
-        """Apply the limits. Each of the live `workers`, of which this is one, gets an equal part."""
+        """Apply the limits. `workers` is the number of live workers. Each gets an equal part."""
         now = self._clock()
         self._log_changes(limits)
         buckets: dict[str, _Bucket] = {}

@@ -1,9 +1,10 @@
 """A circuit breaker for each topic.
 
-Closed: the topic's tasks are published. Open: the poll does not read the topic, so its tasks cost nothing, however many
-there are. Half-open: one small batch probes the topic. In an outage (Pub/Sub does not answer or has no quota) the probe
-is a single task, drawn at random; if the topic is missing or refuses messages, it is up to ten tasks. A publish that
-succeeds closes the circuit. A probe that fails doubles the time until the next one.
+Closed: the topic's tasks are published. A failure that is about the topic opens the circuit, unless the same batch has
+published a task. Open: the poll does not read the topic, so its tasks cost nothing, however many there are. Half-open:
+one small batch probes the topic. In an outage (Pub/Sub does not answer or has no quota) the probe is a single task,
+drawn at random; if the topic is missing or refuses messages, it is up to ten tasks. A publish that succeeds closes the
+circuit. A probe that fails doubles the time until the next one.
 
 A suspect is a task whose publish failed in the topic's last outage. If it fails again while the topic accepts other
 tasks, it may be the cause, so a failed attempt is recorded.
@@ -26,12 +27,12 @@ MAX_OUTAGE_PROBE_SECONDS = 10.0
 #: Max tasks of one probe.
 TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
-#: Max suspects that are remembered, of a topic and of all topics together. The oldest of a topic are forgotten, or all
-#: of the topic whose suspects changed longest ago.
+#: Max suspects of one topic, and of all topics together. Of one topic the oldest are forgotten. If all topics together
+#: have more, the topic whose suspects changed longest ago loses all of them.
 MAX_SUSPECTS = 1_000
 #: Max IDs of probes that are remembered for one outage. Beyond this number any task can be drawn again.
 MAX_PROBED = 100
-#: Seconds after which an open circuit is forgotten if no task was left to probe the topic with.
+#: Seconds after a probe became due. If the topic had no task to probe with, its circuit is then forgotten.
 FORGET_SECONDS = 600.0
 #: How many rows of each range a poll reads to find a task that has not been a probe. The number doubles with each poll.
 FIRST_SEARCH_DEPTH, MAX_SEARCH_DEPTH = 250, 2_500
@@ -74,7 +75,7 @@ class CircuitChange:
 
 
 class CircuitBreakers:
-    """The circuits of all topics, based on this worker's own results. It belongs to the relay's thread."""
+    """The circuits of all topics, based on this worker's own results. Only the relay's thread uses it."""
 
     def __init__(self, random: Random, clock: Callable[[], float], *, places: int) -> None:
         """`places` is the max number of batches. Probes in an outage may time out, so they get at most a quarter."""
@@ -92,7 +93,7 @@ class CircuitBreakers:
             self.forget(topic)
 
     def forget(self, topic: str) -> None:
-        """Close the circuit of a topic, and forget its failures, because its messages go elsewhere or they are old."""
+        """Close the circuit of a topic and forget its failures, because the topic was routed or they are old."""
         self._open.pop(topic, None)
         self._suspects.pop(topic, None)
         self._failing.discard(topic)
@@ -129,7 +130,7 @@ class CircuitBreakers:
         }
 
     def seconds_to_probe(self) -> float | None:
-        """Return the seconds until the next topic may be probed, or None if no circuit is open."""
+        """Return the seconds until the next probe is due, or None if no circuit waits for its probe."""
         now = self._clock()
         times = [circuit.probe_at for circuit in self._open.values() if not circuit.probing and circuit.probe_at > now]
         return min(times) - now if times else None
@@ -163,7 +164,7 @@ class CircuitBreakers:
         }
 
     def begin_batch(self, claim: Claim) -> Claim:
-        """Return the claim with its hints: a probe if the circuit is not closed, otherwise with its suspects."""
+        """Return the claim with its hints. If the circuit is not closed, the batch is a probe."""
         if (circuit := self._open.get(claim.topic)) is not None:
             circuit.probing = True
             return replace(claim, hints=TopicHints(probe=True))

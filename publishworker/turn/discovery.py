@@ -1,4 +1,4 @@
-"""Reads what a turn needs to know besides tasks: live workers, layouts, topic controls, and names of unknown topics."""
+"""Read what a turn needs besides tasks: live workers, layouts, topic controls, and topics that no poll reads yet."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,8 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.poller import Poller, Rotation
 from publishworker.types import Discovery
 
-#: If the workers, layouts and controls of the last read are older than this, they are read again before a poll and
-#: before a batch starts. They are old after a long pause, a slow read, or a suspension of the process. Otherwise a
-#: worker with tasks discovers at least once a second, and an idle one at least every CONTROLS_SECONDS while a topic is
-#: paused.
+#: Before a poll and before batches start, workers, layouts and controls are read again if the last read is older than
+#: this. It is after a long pause, a slow read, or a suspension of the process.
 MAX_READ_AGE_SECONDS = 2.0
 
 
@@ -39,19 +37,19 @@ class Discoverer:
         self._known, self._read_size = poller.known, poller.read_size
         self._clock = clock
         self._seconds = seconds
-        #: When the last read began. A new relay knows no topic and polls nothing, so it need not read before its poll.
+        #: When the last read began. A new relay knows no topics, so its first poll reads nothing and needs no controls.
         self._read_at = clock()
         self._discovered_at = float("-inf")
         self._discovered_shards: tuple[int, ...] = ()
         self._rotation = Rotation()
-        #: If a discovery cannot read all shards, several make a round. The number of shards that this round has still
-        #: to read.
+        #: The shards that are left to read. A discovery may read only a part of the shards, and the next ones read the
+        #: rest.
         self._shards_left = 0
         #: True from `wake` until the next discovery.
         self._woken = False
         #: True from `begin_turn` to `end_turn`. If it is still true at the next `begin_turn`, the last turn failed.
         self._in_turn = False
-        #: Whether this turn has discovered before its poll, and has found no new topic.
+        #: Whether `begin_turn` has discovered and found nothing new. Then `end_turn` does not discover again.
         self._found_nothing = False
 
     @property
@@ -64,9 +62,9 @@ class Discoverer:
         self._woken = True
 
     def begin_turn(self) -> None:
-        """Discover if the last read is outdated. After a turn that failed, refresh before.
+        """Discover if the last read is outdated. After a failed turn, refresh instead.
 
-        A reshard may have dropped an index that the discovery would read.
+        A reshard may have dropped an index that a discovery reads.
         """
         failed, self._in_turn, self._found_nothing = self._in_turn, True, False
         if failed:
@@ -84,10 +82,10 @@ class Discoverer:
             self._apply(self._store.discover((), ()), began)
 
     def end_turn(self, *, found_nothing: bool) -> bool:
-        """Discover if it is time. Tell whether there are new topics or shards to poll.
+        """Discover if it is time. Return whether there are new topics or shards to poll.
 
-        It is time every `seconds`, when the worker's shards have changed, and when an insert was reported but the turn
-        has `found_nothing` to start although it had room.
+        It is time every `seconds`, after a change of the worker's shards, and after a reported insert if this turn had
+        room but started no batch (`found_nothing`).
         """
         is_time = (
             self._clock() - self._discovered_at >= self._seconds
@@ -102,7 +100,7 @@ class Discoverer:
         return self._clock() - self._read_at > MAX_READ_AGE_SECONDS
 
     def _discover(self) -> bool:
-        """Discover. Tell whether there are new topics or shards to poll, or shards that are not read yet.
+        """Discover. Return whether there are new topics or shards to poll, or shards that are not read yet.
 
         If the discovery has found topics, the next one follows at once, because one read finds at most one new topic
         between two neighboring known names.

@@ -17,8 +17,8 @@ from publishworker.types import Key
 #: A batch that has begun no transaction for this many seconds is stuck. A transaction, and the pause before the next
 #: one, take less.
 STUCK_SECONDS = 120.0
-#: Max seconds between two checks for stuck batches that count as running time. If more time has passed since the last
-#: check, the process was probably suspended, so its batches did not run.
+#: Of the time between two checks for stuck batches, at most this many seconds count. If more have passed, the process
+#: was probably suspended, so its batches did not run.
 MAX_STEP_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
@@ -26,7 +26,7 @@ JOIN_SECONDS = 30.0
 WATCH_SECONDS = 1.0
 #: Max seconds that a turn waits for its batches. Then the turn ends, so that the worker can send its heartbeat.
 MAX_TURN_WAIT_SECONDS = 0.25
-#: Max batches that are aside (see InFlight) and take no place.
+#: Max batches that take no place because they are aside (see InFlight).
 MAX_ASIDE = 100
 #: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
 #: takes several times its size, because Spanner's response, the decoded value, the message, the publish request and its
@@ -42,8 +42,8 @@ class Limits:
     batch_bytes: int
     #: The number of places. Each batch in flight takes one, unless it is aside (see InFlight).
     places: int
-    #: While tasks are left to start, a turn does not wait for its last batches, at most this many. No turn waits longer
-    #: than MAX_TURN_WAIT_SECONDS.
+    #: While tasks are left to start, a turn may end before its last batches, up to this many. No turn waits longer than
+    #: MAX_TURN_WAIT_SECONDS.
     stragglers: int = 0
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
@@ -68,7 +68,8 @@ class StuckBatch(Exception):
         self.seconds = seconds
 
 
-#: The selection makes claims of the kinds PUBLISH and DEFER, and a batch those of the kind MARK_FIRST.
+#: The selection makes claims of the kinds PUBLISH and DEFER. A report makes one of the kind MARK_FIRST, for the
+#: at-most-once tasks that its batch has skipped.
 _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferral}
 
 
@@ -91,9 +92,9 @@ class _Entry:
 class InFlight:
     """Starts batches and collects their reports. It belongs to one thread; batches run on others.
 
-    A batch reports what became of its tasks. If it cannot mark them, it stays in flight and marks them again. It keeps
-    its place. If all commits fail, the worker soon has no free place, and publishes nothing new. If Spanner accepts
-    other rows, but none of the batch's remaining rows, the batch is aside and needs no place.
+    A batch reports what became of its tasks. A batch is in flight until its tasks are marked or given up. While it
+    marks again, it keeps its place. If all commits fail, the worker soon has no free place, and publishes nothing new.
+    If each remaining row of a batch fails by itself, the batch is aside and needs no place.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
@@ -157,7 +158,7 @@ class InFlight:
         return sum(claim.kind is Kind.DEFER for claim in self.unreported)
 
     def keys(self) -> frozenset[Key]:
-        """Return the ordering keys whose other tasks must wait. A deferring batch that only marks again blocks none."""
+        """Return the keys that no other batch may claim now. A deferring batch that only marks again needs none."""
         claims = (
             entry.delivery.claim.part(entry.delivery.mark_retry.unmarked) if entry.reported else entry.delivery.claim
             for entry in self._running
@@ -202,7 +203,7 @@ class InFlight:
         return self.wait_for_reports(self.limits.stragglers if tasks_left else 0, MAX_TURN_WAIT_SECONDS)
 
     def wait_for_reports(self, max_left: int = 0, max_seconds: float | None = None) -> list[Delivered]:
-        """Wait for a report, and for all but `max_left` of the batches, at most `max_seconds`.
+        """Wait until a batch has reported and at most `max_left` have not, or until `max_seconds` have passed.
 
         Later waits do not wait for the ones that are left (stragglers).
         """

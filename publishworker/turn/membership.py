@@ -1,9 +1,10 @@
 """Shard assignment: the live workers divide the shards among themselves, without a leader.
 
-Each worker writes heartbeats to its row and reads those of the others. If one has written none for its liveness timeout
-(LIVENESS_TIMEOUT_SECONDS, 14 s), the others divide its shards at the next discovery. Workers that read the same rows
-compute the same assignment. A wrong assignment costs collisions, or a delay until the liveness timeout and the next
-poll. Correctness depends only on the row locks.
+Each worker writes heartbeats to its row and reads those of the others. If a worker has written none for its liveness
+timeout (14 s, or 29 s if it is idle), the others take over its shards when they next read the heartbeats. Workers that
+read the same rows compute the same assignment. If two workers poll one shard, they wait for each other's row locks. If
+no worker polls a shard, its tasks wait until the liveness timeout and the next poll. Correctness depends only on the
+row locks.
 """
 
 import hashlib
@@ -25,14 +26,15 @@ from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
 HEARTBEAT_INTERVAL_SECONDS = 7.5
 #: The same while the worker has nothing to send and waits for the change stream. It saves requests.
 IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
-#: The liveness timeout that an idle worker's heartbeat sets. If a heartbeat takes 5 s and fails, a second one has time.
+#: The liveness timeout that an idle worker's heartbeat sets. 21 s, 5 s for a heartbeat that fails, 2 s, and time for a
+#: second one.
 IDLE_LIVENESS_TIMEOUT_SECONDS = 29
 #: Seconds from a heartbeat that failed to the next attempt.
 HEARTBEAT_RETRY_SECONDS = 2.0
 
 
 class Membership:
-    """This worker among the live workers. It belongs to the worker's thread."""
+    """The live workers, and the shards of this worker. Only the worker's thread uses it."""
 
     def __init__(
         self,
@@ -75,12 +77,15 @@ class Membership:
 
     @property
     def counts_backlog(self) -> bool:
-        """Tell whether this worker is the one that counts the backlog: the one with the first shard."""
+        """Tell whether this worker counts the backlog, because it polls the first shard."""
         return self.layouts[0].ids[0] in self.shards
 
     @property
     def seconds_to_heartbeat(self) -> float:
-        """Return the seconds until the next heartbeat. Idle workers write together, so that one read sees all."""
+        """Return the seconds until the next heartbeat.
+
+        Idle workers write at the same times, so that one read sees all.
+        """
         may_be_late = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
         interval = self._idle_interval if may_be_late else HEARTBEAT_INTERVAL_SECONDS
         seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
@@ -88,7 +93,7 @@ class Membership:
 
     @property
     def seconds_to_next_timeout(self) -> float:
-        """Return the seconds until the next liveness timeout of another worker, unless it writes a heartbeat."""
+        """Return the seconds until another worker is no longer live, if none of them writes a heartbeat."""
         return max(0.0, self._next_timeout_at - self._clock())
 
     @property
@@ -101,8 +106,8 @@ class Membership:
         if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
         self._heartbeat_at = self._clock()
-        # An idle worker writes at multiples of 21 s of the wall clock. If one is less than 1 s away, it is skipped:
-        # this heartbeat may have been meant for it, and come early.
+        # An idle worker writes at multiples of 21 s of the wall clock. If the next one is less than 1 s away, it takes
+        # the one after it: this heartbeat was probably the one for it, slightly early.
         self._idle_interval = 1 + (-1 - self._wall_clock()) % IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._failure = None
         try:

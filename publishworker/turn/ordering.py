@@ -1,8 +1,8 @@
 """Find the sendable prefix of each ordering key: the leading tasks that may be sent, as one candidate.
 
-For tasks with ordering keys, the poll only shows which keys have work. A later snapshot reads the first unsent tasks of
-each key, and only these may be sent (docs/guide/ordering.md). A task that is committed after this snapshot has a later
-CreatedAt than all tasks in it, so it belongs behind the prefix.
+For tasks with ordering keys, the poll only shows which keys have tasks. A later snapshot reads the first unsent tasks
+of each key, and only these may be sent (docs/guide/ordering.md). A task that commits after the snapshot has a later
+CreatedAt, so it comes after the prefix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _T = TypeVar("_T", Candidate, QueuedTask)
 class ResolvedKeys:
     """The candidates that may be sent, and deferrals behind blocked heads.
 
-    `left_out`: keys are left out, because they are in flight or too many for one read.
+    `left_out`: some keys were skipped, because they have tasks in flight or are too many for one read.
     """
 
     candidates: Sequence[Candidate]
@@ -56,7 +56,7 @@ class Ordering:
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
         """Replace the tasks of each ordering key by its sendable prefix, and keep tasks without a key.
 
-        Keys in flight are left out. Raises StoreError.
+        Keys with tasks in flight are skipped. Raises StoreError.
         """
         unordered = [each for each in candidates if each.ordering_key is None]
         by_key: dict[Key, list[Candidate]] = {}
@@ -87,7 +87,7 @@ class Ordering:
         return ResolvedKeys(unordered + prefixes, deferrals, left_out)
 
     def _read(self, keys: Mapping[Key, int], wanted: int) -> dict[Key, list[QueuedTask]]:
-        """Return the first `wanted` unsent tasks of each key, without tasks that expired before they were due.
+        """Return at least the first `wanted` unsent tasks of each key, without tasks that expired before they were due.
 
         A key that begins with more expired tasks than a worker can read is logged and stays blocked.
         """
@@ -99,7 +99,8 @@ class Ordering:
             heads |= {key: [each for each in tasks if not each.expired_before_due] for key, tasks in found.items()}
             short = [key for key, tasks in found.items() if len(tasks) == rows and len(heads[key]) < wanted]
             rows += max((len(found[key]) - len(heads[key]) for key in short), default=0)
-            # A later poll reads the keys that are not chosen. A key over MAX_EXPIRED_ROWS can never be read.
+            # Keys that are not chosen wait for a later turn. One with more expired tasks than MAX_EXPIRED_ROWS is
+            # logged.
             chosen = self._random.sample(short, min(len(short), MAX_EXPIRED_ROWS // rows))
             keys = {key: keys[key] for key in chosen}
             for key in short:
@@ -109,9 +110,9 @@ class Ordering:
 
     def _log_crowded_key(self, topic: str, ids: Sequence[str]) -> None:
         sentence = (
-            f"An ordering key of topic {topic} begins with at least {len(ids)} tasks that have expired or are dead, "
-            f"more than a worker reads. Its later tasks are not sent. The first one is {ids[0]}. Find them with "
-            f"`outbox list --state dead --topic {topic}`, and delete them with `outbox cancel`."
+            f"An ordering key of topic {topic} begins with at least {len(ids)} tasks that expired before they were "
+            f"due, more than a worker reads. Its later tasks are not sent. The first one is {ids[0]}. Find the dead "
+            f"ones with `outbox list --state dead --topic {topic}`, and delete them with `outbox cancel`."
         )
         self._throttled_log.log("crowded_key", topic, sentence)
 
@@ -142,8 +143,8 @@ def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], followi
 def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits) -> Iterator[Claim]:
     """Return claims that defer the tasks behind the head of a key, as far as the poll has read them.
 
-    Each claim begins with the head, and then the first and the last known task behind it. The deferrals of these two
-    are short, so that polls see the key again if an operator deletes the head and some tasks behind it.
+    Each claim begins with the head, and then the first and the last task behind it that was read. The deferrals of
+    these two are short: a poll then finds the key even if an operator deletes the head and some tasks behind it.
     """
     head = queue[0].id
     behind = [each.id for each in queue[1:] if each.sendable]

@@ -1,4 +1,7 @@
-"""What each poll reads: shards, topics and ranges, and how many rows. A range is read with a limit."""
+"""Decide what each poll reads: which shards and topics, and how many rows of each range.
+
+A range is the ready or the due tasks of one topic in one shard.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +44,7 @@ class Polled:
 
 
 class Poller:
-    """Reads ready tasks at each poll, and due tasks at intervals."""
+    """Reads ready tasks at each poll, and due tasks while there may be some."""
 
     def __init__(
         self, store: Store, membership: Membership, topics: Topics, clock: Callable[[], float], target_rows: int
@@ -51,7 +54,8 @@ class Poller:
         self._membership = membership
         self._topics = topics
         self.known = KnownTopics(clock)
-        #: For the reads of ranges of AsynchronousTasksToSend: polls, discoveries and next due times.
+        #: Limits how many ranges of the index AsynchronousTasksToSend one poll, discovery or read of the next due time
+        #: has.
         self.read_size = ReadSize(MAX_POLL_ROWS, clock)
         self._poll_size = PollSize(target_rows, len(membership.shards))
         self._clock = clock
@@ -93,7 +97,10 @@ class Poller:
         return Polled(found, cut_off, unread=self._left_pairs > 0, seconds=self._clock() - began)
 
     def _note(self, candidates: Sequence[Candidate], unavailable: Collection[str]) -> None:
-        """Note the topics of the candidates. After all parts, decide about due tasks and topics without candidates."""
+        """Note the topics of the candidates.
+
+        After the last part, decide whether to read due tasks, and stop polling topics without candidates.
+        """
         self._seen.update(each.topic for each in candidates)
         self._seen_due |= any(each.available_at is not None for each in candidates)
         if self._left_pairs > 0:
@@ -119,7 +126,7 @@ class Poller:
         return seconds
 
     def _read(self, request: PollRequest, wanted: Wanted) -> tuple[list[Candidate], frozenset[str]]:
-        """Return the candidates, and the topics with more. Read each deep topic alone, to limit the memory."""
+        """Return the candidates, and the topics that may have more. Read each deep topic alone, to limit the memory."""
         depths = self._topics.depths()
         deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
         others = replace(request, topics=request.topics - deep.keys())
@@ -160,9 +167,9 @@ class PollSize:
     A task is startable if it has the highest priority of the poll and is not in flight. If less urgent tasks counted
     too, one of them could start before an urgent task that the poll did not reach.
 
-    `per_range` doubles while ranges are cut off, fewer tasks are startable than may start, and the poll returned at
-    most twice the target. It halves if a poll returns more than twice the target or, while too few are startable, four
-    times.
+    `per_range` doubles after a poll that cut ranges off, found fewer startable tasks than there is room for, and
+    returned at most twice the target. It halves after a poll that returned more than twice the target, or more than
+    four times the target if it found too few startable tasks.
     """
 
     def __init__(self, target: int, shards: int) -> None:
@@ -172,14 +179,13 @@ class PollSize:
         self.cut_off: frozenset[str] = frozenset()
 
     def limit(self, per_range: int) -> None:
-        """Lower the max rows of each range, because all ranges together would have too many."""
+        """Lower the max rows of each range, because all ranges together have too many or a poll timed out."""
         self.per_range = max(1, min(self.per_range, per_range))
 
     def adapt(self, by_range: Mapping[tuple[str, int, bool], int], startable: int, room: int) -> None:
         """Adapt to the last poll: the rows of each range, the `startable` tasks, and how many tasks may start (`room`).
 
-        A range is a topic, a shard, and whether its tasks are ready or due. If the poll read a range a second time, for
-        lower priorities, the range may have more rows than `per_range`.
+        If the poll read a range a second time, for lower priorities, the range may have more rows than `per_range`.
         """
         total = sum(min(count, self.per_range) for count in by_range.values())
         self.cut_off = frozenset(topic for (topic, *_), count in by_range.items() if count >= self.per_range)
@@ -208,7 +214,8 @@ class KnownTopics:
     """The topics that polls read, and those that metrics still name. The database has no list of topics."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        #: Whether the next poll also reads due tasks: at first, after each discovery, and as long as polls find some.
+        #: Whether the next poll also reads due tasks: at first, after each discovery, after `find_next_due` has found
+        #: one, and as long as polls find some.
         self.may_be_due = True
         self._clock = clock
         self._topics: dict[str, _Topic] = {}
@@ -236,7 +243,10 @@ class KnownTopics:
             topic.seen_at, topic.polled = self._clock(), True
 
     def forget(self, unavailable: Iterable[str]) -> None:
-        """Stop polling topics that have been without candidates for long. The `unavailable` ones were not polled."""
+        """Stop polling topics that have been without candidates for long.
+
+        No poll has read the `unavailable` ones, so they stay.
+        """
         now = self._clock()
         for name in unavailable:
             if name in self._topics:
@@ -247,14 +257,17 @@ class KnownTopics:
         self._topics = {name: topic for name, topic in self._topics.items() if topic.seen_at > oldest}
 
 
-#: A read that takes longer than this part of its time limit does not become larger.
+#: After a read that takes longer than this, the limit does not rise.
 QUICK_SECONDS = READ_SECONDS / 6
 #: For this long after a read timed out, each read asks for at most half as many ranges as that read.
 CAUTIOUS_SECONDS = 600.0
 
 
 class ReadSize:
-    """Limits reads to `limit` ranges: a quarter of a read that timed out, and twice as many after each quick read."""
+    """Limits reads to `limit` ranges.
+
+    After a read times out, the limit is a quarter of its ranges. Each quick read of many ranges doubles the limit.
+    """
 
     def __init__(self, max_ranges: int, clock: Callable[[], float]) -> None:
         self.limit = self._max_ranges = self._ceiling = max_ranges
@@ -278,7 +291,7 @@ class ReadSize:
 
 
 class Rotation:
-    """Chooses the shards of reads that have only a part of them: each goes on where the last one ended."""
+    """Chooses shards if one read cannot have all of them. Each read continues where the last one ended."""
 
     def __init__(self) -> None:
         self._first = 0

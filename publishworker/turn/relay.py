@@ -28,7 +28,7 @@ class Relay:
         *,
         discovery_seconds: float,
     ) -> None:
-        """Turns and batches use `tools`. New topics are looked for every `discovery_seconds`."""
+        """Turns and batches use `tools`. While turns run, topics are discovered at least every `discovery_seconds`."""
         store, host = tools.for_reads(), tools.host
         self._reporter = reporter
         #: Set by `wake`. The worker then ends its pause.
@@ -54,7 +54,7 @@ class Relay:
         self.in_flight.raise_if_stuck()
         self.discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
         polled = self.poller.poll(self._selector.wanted())
-        # Of each ordering key, this keeps only the tasks that may be sent now. Tasks without a key stay.
+        # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
         resolved = self._ordering.resolve(polled.candidates, self.in_flight.keys())
         selection = self._select(resolved, polled, stopping)
         self._start(selection.claims)  # each batch on a thread of its own
@@ -64,7 +64,7 @@ class Relay:
         return self._report_turn(polled, earlier + later, waits=selection.waits, poll_again=poll_again)
 
     def wake(self) -> None:
-        """Let the worker poll now, for example after this process has committed a task. Callable on any thread."""
+        """End the pause of the worker, because a task was inserted or the worker stops. Callable on any thread."""
         self.woken.set()
 
     def finish(self) -> Turn:
@@ -72,7 +72,7 @@ class Relay:
         delivered: list[Delivered] = []
         self.in_flight.shut_down()
         try:
-            # OUT-LOSS-5. Each batch is reported when it ends, because a stuck one ends this loop with an error.
+            # OUT-LOSS-5. Each report is observed at once: if another batch is stuck, an error ends this loop.
             while len(self.in_flight):
                 reports = self.in_flight.wait_for_one()
                 self._observe(reports, stopping=lambda: True)
@@ -82,7 +82,7 @@ class Relay:
             self._reporter.end()
 
     def _observe(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
-        """Tell the topics and the reporter what the batches did. Start batches for the at-most-once tasks they found.
+        """Pass the reports to the topics and the reporter. Start batches for the at-most-once tasks that they contain.
 
         Return whether the next poll may find more tasks.
         """
@@ -99,7 +99,7 @@ class Relay:
     def _select(self, resolved: ResolvedKeys, polled: Polled, stopping: Callable[[], bool]) -> Selection:
         if stopping():
             return Selection()
-        self.discoverer.refresh()  # the reads may have taken long
+        self.discoverer.refresh()  # the poll may have taken so long that the controls are outdated
         return self._selector.select(resolved, polled)
 
     def _start(self, claims: Sequence[Claim]) -> None:

@@ -1,10 +1,10 @@
-"""Which batches start now: deferrals, then a fair share for lower priorities, then the most urgent tasks.
+"""Choose which batches start now: deferrals, then a fair share for lower priorities, then the most urgent tasks.
 
-Priority comes first, over all candidates. Candidates are cut into slices by priority, ready or due, topic and shard,
-and slices into pieces of at most a batch. Pieces of equal priority are shuffled, so that workers that read the same
-backlog rarely choose the same tasks. A batch holds one topic. It is filled with whole pieces and with the beginning of
-the next one, because a small batch takes as many requests as a full one. The sendable prefix of an ordering key is not
-split, unless a limit of its topic allows only a part.
+Priorities are compared over all topics. Candidates are cut into slices by priority, ready or due, topic and shard, and
+slices into pieces of at most a batch. Pieces of equal priority are shuffled, so that workers that read the same backlog
+rarely choose the same tasks. A batch holds one topic. It is filled with whole pieces and with the beginning of the next
+one, because a small batch takes as many requests as a full one. The sendable prefix of an ordering key is not split,
+unless a limit of its topic allows only a part.
 """
 
 from collections import Counter, defaultdict, deque
@@ -72,9 +72,9 @@ class FairShare:
     def count(self, batches: int, given: int, highest: int | None) -> None:
         """Count the `batches` that start, `given` of them for lower priorities.
 
-        `highest` is the highest priority, or None if no task is left, because then no priority waits. What is owed is
-        limited, so a long time without tasks of lower priority does not add up. The limit is high enough for one poll
-        that finds no such task.
+        `highest` is the highest priority, or None if no task is left, because then no priority waits. A limit keeps a
+        long time without tasks of lower priority from adding up. It is high enough to keep what one poll earns that
+        finds no such task.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -174,13 +174,13 @@ def choose_batches(
     in_flight: Mapping[str, int] | None = None,
     allowed: Mapping[str, int] | None = None,
 ) -> list[Claim]:
-    """Return the batches to start in addition to those `in_flight` (counted by topic), the most urgent first.
+    """Return the batches to start in addition to those `in_flight` (by topic), the most urgent first.
 
-    `limits.places` is the number of places, and each batch in flight has one. Batches get places by priority. Among
-    equal priorities, one topic gets at most half of the places (rounded up) while another topic waits. While ready and
-    due tasks of a priority both wait, each kind gives about half of the tasks. A topic in `allowed` gets at most that
-    many tasks. With a fair share and several places, one topic never gets all of them while another topic waits, even
-    if the other topic has a lower priority. Otherwise a slow topic would delay the others.
+    `limits.places` is the number of places, and `in_flight` counts those that are taken. Batches get places by
+    priority. Among equal priorities, one topic gets at most half of the places (rounded up) while another topic waits.
+    While both ready and due tasks of a priority wait, each kind gets about half of the tasks. `allowed` maps a topic to
+    the max tasks that it may start. With a fair share and several places, one topic never gets all of them while
+    another topic waits, even if the other topic has a lower priority. Otherwise a slow topic would delay the others.
     """
     packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
     return _share_places(packed, limits.places, Counter(in_flight or {}), leaves_place=limits.fair_share > 0)

@@ -24,7 +24,7 @@ MAX_MISSING_SECONDS = 300.0
 class Worker:
     """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`.
 
-    To stop, it deletes its heartbeat and waits for the batches in flight.
+    If it is stopped, or a batch is stuck, it deletes its heartbeat and waits for the in-flight batches.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Worker:
         random: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The max seconds between polls are `poll_interval`, or `idle_interval()` if new tasks wake the relay."""
+        """Poll at least every `poll_interval`, or every `idle_interval()` seconds if inserts wake the relay."""
         self._relay = relay
         self._membership = membership
         self._touch_file = touch_file
@@ -73,8 +73,8 @@ class Worker:
     def _end(self) -> None:
         """Let other workers take over the shards now, and wait for the batches.
 
-        A batch may publish until its time limit, and mark for the shutdown timeout. Row locks keep other workers from
-        publishing its tasks.
+        A batch may publish until its time limit, and mark until the shutdown timeout. While its transaction lasts, row
+        locks keep other workers from publishing its tasks.
         """
         self._membership.delete_heartbeat()
         self._relay.finish()
@@ -105,7 +105,7 @@ class Worker:
         self._membership.idle = False
         unfinished = turn.next is not Next.LATER
         if turn.made_progress or (unfinished and not self._unfinished):
-            self._pauses.reset()  # a first failure is retried soon, and repeated ones more and more slowly
+            self._pauses.reset()  # a first failure is retried soon, repeated ones more and more slowly
         self._unfinished = unfinished
         if turn.next in (Next.AT_ONCE, Next.STILL_WAITING):
             return 0.0
@@ -122,11 +122,11 @@ class Worker:
         due = self._relay.poller.find_next_due()
         self._membership.idle = due is None and turn.seconds_to_retry is None
         if due is not None:
-            seconds = min(seconds, due or self._poll_interval)  # 0: the poll may have just missed the task
+            seconds = min(seconds, due or self._poll_interval)  # 0: a task is due already, or one read cannot tell
         return min(seconds, max(self._poll_interval, self._membership.seconds_to_next_timeout))
 
     def _pause(self, stop: threading.Event, began: float, seconds: float) -> None:
-        """Wait until `seconds` after `began`, or until woken, and send heartbeats. A shorter idle interval ends it."""
+        """Pause until `seconds` after `began`, an insert is reported, or the idle interval is over. Send heartbeats."""
         while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile

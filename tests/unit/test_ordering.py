@@ -114,8 +114,8 @@ def test_a_key_with_too_many_expired_tasks_is_blocked_with_a_warning(caplog: pyt
     assert store.asked == [({"endless", "other"}, 5), *(({"endless"}, rows) for rows in (10, 20, 40))]
     [line] = caplog.records
     assert line.message == (
-        "An ordering key of topic orders begins with at least 40 tasks that have expired or are dead, more than a "
-        "worker reads. Its later tasks are not sent. The first one is endless00. Find them with "
+        "An ordering key of topic orders begins with at least 40 tasks that expired before they were due, more than a "
+        "worker reads. Its later tasks are not sent. The first one is endless00. Find the dead ones with "
         "`outbox list --state dead --topic orders`, and delete them with `outbox cancel`."
     )
     assert vars(line)["action"] == "crowded_key"
