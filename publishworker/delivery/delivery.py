@@ -3,58 +3,18 @@
 `Delivery` publishes and marks in one transaction. The other kinds of delivery are in `kinds`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from publishworker.delivery import heads, rules
 from publishworker.delivery.claim import Claim, Delivered, State, Unmarked
-from publishworker.delivery.marking import Marking, MarkRetry
-from publishworker.delivery.rules import RetryPolicy
+from publishworker.delivery.marking import MarkRetry
+from publishworker.delivery.results import Results
 from publishworker.delivery.timing import Timing
-from publishworker.host import Host
-from publishworker.pubsub.publisher import Publisher
+from publishworker.delivery.tools import Tools
 from publishworker.spanner.errors import Refused, StoreError
-from publishworker.spanner.store import Decide, Store
-from publishworker.types import (
-    MARKED,
-    Answer,
-    Deferred,
-    Failed,
-    LockedRow,
-    Mark,
-    NotSent,
-    Sent,
-    Skipped,
-    Version,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
-    """What every delivery works with."""
-
-    store: Store
-    publisher: Publisher
-    policy: RetryPolicy
-    #: The time limit for publishing one batch.
-    publish_seconds: float
-    #: What all batches share when they mark again.
-    marking: Marking
-    host: Host = field(default_factory=Host)
-
-    def for_reads(self) -> Store:
-        """Return the store for the reads of turns. `TracedTools` returns one that records them."""
-        return self.store
-
-    def for_batch(self, _claim: Claim) -> "Tools":
-        """Return the tools of a batch. `TracedTools` returns tools that record its steps."""
-        return self
-
-    def publish(self, claim: Claim, rows: Sequence[LockedRow]) -> dict[str, Answer]:
-        """Publish rows of a claim within the time limit. Tasks that failed before share no request."""
-        alone = rules.sent_alone(claim, rows)
-        return self.publisher.publish(claim.destination, rows, self.publish_seconds, alone)
+from publishworker.spanner.store import Decide
+from publishworker.types import Deferred, LockedRow, Mark, NotSent, Sent, Skipped
 
 
 class Delivery:
@@ -71,12 +31,7 @@ class Delivery:
         self.mark_retry = MarkRetry(claim, tools.marking)
         self._tools = tools
         self._policy = tools.policy.for_topic(claim.policy)
-        #: By ID, over all runs of the transaction: the answer of Pub/Sub, or the reason why no request was sent.
-        self._answers: dict[str, Answer] = {}
-        #: By ID, the version of the row that the answer is about. Without an answer, the version at the last lock.
-        self._versions: dict[str, Version] = {}
-        #: By ID, the last decision about each task that gets no SentAt.
-        self._decided: dict[str, Skipped | NotSent | Deferred] = {}
+        self._results = Results()
         self.timing = Timing(tools.host.clock)
         self._error: str | None = None
 
@@ -103,11 +58,11 @@ class Delivery:
 
     def write_again(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
-        self._transact(claim, lambda rows, now: self._missing_marks(claim, rows, now))
+        self._transact(claim, lambda rows, _now: self._results.missing_marks(claim.locks, rows))
 
     def state_of(self, id: str) -> State:
         """Return what has happened to a task whose mark is not written."""
-        return "published" if isinstance(self._answers.get(id), Sent) else "unpublished"
+        return "published" if isinstance(self._results.answers.get(id), Sent) else "unpublished"
 
     def _transact(self, claim: Claim, decide: Decide) -> datetime:
         """Lock the rows of `claim`, write the marks of `decide` and return the commit timestamp. Raises StoreError.
@@ -134,8 +89,8 @@ class Delivery:
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Publish the locked rows that may be sent, and return the marks. After an abort, it runs again."""
         eligible = self._eligible(self.claim, rows, now)
-        self._expire(rules.to_publish(eligible, self._answers), now)
-        self._publish(rules.to_publish(eligible, self._answers), now)
+        self._expire(rules.to_publish(eligible, self._results.answers), now)
+        self._publish(rules.to_publish(eligible, self._results.answers), now)
         return self._marks([*eligible, *rules.deferred_behind(self.claim, rows)], now)
 
     def _eligible(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
@@ -144,38 +99,26 @@ class Delivery:
         Leave out the rows of `claim.releases`. Record the skip reason of each other row that is left out. A task that
         failed before an abort loses its answer if its row has changed.
         """
-        self._begin_run(claim, rows)
-        skipped = rules.skip_reasons(claim, rows, now, self._published(), self._policy)
-        self._decided |= skipped
+        self._results.begin_run(claim.locks, rows)
+        skipped = rules.skip_reasons(claim, rows, now, self._results.published(), self._policy)
+        self._results.decide(skipped)
         excluded = {*skipped, *(task.id for task in claim.releases)}
         return [row for row in rules.in_key_order(claim, rows) if row.id not in excluded]
 
-    def _begin_run(self, claim: Claim, rows: Sequence[LockedRow]) -> None:
-        """Forget earlier decisions about the claimed tasks, and the failures of rows that have changed.
-
-        Record the versions of rows without an answer.
-        """
-        for id in claim.locks if self._decided else ():
-            self._decided.pop(id, None)
-        for row in rows if self._answers else ():
-            if isinstance(self._answers.get(row.id), Failed) and self._versions.get(row.id) != Version.of(row):
-                del self._answers[row.id]
-        self._versions |= {row.id: Version.of(row) for row in rows if row.id not in self._answers}
-
     def _expire(self, rows: Sequence[LockedRow], now: datetime) -> None:
-        self._answers |= {row.id: rules.expired(row) for row in rows if row.is_expired(now)}
+        self._results.answers |= {row.id: rules.expired(row) for row in rows if row.is_expired(now)}
 
     def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
         """Publish rows that were locked at `now`."""
         if rows:
             answers = self._tools.publish(self.claim, rows)
             self.timing.published(rows, answers, now)
-            self._answers |= answers
+            self._results.answers |= answers
 
     def _marks(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks that follow from the answers. Keep the failed attempts and deferrals in `_decided`."""
-        marks = rules.marks_of(self.claim, rows, self._answers, now, self._policy)
-        self._decided |= {id: mark for id, mark in marks.items() if not isinstance(mark, Sent)}
+        """Return the marks that follow from the answers, and keep them in the results."""
+        marks = rules.marks_of(self.claim, rows, self._results.answers, now, self._policy)
+        self._results.decide(marks)
         return marks
 
     def _begin_marking(self, error: StoreError) -> None:
@@ -188,48 +131,19 @@ class Delivery:
         # If Spanner has refused the commit, nothing was written, so the failed attempts and deferrals of the claimed
         # tasks are kept and written later. The next commit decides anew about the tasks in `releases`, so their
         # deferrals are dropped. After any other error the commit may have succeeded, so all are dropped.
-        self._forget_unwritten([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
-        self.mark_retry.begin(self, [self.claim.part({*self._published(), *self._unwritten_marks()})])
+        self._results.forget_unwritten([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
+        self.mark_retry.begin(self, [self.claim.part(self._results.to_write())])
         if is_refused and self.mark_retry.search():
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
-    def _missing_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks of published tasks, and the unwritten marks of other tasks whose rows have not changed."""
-        published, unwritten = self._published(), self._unwritten_marks()
-        unsent = [row for row in rows if row.sent_at is None]
-        marks: dict[str, Mark] = {
-            row.id: MARKED for row in unsent if row.id in published and published[row.id].has_message_of(row)
-        }
-        others = {
-            row.id: unwritten[row.id]
-            for row in unsent
-            if row.id in unwritten and self._versions[row.id] == Version.of(row)
-        }
-        self._forget_unwritten(claim.locks)
-        self._decided |= others
-        marks |= others
-        return marks
-
-    def _unwritten_marks(self) -> dict[str, NotSent | Deferred]:
-        """Return the failed attempts and deferrals among the decisions."""
-        return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}
-
-    def _forget_unwritten(self, ids: Collection[str]) -> None:
-        """Forget the failed attempts and deferrals of these tasks."""
-        for id in self._unwritten_marks().keys() & set(ids):
-            del self._decided[id]
-
-    def _published(self) -> dict[str, Version]:
-        return {id: self._versions[id] for id, answer in self._answers.items() if isinstance(answer, Sent)}
-
     def _delivered(self) -> Delivered:
-        decided, unmarked = self._decided, self.mark_retry.unmarked
+        results, unmarked = self._results, self.mark_retry.unmarked
         return Delivered(
             self.claim,
-            answers=dict(self._answers),
-            skipped={id: each for id, each in decided.items() if isinstance(each, Skipped)},
-            recorded={id: each for id, each in decided.items() if isinstance(each, NotSent) and id not in unmarked},
-            deferred={id: each for id, each in decided.items() if isinstance(each, Deferred) and id not in unmarked},
+            answers=dict(results.answers),
+            skipped=results.decided(Skipped),
+            recorded=results.decided(NotSent, without=unmarked),
+            deferred=results.decided(Deferred, without=unmarked),
             unmarked=unmarked,
             latencies=dict(self.timing.latencies),
             phases=dict(self.timing.phases),

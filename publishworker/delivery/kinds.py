@@ -7,8 +7,9 @@ from datetime import datetime
 
 from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim, Delivered, State
-from publishworker.delivery.delivery import Delivery, Tools
+from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.marking import MAX_REFUSED
+from publishworker.delivery.tools import Tools
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Skipped
@@ -73,9 +74,9 @@ class MarkFirst(Delivery):
             locked_time = now
             eligible = [row for row in self._eligible(part, rows, now) if row.ordering_key not in self._stopped]
             self._expire(eligible, now)
-            publishable = [row for row in eligible if row.id not in self._answers]
-            self._answers |= self._tools.publisher.refusals(part.destination, publishable)
-            marked = {row.id: row for row in rules.to_publish(eligible, self._answers)}
+            publishable = [row for row in eligible if row.id not in self._results.answers]
+            self._results.answers |= self._tools.publisher.refusals(part.destination, publishable)
+            marked = {row.id: row for row in rules.to_publish(eligible, self._results.answers)}
             return self._marks(eligible, now) | dict.fromkeys(marked, MARKED)
 
         try:
@@ -93,13 +94,13 @@ class MarkFirst(Delivery):
             self._tools.marking.refused += len(part.tasks)
         else:
             self._error = str(error)
-        self._forget_unwritten(part.locks)
+        self._results.forget_unwritten(part.locks)
 
     def _undo(self) -> None:
         """Undo the marks of messages that Pub/Sub certainly has not accepted."""
-        to_undo = {id for id in self._marked if _is_unpublished(self._answers.get(id))}
+        to_undo = {id for id in self._marked if _is_unpublished(self._results.answers.get(id))}
         unsure = (id for id in self._marked if id not in to_undo)
-        self._unconfirmed += [id for id in unsure if not isinstance(self._answers[id], Sent)]
+        self._unconfirmed += [id for id in unsure if not isinstance(self._results.answers[id], Sent)]
         self._marked = {id: marked for id, marked in self._marked.items() if id in to_undo}
         self._hold_until = self._tools.host.clock() + HOLD_SECONDS
         self.mark_retry.begin(self, (self.claim.part(to_undo), *self._held), self._held)
@@ -113,10 +114,10 @@ class MarkFirst(Delivery):
             if row.id in self._marked and row.sent_at == self._marked[row.id][1]
         ]
         recorded = {id: mark for id, mark in self._marks(before, now).items() if isinstance(mark, NotSent)}
-        self._forget_unwritten(claim.locks)
-        self._decided |= recorded
+        self._results.forget_unwritten(claim.locks)
+        self._results.decide(recorded)
         marks: dict[str, Mark] = {
-            row.id: recorded.get(row.id) or _restored(row, self._answers.get(row.id)) for row in before
+            row.id: recorded.get(row.id) or _restored(row, self._results.answers.get(row.id)) for row in before
         }
         return marks
 
@@ -136,7 +137,7 @@ class Deferral(Delivery):
     """The first task of the claim is a key head. If it is unsent and not due, the others are deferred."""
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        self._begin_run(self.claim, rows)
+        self._results.begin_run(self.claim.locks, rows)
         reasons = rules.skip_reasons(self.claim, rows, now, {}, self._policy)
         blocked = [row for row in rules.in_key_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]
         head = next((row for row in rows if row.id == self.claim.ids[0]), None)
@@ -151,5 +152,5 @@ class Deferral(Delivery):
                 for row, deferral in pairs
                 if row.available_at is None or not now < row.available_at <= deferral.available_at
             }
-        self._decided |= deferred
+        self._results.decide(deferred)
         return {**deferred}

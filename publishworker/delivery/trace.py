@@ -18,7 +18,7 @@ from outbox.errors import SettingError
 from outbox.specification.state import DEAD, DEFERRED, READY, RETRYING, SCHEDULED, SENT
 from outbox.table.states import is_dead
 from publishworker.delivery.claim import Claim, ClaimedTask
-from publishworker.delivery.delivery import Tools
+from publishworker.delivery.tools import Tools
 from publishworker.log import log
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import NotWritten, Refused, StoreError

@@ -18,9 +18,9 @@ from outbox.program.terminal import counted
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
-from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
+from publishworker.delivery.tools import Tools
 from publishworker.delivery.trace import Trace, TracedTools
 from publishworker.host import Host
 from publishworker.log import log

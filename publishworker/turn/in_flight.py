@@ -8,8 +8,9 @@ from functools import partial
 
 from outbox.program.terminal import counted, listed
 from publishworker.delivery.claim import Claim, Delivered, Kind
-from publishworker.delivery.delivery import Delivery, Tools
+from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.kinds import Deferral, MarkFirst
+from publishworker.delivery.tools import Tools
 from publishworker.host import Queue, Thread
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Key

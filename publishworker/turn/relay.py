@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from publishworker.delivery.claim import Claim, Delivered, turn_counts
-from publishworker.delivery.delivery import Tools
+from publishworker.delivery.tools import Tools
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.availability import Topics
 from publishworker.turn.discovery import Discoverer

@@ -11,6 +11,7 @@ from publishworker.delivery import marking, rules
 from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.kinds import MarkFirst
+from publishworker.delivery.results import Results
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
@@ -76,10 +77,10 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a task that is not due is skipped under the lock": (rules, "skip_reasons", without("not_due")),
     "a task behind a blocked one is skipped under the lock": (rules, "skip_reasons", without("blocked")),
     "a transaction attempt remembers outcomes": (rules, "to_publish", lambda _: lambda rows, _outcomes: rows),
-    "a later attempt marks what an earlier one published": (Delivery, "_published", always({})),
+    "a later attempt marks what an earlier one published": (Results, "published", always({})),
     "only published tasks are marked": (Delivery, "_marks", late_mark),
     "a failed commit is remembered": (Delivery, "_begin_marking", always(None)),
-    "tasks in doubt are marked": (Delivery, "_missing_marks", always({})),
+    "tasks in doubt are marked": (Results, "missing_marks", always({})),
     "tasks in doubt are not claimed": (InFlight, "ids", always(frozenset())),
     "tasks in doubt are remembered for 15 minutes": (marking, "MAX_MARKING_SECONDS", lambda _: 1.0),
     "a reset row is told from a lost mark": (

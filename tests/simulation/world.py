@@ -14,9 +14,9 @@ from unittest import mock
 
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.layouts import Layout
-from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
+from publishworker.delivery.tools import Tools
 from publishworker.delivery.trace import Trace, TracedTools
 from publishworker.host import Host
 from publishworker.telemetry.metrics import Client, Metrics

@@ -13,8 +13,8 @@ import pytest
 from outbox import cli
 from outbox.errors import SettingError
 from outbox.specification.conformance import Conformance, conform
-from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
+from publishworker.delivery.tools import Tools
 from publishworker.delivery.trace import File, Trace
 from publishworker.host import Host
 from publishworker.turn.in_flight import delivery_of

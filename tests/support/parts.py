@@ -9,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
-from publishworker.delivery.delivery import Tools
 from publishworker.delivery.marking import Marking
 from publishworker.delivery.rules import RetryPolicy
+from publishworker.delivery.tools import Tools
 from publishworker.delivery.trace import TracedTools
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher

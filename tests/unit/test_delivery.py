@@ -10,8 +10,9 @@ import pytest
 from outbox.message import RawPubsubMessage
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Delivered, Kind
-from publishworker.delivery.delivery import Delivery, Tools
+from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.marking import Marking
+from publishworker.delivery.tools import Tools
 from publishworker.host import Host
 from publishworker.spanner.errors import StoreError
 from publishworker.turn.in_flight import delivery_of
