@@ -303,11 +303,6 @@ class NotSent:
     error: str | None
     trace_id: str | None = None  # of the message that failed: not written, but logged
 
-    @classmethod
-    def released(cls, row: "LockedRow") -> "NotSent":
-        """Return the mark that makes a deferred task ready."""
-        return cls(row.attempts, None, row.expires_at, None)
-
     @property
     def dead(self) -> bool:
         """Tell whether there is no next attempt."""

@@ -80,7 +80,7 @@ class Delivery:
         with self.timing.transaction():
             committed = self._tools.store.claim(claim.locks, locked)
         if self.timing.marks:
-            self.mark_retry.committed()
+            self._tools.marking.committed()
         return committed
 
     def _release_heads(self) -> None:

@@ -97,10 +97,11 @@ class MarkFirst(Delivery):
         self._results.forget_unwritten(part.locks)
 
     def _undo(self) -> None:
-        """Undo the marks of messages that Pub/Sub certainly has not accepted."""
-        to_undo = {id for id in self._marked if _is_unpublished(self._results.answers.get(id))}
-        unsure = (id for id in self._marked if id not in to_undo)
-        self._unconfirmed += [id for id in unsure if not isinstance(self._results.answers[id], Sent)]
+        """Undo the marks of messages that Pub/Sub certainly has not accepted: not requested, or refused."""
+        answers = self._results.answers
+        not_sent = {id: answer for id in self._marked if not isinstance(answer := answers.get(id), Sent)}
+        to_undo = {id for id, answer in not_sent.items() if answer is None or is_refused(answer.reason)}
+        self._unconfirmed += [id for id in not_sent if id not in to_undo]
         self._marked = {id: marked for id, marked in self._marked.items() if id in to_undo}
         self._hold_until = self._tools.host.clock() + HOLD_SECONDS
         self.mark_retry.begin(self, (self.claim.part(to_undo), *self._held), self._held)
@@ -120,11 +121,6 @@ class MarkFirst(Delivery):
             row.id: recorded.get(row.id) or _restored(row, self._results.answers.get(row.id)) for row in before
         }
         return marks
-
-
-def _is_unpublished(outcome: Answer | None) -> bool:
-    """Tell whether Pub/Sub has certainly not accepted the message: no request was sent, or it was refused."""
-    return outcome is None or (isinstance(outcome, Failed) and is_refused(outcome.reason))
 
 
 def _restored(row: LockedRow, outcome: Answer | None) -> NotSent:

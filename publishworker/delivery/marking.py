@@ -42,7 +42,7 @@ class Marking:
         self._exit_until = float("inf")
 
     def committed(self) -> None:
-        """Count a commit."""
+        """Count a commit with marks. It shows that Spanner accepts writes."""
         self.commits += 1
         self.refused = 0
 
@@ -90,10 +90,6 @@ class MarkRetry:
         #: Parts that cannot be written while others can.
         self._failed: set[Claim] = set()
         self._to_report: list[Unmarked] = []
-
-    def committed(self) -> None:
-        """Count a commit with marks. It shows that Spanner accepts writes."""
-        self._marking.committed()
 
     def done(self) -> None:
         """Record that all marks are written."""

@@ -176,7 +176,7 @@ def release_marks(
         if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(mark, Sent):
             continue
         if row.deferred and mark is None:
-            released[row.id] = NotSent.released(row)
+            released[row.id] = NotSent(row.attempts, None, row.expires_at, error=None)
         dead = isinstance(mark, NotSent) and mark.dead
         if _blocks_key(row, now, policy) and not (dead and policy.skip_dead):
             keys.remove(key)

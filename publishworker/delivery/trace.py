@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -79,31 +80,10 @@ class Trace:
     def __init__(self, write: Callable[[dict[str, Any]], object], worker: str) -> None:
         """Pass each step to `write`, which any thread may call."""
         self._write, self._worker = write, worker
-        self._batches = itertools.count(1)
+        self.batches = itertools.count(1)
 
-    def reading(self, store: Store) -> Store:
-        """Return the store for the reads of a turn. The trace has the routes and the key heads that they return."""
-        return cast(Store, _Reading(store, self._step))
-
-    def of_batch(
-        self, claim: Claim, store: Store, publisher: Publisher, *, skips_dead: bool
-    ) -> tuple[Store, Publisher]:
-        """Begin a batch, and return the store and the publisher that it uses."""
-        number = next(self._batches)
-
-        def step(name: str, **values: Any) -> None:
-            self._step(name, batch=number, **values)
-
-        kind = claim.kind.name.lower().replace("_", " ")
-        tasks, releases = ([[task.id, _key(task)] for task in each] for each in (claim.tasks, claim.releases))
-        step("claim", kind=kind, topic=claim.topic, tasks=tasks, releases=releases, skips_dead=skips_dead)
-        return cast(Store, _Store(store, step)), _Publisher(publisher, step)
-
-    def give_up(self, ids: Sequence[str]) -> None:
-        """Note tasks in doubt that are published again."""
-        self._step("give up", ids=ids)
-
-    def _step(self, name: str, **values: Any) -> None:
+    def step(self, name: str, **values: Any) -> None:
+        """Note a step."""
         self._write({"step": name, "worker": self._worker, **values})
 
 
@@ -114,13 +94,17 @@ class TracedTools(Tools):
     trace: Trace
 
     def for_reads(self) -> Store:
-        """See Tools."""
-        return self.trace.reading(self.store)
+        """Return a store that notes the routes and the key heads that it returns."""
+        return cast(Store, _Reading(self.store, self.trace.step))
 
     def for_batch(self, claim: Claim) -> Tools:
-        """See Tools."""
-        store, publisher = self.trace.of_batch(claim, self.store, self.publisher, skips_dead=self.policy.skip_dead)
-        return replace(self, store=store, publisher=publisher)
+        """Note the claim, and return tools that note the other steps of its batch."""
+        step = partial(self.trace.step, batch=next(self.trace.batches))
+        kind = claim.kind.name.lower().replace("_", " ")
+        tasks, releases = ([[task.id, _key(task)] for task in each] for each in (claim.tasks, claim.releases))
+        skips_dead = self.policy.skip_dead
+        step("claim", kind=kind, topic=claim.topic, tasks=tasks, releases=releases, skips_dead=skips_dead)
+        return replace(self, store=cast(Store, _Store(self.store, step)), publisher=_Publisher(self.publisher, step))
 
 
 Step: TypeAlias = Callable[..., None]

@@ -4,17 +4,16 @@ The emulator runs one read-write transaction at a time in a database and aborts 
 already published. It reads the whole table for each range of an index.
 """
 
-import contextlib
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from outbox.table.layouts import LayoutShards
 from outbox.table.statements import IN_ORDER, KEYS, SEEK, UNSENT_OF_KEY
 from publishworker.spanner import statements
 from publishworker.spanner.errors import NotWritten
-from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.store import ABORTED_SECONDS, Decide, SpannerStore
 from publishworker.types import Key, KeyHeads
 
 #: With more ordering keys than this, all tasks of the keys are read at once.
@@ -43,16 +42,14 @@ class EmulatorStore(SpannerStore):
                 return {key: tasks[:per_key] for key, tasks in statements.key_heads(found).items()}
         return super()._key_heads(shards, keys, per_key, skip_dead=skip_dead)
 
-    @contextlib.contextmanager
-    def _transaction_slot(self, seconds: float) -> Iterator[float]:
-        """Wait until no other transaction of this store runs. Raises NotWritten after `seconds`.
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+        """Wait until no other claim runs, but no longer than one may take.
 
         Heartbeats do not wait: while Spanner refuses commits, the transactions before them take all their time.
         """
-        began = time.monotonic()
-        if not self._one_at_a_time.acquire(timeout=seconds):
-            raise NotWritten(f"The emulator runs one transaction at a time; others took {seconds:g} s")
+        if not self._one_at_a_time.acquire(timeout=ABORTED_SECONDS):
+            raise NotWritten(f"The emulator runs one transaction at a time; others took {ABORTED_SECONDS:g} s")
         try:
-            yield max(0.0, seconds - (time.monotonic() - began))
+            return super().claim(ids, decide)
         finally:
             self._one_at_a_time.release()

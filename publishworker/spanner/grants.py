@@ -7,11 +7,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from google.api_core.exceptions import NotFound, PermissionDenied
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox.errors import NotReached
 from outbox.table.connection import LimitedDatabase
 from outbox.table.schema import service_errors
+from outbox.table.statements import parameters
 from outbox.table.transact import retry_and_timeout
 from publishworker.spanner.statements import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
 from publishworker.spanner.store import ABORTED_DELAY_SECONDS
@@ -32,12 +33,7 @@ def verify_grants(database: LimitedDatabase) -> None:
     mark = (id, COMMIT_TIMESTAMP, 1, None, None, None, None, 0)
     heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, LIVENESS_TIMEOUT_SECONDS, "", None)
     with _permission(database, "read", "AsynchronousTasks", MARK_COLUMNS), limited.snapshot() as snapshot:
-        types = {"id": param_types.STRING}
-        list(
-            snapshot.execute_sql(
-                READ_MARK_COLUMNS, params={"id": id}, param_types=types, **retry_and_timeout(READ_SECONDS)
-            )
-        )
+        list(snapshot.execute_sql(READ_MARK_COLUMNS, **parameters({"id": id}), **retry_and_timeout(READ_SECONDS)))
     for table, columns, row in (
         ("AsynchronousTasks", MARK_COLUMNS, mark),
         ("AsynchronousTaskWorkers", HEARTBEAT_COLUMNS, heartbeat),

@@ -187,11 +187,11 @@ class SpannerStore:
             statements.write_marks(attempt, locked, decide(locked, now))
             transaction = attempt
 
-        with self._store_errors(), self._transaction_slot(ABORTED_SECONDS) as seconds:
+        with self._store_errors():
             transact(
                 self._database,
                 work,
-                timeout_secs=seconds,
+                timeout_secs=ABORTED_SECONDS,
                 default_retry_delay=ABORTED_DELAY_SECONDS,
                 transaction_tag="outbox-relay",
                 commit_request_options={"priority": self._priority},
@@ -244,10 +244,6 @@ class SpannerStore:
         """Return the options of a read or a query."""
         options = {"priority": self._priority, "request_tag": tag}
         return {"request_options": options, "retry": STREAM_RETRY, "timeout": Deadline(seconds)}
-
-    def _transaction_slot(self, seconds: float) -> contextlib.AbstractContextManager[float]:
-        """Return a context in which a transaction runs. It yields the remaining seconds. EmulatorStore overrides it."""
-        return contextlib.nullcontext(seconds)
 
     def _heartbeat_batch(self) -> Any:
         return self._heartbeats.batch(

@@ -13,7 +13,6 @@ from outbox.table.layouts import LayoutShards, by_layout
 from outbox.table.statements import TO_SEND_INDEX
 from outbox.table.states import LEFT_TO_SEND, is_dead, unsent_state
 from publishworker.spanner import statements
-from publishworker.spanner.statements import time_of
 from publishworker.spanner.store import READ_SECONDS, SpannerStore
 
 #: Rows of the first read of unsent tasks, and of each further read of the same topic.
@@ -148,25 +147,9 @@ class UnsentTasks:
                 KeySet(ranges=ranges),
                 index=shards.sql(TO_SEND_INDEX),
                 limit=limit,
-                lazy_decode=True,
                 **self._store.request("outbox-unsent", READ_SECONDS),
             )
-            return unsent_rows(found)
-
-
-def unsent_rows(values: Iterable[Sequence[Any]]) -> list[UnsentRow]:
-    """Return the rows of a read of unsent tasks."""
-    return [
-        UnsentRow(
-            id.string_value,
-            int(shard.string_value),
-            topic.string_value,
-            time_of(available_at),
-            int(priority.string_value),
-            datetime.fromisoformat(created_at.string_value),
-            key.string_value != "",
-            int(attempts.string_value),
-            blocked_by.string_value != "",
-        )
-        for id, shard, topic, available_at, priority, created_at, key, attempts, blocked_by in values
-    ]
+            return [
+                UnsentRow._make((*read, bool(key), attempts, bool(blocked_by)))
+                for *read, key, attempts, blocked_by in found
+            ]

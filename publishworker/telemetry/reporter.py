@@ -78,7 +78,7 @@ class Reporter:
         topic, ids = unmarked.claim.topic, unmarked.claim.ids
         if unmarked.given_up:
             if self._trace is not None:
-                self._trace.give_up(ids)
+                self._trace.step("give up", ids=ids)  # they are published again
             self._unconfirmed(topic, ids if unmarked.state == "marked" else ())
             if unmarked.state == "published":
                 self._throttled_log.log(

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from outbox.table.controls import problems
 from publishworker.delivery.claim import Claim, Delivered, Kind
@@ -23,13 +23,6 @@ from publishworker.types import NO_POLICY, Candidate, CircuitState, TopicControl
 #: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit. Workers
 #: must apply an operator's change within 10 s.
 CONTROLS_SECONDS = 8.0
-
-
-class Admitted(NamedTuple):
-    """The candidates that may start, and the max tasks of each topic that has a limit or an open circuit."""
-
-    candidates: Sequence[Candidate]
-    allowed: dict[str, int]
 
 
 class Topics:
@@ -72,15 +65,17 @@ class Topics:
         allowed = self._limits.allowances(self._in_flight)
         return self.paused | self._circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
-    def admit(self, candidates: Sequence[Candidate], cut_off: Collection[str]) -> Admitted:
-        """Return the candidates that may start.
+    def admit(
+        self, candidates: Sequence[Candidate], cut_off: Collection[str]
+    ) -> tuple[Sequence[Candidate], dict[str, int]]:
+        """Return the candidates that may start, and the max tasks of each topic with a limit or an open circuit.
 
         A half-open circuit lets a probe pass. `cut_off` are the topics that may have more tasks than the poll has read.
         """
         candidates, probes = self._circuits.draw_probes(candidates, cut_off)  # all, if no circuit is open
         allowed = self._limits.allowances(self._in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
-        return Admitted(candidates, allowed)
+        return candidates, allowed
 
     def permit(self, claim: Claim) -> Claim | None:
         """Return the claim with the controls of its topic, or None if the topic is paused. Use tokens of the limit.
