@@ -25,7 +25,7 @@ from outbox_pipeline.settings import AuditSettings, format_of
 from outbox_pipeline.source.columns import needed
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.files import Folder, check_files, read_parquet
+from outbox_pipeline.spark.files import Folder, check_files
 from outbox_pipeline.spark.tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
@@ -163,7 +163,7 @@ class _Job:
         elif form == "json":
             messages = self.spark.read.schema(received.LINES).json(settings.received)
         else:
-            messages = read_parquet(self.spark, settings.received)
+            messages = self.spark.read.parquet(settings.received)
         deliveries = received.received(messages, base64=settings.received_data == "base64")
         return "data" in messages.columns, deliveries
 
