@@ -30,6 +30,7 @@ from outbox_pipeline.jobs.archive.windows import (
 )
 from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import read_tasks
+from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.tasks import Rows, map_rows, totals
@@ -127,8 +128,8 @@ class _Job:
         folder = self.files.folder_of(since, until)
         run_folder = self.files.new_run()
         observed = Observation(f"archive {run_folder}")
-        columns = schemas.TABLE.fieldNames()
-        sent = read_tasks(self.spark, self.settings, columns, at, state="sent", since=since, until=until)
+        wanted = RowFilter("sent", since=since, until=until)
+        sent = read_tasks(self.spark, self.settings, schemas.TABLE.fieldNames(), at, wanted)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(sent)).observe(observed, *checksum_columns())
         tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / run_folder))

@@ -24,6 +24,7 @@ from outbox_pipeline.jobs.audit.page import page
 from outbox_pipeline.settings import AuditSettings, format_of
 from outbox_pipeline.source.columns import needed
 from outbox_pipeline.source.datasource import decoded, read_tasks
+from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.files import Folder, check_files
 from outbox_pipeline.spark.tasks import collected
@@ -142,13 +143,12 @@ class _Job:
         known_until = read_at - (grace if settings.tasks == "archive" else skew)
         sources = [] if settings.tasks == "archive" else [self._of_table(now, since)]
         if archive:
-            wanted = [each for each in windows if since is None or each.manifest.until > since]
-            sources.append(decoded(archive.read(wanted).select(*needed(audit.OF_TASKS))))
+            sources.append(decoded(archive.read(windows, since).select(*needed(audit.OF_TASKS))))
         return audit.Rules(since, until, horizon, known_until, grace, skew), sources
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
         """Return the tasks that can have messages since `since`: unsent tasks, and tasks sent since then."""
-        tasks = read_tasks(self.spark, self.settings, audit.OF_TASKS, at)
+        tasks = read_tasks(self.spark, self.settings, audit.OF_TASKS, at, RowFilter())
         return tasks if since is None else tasks.where(f.col("SentAt").isNull() | (f.col("SentAt") >= f.lit(since)))
 
     def deliveries(self) -> tuple[bool, DataFrame]:

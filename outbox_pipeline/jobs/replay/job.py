@@ -32,6 +32,7 @@ from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import decoded, read_tasks
+from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.tasks import Pace, Rows, collected, divided, map_rows, placed, totals
 
@@ -120,7 +121,7 @@ def run(
         id = resume
         if not resume:
             begun = operations.begin(table, "replay", selection.fields(), Author(reason=reason))
-            id, started_at = begun.id, _plain(begun.started_at)
+            id, started_at = begun.id, begun.started_at
         _info(f"Replay {id} of {as_json(selection.fields())}. If it is interrupted, continue it with --resume {id}")
         done = job.replay(started_at)
         done.replay_id = id
@@ -166,16 +167,11 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
             f"--resume {id}: this replay finished at {shown(found.finished_at)}. Start a new one instead"
         )
     try:
-        return ReplaySelection.parsed(found.selection), _plain(found.started_at)
+        return ReplaySelection.parsed(found.selection), found.started_at
     except (ValueError, TypeError, RecursionError):
         raise SettingError(
             f"--resume {id}: the column Selection of this row is not that of a replay: {found.selection!r}"
         ) from None
-
-
-def _plain(time: datetime) -> datetime:
-    """Return a datetime that can be pickled for the executors, unlike that of the client."""
-    return datetime.fromisoformat(shown(time))
 
 
 def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> None:
@@ -244,11 +240,8 @@ class _Job:
         at = started_at if started_at > now - self.table.retention() + TIME_TO_READ else now
         columns = (*_OF_TABLE, "Topic", "SentAt", *(("Attributes",) if given.attribute else ()))
         columns = tuple(schemas.TASK.fieldNames()) if given.where else columns
-        tasks = read_tasks(
-            self.spark, self.settings, columns, at,
-            state="sent", topic=given.topic or None, since=given.since, until=until,
-        )  # fmt: skip
-        return self._matching(tasks)
+        wanted = RowFilter("sent", given.topic or None, given.since, until)
+        return self._matching(read_tasks(self.spark, self.settings, columns, at, wanted))
 
     def _of_archive(self, until: datetime, started_at: datetime) -> DataFrame:
         given = self.selection
