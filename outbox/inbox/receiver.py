@@ -40,7 +40,7 @@ class PulledMessage(ReceivedMessage, Protocol):
         """Ask Pub/Sub to deliver the message again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Settings:
     """The checked arguments of a `Handler`."""
 

@@ -49,19 +49,15 @@ class Folder:
     @spark_errors()
     def read(self, name: str) -> str | None:
         """Return the text of a file in it, or None if the file does not exist. Raises OutboxError."""
-        file = (self / name)._path  # noqa: SLF001 - an object of this class
-        if not self._system.exists(file):
+        file = self / name
+        if not file.exists():
             return None
-        stream = None
+        stream = self._system.open(file._path)  # noqa: SLF001 - an object of this class
         try:
-            stream = self._system.open(file)
             jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - see above
             return str(jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
-        except Py4JJavaError as error:
-            raise OutboxError(f"{file.toString()} cannot be read. {error_from(str(error))}") from error
         finally:
-            if stream:
-                stream.close()
+            stream.close()
 
     def create(self, name: str, text: str) -> bool:
         """Create a file. Return False if it exists, so only one of two writers succeeds. Raises OutboxError."""

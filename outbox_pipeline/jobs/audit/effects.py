@@ -1,7 +1,6 @@
 """`audit --inbox CONSUMER`: compares the records of a subscriber's inbox with tasks and messages."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,6 @@ from outbox_pipeline.spark.tasks import read_parts
 RECORD = StructType([schemas.FOUND["task_id"], schemas.FOUND["processed_at"]])
 #: Each record or received task is in at most one of these classes.
 APPLIED, NOT_APPLIED, APPLIED_LATE, UNREGISTERED = CLASSES = ("applied", "not_applied", "applied_late", "unregistered")
-_DATABASE = re.compile(r"projects/([^/]+)/instances/([^/]+)/databases/([^/]+)")
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,9 @@ class Inbox:
 
 def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
     """Return the records of the consumer. Raises NotReached, or OutboxError if there is none."""
-    database: DatabaseSettings = settings
-    if named := _DATABASE.fullmatch(settings.inbox_database):
-        database = dataclasses.replace(database, project=named[1], instance=named[2], database=named[3])
-    elif settings.inbox_database:
-        database = dataclasses.replace(database, database=settings.inbox_database)
+    *path, name = (settings.inbox_database or settings.database).split("/")
+    named = dict(zip(("project", "instance"), path[1::2], strict=False))
+    database = dataclasses.replace(settings, database=name, **named)
     inbox = Inbox(database, settings.inbox)
     if not any(True for _ in inbox.rows(KeyPart("", ""), limit=1)):
         raise OutboxError(
