@@ -62,13 +62,7 @@ class Archived:
 
 
 def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, late: bool = False) -> Archived:
-    """Archive all windows that ended since the last run.
-
-    Raises:
-        SettingError: `until` is less than 1 minute ago.
-        NotReached: Spanner does not answer, or the database, the table or a permission is missing.
-        OutboxError: the archive belongs to another database, or a window is older than the version retention period.
-    """
+    """Archive all windows that ended since the last run. Raises SettingError, NotReached, OutboxError."""
     begin = time.monotonic()
     job = _Job(spark, settings, Archive(spark, settings.archive), open_table(settings))
     done = Archived()

@@ -73,13 +73,7 @@ class Audited:
 
 
 def run(spark: SparkSession, settings: AuditSettings) -> Audited:
-    """Compare tasks and messages, and write the report to a new folder.
-
-    Raises:
-        SettingError: the window ends too late, or columns of the messages are missing.
-        NotReached: Spanner does not answer, or the database, the table or a permission is missing.
-        OutboxError: the output folder exists, or the archive has no finished window.
-    """
+    """Compare tasks and messages, and write a report to a new folder. Raises SettingError, OutboxError, NotReached."""
     output = Folder(spark, settings.output)
     if output.exists():
         raise OutboxError(f"--output {output} exists. Each audit needs a new folder")

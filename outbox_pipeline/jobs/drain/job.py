@@ -99,8 +99,8 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
     The drain's workers share the shards with all live workers. If tasks are left in their shards, another round
     starts with a new shard assignment.
 
-    Raises NotReached if Spanner does not answer, or the table or a permission is missing. Raises OutboxError if a
-    worker failed in all attempts of its Spark task. Sent tasks stay sent, and the job can be run again.
+    Raises NotReached, or OutboxError if a worker failed in all attempts of its Spark task. Sent tasks stay sent, and
+    the job can be run again.
     """
     begin = time.monotonic()
     end = float("inf") if deadline is None else begin + deadline

@@ -94,19 +94,11 @@ class ReplaySelection:
 
 
 def run(
-    spark: SparkSession,
-    settings: ReplaySettings,
-    *,
-    dry_run: bool = False,
-    resume: str = "",
-    reason: str | None = None,
+    spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False, resume: str = "", reason: str | None = None
 ) -> Replayed:
     """Replay the selected tasks, or continue the replay with the ID `resume`. The record has the `reason`.
 
-    Raises:
-        SettingError: the selection is empty or invalid, or there is no unfinished replay to resume.
-        NotReached: Spanner does not answer, or the database, a table or a permission is missing.
-        OutboxError: the archive belongs to another database or is damaged.
+    Raises SettingError, NotReached, OutboxError.
     """
     begin = time.monotonic()
     check(settings, dry_run=dry_run, resume=resume, reason=reason)
