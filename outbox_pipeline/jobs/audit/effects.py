@@ -58,7 +58,7 @@ class Inbox:
 def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
     """Return the records of the consumer. Raises NotReached, or OutboxError if there is none."""
     *path, name = (settings.inbox_database or settings.database).split("/")
-    named = dict(zip(("project", "instance"), path[1::2], strict=False))
+    named: dict[str, Any] = dict(zip(("project", "instance"), path[1::2], strict=False))
     database = dataclasses.replace(settings, database=name, **named)
     inbox = Inbox(database, settings.inbox)
     if not any(True for _ in inbox.rows(KeyPart("", ""), limit=1)):

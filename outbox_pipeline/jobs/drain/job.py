@@ -154,10 +154,7 @@ def _round(
         numbers = spark.range(0, workers, 1, workers)
         results = [row.asDict() for row in map_rows(numbers, _RESULT, run_workers, settings, ids, until).collect()]
         errors = [error for each in results if (error := each.pop("last_error"))]
-        counts = Counter[str]()
-        for each in results:
-            counts.update(each)
-        return counts, next(iter(errors), None)
+        return sum(map(Counter, results), Counter[str]()), next(iter(errors), None)
     finally:
         for id in ids:  # workers that were killed and not restarted left theirs
             try:
