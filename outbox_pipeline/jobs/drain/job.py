@@ -115,9 +115,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
             time.sleep(min(pause.next(), remaining))
         else:
             # Executors may take longer to start than the liveness timeout of the heartbeats below.
-            spark.range(0, workers, 1, workers).mapInArrow(warm_up, "id long").write.format("noop").mode(
-                "append"
-            ).save()
+            spark.range(0, workers, 1, workers).mapInArrow(warm_up, "id long").count()
         rounds += 1
         _log.info("Round %s: %s", rounds, counted(workers, "worker"), extra={"action": "drain"})
         done, last_error = _round(spark, settings, store, workers, until)
