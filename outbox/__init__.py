@@ -50,27 +50,8 @@ else:
 
 
 __all__ = [
-    "TASK_ID_ATTRIBUTE",
-    "InvalidConsumer",
-    "InvalidMessage",
-    "InvalidTransaction",
-    "Message",
-    "MissingTaskId",
-    "OutboxError",
-    "PositionExpired",
-    "Priority",
-    "Reader",
-    "Recorder",
-    "SentTask",
-    "SupportsCancel",
-    "SupportsInsert",
-    "SupportsReadInsert",
-    "Task",
-    "__version__",
-    "cancel",
-    "reader",
-    "register",
-    "register_many",
-    "register_once",
+    "TASK_ID_ATTRIBUTE", "InvalidConsumer", "InvalidMessage", "InvalidTransaction", "Message", "MissingTaskId",
+    "OutboxError", "PositionExpired", "Priority", "Reader", "Recorder", "SentTask", "SupportsCancel", "SupportsInsert",
+    "SupportsReadInsert", "Task", "__version__", "cancel", "reader", "register", "register_many", "register_once",
     "set_metrics",
-]
+]  # fmt: skip

@@ -17,28 +17,16 @@ from outbox.program.values import class_name
 from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
 from outbox.table.layouts import Layout
 from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
-from outbox.table.transactions import (
-    SupportsDelete,
-    SupportsInsert,
-    check_open,
-    deleted,
-    insert,
-    is_inserted,
-    remember,
-)
+from outbox.table.transactions import SupportsDelete, SupportsInsert, check_open, deleted, insert, inserted
 
 
-class SupportsAsyncReadInsert(SupportsInsert, Protocol):
-    """Reads and accepts an insert: the transaction of an `AsyncClient`."""
+class AsyncTransaction(SupportsInsert, SupportsDelete, Protocol):
+    """Reads, runs queries and accepts mutations: the transaction of an `AsyncClient`."""
 
     async def read(
         self, table: str, columns: Sequence[str], keyset: KeySet, /, *, request_options: Any
     ) -> AsyncIterable[Sequence[Any]]:
         """Return the rows of `keyset`."""
-
-
-class SupportsAsyncCancel(SupportsDelete, Protocol):
-    """Runs queries and accepts updates and deletes: the transaction of an `AsyncClient`."""
 
     async def execute_sql(
         self, sql: str, /, *, params: Any, param_types: Any, request_options: Any
@@ -47,7 +35,7 @@ class SupportsAsyncCancel(SupportsDelete, Protocol):
 
 
 async def register_once(
-    transaction: SupportsAsyncReadInsert,
+    transaction: AsyncTransaction,
     topic: str,
     message: Message,
     attributes: Mapping[str, str] | None = None,
@@ -69,7 +57,7 @@ async def register_once(
     check_task_id(task_id)
     row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
     key = row[:1]
-    if is_inserted(transaction, key):
+    if key in inserted(transaction):
         return False
     request = {"request_tag": "outbox-register-once"}
     rows = await transaction.read(TABLE, ("Id",), KeySet(keys=[list(key)]), request_options=request)
@@ -77,12 +65,12 @@ async def register_once(
     if [row async for row in rows] and task_id not in deleted(transaction):
         return False
     insert(transaction, TABLE, COLUMNS, [row])
-    remember(transaction, key)
+    inserted(transaction).add(key)
     count_registered(row[1])
     return True
 
 
-async def cancel(transaction: SupportsAsyncCancel, task_id: str) -> bool:
+async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     """Delete an unsent task in `transaction`, and return whether it did. False: it is sent, or does not exist.
 
     Experimental. See `outbox.cancel`: it waits for a batch that holds the task, and a task that is in doubt may have

@@ -10,14 +10,7 @@ from outbox.registration import TABLE
 from outbox.table.layouts import Layout
 from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
 from outbox.table.transact import retry_and_timeout
-from outbox.table.transactions import (
-    READ_SECONDS,
-    SupportsCancel,
-    SupportsDelete,
-    check_transaction,
-    deleted,
-    remember_deleted,
-)
+from outbox.table.transactions import READ_SECONDS, SupportsCancel, SupportsDelete, check_transaction, deleted
 
 #: The options of the requests, except for retries and timeouts.
 REQUEST = {"request_options": {"request_tag": "outbox-cancel"}}
@@ -84,4 +77,4 @@ def delete(transaction: SupportsDelete, task_id: str, heads: Iterable[str]) -> N
     if rows := [(id, None, None) for id in heads]:
         transaction.update(TABLE, ("Id", *RELEASED), rows)
     transaction.delete(TABLE, KeySet(keys=[[task_id]]))
-    remember_deleted(transaction, task_id)
+    deleted(transaction).add(task_id)

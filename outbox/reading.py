@@ -140,18 +140,15 @@ class SentTasks:
         if behind > _MIN_RETENTION:
             retention = schema.retention(self.table.database, request_options=SCHEMA_OPTIONS)
             if retention is not None and behind > retention:
-                if self._is_continuous:
-                    raise PositionExpired(_expired(self.position, read_at - retention, retention))
-                return
+                if not self._is_continuous:
+                    return
+                kept = shown(read_at - retention)
+                raise PositionExpired(
+                    f"The reader is at {shown(self.position.sent_at)}, but tasks that were sent before {kept} may have "
+                    f"been deleted: the retention of the table is {retention.days} days. Begin again without `since`, "
+                    f"or pass since=datetime.fromisoformat('{kept}') to go on without the deleted tasks"
+                )
         self._is_continuous = True
-
-
-def _expired(position: Position, kept: datetime, retention: timedelta) -> str:
-    return (
-        f"The reader is at {shown(position.sent_at)}, but tasks that were sent before {shown(kept)} may have been "
-        f"deleted: the retention of the table is {retention.days} days. Begin again without `since`, or "
-        f"pass since=datetime.fromisoformat('{shown(kept)}') to go on without the deleted tasks"
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

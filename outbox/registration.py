@@ -25,7 +25,7 @@ from outbox.table.transactions import (
     check_transaction,
     insert,
     insert_once,
-    remember,
+    inserted,
 )
 
 TABLE = "AsynchronousTasks"
@@ -127,7 +127,7 @@ def register(
     insert(transaction, TABLE, *_without_defaults([row]))
     id: str = row[0]
     if task_id is not None:
-        remember(transaction, (id,))
+        inserted(transaction).add((id,))
     count_registered(row[1])
     return id
 
@@ -198,8 +198,8 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
     if not rows:
         return []  # Spanner refuses an insert without rows
     insert(transaction, TABLE, *_without_defaults(rows))
-    for id in ids:
-        remember(transaction, (id,))
+    if ids:
+        inserted(transaction).update((id,) for id in ids)
     for topic, count in Counter(row[1] for row in rows).items():
         count_registered(topic, count)
     return [row[0] for row in rows]

@@ -23,8 +23,6 @@ _propagator = TraceContextTextMapPropagator()
 
 def current() -> dict[str, str]:
     """Return the attributes with the current trace context; none without a current span."""
-    if not trace.get_current_span().get_span_context().is_valid:
-        return {}
     context: dict[str, str] = {}
     _propagator.inject(context)
     return {PREFIX + name: value for name, value in context.items()}

@@ -31,6 +31,9 @@ from outbox_pipeline.spark.session import is_submitted
 from publishworker.process.exits import DONE, FAILED, INTERRUPTED, WORK_LEFT
 from publishworker.process.settings import add_deadline
 
+#: The counts of results that make a job fail.
+_FAILURES = ("rejected", "lost", "not_applied")
+
 _log = logging.getLogger("outbox_pipeline")
 
 REGISTER = """\
@@ -127,14 +130,10 @@ def _report_empty(result: Any, *, json: bool) -> None:
 
 
 def _exit_code(result: Any, options: argparse.Namespace) -> int:
-    if options.job == "drain":
-        return WORK_LEFT if result.work_left else DONE
-    if options.job == "register":
-        return FAILED if result.rejected else DONE
-    if options.job == "audit":
-        is_empty = not result.tasks and not options.allow_empty
-        return FAILED if result.lost or result.not_applied or is_empty else DONE
-    return DONE
+    if getattr(result, "work_left", False):
+        return WORK_LEFT
+    is_empty = options.job == "audit" and not (result.tasks or options.allow_empty)
+    return FAILED if is_empty or any(getattr(result, name, 0) for name in _FAILURES) else DONE
 
 
 def _parser() -> argparse.ArgumentParser:

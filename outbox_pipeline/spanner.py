@@ -5,7 +5,6 @@ one client in each process. All requests have LOW priority and a tag. Rows are r
 depends on the rows it touches.
 """
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
@@ -72,12 +71,17 @@ class Table(TaskTable):
         Column `Shard` is that of the table's layout.
         """
         columns = [self.layout.sql(name) for name in columns]
-        with self._errors(), _too_old_errors(at), self._database.snapshot(read_timestamp=at) as snapshot:
-            yield from snapshot.read(
-                TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
-                request_options={"priority": _LOW, "request_tag": "outbox-pipeline-read"},
-                **retry_and_timeout(seconds),
-            )  # fmt: skip
+        with self._errors(), self._database.snapshot(read_timestamp=at) as snapshot:
+            try:
+                yield from snapshot.read(
+                    TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
+                    request_options={"priority": _LOW, "request_tag": "outbox-pipeline-read"},
+                    **retry_and_timeout(seconds),
+                )  # fmt: skip
+            except FailedPrecondition as error:
+                if "staleness" in str(error) or "too old" in str(error):
+                    raise OutboxError(too_old(at)) from error
+                raise
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
         """Insert all of `rows` in one commit. Return False, and insert none, if one of the IDs exists."""
@@ -103,17 +107,6 @@ def _table(settings: DatabaseSettings, _emulator: str | None, _process: int) -> 
 def open_table(settings: DatabaseSettings) -> Table:
     """Return this process's table of the database. Raises NotReached, SchemaDiffers."""
     return _table(settings, os.environ.get("SPANNER_EMULATOR_HOST"), os.getpid())
-
-
-@contextlib.contextmanager
-def _too_old_errors(at: datetime) -> Iterator[None]:
-    """Turn Spanner's error for a timestamp that is too old into an OutboxError."""
-    try:
-        yield
-    except FailedPrecondition as error:
-        if "staleness" in str(error) or "too old" in str(error):
-            raise OutboxError(too_old(at)) from error
-        raise
 
 
 def too_old(at: datetime) -> str:

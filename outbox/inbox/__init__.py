@@ -84,7 +84,6 @@ class Handler:
                 f"database is {class_name(database)}. It must be a Spanner Database. With SQLAlchemy, Django or "
                 "DB-API, call process_once of outbox.ext in a transaction for each message, without `max_batch`"
             )
-        consumer = plain_consumer(consumer)
         check_choice("key", key, Key)
         check_choice("missing_task_id", missing_task_id, Missing)
         if not 1 <= max_batch <= MAX_BATCH:
@@ -92,13 +91,7 @@ class Handler:
         if not max_delay >= 0:
             raise ValueError(f"max_delay is {max_delay}. It must be 0 or more seconds")
         self._settings = Settings(
-            database=database,
-            consumer=consumer,
-            key=key,
-            missing_task_id=missing_task_id,
-            max_batch=max_batch,
-            max_delay=max_delay,
-            transaction_options=transaction_options,
+            database, plain_consumer(consumer), key, missing_task_id, max_batch, max_delay, transaction_options
         )
 
     def __call__(self, handle: Handle) -> "Receiver":

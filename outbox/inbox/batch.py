@@ -14,10 +14,7 @@ from outbox.inbox.receiver import EarlierFailed, Handle, PulledMessage, Receiver
 from outbox.inbox.watching import Watch, uncommitted, watched
 from outbox.metrics import count_delivery
 from outbox.table.transact import CONTENT
-from outbox.table.transactions import (
-    existing,
-    insert,
-)
+from outbox.table.transactions import existing, insert
 from outbox.tracing import processing
 
 #: Errors that mean that Spanner is unavailable: each further message would wait as long.

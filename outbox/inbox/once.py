@@ -14,11 +14,7 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.errors import InvalidConsumer, InvalidMessage, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.program.values import class_name, plain
-from outbox.table.transactions import (
-    SupportsReadInsert,
-    check_transaction,
-    insert_once,
-)
+from outbox.table.transactions import SupportsReadInsert, check_transaction, insert_once
 
 TABLE = "ProcessedTasks"
 COLUMNS = ("Consumer", "TaskId", "ProcessedAt")

@@ -1,5 +1,6 @@
 """The callback for a streaming pull that processes one message in each transaction."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class PulledMessage(ReceivedMessage, Protocol):
         """Ask Pub/Sub to deliver the message again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Settings:
     """The checked arguments of a `Handler`."""
 
@@ -124,21 +125,15 @@ class Receiver:
 
     def _run(self, attempt: Callable[[Transaction], T]) -> T:
         """Run `attempt` in a transaction, again after each ABORTED."""
-        database, begun = self._settings.database, False
-
-        def begin(transaction: Transaction) -> T:
-            nonlocal begun
-            begun = True
-            return attempt(transaction)
-
+        database = self._settings.database
         try:
-            result = transact(database, begin, **self._settings.transaction_options)
+            result = transact(database, attempt, **self._settings.transaction_options)
         except RuntimeError:
             raise  # this thread is already in a transaction, so the flag below is right
         except Exception:
-            if not begun:
-                # If the client gets no session, it refuses all later transactions of this thread:
-                # https://github.com/googleapis/google-cloud-python/issues/18375
+            # If the client gets no session, it refuses all later transactions of this thread:
+            # https://github.com/googleapis/google-cloud-python/issues/18375
+            with contextlib.suppress(AttributeError):  # a test's fake
                 database._local.transaction_running = False  # noqa: SLF001 - nothing public resets it
             raise
         check_finished(result, f"run_in_transaction of {type(database).__name__}")

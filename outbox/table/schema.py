@@ -1,7 +1,7 @@
 """Compare the outbox's tables in a database with the DDL, and create missing tables, columns and indexes.
 
 A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Further objects and columns do not matter.
-Nothing here changes or drops a column or an object.
+Nothing here changes or drops a column or an object. `request` has further arguments of `execute_sql`.
 """
 
 import contextlib
@@ -32,15 +32,7 @@ def differences(
 ) -> list[str]:
     """Return one sentence for each object that is missing and each part that is different; none if all is well.
 
-    Args:
-        database: is only read.
-        expected: DDL from `statements`.
-        free: names of parts that may differ; by default a database keeps its own shard count and retention.
-        request: other arguments of `execute_sql`, such as `request_options`, `retry` and `timeout`.
-
-    Raises:
-        NotReached: Spanner does not answer, or the database or the permission to read it is missing.
-        SchemaDiffers: the database has the PostgreSQL dialect.
+    `expected` is DDL from `statements`. The parts with names in `free` may differ. Raises NotReached, SchemaDiffers.
     """
     shapes = dict(map(ddl.parse, expected))
     return list(ddl.compare(shapes, _read(database, shapes, request), free))
@@ -97,17 +89,9 @@ def apply(
 ) -> list[tuple[str, str]]:
     """Create the missing objects and columns in one schema update, and wait for it.
 
-    An index of a large table takes long.
-
-    Args:
-        database: a GoogleSQL database. Other objects, and additional columns and indexes, are not changed.
-        wanted: DDL from `statements`.
-        free: names of parts in which an object that exists may differ, such as SHARD_COUNT.
-        request: other arguments of `execute_sql`, such as `request_options`, `retry` and `timeout`.
-
-    Returns:
-        Pairs such as ("table AsynchronousTasks", "created"), with "created" or "exists", in statement order. Then
-        pairs such as ("table AsynchronousTasks, column LastError", "added").
+    An index of a large table takes long. `wanted` is DDL from `statements`. An object that exists may differ in the
+    parts with names in `free`, such as SHARD_COUNT. Return pairs such as ("table AsynchronousTasks", "created"), with
+    "created" or "exists", in the order of `wanted`, and then such as ("table AsynchronousTasks, column Id", "added").
 
     Raises:
         SchemaDiffers: an object exists with another shape, and not only because columns are missing that can be added.

@@ -33,21 +33,8 @@ FORGET_WORKER_SECONDS = 3600
 #: The types of all parameters.
 _TYPES = {
     **dict.fromkeys(("after", "after_created", "end", "now", "since", "start", "until"), param_types.TIMESTAMP),
-    **dict.fromkeys(
-        (
-            "after_id",
-            "error",
-            "from_topic",
-            "id",
-            "id_prefix",
-            "operation",
-            "ordering_key",
-            "principal",
-            "token",
-            "topic",
-        ),
-        param_types.STRING,
-    ),
+    **dict.fromkeys(("after_id", "error", "from_topic", "id", "id_prefix", "operation"), param_types.STRING),
+    **dict.fromkeys(("ordering_key", "principal", "token", "topic"), param_types.STRING),
     **dict.fromkeys(("below", "ceiling", "limit", "max_rows", "per_key", "per_range", "shard"), param_types.INT64),
     **dict.fromkeys(("highs", "ids", "keys", "lows", "range_topics", "topics"), param_types.Array(param_types.STRING)),
     **dict.fromkeys(("max_priorities", "range_shards", "shards"), param_types.Array(param_types.INT64)),

@@ -1,12 +1,11 @@
 """Check an application's transaction, add inserts to it, and remember what was added."""
 
-import contextlib
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from google.cloud.spanner_v1 import KeySet, Mutation
@@ -30,6 +29,7 @@ ANY_TABLE = "*"
 
 #: A primary key.
 Key = tuple[str, ...]
+T = TypeVar("T")
 
 #: The keys that each transaction has inserted. A read does not see the buffered mutations of its own transaction. After
 #: ABORTED the client calls the function again with a new Transaction, so each attempt begins with none.
@@ -169,7 +169,7 @@ def insert_once(
 
     The key stays locked until the commit.
     """
-    if is_inserted(transaction, key):
+    if key in inserted(transaction):
         return False
     # The read still returns a task that this transaction has deleted. A key of one column is a task ID: the keys of
     # other tables have several.
@@ -177,21 +177,25 @@ def insert_once(
     if existing(transaction, table, columns[: len(key)], [key], tag=tag) and not is_deleted:
         return False
     insert(transaction, table, columns, [row])
-    remember(transaction, key)
+    inserted(transaction).add(key)
     return True
 
 
-def remember(transaction: object, key: Key) -> None:
-    """Remember a key that `transaction` has inserted."""
-    with contextlib.suppress(TypeError):  # a test's fake that has no weak reference or no hash
-        _inserted.setdefault(transaction, set()).add(key)
+def inserted(transaction: object) -> set[Key]:
+    """Return the keys that `transaction` has inserted. The caller adds to them."""
+    return _remembered(_inserted, transaction)
 
 
-def is_inserted(transaction: object, key: Key) -> bool:
-    """Tell whether `transaction` has inserted this key."""
-    with contextlib.suppress(TypeError):
-        return key in _inserted.get(transaction, ())
-    return False
+def deleted(transaction: object) -> set[str]:
+    """Return the tasks that `transaction` has deleted. The caller adds to them."""
+    return _remembered(_deleted, transaction)
+
+
+def _remembered(memory: WeakKeyDictionary[object, set[T]], transaction: object) -> set[T]:
+    try:
+        return memory.setdefault(transaction, set())
+    except TypeError:  # a test's fake that has no weak reference or no hash
+        return set()
 
 
 class Savepoint:
@@ -201,7 +205,7 @@ class Savepoint:
         """Note how many mutations there are now."""
         self._transaction = transaction
         self._mutations = len(transaction._mutations)  # noqa: SLF001 - nothing public removes a mutation
-        self._inserted, self._deleted = set(_inserted.get(transaction, ())), set(_deleted.get(transaction, ()))
+        self._inserted, self._deleted = set(inserted(transaction)), set(deleted(transaction))
 
     def tables(self) -> set[str]:
         """Return the tables that the mutations change, in lower case, and ANY_TABLE for a delete, which may cascade."""
@@ -213,16 +217,3 @@ class Savepoint:
         """Drop what was buffered since."""
         del self._transaction._mutations[self._mutations :]  # noqa: SLF001 - see above
         _inserted[self._transaction], _deleted[self._transaction] = self._inserted, self._deleted
-
-
-def remember_deleted(transaction: object, task_id: str) -> None:
-    """Remember a task that `transaction` has deleted."""
-    with contextlib.suppress(TypeError):
-        _deleted.setdefault(transaction, set()).add(task_id)
-
-
-def deleted(transaction: object) -> Collection[str]:
-    """Return the tasks that `transaction` has deleted."""
-    with contextlib.suppress(TypeError):
-        return _deleted.get(transaction, ())
-    return ()

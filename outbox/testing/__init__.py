@@ -11,10 +11,5 @@ from outbox.testing.recording import Mutation, RecordingTransaction, RegisteredT
 from outbox.testing.subscriber import RedeliveringSubscriber
 
 __all__ = [
-    "Mutation",
-    "RecordingTransaction",
-    "RedeliveringSubscriber",
-    "RegisteredTask",
-    "Statement",
-    "assert_registered",
-]
+    "Mutation", "RecordingTransaction", "RedeliveringSubscriber", "RegisteredTask", "Statement", "assert_registered",
+]  # fmt: skip

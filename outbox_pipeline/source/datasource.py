@@ -41,22 +41,15 @@ def register_source(spark: SparkSession) -> None:
 
 
 def read_tasks(
-    spark: SparkSession,
-    database: DatabaseSettings,
-    columns: Sequence[str],
-    at: datetime,
-    *,
-    state: str | None = None,
-    topic: str | None = None,
-    since: datetime | None = None,
-    until: datetime | None = None,
+    spark: SparkSession, database: DatabaseSettings, columns: Sequence[str], at: datetime, wanted: RowFilter
 ) -> DataFrame:
-    """Return tasks as of `at`, as `spark.read.format("outbox")` does, but planned in this process.
+    """Return the wanted tasks as of `at`, as `spark.read.format("outbox")` does, but planned in this process.
 
     For the jobs: Spark would start several Python processes to plan, which takes seconds.
     """
     partitions = max(8, 4 * spark.sparkContext.defaultParallelism)
-    options = Options(database, state, topic, since, until, tuple(columns), at, partitions)
+    selection = (wanted.state, wanted.topic, wanted.since, wanted.until)
+    options = Options(database, *selection, tuple(columns), at, partitions)
     reader = OutboxReader(options, options.schema)
     return read_parts(spark, reader.read, reader.partitions(), options.schema)
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
 from outbox.program.values import chunked
-from outbox.table.layouts import by_layout
+from outbox.table.layouts import LayoutShards, by_layout
 from outbox.table.statements import TO_SEND_INDEX
 from outbox_pipeline.source import columns as arrow
 from outbox_pipeline.source.options import RowFilter
@@ -34,27 +34,30 @@ Columns = Mapping[str, pa.Array]
 
 @dataclass(frozen=True, slots=True)
 class KeyPart:
-    """A range of the primary key from `first` to `last`, without `last`. "" is the end of the table."""
+    """A range of IDs from `first` to `last`, without `last`. "" is the end of the table."""
 
     first: str
     last: str
 
+    def keys(self, *prefix: str) -> KeySet:
+        """Return the range of a primary key that has the ID after the `prefix`."""
+        end = {"end_open": [*prefix, self.last]} if self.last else {"end_closed": [*prefix]}
+        return KeySet(ranges=[KeyRange(start_closed=[*prefix, self.first], **end)])
+
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Read the range of the table."""
-        end = {"end_open": [self.last]} if self.last else {"end_closed": []}
-        rows = table.rows(names, KeySet(ranges=[KeyRange(start_closed=[self.first], **end)]), at)
-        return _selected(_batches(rows, names), selection, at)
+        return _selected(_batches(table.rows(names, self.keys(), at), names), selection, at)
 
 
 @dataclass(frozen=True, slots=True)
 class SentPart:
     """Tasks of some shards that were sent in a period, read through the index, so the cost depends on their number.
 
-    `shards` are IDs of one layout: the reader may be another process, and find another layout in the table.
-    `since` is inclusive and `until` exclusive. With `after`, for a stream, `since` is exclusive and `until` inclusive.
+    The reader may be another process, and find another layout than that of `shards` in the table. `since` is inclusive
+    and `until` exclusive. With `after`, for a stream, `since` is exclusive and `until` inclusive.
     """
 
-    shards: tuple[int, ...]
+    shards: LayoutShards
     since: datetime
     until: datetime
     after: bool = False
@@ -62,17 +65,14 @@ class SentPart:
     @property
     def index(self) -> str:
         """Return the name of the index."""
-        [shards] = by_layout(self.shards)
-        return shards.sql(TO_SEND_INDEX)
+        return self.shards.sql(TO_SEND_INDEX)
 
     @property
     def keys(self) -> KeySet:
         """Return the ranges of the index."""
-        [shards] = by_layout(self.shards)
         start, end = ("start_open", "end_closed") if self.after else ("start_closed", "end_open")
-        return KeySet(
-            ranges=[KeyRange(**{start: [number, self.since], end: [number, self.until]}) for number in shards.numbers]
-        )
+        numbers = self.shards.numbers
+        return KeySet(ranges=[KeyRange(**{start: [each, self.since], end: [each, self.until]}) for each in numbers])
 
     def read(self, table: Table, names: Sequence[str], selection: RowFilter, at: datetime) -> Iterator[Columns]:
         """Read the ranges of the index and then the tasks by key."""
@@ -101,7 +101,7 @@ def sent_parts(
     shards: Sequence[int], since: datetime, until: datetime, count: int, *, after: bool = False
 ) -> list[SentPart]:
     """Return parts for the tasks sent from `since` to `until`, divided by shards, and by time if `count` is larger."""
-    groups = [tuple(shards[start::count]) for start in range(min(count, len(shards)))]
+    groups = [each for start in range(min(count, len(shards))) for each in by_layout(shards[start::count])]
     slices = -(-count // len(groups))
     step = max((until - since) / slices, timedelta(microseconds=1))
     times = [since, *(time for number in range(1, slices) if (time := since + step * number) < until), until]
@@ -114,9 +114,7 @@ def share_of_sent(table: Table, since: datetime, until: datetime, at: datetime) 
     The sample starts at a random UUID, or at the start of the table if no ID follows that UUID.
     """
     for first in (str(uuid4()), ""):
-        keys = KeySet(ranges=[KeyRange(start_closed=[first], end_closed=[])])
-        rows = list(table.rows(("SentAt",), keys, at, limit=SAMPLED))
-        if rows:
+        if rows := list(table.rows(("SentAt",), KeyPart(first, "").keys(), at, limit=SAMPLED)):
             sent = arrow.column("SentAt", [value for (value,) in rows])
             inside = RowFilter("sent", since=since, until=until).between(sent)
             return float(inside.true_count / len(rows))

@@ -47,6 +47,10 @@ _REMEDIES = {
     "No FileSystem for scheme|FileSystem not found": "Add the connector of this file system to Spark's jars",
     "CSV header does not conform": "Write all files with the same columns, in the same order",
     "DATA_TYPE_MISMATCH": "Write all files with the same types",
+    "UNABLE_TO_INFER_SCHEMA": "Check the path",
+    "Illegal Parquet type|UNSUPPORTED_TIME_TYPE": (
+        "Drop the column or convert it. In pandas, localize times to UTC and pass coerce_timestamps='us' to to_parquet"
+    ),
     "FAILED_READ_FILE|Checksum error": "The file is damaged or is no file of this format. Restore it or write it again",
 }
 

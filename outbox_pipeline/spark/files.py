@@ -3,7 +3,7 @@
 from typing import Any
 
 from py4j.protocol import Py4JError, Py4JJavaError
-from pyspark.errors import AnalysisException, PySparkException
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from outbox.errors import OutboxError
@@ -49,19 +49,15 @@ class Folder:
     @spark_errors()
     def read(self, name: str) -> str | None:
         """Return the text of a file in it, or None if the file does not exist. Raises OutboxError."""
-        file = (self / name)._path  # noqa: SLF001 - an object of this class
-        if not self._system.exists(file):
+        file = self / name
+        if not file.exists():
             return None
-        stream = None
+        stream = self._system.open(file._path)  # noqa: SLF001 - an object of this class
         try:
-            stream = self._system.open(file)
             jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - see above
             return str(jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
-        except Py4JJavaError as error:
-            raise OutboxError(f"{file.toString()} cannot be read. {error_from(str(error))}") from error
         finally:
-            if stream:
-                stream.close()
+            stream.close()
 
     def create(self, name: str, text: str) -> bool:
         """Create a file. Return False if it exists, so only one of two writers succeeds. Raises OutboxError."""
@@ -96,57 +92,21 @@ def check_files(spark: SparkSession, path: str) -> None:
         raise OutboxError(f"{path} contains no file. Check the path. Spark ignores names that begin with _ or a dot")
 
 
-def read_parquet(spark: SparkSession, path: str) -> DataFrame:
-    """Return the rows of Parquet files. If Spark cannot read a type, the OutboxError names the column."""
-    try:
-        return spark.read.parquet(path)
-    except AnalysisException as error:
-        if error.getCondition() == "UNABLE_TO_INFER_SCHEMA":
-            raise OutboxError(f"{path} contains no Parquet file with a schema. Check the path") from error
-        # Such as "INT64 (TIMESTAMP(NANOS,true))". For a time of day, Spark does not say which type the file has.
-        type_ = (error.getMessageParameters() or {}).get("parquetType", "(TIME(")
-        physical, _, logical = type_.partition("(")
-        for file in spark.read.format("binaryFile").load(path).inputFiles():
-            for column, definition in _parquet_columns(spark, file):
-                if physical.strip().lower() in definition and logical in definition:
-                    raise OutboxError(
-                        f"Column {column} of {file} is {definition!r}, which Spark cannot read. Drop the column or "
-                        "convert it. In pandas, localize times to UTC and pass coerce_timestamps='us' to to_parquet"
-                    ) from error
-        raise
-
-
 def read_all_columns(spark: SparkSession, path: str) -> DataFrame:
     """Return the rows of Parquet files with the columns of all files. Spark alone would read those of one file.
 
     A column that a file does not have is NULL. If two files have different types, the OutboxError names the column.
     """
-    files = read_parquet(spark, path).inputFiles()
     try:
         return spark.read.option("mergeSchema", True).parquet(path)
     except (PySparkException, Py4JError) as error:
         found: dict[str, tuple[str, str]] = {}
-        for file in sorted(files):
-            for column, definition in _parquet_columns(spark, file):
-                type_ = definition.partition(" ")[2]  # without "optional" or "required"
+        for file in sorted(spark.read.parquet(path).inputFiles()):
+            for column, type_ in spark.read.parquet(file).dtypes:
                 other, where = found.setdefault(column, (type_, file))
                 if other != type_:
                     raise OutboxError(
-                        f"Column {column} is {other!r} in {where}, but {type_!r} in {file}. Write all files with the "
-                        "same types"
+                        f"Column {column} is {other} in {where}, but {type_} in {file}. Write all files with the same "
+                        "types"
                     ) from error
         raise
-
-
-def _parquet_columns(spark: SparkSession, file: str) -> list[tuple[str, str]]:
-    """Return the name of each column of a Parquet file, and its definition on one line."""
-    jvm: Any = spark.sparkContext._jvm  # noqa: SLF001 - the only way to Spark's Parquet library
-    configuration = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001 - the same
-    path = jvm.org.apache.hadoop.fs.Path(file)
-    opened = jvm.org.apache.parquet.hadoop.util.HadoopInputFile.fromPath(path, configuration)
-    reader = jvm.org.apache.parquet.hadoop.ParquetFileReader.open(opened)
-    try:
-        fields = reader.getFileMetaData().getSchema().getFields()
-        return [(str(each.getName()), " ".join(str(each.toString()).split())) for each in fields]
-    finally:
-        reader.close()

@@ -5,7 +5,7 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outbox.errors import NotReached
 
@@ -18,7 +18,7 @@ _PACKAGES = ("pyspark", "pandas", "pyarrow", "jinja2", "fastavro")
 _HOW_TO_GET_THEM = "pip install 'spanner-outbox[spark]'"
 
 #: Options that every job needs. Speculation would run the writes of a Spark task twice. Times are in UTC.
-_ALWAYS = {
+_ALWAYS: dict[str, Any] = {
     "spark.speculation": "false",
     # Spark merges and splits the partitions of a shuffle to this size, the usual row group of Parquet. So the archive
     # has few and large files, the memory of a Spark task does not grow with the rows, and the configured number of
@@ -65,8 +65,7 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
     from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415 - it may be missing
     from pyspark.sql import SparkSession  # noqa: PLC0415 - the same
 
-    builder = SparkSession.builder.appName(f"outbox {name}")
-    embedded = {
+    embedded: dict[str, Any] = {
         "spark.master": master,
         "spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower(),
         # The max for this machine. The default of 200 is for clusters.
@@ -77,10 +76,9 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.ui.enabled": "false",
     }
-    for key, value in (({} if submitted else embedded) | _ALWAYS).items():
-        builder = builder.config(key, value)
     try:
-        created = builder.getOrCreate()
+        options = _ALWAYS if submitted else embedded | _ALWAYS
+        created = SparkSession.builder.appName(f"outbox {name}").config(map=options).getOrCreate()
     except PySparkRuntimeError as error:
         if error.getCondition() != "JAVA_GATEWAY_EXITED":
             raise

@@ -14,7 +14,7 @@ from google.cloud.spanner_v1 import KeySet
 import outbox
 from outbox import inbox
 from outbox.errors import NotReached
-from outbox.table.transactions import is_inserted
+from outbox.table.transactions import inserted
 from outbox.testing import RecordingTransaction
 from tests.unit.test_inbox import message as single
 
@@ -131,7 +131,7 @@ def test_a_failed_message_leaves_nothing_behind_and_the_others_are_committed(
     [transaction] = database.committed
     assert database.rows("Effects") == [["b"], ["e"]]
     assert database.rows("ProcessedTasks") == [["b", "e"]]
-    assert is_inserted(transaction, ("one",))
+    assert ("one",) in inserted(transaction)
     assert seen(*of) == [["nack"], ["ack"], ["nack"], ["nack"], ["ack"]]
     assert outcomes == ["failed", "processed", "failed", "failed", "processed"]
     assert "an earlier message of its ordering key 'k' failed" in caplog.text

@@ -30,6 +30,7 @@ from outbox_pipeline.jobs.archive.windows import (
 )
 from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import read_tasks
+from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.tasks import Rows, map_rows, totals
@@ -61,13 +62,7 @@ class Archived:
 
 
 def run(spark: SparkSession, settings: ArchiveSettings, *, purge: bool = False, late: bool = False) -> Archived:
-    """Archive all windows that ended since the last run.
-
-    Raises:
-        SettingError: `until` is less than 1 minute ago.
-        NotReached: Spanner does not answer, or the database, the table or a permission is missing.
-        OutboxError: the archive belongs to another database, or a window is older than the version retention period.
-    """
+    """Archive all windows that ended since the last run. Raises SettingError, NotReached, OutboxError."""
     begin = time.monotonic()
     job = _Job(spark, settings, Archive(spark, settings.archive), open_table(settings))
     done = Archived()
@@ -127,8 +122,8 @@ class _Job:
         folder = self.files.folder_of(since, until)
         run_folder = self.files.new_run()
         observed = Observation(f"archive {run_folder}")
-        columns = schemas.TABLE.fieldNames()
-        sent = read_tasks(self.spark, self.settings, columns, at, state="sent", since=since, until=until)
+        wanted = RowFilter("sent", since=since, until=until)
+        sent = read_tasks(self.spark, self.settings, schemas.TABLE.fieldNames(), at, wanted)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
         tasks = rebalanced(archivable(sent)).observe(observed, *checksum_columns())
         tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / run_folder))

@@ -149,9 +149,17 @@ class Archive:
             if other.name.startswith(_RUN) and other.name != manifest.data:
                 other.delete()
 
-    def read(self, windows: Iterable[ArchiveWindow]) -> DataFrame:
-        """Return the tasks of windows, with the columns of `schemas.ARCHIVED`."""
-        paths = [str(window.folder / window.manifest.data) for window in windows if window.manifest.rows]
+    def read(
+        self, windows: Iterable[ArchiveWindow], since: datetime | None = None, until: datetime | None = None
+    ) -> DataFrame:
+        """Return the tasks of the windows that may have some between these times, with `schemas.ARCHIVED`."""
+        paths = [
+            str(each.folder / each.manifest.data)
+            for each in windows
+            if each.manifest.rows
+            and (since is None or each.manifest.until > since)
+            and (until is None or each.manifest.since < until)
+        ]
         if not paths:
             return self._spark.createDataFrame([], schemas.ARCHIVED)
         # Without a schema, Spark would infer a number from a topic folder such as 2026.
@@ -168,12 +176,7 @@ def read_archive(
     is damaged or a window is missing.
     """
     archive = Archive(spark, path)
-    windows = archive.windows()
-    if since is not None:
-        windows = [window for window in windows if window.manifest.until > since]
-    if until is not None:
-        windows = [window for window in windows if window.manifest.since < until]
-    tasks = archive.read(windows)
+    tasks = archive.read(archive.windows(), since, until)
     tasks = tasks if since is None else tasks.where(tasks.SentAt >= since)
     return tasks if until is None else tasks.where(tasks.SentAt < until)
 

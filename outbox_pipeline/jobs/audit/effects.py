@@ -1,13 +1,11 @@
 """`audit --inbox CONSUMER`: compares the records of a subscriber's inbox with tasks and messages."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-from google.cloud.spanner_v1 import KeyRange, KeySet
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
@@ -30,7 +28,6 @@ from outbox_pipeline.spark.tasks import read_parts
 RECORD = StructType([schemas.FOUND["task_id"], schemas.FOUND["processed_at"]])
 #: Each record or received task is in at most one of these classes.
 APPLIED, NOT_APPLIED, APPLIED_LATE, UNREGISTERED = CLASSES = ("applied", "not_applied", "applied_late", "unregistered")
-_DATABASE = re.compile(r"projects/([^/]+)/instances/([^/]+)/databases/([^/]+)")
 
 
 @dataclass(frozen=True)
@@ -43,32 +40,28 @@ class Inbox:
     def read(self, part: KeyPart) -> Iterator[pa.RecordBatch]:
         """Yield `RECORD` of a range of task IDs."""
         schema = schemas.arrow(RECORD)
-        for rows in chunked(self.rows(part.first, part.last), BATCH_ROWS):
+        for rows in chunked(self.rows(part), BATCH_ROWS):
             ids, at = zip(*rows, strict=True)
             texts = pa.array([value.string_value for value in at], pa.string())
             yield pa.RecordBatch.from_arrays([column("Id", ids), times(texts)], schema=schema)
 
-    def rows(self, first: str, last: str, limit: int = 0) -> Iterator[list[object]]:
+    def rows(self, part: KeyPart, limit: int = 0) -> Iterator[list[object]]:
         """Yield TaskId and ProcessedAt, undecoded. Raises NotReached if the table is missing."""
-        end = {"end_open": [self.consumer, last]} if last else {"end_closed": [self.consumer]}
-        keys = KeySet(ranges=[KeyRange(start_closed=[self.consumer, first], **end)])
         database: Any = open_database(self.database, CALL_SECONDS)
         with table_errors(), database.snapshot() as snapshot:
             yield from snapshot.read(
-                TABLE, ("TaskId", "ProcessedAt"), keys, limit=limit, lazy_decode=True,
+                TABLE, ("TaskId", "ProcessedAt"), part.keys(self.consumer), limit=limit, lazy_decode=True,
                 request_options={"request_tag": "outbox-pipeline-inbox"}, **retry_and_timeout(READ_SECONDS),
             )  # fmt: skip
 
 
 def records(spark: SparkSession, settings: AuditSettings) -> DataFrame:
     """Return the records of the consumer. Raises NotReached, or OutboxError if there is none."""
-    database: DatabaseSettings = settings
-    if named := _DATABASE.fullmatch(settings.inbox_database):
-        database = dataclasses.replace(database, project=named[1], instance=named[2], database=named[3])
-    elif settings.inbox_database:
-        database = dataclasses.replace(database, database=settings.inbox_database)
+    *path, name = (settings.inbox_database or settings.database).split("/")
+    named: dict[str, Any] = dict(zip(("project", "instance"), path[1::2], strict=False))
+    database = dataclasses.replace(settings, database=name, **named)
     inbox = Inbox(database, settings.inbox)
-    if not any(True for _ in inbox.rows("", "", limit=1)):
+    if not any(True for _ in inbox.rows(KeyPart("", ""), limit=1)):
         raise OutboxError(
             f"Consumer {settings.inbox!r} has no record in {TABLE} of {database.database}. Check --inbox and "
             "--inbox-database"

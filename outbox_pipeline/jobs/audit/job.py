@@ -24,8 +24,9 @@ from outbox_pipeline.jobs.audit.page import page
 from outbox_pipeline.settings import AuditSettings, format_of
 from outbox_pipeline.source.columns import needed
 from outbox_pipeline.source.datasource import decoded, read_tasks
+from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.files import Folder, check_files, read_parquet
+from outbox_pipeline.spark.files import Folder, check_files
 from outbox_pipeline.spark.tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
@@ -72,13 +73,7 @@ class Audited:
 
 
 def run(spark: SparkSession, settings: AuditSettings) -> Audited:
-    """Compare tasks and messages, and write the report to a new folder.
-
-    Raises:
-        SettingError: the window ends too late, or columns of the messages are missing.
-        NotReached: Spanner does not answer, or the database, the table or a permission is missing.
-        OutboxError: the output folder exists, or the archive has no finished window.
-    """
+    """Compare tasks and messages, and write a report to a new folder. Raises SettingError, OutboxError, NotReached."""
     output = Folder(spark, settings.output)
     if output.exists():
         raise OutboxError(f"--output {output} exists. Each audit needs a new folder")
@@ -142,13 +137,12 @@ class _Job:
         known_until = read_at - (grace if settings.tasks == "archive" else skew)
         sources = [] if settings.tasks == "archive" else [self._of_table(now, since)]
         if archive:
-            wanted = [each for each in windows if since is None or each.manifest.until > since]
-            sources.append(decoded(archive.read(wanted).select(*needed(audit.OF_TASKS))))
+            sources.append(decoded(archive.read(windows, since).select(*needed(audit.OF_TASKS))))
         return audit.Rules(since, until, horizon, known_until, grace, skew), sources
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
         """Return the tasks that can have messages since `since`: unsent tasks, and tasks sent since then."""
-        tasks = read_tasks(self.spark, self.settings, audit.OF_TASKS, at)
+        tasks = read_tasks(self.spark, self.settings, audit.OF_TASKS, at, RowFilter())
         return tasks if since is None else tasks.where(f.col("SentAt").isNull() | (f.col("SentAt") >= f.lit(since)))
 
     def deliveries(self) -> tuple[bool, DataFrame]:
@@ -163,7 +157,7 @@ class _Job:
         elif form == "json":
             messages = self.spark.read.schema(received.LINES).json(settings.received)
         else:
-            messages = read_parquet(self.spark, settings.received)
+            messages = self.spark.read.parquet(settings.received)
         deliveries = received.received(messages, base64=settings.received_data == "base64")
         return "data" in messages.columns, deliveries
 

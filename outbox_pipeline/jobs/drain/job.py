@@ -99,8 +99,8 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
     The drain's workers share the shards with all live workers. If tasks are left in their shards, another round
     starts with a new shard assignment.
 
-    Raises NotReached if Spanner does not answer, or the table or a permission is missing. Raises OutboxError if a
-    worker failed in all attempts of its Spark task. Sent tasks stay sent, and the job can be run again.
+    Raises NotReached, or OutboxError if a worker failed in all attempts of its Spark task. Sent tasks stay sent, and
+    the job can be run again.
     """
     begin = time.monotonic()
     end = float("inf") if deadline is None else begin + deadline
@@ -115,9 +115,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
             time.sleep(min(pause.next(), remaining))
         else:
             # Executors may take longer to start than the liveness timeout of the heartbeats below.
-            spark.range(0, workers, 1, workers).mapInArrow(warm_up, "id long").write.format("noop").mode(
-                "append"
-            ).save()
+            spark.range(0, workers, 1, workers).mapInArrow(warm_up, "id long").count()
         rounds += 1
         _log.info("Round %s: %s", rounds, counted(workers, "worker"), extra={"action": "drain"})
         done, last_error = _round(spark, settings, store, workers, until)
@@ -154,10 +152,7 @@ def _round(
         numbers = spark.range(0, workers, 1, workers)
         results = [row.asDict() for row in map_rows(numbers, _RESULT, run_workers, settings, ids, until).collect()]
         errors = [error for each in results if (error := each.pop("last_error"))]
-        counts = Counter[str]()
-        for each in results:
-            counts.update(each)
-        return counts, next(iter(errors), None)
+        return sum(map(Counter, results), Counter[str]()), next(iter(errors), None)
     finally:
         for id in ids:  # workers that were killed and not restarted left theirs
             try:

@@ -57,16 +57,12 @@ _FORMATS = {
     "attributes": _Format(
         lambda text: parsed(text.cast("binary"))["members"], (t.MapType,), "a JSON object of strings"
     ),
-    "priority": _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number"),
-    "sequence": _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number"),
-    "available_at": _Format(_time, (t.TimestampType,), _WANTED_TIME),
-    "expires_at": _Format(_time, (t.TimestampType,), _WANTED_TIME),
+    **dict.fromkeys(("priority", "sequence"), _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number")),
+    **dict.fromkeys(("available_at", "expires_at"), _Format(_time, (t.TimestampType,), _WANTED_TIME)),
     "at_most_once": _Format(lambda text: text.try_cast("boolean"), (t.BooleanType,), "true or false"),
     "data_base64": _Format(lambda text: f.try_to_binary(text, f.lit("base64")), (), "base64"),
     "data": _Format(lambda text: text.cast("binary"), (t.BinaryType,), "a text"),
-    "task_id": _Format(lambda text: text, (), "a text"),
-    "topic": _Format(lambda text: text, (), "a text"),
-    "ordering_key": _Format(lambda text: text, (), "a text"),
+    **dict.fromkeys(("task_id", "topic", "ordering_key"), _Format(lambda text: text, (), "a text")),
 }
 
 

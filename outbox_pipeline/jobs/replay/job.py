@@ -32,6 +32,7 @@ from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import decoded, read_tasks
+from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.tasks import Pace, Rows, collected, divided, map_rows, placed, totals
 
@@ -71,18 +72,14 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySelection:
-    """A selection of sent tasks. `since` is inclusive, `until` exclusive. An empty field does not narrow it."""
+    """A selection of sent tasks. `since` is inclusive, `until` exclusive. A field of None does not narrow it."""
 
-    archive: str = ""
-    topic: str = ""
+    archive: str | None = None
+    topic: str | None = None
     since: datetime | None = None
     until: datetime | None = None
-    attribute: str = ""
-    where: str = ""
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields, with None for an empty one."""
-        return {name: value or None for name, value in asdict(self).items()}
+    attribute: str | None = None
+    where: str | None = None
 
     @classmethod
     def parsed(cls, text: str) -> "ReplaySelection":
@@ -93,19 +90,11 @@ class ReplaySelection:
 
 
 def run(
-    spark: SparkSession,
-    settings: ReplaySettings,
-    *,
-    dry_run: bool = False,
-    resume: str = "",
-    reason: str | None = None,
+    spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False, resume: str = "", reason: str | None = None
 ) -> Replayed:
     """Replay the selected tasks, or continue the replay with the ID `resume`. The record has the `reason`.
 
-    Raises:
-        SettingError: the selection is empty or invalid, or there is no unfinished replay to resume.
-        NotReached: Spanner does not answer, or the database, a table or a permission is missing.
-        OutboxError: the archive belongs to another database or is damaged.
+    Raises SettingError, NotReached, OutboxError.
     """
     begin = time.monotonic()
     check(settings, dry_run=dry_run, resume=resume, reason=reason)
@@ -119,9 +108,9 @@ def run(
     else:
         id = resume
         if not resume:
-            begun = operations.begin(table, "replay", selection.fields(), Author(reason=reason))
-            id, started_at = begun.id, _plain(begun.started_at)
-        _info(f"Replay {id} of {as_json(selection.fields())}. If it is interrupted, continue it with --resume {id}")
+            begun = operations.begin(table, "replay", asdict(selection), Author(reason=reason))
+            id, started_at = begun.id, begun.started_at
+        _info(f"Replay {id} of {as_json(asdict(selection))}. If it is interrupted, continue it with --resume {id}")
         done = job.replay(started_at)
         done.replay_id = id
         operations.end(table, id, Tasks=done.selected - done.missing)
@@ -153,7 +142,8 @@ def _selection_of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
     since, until = (None if each is None else resolved(each, now) for each in (settings.since, settings.until))
     if since and since >= (end := min(until or now, now)):
         raise SettingError(f"--since {shown(since)} is not before {'--until' if end == until else 'now,'} {shown(end)}")
-    return ReplaySelection(settings.archive, settings.topic, since, until, settings.attribute, settings.where)
+    texts = {name: getattr(settings, name) or None for name in ("archive", "topic", "attribute", "where")}
+    return ReplaySelection(since=since, until=until, **texts)
 
 
 def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
@@ -166,16 +156,11 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
             f"--resume {id}: this replay finished at {shown(found.finished_at)}. Start a new one instead"
         )
     try:
-        return ReplaySelection.parsed(found.selection), _plain(found.started_at)
+        return ReplaySelection.parsed(found.selection), found.started_at
     except (ValueError, TypeError, RecursionError):
         raise SettingError(
             f"--resume {id}: the column Selection of this row is not that of a replay: {found.selection!r}"
         ) from None
-
-
-def _plain(time: datetime) -> datetime:
-    """Return a datetime that can be pickled for the executors, unlike that of the client."""
-    return datetime.fromisoformat(shown(time))
 
 
 def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> None:
@@ -232,9 +217,8 @@ class _Job:
     def _selected(self, started_at: datetime) -> DataFrame:
         """Return the selected tasks, with at least _OF_TABLE or ARCHIVED_COLUMNS, Topic and SentAt."""
         until = min(self.selection.until or started_at, started_at)
-        if self.selection.archive:
-            return self._of_archive(until, started_at)
-        return self._of_table(until, started_at)
+        archive = self.selection.archive
+        return self._of_archive(archive, until, started_at) if archive else self._of_table(until, started_at)
 
     def _of_table(self, until: datetime, started_at: datetime) -> DataFrame:
         given = self.selection
@@ -244,22 +228,19 @@ class _Job:
         at = started_at if started_at > now - self.table.retention() + TIME_TO_READ else now
         columns = (*_OF_TABLE, "Topic", "SentAt", *(("Attributes",) if given.attribute else ()))
         columns = tuple(schemas.TASK.fieldNames()) if given.where else columns
-        tasks = read_tasks(
-            self.spark, self.settings, columns, at,
-            state="sent", topic=given.topic or None, since=given.since, until=until,
-        )  # fmt: skip
-        return self._matching(tasks)
+        wanted = RowFilter("sent", given.topic, given.since, until)
+        return self._matching(read_tasks(self.spark, self.settings, columns, at, wanted))
 
-    def _of_archive(self, until: datetime, started_at: datetime) -> DataFrame:
+    def _of_archive(self, archive: str, until: datetime, started_at: datetime) -> DataFrame:
         given = self.selection
-        tasks = read_archive(self.spark, given.archive, since=given.since, until=until)
+        tasks = read_archive(self.spark, archive, since=given.since, until=until)
         tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
         if given.attribute or given.where:
             tasks = decoded(tasks).withColumn("State", f.lit("sent")).select(*schemas.TASK.fieldNames())
         last = Window.partitionBy("Id").orderBy(f.desc("SentAt"))
         latest = self._matching(tasks).withColumn("_number", f.row_number().over(last)).where("_number = 1")
         # A resumed replay excludes tasks that were replayed, sent and archived before the interruption.
-        resent = read_archive(self.spark, given.archive, since=started_at).select("Id")
+        resent = read_archive(self.spark, archive, since=started_at).select("Id")
         return latest.drop("_number").join(resent, "Id", "left_anti")
 
     def _matching(self, tasks: DataFrame) -> DataFrame:
