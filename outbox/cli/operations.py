@@ -8,8 +8,7 @@ from outbox import admin
 from outbox.cli import flags
 from outbox.cli.output import note, shortened, table
 from outbox.program.settings import one_of
-from outbox.program.terminal import counted, say
-from outbox.program.texts import as_json
+from outbox.program.terminal import as_json, counted, say
 from outbox.program.times import shown
 from outbox.table.ddl import OPERATION_NAMES
 

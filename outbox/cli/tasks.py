@@ -18,8 +18,7 @@ from outbox.cli import errors, flags
 from outbox.cli.output import by_field, note, shortened, table
 from outbox.errors import OutboxError, PositionExpired
 from outbox.program.signals import exit_on
-from outbox.program.terminal import counted, escaped, say, write
-from outbox.program.texts import as_json, cell
+from outbox.program.terminal import as_json, cell, counted, escaped, say, write
 from outbox.program.times import MOMENT, resolved, shown, spoken
 from outbox.table.states import STATES, UNSENT, is_dead
 

@@ -14,8 +14,7 @@ from outbox.cli.status import HEADS, cells, fields
 from outbox.cli.topics import APPLIED_SOON, check_destination, described, open_known
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean
-from outbox.program.terminal import Escaped, counted, escaped, say
-from outbox.program.texts import as_json
+from outbox.program.terminal import Escaped, as_json, counted, escaped, say
 from outbox.program.times import shown
 from outbox.program.values import json_value
 from outbox.table.controls import BOUNDS, problems

@@ -8,8 +8,7 @@ from typing import Any
 from outbox import admin
 from outbox.cli import errors, flags
 from outbox.cli.output import named, note, table
-from outbox.program.terminal import counted, say
-from outbox.program.texts import as_json
+from outbox.program.terminal import as_json, counted, say
 from outbox.program.times import shown, spoken
 
 DESCRIPTION = """\

@@ -13,8 +13,7 @@ from outbox.cli.workers import runs
 from outbox.console.readings import HEADS, OPERATIONS, sparkline
 from outbox.console.roles import Role
 from outbox.console.visits import Visit
-from outbox.program.terminal import counted, listed
-from outbox.program.texts import cell
+from outbox.program.terminal import cell, counted, listed
 from outbox.program.times import spoken
 
 
