@@ -72,7 +72,7 @@ class Table(TaskTable):
         Column `Shard` is that of the table's layout.
         """
         columns = [self.layout.sql(name) for name in columns]
-        with self._errors(), _too_old_errors(at), self._database.snapshot(read_timestamp=at) as snapshot:
+        with self._errors(), _too_old_errors(at), self.database.snapshot(read_timestamp=at) as snapshot:
             yield from snapshot.read(
                 TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
                 request_options={"priority": _LOW, "request_tag": "outbox-pipeline-read"},
@@ -84,7 +84,7 @@ class Table(TaskTable):
         options = {"priority": _LOW, "transaction_tag": tag}
         with self._errors():
             try:
-                with self._database.batch(options, default_retry_delay=ABORTED_DELAY_SECONDS) as batch:
+                with self.database.batch(options, default_retry_delay=ABORTED_DELAY_SECONDS) as batch:
                     batch.insert(TABLE, columns, rows)
             except AlreadyExists:
                 return False

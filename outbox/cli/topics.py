@@ -130,11 +130,11 @@ def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
     table = open_known(options, "Pause")
     code = _change(table, options, "pause", {"Paused": True})
-    project, controls = table.name.split("/")[1], admin.topics.controls(table)
-    paused = {admin.topics.full_name(topic, project) for topic in options.topics}
+    controls = admin.topics.controls(table)
+    paused = {admin.topics.full_name(topic, table.project) for topic in options.topics}
     for topic, control in sorted(controls.items()):
         to = control.PublishTo
-        if to is not None and not control.Paused and admin.topics.full_name(to, project) in paused:
+        if to is not None and not control.Paused and admin.topics.full_name(to, table.project) in paused:
             note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
     return code
 
@@ -189,9 +189,10 @@ def run_resume(options: argparse.Namespace) -> int:
 def check_destination(table: "admin.table.TaskTable", options: argparse.Namespace, topic: str) -> None:
     """Ask Pub/Sub whether the topic exists, unless --force is given. Raises OutboxError if it does not."""
     if not options.force:
+        from outbox.program.pubsub import check_topic  # noqa: PLC0415 - imports the client
+
         settings = PubSubSettings.read(vars(options))
-        unknown = admin.destinations.check(settings, admin.topics.full_name(topic, table.name.split("/")[1]))
-        if unknown:
+        if unknown := check_topic(settings, admin.topics.full_name(topic, table.project)):
             note(unknown)
 
 
@@ -207,8 +208,8 @@ def open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable
 def _open(options: argparse.Namespace) -> "admin.table.TaskTable":
     """Return the table. Print a note if unsent tasks use the other name (ID or full name) of a topic."""
     table = flags.open_table(options)
-    project = table.name.split("/")[1]
-    names = {name: topic for topic in options.topics if (name := _other_name(topic, project)) not in options.topics}
+    others = {_other_name(topic, table.project): topic for topic in options.topics}
+    names = {name: topic for name, topic in others.items() if name not in options.topics}
     for name in sorted(admin.topics.waiting(table, names)):
         note(
             f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "

@@ -43,10 +43,9 @@ def run(options: argparse.Namespace) -> int:
         fields = [_fields(worker) for worker in workers]
         say(as_json({"as_of": now, "workers": fields, "differing": differing, "shards_without_worker": orphans}))
     else:
-        say(f"as of {shown(now)}, {counted(len(workers), 'live worker')}")
-        if workers:
-            say(table(HEADS, [_cells(worker, differing) for worker in workers]))
-        errors.print_circuits(workers, now)
+        listed = [table(HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
+        head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
+        say(head, *listed, *errors.circuit_lines(workers, now))
     problems = _problems(workers, differing, orphans)
     for sentence in problems:
         note(sentence)
