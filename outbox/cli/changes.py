@@ -59,17 +59,18 @@ def add(commands: Any) -> None:
     cancelling = flags.command(commands, "cancel", "delete unsent tasks permanently", CANCEL_DESCRIPTION, run_cancel)
     for parser, name in ((retrying, "retry"), (cancelling, "cancel")):
         flags.add_ids(parser)
-        flags.add_selection(parser, *CHANGED[name])
+        flags.add_state(parser, CHANGED[name], "Only tasks in this state")
+        flags.add_narrowing(parser)
     text = "Delete tasks sent before this time. Allowed: "
     flags.add(purging, "--sent-before", MOMENT, text + MOMENT.allowed, metavar="TIME", required=True)
-    flags.add_topic(purging)
+    flags.add(purging, "--topic", flags.TOPIC, flags.NARROWING["--topic"], metavar="TOPIC")
     asks = (
         "Do not ask for confirmation. The command asks if you pass --state without --topic, or if more than "
         f"{bulk.CONFIRM_ABOVE:,} tasks match."
     )
     skips = f"Skip the confirmation above {bulk.CONFIRM_ABOVE:,} tasks."
     for parser, text in ((retrying, asks), (purging, skips), (cancelling, "Skip the confirmation.")):
-        flags.add_dry_run(parser)
+        parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks.")
         parser.add_argument("--yes", action="store_true", help=text)
     retrying.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
     for parser in (retrying, purging):

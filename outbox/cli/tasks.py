@@ -66,7 +66,8 @@ def add(commands: Any) -> None:
     order.add_argument("--newest", action="store_true", default=None, help=text)
     order.add_argument("--oldest", dest="newest", action="store_false", help="Sort the oldest tasks first.")
     flags.add(listing, "--after", flags.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
-    flags.add_limit(listing, "tasks", 100)
+    text = f"Max tasks: {flags.LIMIT.allowed} (default 100)"
+    flags.add(listing, "--limit", flags.LIMIT, text, metavar="N", default=100)
     listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION, run_show)
     flags.add(showing, "ids", flags.ID, f"Task ID. {flags.PREFIX_HELP}", metavar="ID", nargs=1)
@@ -74,7 +75,7 @@ def add(commands: Any) -> None:
     form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
     form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
     tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION, run_tail)
-    flags.add_topic(tailing)
+    flags.add(tailing, "--topic", flags.TOPIC, flags.NARROWING["--topic"], metavar="TOPIC")
     text = f"Start at this time instead of now. Allowed: {MOMENT.allowed}"
     flags.add(tailing, "--since", MOMENT, text, metavar="TIME")
     tailing.add_argument("--json", action="store_true", help="Print one JSON object per line.")
