@@ -51,6 +51,8 @@ people can run it at once.
 
 #: Bytes of a message's data that `show` prints. `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
+#: The columns that `tail --json` prints.
+SENT_FIELDS = ("Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "SentAt", "Bytes")
 #: The tokens of a JSON text: texts, empty objects and arrays, punctuation, and other values.
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
@@ -266,12 +268,7 @@ def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) ->
 
 def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:
     if options.json:
-        return as_json(
-            {
-                "id": row["Id"], "topic": row["Topic"], "priority": row["Priority"], "ordering_key": row["OrderingKey"],
-                "created_at": row["CreatedAt"], "sent_at": row["SentAt"], "bytes": row["Bytes"],
-            }
-        )  # fmt: skip
+        return as_json(by_field({name: row[name] for name in SENT_FIELDS}))
     after = (row["SentAt"] - row["CreatedAt"]).total_seconds()
     key = f", key {row['OrderingKey']}" if row["OrderingKey"] else ""
     return (

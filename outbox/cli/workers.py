@@ -56,16 +56,16 @@ def _problems(
     workers: "Sequence[admin.workers.Worker]", differing: Mapping[str, list[str]], orphans: list[int] | None
 ) -> list[str]:
     """Return a sentence for each setting that differs, for workers without Info, and for shards without a worker."""
-    found = [f"{name} differs between live workers: {', '.join(values)}" for name, values in _settings(differing)]
+    found = [
+        f"--{name.replace('_', '-')} differs between live workers: {', '.join(values)}"
+        for name, values in differing.items()
+        if name != "version"
+    ]
     if silent := [worker.id for worker in workers if not worker.info]:
         found.append(f"{named(silent)}: an older version, so its shards and settings are unknown")
     if orphans:
         found.append(f"no live worker polls shards {runs(orphans)}")
     return found
-
-
-def _settings(differing: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
-    return [(f"--{name.replace('_', '-')}", values) for name, values in differing.items() if name != "version"]
 
 
 def _cells(worker: "admin.workers.Worker", differing: Mapping[str, list[str]]) -> list[object]:

@@ -8,9 +8,8 @@ from starlette.responses import Response
 
 from outbox import admin
 from outbox.cli.topics import LIMITS, POLICY, TOPIC_NAME, Value, described
-from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit
+from outbox.console.visits import Refused, Route, Visit, render
 from outbox.program.times import MOMENT, shown
 
 #: A worker reads the topic controls at least this often.
