@@ -71,7 +71,7 @@ class Table(TaskTable):
         Column `Shard` is that of the table's layout.
         """
         columns = [self.layout.sql(name) for name in columns]
-        with self._errors(), self._database.snapshot(read_timestamp=at) as snapshot:
+        with self._errors(), self.database.snapshot(read_timestamp=at) as snapshot:
             try:
                 yield from snapshot.read(
                     TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
@@ -88,7 +88,7 @@ class Table(TaskTable):
         options = {"priority": _LOW, "transaction_tag": tag}
         with self._errors():
             try:
-                with self._database.batch(options, default_retry_delay=ABORTED_DELAY_SECONDS) as batch:
+                with self.database.batch(options, default_retry_delay=ABORTED_DELAY_SECONDS) as batch:
                     batch.insert(TABLE, columns, rows)
             except AlreadyExists:
                 return False

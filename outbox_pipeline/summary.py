@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from outbox.program.terminal import Escaped
-from outbox.program.texts import as_json, cell
+from outbox.program.terminal import Escaped, as_json, cell
 from outbox.program.times import spoken
 from publishworker.telemetry.metrics import PIPELINE_DURATION, PIPELINE_ROWS, PIPELINE_RUNS, Metrics
 

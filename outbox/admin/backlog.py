@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotFound
 
@@ -18,6 +18,8 @@ from outbox.table.statements import CONTROLS
 from outbox.table.states import UNSENT
 
 T = TypeVar("T")
+#: The ready tasks of a shard and topic up to a priority.
+Range: TypeAlias = tuple[int, str, int]
 
 #: A count stops at this many tasks of a shard and topic: with ten shards, at 100,000 tasks of a topic.
 COUNT_LIMIT = 10_000
@@ -143,11 +145,10 @@ class BacklogCounter:
             if number >= self._limit:
                 self._incomplete[topic] |= {(name, _HIGHEST) for name in names}
 
-    def add_ready(self, rows: Iterable[Sequence[Any]]) -> dict[tuple[int, str], int]:
-        """Add rows of ready tasks, highest priorities first.
+    def add_ready(self, rows: Iterable[Sequence[Any]]) -> list[Range]:
+        """Add rows of ready tasks, highest priorities first, and return the ranges that have more tasks.
 
-        Return the ranges with more tasks, each with the max priority of its next query. A query that stops at the limit
-        leaves the count of its lowest priority incomplete.
+        A query that stops at the limit leaves the count of its lowest priority incomplete.
         """
         totals: dict[tuple[int, str], int] = defaultdict(int)
         lowest: dict[tuple[int, str], int] = {}
@@ -155,14 +156,14 @@ class BacklogCounter:
             self._add(topic, priority, state, number, *row)
             totals[shard, topic] += number
             lowest[shard, topic] = min(priority, lowest.get((shard, topic), priority))
-        stopped = {range_: lowest[range_] for range_, number in totals.items() if number >= self._limit}
-        for (_, topic), priority in stopped.items():
+        stopped = [(*place, lowest[place]) for place, number in totals.items() if number >= self._limit]
+        for _, topic, priority in stopped:
             self._lines[topic, priority].at_least.add("pending")
-        return {range_: priority - 1 for range_, priority in stopped.items() if priority > _LOWEST}
+        return [(shard, topic, priority - 1) for shard, topic, priority in stopped if priority > _LOWEST]
 
-    def mark_incomplete(self, max_priorities: Mapping[tuple[int, str], int]) -> None:
-        """Note, for each range, the priority from which on downwards the count of ready tasks is incomplete."""
-        for (_, topic), priority in max_priorities.items():
+    def mark_incomplete(self, ranges: Iterable[Range]) -> None:
+        """Note that the ready tasks of these ranges are not counted."""
+        for _, topic, priority in ranges:
             self._incomplete[topic] |= {("pending", priority), (_REGISTERED, priority)}
 
     def with_pending(self) -> list[tuple[str, int]]:
@@ -235,7 +236,7 @@ def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
     counter = BacklogCounter(1)  # the first ready task of each priority is its oldest
     if left := _add_ready(counter, ask, product(table.shards, topics), 1):
         limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // len(left)))
-        for rows in _ready(ask, _triples(left), limit):
+        for rows in _ready(ask, left, limit):
             counter.add(rows, "pending")
     due = ask(statements.COUNT_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)
     counter.add(due, "pending")
@@ -245,29 +246,22 @@ def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
 
 def _add_ready(
     counter: BacklogCounter, ask: Callable[..., list[list[Any]]], ranges: Iterable[tuple[int, str]], limit: int
-) -> dict[tuple[int, str], int]:
-    """Add the ready tasks of all shards and topics. Return the ranges that are left, with their max priorities."""
-    left = dict.fromkeys(ranges, _HIGHEST)
+) -> list[Range]:
+    """Add the ready tasks of all shards and topics. Return the ranges that are left."""
+    left = [(*place, _HIGHEST) for place in ranges]
     for _ in range(MAX_QUERIES):
-        ranges_left: dict[tuple[int, str], int] = {}
-        for rows in _ready(ask, _triples(left), limit):
-            ranges_left |= counter.add_ready(rows)
-        left = ranges_left
+        left = [each for rows in _ready(ask, left, limit) for each in counter.add_ready(rows)]
     return left
-
-
-def _triples(max_priorities: Mapping[tuple[int, str], int]) -> list[tuple[int, str, int]]:
-    return [(shard, topic, priority) for (shard, topic), priority in max_priorities.items()]
 
 
 def _ready(
     ask: Callable[..., list[list[Any]]],
-    ranges: Iterable[tuple[int, str, int]],
+    ranges: Iterable[Range],
     limit: int,
     statement: str = statements.COUNT_READY,
     **more: Any,
 ) -> Iterator[list[list[Any]]]:
-    """Yield the rows of ready tasks in these ranges of a shard, topic and priority, request by request."""
+    """Yield the rows of ready tasks in these ranges, request by request."""
     for chunk in chunked(ranges, MAX_RANGES):
         shards, topics, priorities = (list(each) for each in zip(*chunk, strict=True))
         yield ask(statement, range_shards=shards, range_topics=topics, max_priorities=priorities, limit=limit, **more)

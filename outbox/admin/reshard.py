@@ -131,12 +131,11 @@ class Resharding:
 
     def __init__(self, table: TaskTable, author: Author = UNNAMED) -> None:
         self._table, self._author = table, author
-        self._database: Any = table.database  # its methods carry no types
 
     def snapshot(self) -> Snapshot:
         """Return the layouts and the workers as they are now."""
         workers = self._table.query(WORKERS, _TAG)
-        return Snapshot(schema.layouts(self._database), self._recorded(), _polled_by(workers))
+        return Snapshot(schema.layouts(self._table.database), self._recorded(), _polled_by(workers))
 
     def target(self, shards: int) -> Layout:
         """Return the layout with this number of shards: an existing one, or a new one.
@@ -208,7 +207,7 @@ class Resharding:
             case "build":
                 self._build(target)
             case "drop":
-                found = schema.layouts(self._database)
+                found = schema.layouts(self._table.database)
                 if step.layout in found:  # otherwise another run has dropped it meanwhile
                     self._update(ddl.dropped_layout(step.layout, found[step.layout]))
             case "forget":
@@ -225,7 +224,7 @@ class Resharding:
                 return  # a worker has started meanwhile; the next step waits for it
         rows = [(step.layout.column, step.layout.shards, step.state)]
         if step.kind == "begin":
-            found = schema.layouts(self._database)
+            found = schema.layouts(self._table.database)
             rows += [(each.column, each.shards, POLLED) for each in found if each != target]
         transaction.insert_or_update(_TABLE, _COLUMNS, rows)
 
@@ -255,7 +254,7 @@ class Resharding:
 
     def _build(self, target: Layout) -> None:
         """Create what is missing. A schema update that an earlier run began continues on the server."""
-        found = schema.layouts(self._database)
+        found = schema.layouts(self._table.database)
         column, *indexes = ddl.added_layout(target)
         missing = [each for each in indexes if each.split()[2] not in found.get(target, {})]
         if target not in found:
@@ -267,7 +266,7 @@ class Resharding:
 
     def _update(self, statements: list[str]) -> None:
         with schema.service_errors(self._table.name):
-            self._database.update_ddl(statements).result()
+            self._table.database.update_ddl(statements).result()
 
     def _recorded(self) -> dict[Layout, str]:
         rows = self._table.query(statements.RECORDED_SHARDS, _TAG)

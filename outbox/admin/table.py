@@ -66,17 +66,19 @@ class TaskTable:
     """Queries and transactions on the outbox's tables, which must exist. Every method raises NotReached or OutboxError.
 
     When the layout is dropped, the method that notices it raises LayoutChanged, and the next one reads another layout.
-    With a `tag`, all queries have this one, so that Spanner's statistics show what their sender costs.
+    With a `tag`, all queries have this one, so that Spanner's statistics show what their sender costs. `name` is the
+    full name of the database.
     """
 
     def __init__(self, database: Database, tag: str | None = None) -> None:
-        self._database: Any = database  # its methods carry no types
+        self.database: Any = database  # its methods carry no types
+        self.name = str(database.name)
         self._tag = tag
         self.read_layout()
 
     def read_layout(self) -> None:
         """Read the layout again, because the number of shards may have changed."""
-        self.layout: Layout = schema.layout(self._database, request_options=SCHEMA_OPTIONS)
+        self.layout: Layout = schema.layout(self.database, request_options=SCHEMA_OPTIONS)
 
     @property
     def shards(self) -> Sequence[int]:
@@ -84,15 +86,9 @@ class TaskTable:
         return range(self.layout.shards)
 
     @property
-    def database(self) -> Database:
-        """Return the database of the table."""
-        database: Database = self._database
-        return database
-
-    @property
-    def name(self) -> str:
-        """Return the full name of the database."""
-        return str(self._database.name)
+    def project(self) -> str:
+        """Return the project of the database."""
+        return self.name.split("/")[1]
 
     @property
     def principal(self) -> str:
@@ -100,7 +96,7 @@ class TaskTable:
 
         Return `USER on HOST` if the credentials name no account, as is usual for gcloud user credentials.
         """
-        credentials = self._database._instance._client.credentials  # noqa: SLF001 - the client of a database
+        credentials = self.database._instance._client.credentials  # noqa: SLF001 - the client of a database
         names = (getattr(credentials, name, None) for name in ("service_account_email", "signer_email", "account"))
         # A VM's account is called `default` until its first token arrives.
         account = next((name for name in names if name and name != "default"), None)
@@ -122,14 +118,14 @@ class TaskTable:
         seconds: float = QUERY_SECONDS,
     ) -> list[list[Any]]:
         """Return the rows of one statement, read at the time `at`, or now. Takes no locks."""
-        with self._errors(), self._database.snapshot(read_timestamp=at) as snapshot:
+        with self._errors(), self.database.snapshot(read_timestamp=at) as snapshot:
             return list(_result(snapshot, self.layout.sql(statement), parameters or {}, self._tag or tag, seconds))
 
     def strong_query(
         self, statement: str, tag: str, parameters: Mapping[str, Any], *, seconds: float = SCAN_SECONDS
     ) -> tuple[list[list[Any]], datetime]:
         """Return the rows of one statement, and the timestamp of the read. It sees the commits until then."""
-        with self._errors(), self._database.snapshot() as snapshot:
+        with self._errors(), self.database.snapshot() as snapshot:
             result = _result(snapshot, self.layout.sql(statement), parameters, tag, seconds)
             return list(result), result.metadata.transaction.read_timestamp
 
@@ -137,7 +133,7 @@ class TaskTable:
         self, table: str, columns: Sequence[str], keys: Any, tag: str, *, seconds: float = QUERY_SECONDS
     ) -> list[list[Any]]:
         """Return the rows of `keys`, read now. Takes no locks."""
-        with self._errors(), self._database.snapshot() as snapshot:
+        with self._errors(), self.database.snapshot() as snapshot:
             return list(snapshot.read(table, columns, keys, **_request(tag, seconds)))
 
     def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
@@ -166,7 +162,7 @@ class TaskTable:
         """
         with self._errors():
             return transact(
-                self._database,
+                self.database,
                 lambda transaction: work(Transaction(transaction, tag, self.layout)),
                 timeout_secs=ABORTED_SECONDS,
                 default_retry_delay=ABORTED_DELAY_SECONDS,
@@ -186,14 +182,14 @@ class TaskTable:
             if isinstance(error, NotReached | SchemaDiffers) and not isinstance(error.__cause__, NotFound):
                 raise
             former = self.layout
-            usable = schema.complete(schema.layouts(self._database, request_options=SCHEMA_OPTIONS))
+            usable = schema.complete(schema.layouts(self.database, request_options=SCHEMA_OPTIONS))
             if usable and former not in usable:
                 self.layout = usable[0]
                 raise LayoutChanged(
                     f"{self.name}: column {former.column} is gone, because the number of shards was changed. "
                     "Run the command again."
                 ) from error
-            if wrong := schema.problems(self._database, self.layout, relay_only=False, request_options=SCHEMA_OPTIONS):
+            if wrong := schema.problems(self.database, self.layout, relay_only=False, request_options=SCHEMA_OPTIONS):
                 raise NotReached(f"{self.name}: {'; '.join(wrong)}. See `outbox schema apply`.") from error
             raise
 
@@ -203,7 +199,8 @@ class Transaction:
 
     def __init__(self, transaction: Any, tag: str, layout: Layout) -> None:
         self._transaction, self._tag, self._layout = transaction, tag, layout
-        self.insert_or_update, self.delete = transaction.insert_or_update, transaction.delete
+        self.insert, self.insert_or_update = transaction.insert, transaction.insert_or_update
+        self.delete = transaction.delete
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
         """Return all rows of one statement."""
@@ -217,8 +214,3 @@ class Transaction:
         """Buffer an update of `rows`. Do nothing if there are none, because Spanner rejects an empty update."""
         if rows:
             self._transaction.update(table, columns, rows)
-
-    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Buffer new rows. Do nothing if there are none."""
-        if rows:
-            self._transaction.insert(table, columns, rows)

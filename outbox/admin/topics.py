@@ -147,14 +147,13 @@ def _check(table: TaskTable, before: Mapping[str, Control], after: Mapping[str, 
         if found and not problems(dataclasses.asdict(before.get(topic, Control()))):
             texts = "; ".join(f"{column} {text}" for column, text in found.items())
             raise OutboxError(f"topic {topic}: {texts}. Nothing was changed")
-    project = table.name.split("/")[1]
     routes = {
-        full_name(topic, project): full_name(control.PublishTo, project)
+        full_name(topic, table.project): full_name(control.PublishTo, table.project)
         for topic, control in {**before, **after}.items()
         if control.PublishTo is not None
     }
     changed = {
-        full_name(topic, project)
+        full_name(topic, table.project)
         for topic, control in after.items()
         if control.PublishTo not in (None, before.get(topic, Control()).PublishTo)
     }

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from outbox import admin
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
+from outbox.program.signals import handled
 from outbox.program.terminal import counted, say
 
 #: The commands ask for confirmation above this number of tasks.
@@ -93,20 +94,12 @@ def carry_out(outcomes: "Iterator[admin.changes.Outcome]", continue_command: str
 def _stop_on_signals() -> Iterator[list[int]]:
     """Yield a list to which the first SIGINT or SIGTERM is appended. A second one has its usual effect."""
     received: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
     def stop(number: int, _frame: object) -> None:
         received.append(number)
-        restore()
+        handling.close()
         os.write(sys.stderr.fileno(), b"\noutbox: stopping after the current transaction; repeat to stop at once\n")
 
-    for number in before:
-        signal.signal(number, stop)
-    try:
+    with contextlib.ExitStack() as handling:
+        handling.enter_context(handled((signal.SIGINT, signal.SIGTERM), stop))
         yield received
-    finally:
-        restore()

@@ -14,7 +14,7 @@ from outbox.program import logs
 from outbox.program.settings import one_of
 from outbox.program.terminal import counted, say
 from outbox.program.times import MOMENT, resolved, shown
-from outbox.table.states import CHANGED, MARKS_FINAL_AFTER, UNSENT
+from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
 
 RETRY_DESCRIPTION = """\
 Make tasks due now. Dead and retrying tasks get all their attempts again. Sent tasks are
@@ -55,28 +55,24 @@ OUTSIDE = "excluded by --state, --topic, --since, --until or --error (the state 
 def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
     retrying = flags.command(commands, "retry", "send tasks again, or retry dead tasks", RETRY_DESCRIPTION, run_retry)
-    flags.add_ids(retrying)
-    flags.add_selection(retrying, *CHANGED["retry"])
-    flags.add_dry_run(retrying)
-    retrying.add_argument(
-        "--yes", action="store_true",
-        help="Do not ask for confirmation. The command asks if you pass --state without --topic, or if more than "
-        f"{bulk.CONFIRM_ABOVE:,} tasks match.",
-    )  # fmt: skip
-    retrying.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
     purging = flags.command(commands, "purge", "delete sent tasks", PURGE_DESCRIPTION, run_purge)
+    cancelling = flags.command(commands, "cancel", "delete unsent tasks permanently", CANCEL_DESCRIPTION, run_cancel)
+    for parser, name in ((retrying, "retry"), (cancelling, "cancel")):
+        flags.add_ids(parser)
+        flags.add_state(parser, CHANGED[name], "Only tasks in this state")
+        flags.add_narrowing(parser)
     text = "Delete tasks sent before this time. Allowed: "
     flags.add(purging, "--sent-before", MOMENT, text + MOMENT.allowed, metavar="TIME", required=True)
-    flags.add_topic(purging)
-    flags.add_dry_run(purging)
-    purging.add_argument(
-        "--yes", action="store_true", help=f"Skip the confirmation above {bulk.CONFIRM_ABOVE:,} tasks."
+    flags.add(purging, "--topic", flags.TOPIC, flags.NARROWING["--topic"], metavar="TOPIC")
+    asks = (
+        "Do not ask for confirmation. The command asks if you pass --state without --topic, or if more than "
+        f"{bulk.CONFIRM_ABOVE:,} tasks match."
     )
-    cancelling = flags.command(commands, "cancel", "delete unsent tasks permanently", CANCEL_DESCRIPTION, run_cancel)
-    flags.add_ids(cancelling)
-    flags.add_selection(cancelling, *UNSENT)
-    flags.add_dry_run(cancelling)
-    cancelling.add_argument("--yes", action="store_true", help="Skip the confirmation.")
+    skips = f"Skip the confirmation above {bulk.CONFIRM_ABOVE:,} tasks."
+    for parser, text in ((retrying, asks), (purging, skips), (cancelling, "Skip the confirmation.")):
+        parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks.")
+        parser.add_argument("--yes", action="store_true", help=text)
+    retrying.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
     for parser in (retrying, purging):
         flags.add_reason(parser)
     flags.add_reason(cancelling, ", and for the log. Required with --state")
@@ -84,9 +80,7 @@ def add(commands: Any) -> None:
 
 def run_retry(options: argparse.Namespace) -> int:
     """Change tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
-    ids = flags.ids(options)
-    if ids is None and options.state is None:
-        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*CHANGED['retry']).allowed}")
+    ids = _ids(options)
     table = flags.open_table(options)
     ids = ids and flags.full_ids(table, options, ids)
     now = table.now()
@@ -99,21 +93,20 @@ def run_retry(options: argparse.Namespace) -> int:
     count = admin.changes.count(table, selection, exact=options.dry_run, at=now)
     if options.dry_run:
         say(f"{count} would become due now")
-        if not options.include_expired and options.state != "sent":
-            _note_expired(table, selection, count, now)
+        if "unexpired" in selection.names:
+            everything = dataclasses.replace(selection, include_expired=True)
+            if expired := admin.changes.count(table, everything, exact=True, at=now).number - count.number:
+                more = "Pass --include-expired to send expired tasks, too"
+                note(f"{counted(expired, 'expired task')} not counted. {more}")
         if not count.number and ids is None:
             flags.explain_none(table, selection, options)
         return 0
     all_topics = ids is None and options.topic is None and count.number > 0
     if all_topics and not options.yes:
-        note("tasks by topic and reason:")
-        say(errors.text(errors.of_selection(table, selection)), stream=sys.stderr)
+        errors.print_selected(table, selection)
     if all_topics or count.number > bulk.CONFIRM_ABOVE:
         bulk.confirm(f"{count} will become due now.", yes=options.yes)
-    since = {} if selection.since is None else {"since": shown(selection.since)}
-    continue_command = flags.continue_command(options, **since, until=shown(until))
-    report = bulk.carry_out(admin.changes.change(table, "retry", selection, flags.author(options)), continue_command)
-    say(f"due now: {counted(report.changed, 'task')}")
+    report = _carry_out(table, options, selection, since=selection.since, until=until)
     if ids:
         # With --include-expired, an expired task that was not changed does not match the selection.
         ignored = {"expired"} if options.include_expired else set()
@@ -124,17 +117,6 @@ def run_retry(options: argparse.Namespace) -> int:
     if not report.changed:
         flags.explain_none(table, selection, options)
     return 0
-
-
-def _note_expired(
-    table: "admin.table.TaskTable",
-    selection: "admin.changes.TaskSelection",
-    count: "admin.changes.Count",
-    at: datetime,
-) -> None:
-    everything = dataclasses.replace(selection, include_expired=True)
-    if expired := admin.changes.count(table, everything, exact=True, at=at).number - count.number:
-        note(f"{counted(expired, 'expired task')} not counted. Pass --include-expired to send expired tasks, too")
 
 
 def run_purge(options: argparse.Namespace) -> int:
@@ -154,17 +136,13 @@ def run_purge(options: argparse.Namespace) -> int:
         return 0
     if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
         bulk.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
-    continue_command = flags.continue_command(options, sent_before=shown(before))
-    report = bulk.carry_out(admin.changes.change(table, "purge", selection, flags.author(options)), continue_command)
-    say(f"deleted: {counted(report.changed, 'task')}")
+    _carry_out(table, options, selection, sent_before=before)
     return 0
 
 
 def run_cancel(options: argparse.Namespace) -> int:
     """Delete unsent tasks; return 0, or 1 if an ID does not match. Raises SettingError, NotReached, OutboxError."""
-    ids = flags.ids(options)
-    if ids is None and options.state is None:
-        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {one_of(*UNSENT).allowed}")
+    ids = _ids(options)
     if ids is None and options.reason is None and not options.dry_run:
         raise SettingError("--reason is missing. It is required with --state")
     table = flags.open_table(options)
@@ -184,14 +162,33 @@ def run_cancel(options: argparse.Namespace) -> int:
             flags.explain_none(table, selection, options)
         return 0
     if ids is None and options.topic is None and not options.yes:
-        note("tasks by topic and reason:")
-        say(errors.text(errors.of_selection(table, selection)), stream=sys.stderr)
+        errors.print_selected(table, selection)
     bulk.confirm(f"{count} ({selection.state}) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
-    times = {name: shown(time) for name, time in (("since", selection.since), ("until", until)) if time is not None}
-    outcomes = admin.changes.change(table, "cancel", selection, flags.author(options))
-    report = bulk.carry_out(outcomes, flags.continue_command(options, **times))
-    say(f"deleted: {counted(report.changed, 'task')}")
+    report = _carry_out(table, options, selection, since=selection.since, until=until)
     if ids is None:
         report.missing.clear()  # another operator has cancelled them meanwhile
     return report.explain({}, "because the state is {state}")
+
+
+def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
+    """Return the given task IDs, or None if --state selects the tasks. Raises SettingError, OutboxError."""
+    ids = flags.ids(options)
+    if ids is None and options.state is None:
+        states = one_of(*CHANGED[options.command]).allowed
+        raise SettingError(f"no tasks given. Pass IDs, --ids-file, or --state with {states}")
+    return ids
+
+
+def _carry_out(
+    table: "admin.table.TaskTable",
+    options: argparse.Namespace,
+    selection: "admin.changes.TaskSelection",
+    **times: datetime | None,
+) -> bulk.Report:
+    """Change the tasks and print their number. `times` are flags of the command that continues."""
+    given = {flag: shown(time) for flag, time in times.items() if time}
+    outcomes = admin.changes.change(table, options.command, selection, flags.author(options))
+    report = bulk.carry_out(outcomes, flags.continue_command(options, **given))
+    say(f"{'due now' if options.command == 'retry' else 'deleted'}: {counted(report.changed, 'task')}")
+    return report

@@ -20,6 +20,7 @@ from outbox.program.settings import (
     Settings,
     SettingType,
     host_and_port,
+    is_loopback,
     matching,
     one_of,
     setting,
@@ -49,13 +50,12 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(host_and_port(each.strip())[0].lower() for each in text.split(","))
 
 
-def _networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
-    return tuple(ipaddress.ip_network(each.strip()) for each in text.split(",") if each.strip())
-
-
 ADDRESS = SettingType(_address, "HOST:PORT or [IPV6]:PORT; port 0 selects a free port")
 HOSTS = SettingType(_names, "host names, separated by commas")
-NETWORKS = SettingType(_networks, "addresses or networks such as 10.0.0.0/8, separated by commas")
+NETWORKS = SettingType(
+    lambda text: tuple(ipaddress.ip_network(each.strip()) for each in text.split(",") if each.strip()),
+    "addresses or networks such as 10.0.0.0/8, separated by commas",
+)
 HEADER = matching("[A-Za-z0-9-]*", "a name of a header, or nothing")
 TEXT = matching(r"[^\s]*", "text without spaces")
 
@@ -86,7 +86,7 @@ class ConsoleSettings(Settings):
     production: str = setting("", TEXT, "The header is red if the database's full name contains this text.")
 
     def __post_init__(self) -> None:
-        if self.identity == "local" and not _is_loopback(self.bind[0]):
+        if self.identity == "local" and not is_loopback(self.bind[0]):
             raise SettingError(
                 f"--bind {self.bind[0]} can be reached from other machines, so everyone there would be trusted. Pass "
                 "--identity iap or --identity header, or bind to 127.0.0.1"
@@ -97,13 +97,6 @@ class ConsoleSettings(Settings):
             raise SettingError("--identity header needs --identity-header and --trusted-proxy")
         if self.identity != "local" and (self.allow_actions or self.show_data) and not self.roles:
             raise SettingError(f"--allow-actions and --show-data need --roles with --identity {self.identity}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def add(commands: Any) -> None:

@@ -12,7 +12,7 @@ from outbox.cli import flags
 from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import PREFIX, DatabaseSettings, Settings, matching, setting, whole_number
-from outbox.program.terminal import Escaped, joined, say
+from outbox.program.terminal import say
 from outbox.program.values import TOPIC_ID
 from outbox.table.ddl import cut
 
@@ -33,9 +33,10 @@ subscription to the topic before it. Databases, topics and subscriptions that ex
     outbox emulators
     outbox emulators --create my-project/main/shop --topic orders --subscription billing"""
 
-WHY_NOT_MULTIPLEXED = """\
-# Emulators before 1.5.38 treat a multiplexed session as a regular one, so the transactions of two threads
-# close each other (404 Transaction not found). The Spanner client then needs this:"""
+WHY_NOT_MULTIPLEXED = (
+    "# Emulators before 1.5.38 treat a multiplexed session as a regular one, so the transactions of two threads",
+    "# close each other (404 Transaction not found). The Spanner client then needs this:",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
                 note(f"database {options.create} with the outbox's tables{others}: ready")
                 names = ("project", "instance", "database")
                 variables = {PREFIX + name.upper(): getattr(place, name) for name in names} | variables
-            say(_exports(variables))
+            *exports, last = (f"export {name}={value}" for name, value in variables.items())
+            say(*exports, *WHY_NOT_MULTIPLEXED, last)
             if not emulators.children:
                 note("nothing to start: both variables are set, and both emulators respond")
                 return 0
@@ -114,8 +116,3 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
         dict(zip(("project", "instance", "database"), options.create.split("/"), strict=True))
     )
     return place, cut(flags.read_text(options.ddl_file, "--ddl-file: ") if options.ddl_file else "")
-
-
-def _exports(environment: dict[str, str]) -> Escaped:
-    lines = [f"export {name}={value}" for name, value in environment.items()]
-    return joined(*lines[:-1], *WHY_NOT_MULTIPLEXED.split("\n"), lines[-1])

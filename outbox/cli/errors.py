@@ -1,12 +1,13 @@
 """Why tasks are not published: their errors, counted, and the circuits that are not closed in a live worker."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 from outbox import admin
-from outbox.cli.output import shortened, table
+from outbox.cli.output import note, shortened, table
 from outbox.program.terminal import Escaped, joined, say
 from outbox.program.times import spoken
 from outbox.table.states import UNSENT
@@ -18,14 +19,13 @@ FAILING = ("dead", "retrying")
 CIRCUITS = ("CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT PROBE", "ERROR")
 
 
-def of_selection(
-    database: "admin.table.TaskTable", selection: "admin.changes.TaskSelection"
-) -> "list[admin.tasks.ErrorCount]":
-    """Count the first tasks of a selection by topic, state and LastError. Raises NotReached, OutboxError."""
+def print_selected(database: "admin.table.TaskTable", selection: "admin.changes.TaskSelection") -> None:
+    """Print the first tasks of a selection, counted by topic, state and LastError, on stderr."""
     states = [selection.state] if selection.state else UNSENT
     limit = admin.tasks.ERRORS_READ
     tasks = admin.tasks.find(database, states, selection, limit=limit).tasks
-    return admin.tasks.count_errors(tasks, at_least=len(tasks) == limit)
+    note("tasks by topic and reason:")
+    say(text(admin.tasks.count_errors(tasks, at_least=len(tasks) == limit)), stream=sys.stderr)
 
 
 def text(counts: "Sequence[admin.tasks.ErrorCount]") -> Escaped:
@@ -54,9 +54,3 @@ def circuit_lines(workers: "Sequence[admin.workers.Worker]", now: datetime) -> l
     left_out = int(sum(worker.number("circuits_left_out") for worker in workers))
     more = [f"... and {left_out:,} more, which did not fit into the heartbeats"] if left_out else []
     return ["", table(CIRCUITS, rows), *more] if rows else more
-
-
-def print_circuits(workers: "Sequence[admin.workers.Worker]", now: datetime) -> None:
-    """Print the table, if a circuit is not closed."""
-    if found := circuit_lines(workers, now):
-        say(*found)

@@ -104,17 +104,6 @@ def add(parser: argparse._ActionsContainer, name: str, kind: SettingType, text: 
     parser.add_argument(name, type=argparse_type(source, kind), help=f"{text}.", **more)
 
 
-def add_topic(parser: argparse.ArgumentParser) -> None:
-    """Add `--topic`."""
-    add(parser, "--topic", TOPIC, NARROWING["--topic"], metavar="TOPIC")
-
-
-def add_limit(parser: argparse.ArgumentParser, what: str, default: int) -> None:
-    """Add `--limit` for the number of printed lines."""
-    text = f"Max {what}: {LIMIT.allowed} (default {default})"
-    add(parser, "--limit", LIMIT, text, metavar="N", default=default)
-
-
 def add_reason(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add `--reason`."""
     add(parser, "--reason", TEXT, f"Why, for the record of operations{more}", metavar="TEXT")
@@ -125,17 +114,6 @@ def author(options: argparse.Namespace) -> "admin.operations.Author":
     return admin.operations.Author(reason=options.reason)
 
 
-def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Add `--dry-run`."""
-    parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks.")
-
-
-def add_selection(parser: argparse.ArgumentParser, *states: str) -> None:
-    """Add `--state` with `states`, and the flags that narrow the selection."""
-    add_state(parser, states, "Only tasks in this state")
-    add_narrowing(parser)
-
-
 def add_state(parser: argparse.ArgumentParser, states: Sequence[str], text: str, **more: Any) -> None:
     """Add `--state` with `states`."""
     kind = one_of(*states)
@@ -144,7 +122,7 @@ def add_state(parser: argparse.ArgumentParser, states: Sequence[str], text: str,
 
 def add_narrowing(parser: argparse.ArgumentParser) -> None:
     """Add the flags that narrow a selection of tasks."""
-    add_topic(parser)
+    add(parser, "--topic", TOPIC, NARROWING["--topic"], metavar="TOPIC")
     for flag in ("--since", "--until"):
         add(parser, flag, MOMENT, f"{NARROWING[flag]}. Allowed: {MOMENT.allowed}", metavar="TIME")
     add(parser, "--error", TEXT, NARROWING["--error"], metavar="TEXT")

@@ -8,8 +8,7 @@ from outbox import admin
 from outbox.cli import flags
 from outbox.cli.output import note, shortened, table
 from outbox.program.settings import one_of
-from outbox.program.terminal import counted, say
-from outbox.program.texts import as_json
+from outbox.program.terminal import as_json, counted, say
 from outbox.program.times import shown
 from outbox.table.ddl import OPERATION_NAMES
 
@@ -36,7 +35,8 @@ def add(commands: Any) -> None:
     flags.add(parser, "--topic", flags.TOPIC, "Only operations whose selection names this topic", metavar="TOPIC")
     text = "Only operations by an account that contains this text, ignoring case"
     flags.add(parser, "--principal", flags.TEXT, text, metavar="TEXT")
-    flags.add_limit(parser, "operations", 20)
+    text = f"Max operations: {flags.LIMIT.allowed} (default 20)"
+    flags.add(parser, "--limit", flags.LIMIT, text, metavar="N", default=20)
     parser.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
 
 

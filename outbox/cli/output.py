@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from outbox.program.settings import Settings, one_of, setting
-from outbox.program.terminal import Escaped, complain, escaped, listed
-from outbox.program.texts import cell
+from outbox.program.terminal import Escaped, cell, complain, escaped, listed
 
 #: Max names that a message lists, and max characters of a text in a table.
 NAMES, CHARACTERS = 10, 80

@@ -13,8 +13,7 @@ from outbox.cli.output import note, table
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import whole_number
 from outbox.program.signals import exit_on
-from outbox.program.terminal import Escaped, counted, joined, say
-from outbox.program.texts import as_json, cell
+from outbox.program.terminal import Escaped, as_json, cell, counted, joined, say
 from outbox.program.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\

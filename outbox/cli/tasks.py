@@ -18,8 +18,7 @@ from outbox.cli import errors, flags
 from outbox.cli.output import by_field, note, shortened, table
 from outbox.errors import OutboxError, PositionExpired
 from outbox.program.signals import exit_on
-from outbox.program.terminal import counted, escaped, say, write
-from outbox.program.texts import as_json, cell
+from outbox.program.terminal import as_json, cell, counted, escaped, say, write
 from outbox.program.times import MOMENT, resolved, shown, spoken
 from outbox.table.states import STATES, UNSENT, is_dead
 
@@ -52,6 +51,8 @@ people can run it at once.
 
 #: Bytes of a message's data that `show` prints. `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
+#: The columns that `tail --json` prints.
+SENT_FIELDS = ("Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "SentAt", "Bytes")
 #: The tokens of a JSON text: texts, empty objects and arrays, punctuation, and other values.
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
@@ -67,7 +68,8 @@ def add(commands: Any) -> None:
     order.add_argument("--newest", action="store_true", default=None, help=text)
     order.add_argument("--oldest", dest="newest", action="store_false", help="Sort the oldest tasks first.")
     flags.add(listing, "--after", flags.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
-    flags.add_limit(listing, "tasks", 100)
+    text = f"Max tasks: {flags.LIMIT.allowed} (default 100)"
+    flags.add(listing, "--limit", flags.LIMIT, text, metavar="N", default=100)
     listing.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
     showing = flags.command(commands, "show", "show one task with its message", SHOW_DESCRIPTION, run_show)
     flags.add(showing, "ids", flags.ID, f"Task ID. {flags.PREFIX_HELP}", metavar="ID", nargs=1)
@@ -75,7 +77,7 @@ def add(commands: Any) -> None:
     form.add_argument("--json", action="store_true", help="Print one JSON object. Binary data is in base64.")
     form.add_argument("--raw", action="store_true", help="Write only the bytes of the message data.")
     tailing = flags.command(commands, "tail", "follow sent tasks", TAIL_DESCRIPTION, run_tail)
-    flags.add_topic(tailing)
+    flags.add(tailing, "--topic", flags.TOPIC, flags.NARROWING["--topic"], metavar="TOPIC")
     text = f"Start at this time instead of now. Allowed: {MOMENT.allowed}"
     flags.add(tailing, "--since", MOMENT, text, metavar="TIME")
     tailing.add_argument("--json", action="store_true", help="Print one JSON object per line.")
@@ -266,12 +268,7 @@ def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) ->
 
 def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:
     if options.json:
-        return as_json(
-            {
-                "id": row["Id"], "topic": row["Topic"], "priority": row["Priority"], "ordering_key": row["OrderingKey"],
-                "created_at": row["CreatedAt"], "sent_at": row["SentAt"], "bytes": row["Bytes"],
-            }
-        )  # fmt: skip
+        return as_json(by_field({name: row[name] for name in SENT_FIELDS}))
     after = (row["SentAt"] - row["CreatedAt"]).total_seconds()
     key = f", key {row['OrderingKey']}" if row["OrderingKey"] else ""
     return (

@@ -14,8 +14,7 @@ from outbox.cli.status import HEADS, cells, fields
 from outbox.cli.topics import APPLIED_SOON, check_destination, described, open_known
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean
-from outbox.program.terminal import Escaped, counted, escaped, say
-from outbox.program.texts import as_json
+from outbox.program.terminal import Escaped, as_json, counted, escaped, say
 from outbox.program.times import shown
 from outbox.program.values import json_value
 from outbox.table.controls import BOUNDS, problems
@@ -82,10 +81,9 @@ def run_topics(options: argparse.Namespace) -> int:
         ]
         say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": errors.circuits(backlog.workers)}))
         return 0
-    say(f"as of {shown(backlog.as_of)}")
     cells_of = [[topic, described(control), *cells(backlog, line)] for topic, (control, line) in topics.items()]
-    say(as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics")
-    errors.print_circuits(backlog.workers, backlog.as_of)
+    listed = as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics"
+    say(f"as of {shown(backlog.as_of)}", listed, *errors.circuit_lines(backlog.workers, backlog.as_of))
     return 0
 
 

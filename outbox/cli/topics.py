@@ -1,20 +1,19 @@
 """`outbox pause`, `resume`, `limit`, `route` and `policy`: write AsynchronousTaskTopics, which the workers read."""
 
 import argparse
-import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from outbox import admin
 from outbox.cli import bulk, flags
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import PubSubSettings, SettingType, did_you_mean, matching, number, whole_number
+from outbox.program.settings import PubSubSettings, SettingType, did_you_mean, matching, number
 from outbox.program.terminal import escaped, say
 from outbox.program.times import SECONDS
 from outbox.program.values import TOPIC
 from outbox.table.controls import BOUNDS
-from outbox.table.ddl import MIN_RATE
 
 PAUSE_DESCRIPTION = """\
 Publish no tasks of these topics until `outbox resume`. Their limits do not change, and
@@ -56,48 +55,60 @@ ORDERED = "Subscribers of {} do not get the earlier messages of an ordering key,
 SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"
 
 
-def _rate(text: str) -> float:
-    value = number(text)
-    if not (value >= MIN_RATE and math.isfinite(value)):
-        raise ValueError(text)
-    return value
+class Value(NamedTuple):
+    """A control that has a value: its column, the kind and the help of its flag, and how a sentence states it."""
+
+    column: str
+    kind: SettingType
+    help: str
+    stated: str
 
 
-def _duration(column: str) -> SettingType:
+_whole = partial(number, kind=int)
+
+
+def _value(column: str, help: str, stated: str, parse: Callable[[str], float] = _whole, allowed: str = "{}") -> Value:
+    """Return the control of a column, by default of whole numbers. `allowed` may name the bounds of the column."""
     bounds = BOUNDS[column]
 
-    def parse(text: str) -> float:
-        if not bounds.contain(value := SECONDS.parse(text)):
+    def checked(text: str) -> float:
+        if not bounds.contain(value := parse(text)):
             raise ValueError(text)
-        return float(value)
+        return value
 
-    return SettingType(parse, f"{SECONDS.allowed}, from {bounds.low:g} to {bounds.high:,.0f} seconds")
+    return Value(column, SettingType(checked, allowed.format(bounds)), help, stated)
 
 
-RATE = SettingType(_rate, f"a finite number of tasks a second, {MIN_RATE:g} or more")
-COUNT = whole_number(1, 1_000_000_000)
-TOPIC_NAME = matching(TOPIC, "a topic ID or projects/PROJECT/topics/ID")
+_duration = partial(_value, parse=SECONDS.parse, allowed=SECONDS.allowed + ", from {0.low:g} to {0.high:,.0f} seconds")
+_RATE = "a finite number of tasks a second, {0.low:g} or more"
 
-#: The flags of `limit`: column, kind, help.
+#: The flags of `limit` and of `policy`.
 LIMITS = {
-    "--rate": ("RatePerSecond", RATE, "Tasks a second; together with --burst."),
-    "--burst": ("Burst", COUNT, "Tasks that may be sent at once after a quiet period; together with --rate."),
-    "--max-in-flight": ("MaxInFlight", COUNT, "Max tasks that are being published at the same time."),
+    "--rate": _value(
+        "RatePerSecond", "Tasks a second; together with --burst.", "{:,.15g} tasks a second", number, _RATE
+    ),
+    "--burst": _value(
+        "Burst", "Tasks that may be sent at once after a quiet period; together with --rate.", "{:,} at once"
+    ),
+    "--max-in-flight": _value("MaxInFlight", "Max tasks that are being published at the same time.", "{:,} in flight"),
 }
-
-#: The flags of `policy`: column, kind, help.
 POLICY = {
-    "--max-attempts": ("MaxAttempts", whole_number(1, 1_000_000), "Failed attempts after which a task is dead."),
-    "--backoff-initial": (
-        "BackoffInitialSeconds", _duration("BackoffInitialSeconds"),
+    "--max-attempts": _value("MaxAttempts", "Failed attempts after which a task is dead.", "dead after {:,} attempts"),
+    "--backoff-initial": _duration(
+        "BackoffInitialSeconds",
         "Time until a failed task is retried; doubles with each attempt.",
+        "first retry after {:,.15g} s",
     ),
-    "--backoff-max": ("BackoffMaxSeconds", _duration("BackoffMaxSeconds"), "Max time between two attempts."),
-    "--dead-after": (
-        "DeadAfterSeconds", _duration("DeadAfterSeconds"),
+    "--backoff-max": _duration(
+        "BackoffMaxSeconds", "Max time between two attempts.", "retries at most {:,.15g} s apart"
+    ),
+    "--dead-after": _duration(
+        "DeadAfterSeconds",
         "A task does not become dead before this age if its topic is missing or refuses messages.",
+        "not dead before {:,.15g} s",
     ),
-}  # fmt: skip
+}
+TOPIC_NAME = matching(TOPIC, "a topic ID or projects/PROJECT/topics/ID")
 
 
 def add(commands: Any) -> None:
@@ -110,7 +121,7 @@ def add(commands: Any) -> None:
     for parser, count in ((pausing, "+"), (resuming, "+"), (limiting, 1), (routing, 1), (governing, 1)):
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
     for parser, of_flags in ((limiting, LIMITS), (governing, POLICY)):
-        for flag, (column, kind, text) in of_flags.items():
+        for flag, (column, kind, text, _) in of_flags.items():
             flags.add(parser, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=column)
     limiting.add_argument("--off", action="store_true", help="Remove all limits.")
     governing.add_argument("--off", action="store_true", help="Use the workers' settings again.")
@@ -118,7 +129,7 @@ def add(commands: Any) -> None:
     text = f"The Pub/Sub topic that gets the messages: {TOPIC_NAME.allowed}"
     flags.add(where, "--to", TOPIC_NAME, text, metavar="TOPIC")
     where.add_argument("--off", action="store_true", help="Publish to the topic itself again.")
-    flags.add_dry_run(routing)
+    routing.add_argument("--dry-run", action="store_true", help="Only print the number of tasks.")
     routing.add_argument("--force", action="store_true", help="Do not ask Pub/Sub whether the topic exists.")
     for parser in (pausing, resuming, limiting, routing, governing):
         flags.add_reason(parser)
@@ -130,11 +141,11 @@ def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
     table = open_known(options, "Pause")
     code = _change(table, options, "pause", {"Paused": True})
-    project, controls = table.name.split("/")[1], admin.topics.controls(table)
-    paused = {admin.topics.full_name(topic, project) for topic in options.topics}
+    controls = admin.topics.controls(table)
+    paused = {admin.topics.full_name(topic, table.project) for topic in options.topics}
     for topic, control in sorted(controls.items()):
         to = control.PublishTo
-        if to is not None and not control.Paused and admin.topics.full_name(to, project) in paused:
+        if to is not None and not control.Paused and admin.topics.full_name(to, table.project) in paused:
             note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
     return code
 
@@ -143,8 +154,8 @@ def run_limit(options: argparse.Namespace) -> int:
     """Limit a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
     values = _values(options, LIMITS, "limit", "limits", "--rate with --burst, --max-in-flight, or --off")
     for flag, other in (("--rate", "--burst"), ("--burst", "--rate")):
-        if not options.off and LIMITS[flag][0] in values and LIMITS[other][0] not in values:
-            raise SettingError(f"{flag} needs {other}. Pass both. {other} must be {LIMITS[other][1].allowed}")
+        if not options.off and LIMITS[flag].column in values and LIMITS[other].column not in values:
+            raise SettingError(f"{flag} needs {other}. Pass both. {other} must be {LIMITS[other].kind.allowed}")
     return _change(open_known(options, "Limit"), options, "limit", values)
 
 
@@ -189,9 +200,10 @@ def run_resume(options: argparse.Namespace) -> int:
 def check_destination(table: "admin.table.TaskTable", options: argparse.Namespace, topic: str) -> None:
     """Ask Pub/Sub whether the topic exists, unless --force is given. Raises OutboxError if it does not."""
     if not options.force:
+        from outbox.program.pubsub import check_topic  # noqa: PLC0415 - imports the client
+
         settings = PubSubSettings.read(vars(options))
-        unknown = admin.destinations.check(settings, admin.topics.full_name(topic, table.name.split("/")[1]))
-        if unknown:
+        if unknown := check_topic(settings, admin.topics.full_name(topic, table.project)):
             note(unknown)
 
 
@@ -207,8 +219,8 @@ def open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable
 def _open(options: argparse.Namespace) -> "admin.table.TaskTable":
     """Return the table. Print a note if unsent tasks use the other name (ID or full name) of a topic."""
     table = flags.open_table(options)
-    project = table.name.split("/")[1]
-    names = {name: topic for topic in options.topics if (name := _other_name(topic, project)) not in options.topics}
+    others = {_other_name(topic, table.project): topic for topic in options.topics}
+    names = {name: topic for name, topic in others.items() if name not in options.topics}
     for name in sorted(admin.topics.waiting(table, names)):
         note(
             f"unsent tasks also use {name}, which is the same topic as {names[name]}. Pass {name} too; otherwise "
@@ -233,37 +245,30 @@ def _other_name(topic: str, project: str) -> str:
 
 
 def _values(
-    options: argparse.Namespace, of_flags: Mapping[str, tuple[str, SettingType, str]], one: str, all_: str, advice: str
+    options: argparse.Namespace, of_flags: Mapping[str, Value], one: str, all_: str, advice: str
 ) -> dict[str, Any]:
     """Return the values to write, by column. Raises SettingError."""
-    values = {flag: vars(options)[column] for flag, (column, _, _) in of_flags.items()}
-    passed = {flag: value for flag, value in values.items() if value is not None}
+    given = vars(options)
+    passed = {flag: given[each.column] for flag, each in of_flags.items() if given[each.column] is not None}
     if options.off and passed:
         raise SettingError(f"--off removes all {all_}. Pass it without {' and '.join(passed)}")
     if options.off:
-        return {column: None for column, _, _ in of_flags.values()}
+        return {each.column: None for each in of_flags.values()}
     if not passed:
         raise SettingError(f"no {one} given. Pass {advice}")
-    return {of_flags[flag][0]: value for flag, value in passed.items()}
+    return {of_flags[flag].column: value for flag, value in passed.items()}
 
 
 def described(control: "admin.topics.Control | None", unpaused: str = "") -> str:
     """Return the controls of a topic as a text."""
     if control is None:
         return "no row"
-    limits = (
-        (control.RatePerSecond, "tasks a second"),
-        (control.Burst, "at once"),
-        (control.MaxInFlight, "in flight"),
-    )
-    parts = ", ".join(f"{value:,.15g} {unit}" for value, unit in limits if value is not None)
-    policy = (
-        (control.MaxAttempts, "dead after {:,} attempts"),
-        (control.BackoffInitialSeconds, "first retry after {:,.15g} s"),
-        (control.BackoffMaxSeconds, "retries at most {:,.15g} s apart"),
-        (control.DeadAfterSeconds, "not dead before {:,.15g} s"),
-    )
-    state = "paused" if control.Paused else unpaused
+    limits = ", ".join(_stated(control, LIMITS))
     route = "" if control.PublishTo is None else f"published to {control.PublishTo}"
-    rules = (text.format(value) for value, text in policy if value is not None)
-    return "; ".join(part for part in (state, parts and f"at most {parts}", route, *rules) if part) or "no limits"
+    parts = ("paused" if control.Paused else unpaused, limits and f"at most {limits}", route, *_stated(control, POLICY))
+    return "; ".join(filter(None, parts)) or "no limits"
+
+
+def _stated(control: "admin.topics.Control", of_flags: Mapping[str, Value]) -> list[str]:
+    values = ((getattr(control, each.column), each.stated) for each in of_flags.values())
+    return [stated.format(value) for value, stated in values if value is not None]

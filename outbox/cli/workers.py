@@ -8,8 +8,7 @@ from typing import Any
 from outbox import admin
 from outbox.cli import errors, flags
 from outbox.cli.output import named, note, table
-from outbox.program.terminal import counted, say
-from outbox.program.texts import as_json
+from outbox.program.terminal import as_json, counted, say
 from outbox.program.times import shown, spoken
 
 DESCRIPTION = """\
@@ -44,10 +43,9 @@ def run(options: argparse.Namespace) -> int:
         fields = [_fields(worker) for worker in workers]
         say(as_json({"as_of": now, "workers": fields, "differing": differing, "shards_without_worker": orphans}))
     else:
-        say(f"as of {shown(now)}, {counted(len(workers), 'live worker')}")
-        if workers:
-            say(table(HEADS, [_cells(worker, differing) for worker in workers]))
-        errors.print_circuits(workers, now)
+        listed = [table(HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
+        head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
+        say(head, *listed, *errors.circuit_lines(workers, now))
     problems = _problems(workers, differing, orphans)
     for sentence in problems:
         note(sentence)
@@ -58,16 +56,16 @@ def _problems(
     workers: "Sequence[admin.workers.Worker]", differing: Mapping[str, list[str]], orphans: list[int] | None
 ) -> list[str]:
     """Return a sentence for each setting that differs, for workers without Info, and for shards without a worker."""
-    found = [f"{name} differs between live workers: {', '.join(values)}" for name, values in _settings(differing)]
+    found = [
+        f"--{name.replace('_', '-')} differs between live workers: {', '.join(values)}"
+        for name, values in differing.items()
+        if name != "version"
+    ]
     if silent := [worker.id for worker in workers if not worker.info]:
         found.append(f"{named(silent)}: an older version, so its shards and settings are unknown")
     if orphans:
         found.append(f"no live worker polls shards {runs(orphans)}")
     return found
-
-
-def _settings(differing: Mapping[str, list[str]]) -> list[tuple[str, list[str]]]:
-    return [(f"--{name.replace('_', '-')}", values) for name, values in differing.items() if name != "version"]
 
 
 def _cells(worker: "admin.workers.Worker", differing: Mapping[str, list[str]]) -> list[object]:

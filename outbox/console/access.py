@@ -22,9 +22,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outbox.console.identity import Identify
-from outbox.console.rendering import answer
 from outbox.console.roles import Role, Roles
-from outbox.console.visits import Console, Refused, Route, Visit
+from outbox.console.visits import Console, Refused, Route, Visit, answer
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import host_and_port
 

@@ -12,10 +12,9 @@ from outbox.console import operations, tasks, topic
 from outbox.console.access import Access
 from outbox.console.identity import Identify
 from outbox.console.readings import Shared, read_status
-from outbox.console.rendering import render
 from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
-from outbox.console.visits import Console, Redact, Route, Visit
+from outbox.console.visits import Console, Redact, Route, Visit, render
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")

@@ -16,9 +16,8 @@ from outbox import admin
 from outbox.admin.changes import OF_IDS, TaskSelection
 from outbox.admin.operations import Operation
 from outbox.console import selections
-from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit
+from outbox.console.visits import Refused, Route, Visit, render
 from outbox.program.settings import matching, whole_number
 from outbox.program.terminal import counted
 from outbox.table.states import CHANGED, MARKS_FINAL_AFTER

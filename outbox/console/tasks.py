@@ -16,9 +16,8 @@ from outbox.cli.flags import MIN_PREFIX
 from outbox.cli.tasks import SHOWN_BYTES, readable
 from outbox.console import selections
 from outbox.console.operations import ACTIONS
-from outbox.console.rendering import render
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit
+from outbox.console.visits import Refused, Route, Visit, render
 from outbox.errors import OutboxError
 from outbox.table.states import is_dead
 

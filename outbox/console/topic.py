@@ -7,17 +7,17 @@ from typing import Any
 from starlette.responses import Response
 
 from outbox import admin
-from outbox.cli.topics import LIMITS, POLICY, TOPIC_NAME, described
-from outbox.console.rendering import render
+from outbox.cli.topics import LIMITS, POLICY, TOPIC_NAME, Value, described
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit
-from outbox.program.settings import SettingType
+from outbox.console.visits import Refused, Route, Visit, render
 from outbox.program.times import MOMENT, shown
 
 #: A worker reads the topic controls at least this often.
 APPLIED_WITHIN = timedelta(seconds=10)
 #: The field of a route, as LIMITS and POLICY have theirs.
-ROUTE = {"--to": ("PublishTo", TOPIC_NAME, "The Pub/Sub topic that gets the messages. The console cannot check it.")}
+ROUTE = {
+    "--to": Value("PublishTo", TOPIC_NAME, "The Pub/Sub topic that gets the messages. The console cannot check it.", "")
+}
 #: The forms: those without a field, and those with fields.
 SWITCHES: Mapping[str, dict[str, Any]] = {"pause": {"Paused": True}, "resume": {"Paused": False}}
 FORMS = {"limit": LIMITS, "policy": POLICY, "route": ROUTE}
@@ -52,12 +52,12 @@ def _change(visit: Visit) -> Response:
     return visit.redirect("/topic", name=topic, written=shown(visit.console.table.now()))
 
 
-def _typed(flags: Mapping[str, tuple[str, SettingType, str]], form: Mapping[str, str]) -> dict[str, Any]:
+def _typed(flags: Mapping[str, Value], form: Mapping[str, str]) -> dict[str, Any]:
     """Return the values to write, by column. Empty fields keep their values."""
     if form.get("off"):
-        return {column: None for column, _, _ in flags.values()}
+        return {each.column: None for each in flags.values()}
     typed = {flag: form.get(flag[2:], "").strip() for flag in flags}
-    found = {column: kind.value(typed[flag], flag) for flag, (column, kind, _) in flags.items() if typed[flag]}
+    found = {each.column: each.kind.value(typed[flag], flag) for flag, each in flags.items() if typed[flag]}
     if not found:
         raise Refused(400, "The form is empty", "Go back and fill in a field, or choose to remove all values.")
     return found

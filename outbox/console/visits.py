@@ -6,23 +6,32 @@
 - A handler raises Refused, or lets an OutboxError pass. Both become a page.
 - A page is a GET with the role VIEWER. What changes or records something is a POST with another role, which `Access`
   checks before the handler runs. It ends with `visit.redirect`.
-- The template extends base.html. Its block `live` is fetched again while the tab is visible; forms are in the block
+- The template extends base.html. Every text in it is escaped, for HTML by Jinja2 and for control characters by
+  `_visible`. Its block `live` is fetched again while the tab is visible; forms are in the block
   `still`, so that a refresh never clears what a person types.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import urlencode
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from starlette.datastructures import QueryParams
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from outbox.admin.operations import Author
+from outbox import admin
+from outbox.admin.operations import Author, Operation
 from outbox.admin.table import TaskTable
 from outbox.cli.flags import TEXT, command_line
-from outbox.console.readings import Shared
+from outbox.cli.workers import runs
+from outbox.console.readings import HEADS, OPERATIONS, Shared, sparkline
 from outbox.console.roles import Role
 from outbox.console.running import Running
+from outbox.program.terminal import cell, counted, listed
+from outbox.program.times import spoken
 
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
@@ -100,3 +109,53 @@ class Route:
     def __post_init__(self) -> None:
         if self.method != "GET" and self.role in (None, Role.VIEWER):
             raise ValueError(f"{self.path}: a viewer changes nothing")
+
+
+def _visible(value: Any) -> Any:
+    """Return a value as a table of the commands shows it: without control characters, and a number with separators."""
+    return value if isinstance(value, Markup) else cell(value)
+
+
+def described(operation: Operation) -> str:
+    """Return the column Selection in words: each name with its value, and few of many IDs."""
+    found = admin.operations.parsed(operation.selection)
+    if not isinstance(found, dict):
+        return str(found)
+    if operation.operation != "retry":
+        found.pop("include_expired", None)  # only a retry depends on it
+    if isinstance(found.get("ids"), list):
+        found["ids"] = listed(map(str, found["ids"]))
+    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+
+
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("outbox.console"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_visible,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters.update(
+    spoken=spoken,
+    time=lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
+    clock=lambda time: f"{time:%H:%M:%S} UTC",
+    described=described,
+    runs=runs,
+    # The value of a form field, which the browser sends back: with its control characters.
+    exact=escape,
+)
+_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "sparkline": sparkline}
+_ENVIRONMENT.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
+
+
+def render(visit: Visit, template: str, **values: Any) -> Response:
+    """Return a page. `values` are the names that its template uses besides those of every page."""
+    reading = visit.console.status.get()
+    return answer(template, visit=visit, link=visit.link, reading=reading, status=reading.value, **values)
+
+
+def answer(template: str, code: int = 200, **values: Any) -> Response:
+    """Return a template with these values alone."""
+    return HTMLResponse(_ENVIRONMENT.get_template(f"{template}.html").render(values), code)

@@ -12,16 +12,24 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import socket
+import subprocess
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from outbox.devtools import child_process, containers
+from outbox.devtools import child_process
 from outbox.devtools.child_process import LOOPBACK, Child
-from outbox.devtools.containers import Container
 from outbox.errors import NotReached
 from outbox.program.settings import emulator_address, host_and_port
+from outbox.program.terminal import complain
 
+ENGINES = ("docker", "podman")
+#: Seconds for the engine's answer to a question. Its service may be starting.
+ANSWER_SECONDS = 20.0
+#: What a client of HTTP/2 sends first: the preface, and settings without any entry.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 #: Seconds for an emulator that a variable names, because it may be starting in a container.
 REACH_SECONDS = 5.0
 
@@ -37,13 +45,18 @@ HOW_TO_GET_THEM = """Install them or name them in one of these ways:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """One of the emulators: `path` is below the SDK's root, `{port}` in `arguments` is the port."""
+    """One of the emulators: `path` is below the SDK's root, `{port}` in `arguments` is the port.
+
+    In a container of `image`, `command` listens on `own_port`.
+    """
 
     title: str
     variable: str
     path: str
     arguments: tuple[str, ...]
-    container: Container
+    image: str
+    own_port: int
+    command: tuple[str, ...]
 
 
 SPANNER = Program(
@@ -51,24 +64,20 @@ SPANNER = Program(
     "SPANNER_EMULATOR_HOST",
     "bin/cloud_spanner_emulator/emulator_main",
     ("--host_port", LOOPBACK + ":{port}"),
-    Container(
-        "gcr.io/cloud-spanner-emulator/emulator:1.5.58"
-        "@sha256:c6f3402f2599684f295a0fdefb6fbbbfb18a0e43e309ff5456ccb452a4570a79",
-        9010,
-        ("./emulator_main", "--host_port", "0.0.0.0:9010"),
-    ),
+    "gcr.io/cloud-spanner-emulator/emulator:1.5.58"
+    "@sha256:c6f3402f2599684f295a0fdefb6fbbbfb18a0e43e309ff5456ccb452a4570a79",
+    9010,
+    ("./emulator_main", "--host_port", "0.0.0.0:9010"),
 )
 PUBSUB = Program(
     "Pub/Sub emulator",
     "PUBSUB_EMULATOR_HOST",
     "platform/pubsub-emulator/bin/cloud-pubsub-emulator",
     (f"--host={LOOPBACK}", "--port={port}"),
-    Container(
-        "gcr.io/google.com/cloudsdktool/google-cloud-cli:587.0.0-emulators"
-        "@sha256:8d8573471c489a409f03891d2c24d177fa531276184f7002b9a2d853d1b3ed54",
-        8085,
-        ("gcloud", "beta", "emulators", "pubsub", "start", "--host-port=0.0.0.0:8085"),
-    ),
+    "gcr.io/google.com/cloudsdktool/google-cloud-cli:587.0.0-emulators"
+    "@sha256:8d8573471c489a409f03891d2c24d177fa531276184f7002b9a2d853d1b3ed54",
+    8085,
+    ("gcloud", "beta", "emulators", "pubsub", "start", "--host-port=0.0.0.0:8085"),
 )
 
 
@@ -135,7 +144,7 @@ def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator
         starting = (
             child_process.running(program.title, [str(executable), *program.arguments, *flags], port)
             if executable
-            else containers.running(program.title, program.container, port, flags)
+            else _in_container(program, port, flags)
         )
         with starting as child:
             yield child.host, (child,)
@@ -153,7 +162,7 @@ def _running(program: Program, port: int, flags: Sequence[str] = ()) -> Iterator
 def check_installed(*programs: Program) -> None:
     """Return if these can be started here. Raises NotReached: what is missing, how to get it."""
     missing = [program for program in programs if _executable(program) is None]
-    if missing and not containers.engine():
+    if missing and not engine():
         what = " and ".join(f"the {program.title}" for program in missing)
         unset = " and ".join(program.variable for program in missing)
         raise NotReached(
@@ -170,3 +179,48 @@ def _executable(program: Program) -> Path | None:
         return None
     path = (Path(root) if root else Path(str(gcloud)).resolve().parents[1]) / program.path
     return path if path.is_file() and os.access(path, os.X_OK) else None
+
+
+def _in_container(program: Program, port: int, flags: Sequence[str]) -> contextlib.AbstractContextManager[Child]:
+    """Run the emulator in a container of Docker or Podman, which is removed at the end.
+
+    Only the loopback interface reaches it. Raises NotReached.
+    """
+    found = engine()
+    _pull(found, program.image)
+    name = f"outbox-{uuid.uuid4().hex[:12]}"
+    publish = f"{LOOPBACK}:{{port}}:{program.own_port}"
+    words = [found, "run", "--rm", "--name", name, "--publish", publish, program.image, *program.command, *flags]
+    # Process 1 of a container ignores signals that it does not handle, so the engine removes the container.
+    return child_process.running(program.title, words, port, ready=_speaks, afterwards=[found, "rm", "--force", name])
+
+
+def engine() -> str:
+    """Return the path of Docker or Podman, whichever works here first, or an empty string."""
+    paths = filter(None, map(shutil.which, ENGINES))
+    return next((path for path in paths if _asked(path, "ps", "--quiet")), "")
+
+
+def _pull(engine: str, image: str) -> None:
+    if _asked(engine, "image", "inspect", image):
+        return
+    complain("emulators", f"Pulling {image}, once. This can take minutes ...")
+    done = subprocess.run([engine, "pull", "--quiet", image], capture_output=True, text=True, check=False)  # noqa: S603 - the command is ours
+    if done.returncode:
+        raise NotReached(f"could not pull {image}: {done.stderr.strip()}")
+
+
+def _asked(*command: str) -> bool:
+    """Return whether a command succeeds in time."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, check=False, timeout=ANSWER_SECONDS)  # noqa: S603 - the command is ours
+        return done.returncode == 0
+    return False
+
+
+def _speaks(host: str) -> bool:
+    """Return whether a gRPC server answers. The engine's proxy accepts connections before the server does."""
+    with contextlib.suppress(OSError), socket.create_connection(host_and_port(host), timeout=1) as connection:
+        connection.sendall(PREFACE)
+        return bool(connection.recv(1))
+    return False

@@ -91,7 +91,13 @@ class Handler:
         if not max_delay >= 0:
             raise ValueError(f"max_delay is {max_delay}. It must be 0 or more seconds")
         self._settings = Settings(
-            database, plain_consumer(consumer), key, missing_task_id, max_batch, max_delay, transaction_options
+            database=database,
+            consumer=plain_consumer(consumer),
+            key=key,
+            missing_task_id=missing_task_id,
+            max_batch=max_batch,
+            max_delay=max_delay,
+            transaction_options=transaction_options,
         )
 
     def __call__(self, handle: Handle) -> "Receiver":

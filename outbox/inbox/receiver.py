@@ -41,7 +41,7 @@ class PulledMessage(ReceivedMessage, Protocol):
         """Ask Pub/Sub to deliver the message again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The checked arguments of a `Handler`."""
 

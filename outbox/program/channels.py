@@ -1,6 +1,5 @@
 """Channels and credentials for Spanner and Pub/Sub: the service, an endpoint, or an emulator."""
 
-import ipaddress
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import grpc.experimental
 from google.auth.credentials import AnonymousCredentials
 
 from outbox.errors import NotReached
-from outbox.program.settings import host_and_port
+from outbox.program.settings import host_and_port, is_loopback
 
 #: Seconds between attempts to reconnect. The default grows to 120 s.
 RECONNECT_SECONDS = 2.0
@@ -54,16 +53,8 @@ def channel(transport: Any, plaintext: str | None) -> grpc.Channel | Callable[..
         return grpc.insecure_channel(plaintext, options=(*_OPTIONS, _NO_PROXY))
 
     def secure(host: str, **arguments: Any) -> grpc.Channel:
-        options = (*_OPTIONS, _NO_PROXY) if _is_loopback(host) else _OPTIONS
+        options = (*_OPTIONS, _NO_PROXY) if is_loopback(host_and_port(host)[0]) else _OPTIONS
         opened: grpc.Channel = transport.create_channel(host, **{**arguments, "options": options})
         return opened
 
     return secure
-
-
-def _is_loopback(address: str) -> bool:
-    host, _ = host_and_port(address)
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

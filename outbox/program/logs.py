@@ -1,19 +1,12 @@
 """Logs on stderr: JSON for machines, one readable line on a terminal. Never a payload."""
 
-import json
 import logging
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 from outbox import tracing
-from outbox.program.terminal import json_escaped, sentences
-
-
-def as_line(value: object, default: Callable[[Any], Any] | None = None) -> str:
-    """Return one line of JSON with unprintable characters escaped, so that it is safe on a terminal."""
-    return json_escaped(json.dumps(value, ensure_ascii=False, default=default))
+from outbox.program.terminal import as_json, json_escaped, sentences
 
 
 class JsonFormatter(logging.Formatter):
@@ -35,7 +28,7 @@ class JsonFormatter(logging.Formatter):
             entry["error.kind"] = record.exc_info[0].__name__
             entry["error.message"] = str(record.exc_info[1])
             entry["error.stack"] = self.formatException(record.exc_info)
-        return as_line(entry)
+        return as_json(entry)
 
 
 class TextFormatter(logging.Formatter):

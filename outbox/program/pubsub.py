@@ -1,9 +1,16 @@
 """The connection to Pub/Sub's publisher service, or to its emulator."""
 
+from google.api_core.exceptions import GoogleAPICallError, NotFound
+from google.auth.exceptions import GoogleAuthError
+from google.pubsub_v1 import PublisherClient
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 
+from outbox.errors import NotReached, OutboxError
 from outbox.program.channels import channel, credentials
 from outbox.program.settings import PubSubSettings, emulator_address
+
+#: Seconds for the answer whether a topic exists.
+SECONDS = 5.0
 
 
 def open_pubsub(settings: PubSubSettings) -> PublisherGrpcTransport:
@@ -28,3 +35,21 @@ def create_topic_command(settings: PubSubSettings, topic: str) -> str:
         return f"gcloud pubsub topics create {topic}"
     _, project, _, topic_id = topic.split("/")
     return f"outbox emulators --create {project}/{settings.instance}/{settings.database} --topic {topic_id}"
+
+
+def check_topic(settings: PubSubSettings, name: str) -> str | None:
+    """Return why it is unknown whether the topic exists, or None if it does. Raises OutboxError if it does not.
+
+    `name` is a full name.
+    """
+    try:
+        with PublisherClient(transport=open_pubsub(settings)) as client:
+            client.get_topic(topic=name, timeout=SECONDS, retry=None)
+    except NotFound:
+        command = create_topic_command(settings, name)
+        raise OutboxError(
+            f"topic {name} does not exist. Create it: `{command}`, or pass --force. Nothing was changed"
+        ) from None
+    except (GoogleAPICallError, GoogleAuthError, NotReached) as error:
+        return f"Pub/Sub does not say whether {name} exists: {getattr(error, 'message', error)}"
+    return None

@@ -158,6 +158,14 @@ def host_and_port(address: str) -> tuple[str, int | None]:
     return match["ipv6"] or match["name"], int(match["port"]) if match["port"] else None
 
 
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches the host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _endpoint(text: str) -> str:
     if text:
         host_and_port(text)

@@ -9,10 +9,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from outbox.errors import NotReached
+from outbox.program.times import shown
 
 _DISCARD = Path(os.devnull)
 
@@ -31,6 +33,28 @@ def escaped(text: str) -> str:
 def json_escaped(text: str) -> str:
     """Return `text` with every unprintable character escaped as in JSON."""
     return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
+
+
+def as_json(value: object) -> Escaped:
+    """Return one line of JSON, with times in RFC 3339. Unprintable characters are escaped."""
+    return Escaped(json_escaped(json.dumps(value, ensure_ascii=False, default=_plain)))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, datetime):
+        return shown(value)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def cell(value: object) -> str:
+    """Return a value as a table shows it."""
+    if value is None:
+        return ""
+    if isinstance(value, datetime):
+        return shown(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return escaped(str(value))
 
 
 def counted(number: int, noun: str) -> str:

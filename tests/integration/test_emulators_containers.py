@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from outbox.devtools import child_process, containers, emulators
+from outbox.devtools import child_process, emulators
 from outbox.errors import NotReached
 from tests.support.processes import ROOT, clean_environment
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.emulator_only("it starts emulators")
 
-IMAGES = (emulators.SPANNER.container.image, emulators.PUBSUB.container.image)
+IMAGES = (emulators.SPANNER.image, emulators.PUBSUB.image)
 
 #: Writes down its words, and does what the engine does with them. The file MODE says what goes wrong. A container is a
 #: file with the ID of its process, which is deaf to SIGTERM, like a process 1 without a handler.
@@ -98,7 +98,7 @@ def _calls(engine: str, image: str, port: int, *command: str) -> list[list[str]]
 
 
 def _speak(found: emulators.Emulators) -> bool:
-    return all(containers._speaks(host) for host in (found.spanner_host, found.pubsub_host))
+    return all(emulators._speaks(host) for host in (found.spanner_host, found.pubsub_host))
 
 
 def test_containers_have_these_arguments_and_are_removed(engines: Engines) -> None:
@@ -184,7 +184,7 @@ def test_a_listener_that_says_nothing_is_no_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         host = f"127.0.0.1:{server.getsockname()[1]}"
         assert child_process.answers(host)
-        assert not containers._speaks(host)
+        assert not emulators._speaks(host)
 
 
 def test_the_emulators_speak(emulators: emulators.Emulators) -> None:
@@ -195,7 +195,7 @@ def test_the_emulators_speak(emulators: emulators.Emulators) -> None:
 def test_the_compose_file_has_the_same_images_and_commands() -> None:
     services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
     for program, service in zip((emulators.SPANNER, emulators.PUBSUB), services.values(), strict=True):
-        image, port, command = (getattr(program.container, each) for each in ("image", "port", "command"))
+        image, port, command = (program.image, program.own_port, program.command)
         assert service == {"image": image, "command": [*command], "ports": [f"127.0.0.1:{port}:{port}"]}
 
 
@@ -203,7 +203,7 @@ def test_the_compose_file_has_the_same_images_and_commands() -> None:
 @pytest.mark.timeout(1200)
 def test_the_real_engine_runs_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where one works; it may pull the images first."""
-    if not containers.engine():
+    if not emulators.engine():
         pytest.skip("neither Docker nor Podman is running")
     for name in ("SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)

@@ -97,7 +97,7 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     name = database.database_id
     role = "outbox_operator"
     table = TaskTable(open_database(place(name, database_role=role)))
-    heard = Heard(table._database)
+    heard = Heard(table.database)
     backlog.read(table)
     backlog.oldest_ages(table)
     tasks.task(table, "sent")

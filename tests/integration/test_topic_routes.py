@@ -100,7 +100,7 @@ def test_a_destination_that_does_not_exist_is_refused(
     assert command(f"route orders --to {topic}")[0] == 0
     assert command("route orders --to missing-topic --force")[0] == 0
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", "localhost:1")
-    monkeypatch.setattr("outbox.admin.destinations.SECONDS", 0.3)
+    monkeypatch.setattr("outbox.program.pubsub.SECONDS", 0.3)
     code, _, err = command("route orders --to third-topic")
     assert code == 0
     assert f"Pub/Sub does not say whether projects/{PROJECT}/topics/third-topic exists: " in err

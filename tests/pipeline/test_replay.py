@@ -302,7 +302,7 @@ def test_the_record_has_the_account_of_the_credentials(database: Database, monke
     ]
     table = Table(opened(database))
     for credentials, principal in cases:
-        monkeypatch.setattr(type(table._database._instance._client), "credentials", SimpleNamespace(**credentials))
+        monkeypatch.setattr(type(table.database._instance._client), "credentials", SimpleNamespace(**credentials))
         begun = operations.begin(table, "replay", {})
         operations.end(table, begun.id, Tasks=7)
         note = noted(database)[-1]

@@ -23,7 +23,7 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     insert(database, [row("sent", SentAt=SENT), *(row(f"unsent{number}") for number in range(9))])
     settings = replace(target, database_role="outbox_pipeline")
     table = open_table(settings)
-    heard = Heard(table._database)
+    heard = Heard(table.database)
     assert table.first_sent() == SENT
     table.retention()
     for more in ({}, {"state": "sent", "since": "3650d"}):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from random import Random
 
-from outbox.program.texts import cell
+from outbox.program.terminal import cell
 from tests.simulation.audit import Known
 from tests.simulation.spanner import DEFAULT_LATENCIES, Cpu
 from tests.simulation.world import GOOD, Plan, World, quiet

@@ -26,7 +26,7 @@ def test_a_request_has_a_limited_number_of_ranges():
     with mock.patch.object(backlog, "MAX_QUERIES", 1):
         left = backlog._add_ready(counter, ask, ranges, 1)
     assert numbers == [10_000, 10_000, 5_000]
-    assert left == {(0, "topic-0"): 49, (0, "topic-400"): 49, (0, "topic-800"): 49}
+    assert left == [(0, "topic-0", 49), (0, "topic-400", 49), (0, "topic-800", 49)]
     assert [line.pending for line in counter.lines(())] == [1, 1, 1]
 
 
@@ -34,7 +34,7 @@ def test_counts_below_the_last_query_are_lower_bounds():
     """Also those of a priority that another shard or state has shown."""
     counter = BacklogCounter(2)
     left = counter.add_ready([[0, "a", 9, "pending", 2, NOW, None, 0]])
-    assert left == {(0, "a"): 8}
+    assert left == [(0, "a", 8)]
     counter.mark_incomplete(left)
     counter.add([[shard, "a", priority, "dead", 1, None, None, 0] for shard, priority in ((1, 8), (2, 10))], "dead")
     assert {line.priority: line.at_least for line in counter.lines(())} == {

@@ -20,7 +20,7 @@ from outbox import admin, cli
 from outbox.cli.flags import continue_command, full_ids, ids, selection
 from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
-from outbox.program.texts import as_json
+from outbox.program.terminal import as_json
 from outbox.program.times import shown
 from publishworker.process import cli as publishworker
 from tests.support.commands import here

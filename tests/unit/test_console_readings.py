@@ -22,8 +22,7 @@ from outbox.console.readings import (
     sparkline,
     with_sample,
 )
-from outbox.console.rendering import _ENVIRONMENT
-from outbox.console.visits import Visit
+from outbox.console.visits import _ENVIRONMENT, Visit
 from outbox.errors import NotReached
 from outbox.table.layouts import Layout
 from tests.support.console import bare_console

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from outbox.console.rendering import _ENVIRONMENT
+from outbox.console.visits import _ENVIRONMENT
 from publishworker.pubsub.errors import REASONS, FailureKind
 
 PARTS: Any = _ENVIRONMENT.get_template("parts.html").module

@@ -12,8 +12,7 @@ from outbox import cli
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import INTERRUPTED_AFTER, Operation
 from outbox.console import selections
-from outbox.console.rendering import described
-from outbox.console.visits import Visit
+from outbox.console.visits import Visit, described
 from outbox.errors import SettingError
 from outbox.table.states import STATES
 from tests.support.console import bare_console

@@ -5,7 +5,7 @@ import hashlib
 import re
 from importlib import resources
 
-from outbox.console import rendering
+from outbox.console import visits
 from outbox.console.application import routes
 from outbox.table.states import STATES
 
@@ -32,7 +32,7 @@ def test_pages_load_nothing_from_elsewhere_and_have_no_inline_code() -> None:
 
 
 def test_pages_explain_every_state() -> None:
-    assert tuple(rendering._ENVIRONMENT.get_template("parts.html").module.SENTENCES) == STATES  # type: ignore[attr-defined]  # set by it
+    assert tuple(visits._ENVIRONMENT.get_template("parts.html").module.SENTENCES) == STATES  # type: ignore[attr-defined]  # set by it
 
 
 def test_htmx_evaluates_no_code() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outbox.cli import tasks
 from outbox.cli.output import table, use_color
-from outbox.program.texts import as_json, cell
+from outbox.program.terminal import as_json, cell
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 5, tzinfo=UTC)
 #: Control codes of both sets, format characters, separators, unassigned and lone surrogates among all others.

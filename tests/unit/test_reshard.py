@@ -170,9 +170,9 @@ def test_the_only_layout_is_completed_if_a_change_added_it(monkeypatch: pytest.M
 def test_a_layout_that_another_run_dropped_is_not_dropped_again(monkeypatch: pytest.MonkeyPatch) -> None:
     its = resharding(Snapshot({NEW: COMPLETE}, {}, {}), None, monkeypatch)
     its._do(Step("drop", FIRST, "Drop"), NEW)
-    its._database.update_ddl.assert_not_called()
+    its._table.database.update_ddl.assert_not_called()
     its._do(Step("drop", NEW, "Drop"), FIRST)
-    its._database.update_ddl.assert_called_once()
+    its._table.database.update_ddl.assert_called_once()
 
 
 def test_a_worker_counts_for_twice_its_liveness_timeout() -> None:

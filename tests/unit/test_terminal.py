@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from outbox.cli import main as outbox
 from outbox.program.logs import JsonFormatter, TextFormatter
-from outbox.program.terminal import complain, counted, prepare_streams, say
-from outbox.program.texts import as_json
+from outbox.program.terminal import as_json, complain, counted, prepare_streams, say
 from outbox_pipeline.cli import main as outbox_pipeline
 from publishworker.process.cli import main as publishworker
 from tests.support.processes import ROOT

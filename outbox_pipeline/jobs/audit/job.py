@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from outbox.errors import OutboxError, SettingError
-from outbox.program.texts import as_json
+from outbox.program.terminal import as_json
 from outbox.program.times import resolved, shown
 from outbox_pipeline.jobs.archive.windows import Archive
 from outbox_pipeline.jobs.audit import effects, received

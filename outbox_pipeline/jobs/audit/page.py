@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template, Undefined
 from markupsafe import Markup
 
-from outbox.program.texts import cell
+from outbox.program.terminal import cell
 from outbox.program.times import spoken
 from outbox_pipeline.jobs.audit.transforms import STATES
 

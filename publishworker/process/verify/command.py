@@ -11,8 +11,7 @@ from outbox.cli.bulk import confirm
 from outbox.cli.output import table
 from outbox.errors import SettingError
 from outbox.program.lazy import need
-from outbox.program.terminal import Escaped, complain, say
-from outbox.program.texts import as_json
+from outbox.program.terminal import Escaped, as_json, complain, say
 from publishworker.process import exits
 from publishworker.process.settings import WorkerSettings
 from publishworker.process.verify.checks import CHECKS, FAILED, Finding, run
