@@ -1,6 +1,5 @@
 """The callback for a streaming pull that processes one message in each transaction."""
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -126,16 +125,7 @@ class Receiver:
     def _run(self, attempt: Callable[[Transaction], T]) -> T:
         """Run `attempt` in a transaction, again after each ABORTED."""
         database = self._settings.database
-        try:
-            result = transact(database, attempt, **self._settings.transaction_options)
-        except RuntimeError:
-            raise  # this thread is already in a transaction, so the flag below is right
-        except Exception:
-            # If the client gets no session, it refuses all later transactions of this thread:
-            # https://github.com/googleapis/google-cloud-python/issues/18375
-            with contextlib.suppress(AttributeError):  # a test's fake
-                database._local.transaction_running = False  # noqa: SLF001 - nothing public resets it
-            raise
+        result = transact(database, attempt, **self._settings.transaction_options)
         check_finished(result, f"run_in_transaction of {type(database).__name__}")
         return result
 

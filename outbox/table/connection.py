@@ -103,6 +103,9 @@ class LimitedDatabase(Database):
 
     def renewed(self) -> "LimitedDatabase":
         """Return the same database with new sessions, because the client never replaces a lost one."""
+        # The client's thread for the former session would live on, and keep this object and its sessions in memory.
+        if ended := self._sessions_manager._multiplexed_session_terminate_event:  # noqa: SLF001 - nothing public sets it
+            ended.set()
         return LimitedDatabase(self.database_id, self._instance, self._open_api, self._role, self._limited_api)
 
     def on_own_connection(self) -> "LimitedDatabase":

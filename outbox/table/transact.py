@@ -28,6 +28,9 @@ def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
     `options` are those of `run_in_transaction`. After an error of Google's API the client leaves the transaction and
     its locks open. So it is rolled back here if `work` has failed with one other than ABORTED, or if Spanner has
     refused the commit. After other errors of `work` the client rolls back.
+
+    If the client gets no session, it refuses all later transactions of the thread, unless the flag is reset here:
+    https://github.com/googleapis/google-cloud-python/issues/18375
     """
     transaction: Any = None
     working = False
@@ -41,9 +44,14 @@ def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
 
     try:
         result: T = database.run_in_transaction(attempt, **options)
-    except google.GoogleAPICallError as error:
-        if transaction is not None and (
-            isinstance(error, CONTENT) or (working and not isinstance(error, google.Aborted))
+    except RuntimeError:
+        raise  # the thread is already in a transaction, so the flag is right
+    except Exception as error:
+        if transaction is None:
+            with contextlib.suppress(AttributeError):  # a test's fake
+                database._local.transaction_running = False  # noqa: SLF001 - nothing public resets it
+        elif isinstance(error, CONTENT) or (
+            working and isinstance(error, google.GoogleAPICallError) and not isinstance(error, google.Aborted)
         ):
             with contextlib.suppress(google.GoogleAPIError, GoogleAuthError):
                 transaction.rollback()

@@ -192,6 +192,10 @@ class Delivered:
         """Return the failures by ID."""
         return {id: outcome for id, outcome in self.answers.items() if isinstance(outcome, Failed)}
 
+    def recorded_later(self, ids: Collection[str]) -> "Recorded":
+        """Return the failed attempts of these tasks, which were written after the first report."""
+        return Recorded(self.claim, self.failed(), {id: each for id, each in self.recorded.items() if id in ids})
+
     def at_most_once(self) -> Claim | None:
         """Return a claim of the skipped at-most-once tasks that are behind no failure, or None if there are none."""
         if not (skipped := self._skipped("at_most_once")):
@@ -215,6 +219,15 @@ def turn_counts(batches: Sequence[Delivered]) -> Turn:
         deferred=sum(len(each.deferred) for each in batches),
         uncommitted=sum(len(each.uncommitted()) for each in batches),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Failed attempts that were written after the first report of their batch."""
+
+    claim: Claim
+    failed: Mapping[str, Failed]
+    recorded: Mapping[str, NotSent]
 
 
 @dataclass(frozen=True, slots=True)

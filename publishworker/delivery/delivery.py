@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from publishworker.delivery import heads, rules
-from publishworker.delivery.claim import Claim, Delivered, State, Unmarked
+from publishworker.delivery.claim import Claim, Delivered, Recorded, State, Unmarked
 from publishworker.delivery.marking import MarkRetry
 from publishworker.delivery.results import Results
 from publishworker.delivery.timing import Timing
@@ -46,13 +46,18 @@ class Delivery:
             self._begin_marking(error)
         return self._delivered()
 
-    def mark_again(self) -> Iterator[Unmarked]:
+    def mark_again(self) -> Iterator[Unmarked | Recorded]:
         """Mark again, in transactions that publish nothing.
 
-        Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up.
+        Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up. At
+        the end, yield the failed attempts that are written now.
         """
         if self.mark_retry.has_begun:
-            yield from self.mark_retry.run()
+            written = self.mark_retry.unmarked
+            for unmarked in self.mark_retry.run():
+                written -= set(unmarked.claim.ids if unmarked.given_up else ())
+                yield unmarked
+            yield self._delivered().recorded_later(written)
             if self.timing.transactions > 1:
                 self._release_heads()
 

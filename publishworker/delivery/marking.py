@@ -54,9 +54,10 @@ class Marking:
             self._exit.wait(seconds)
 
     def shut_down(self) -> None:
-        """Let each batch try to mark at least once more, and give up after `exit_seconds`."""
-        self._exit_until = self.clock() + self._exit_seconds
-        self._exit.set()
+        """Let each batch try to mark at least once more, and give up after `exit_seconds`. Callable on any thread."""
+        if not self._exit.is_set():
+            self._exit_until = self.clock() + self._exit_seconds
+            self._exit.set()
 
     def is_over(self, since: float) -> bool:
         """Tell whether a batch that began to mark again at `since` must give up."""
@@ -119,11 +120,14 @@ class MarkRetry:
             self._marking.wait(backoff.next())
             self._try()
             if self._marking.is_over(self._since):
-                self._to_report += [
-                    each for part in self._parts for each in self._unmarked(part, self._error, given_up=True)
-                ]
-                self._set_parts(())
+                self._to_report += self.give_up()
         yield from self._to_report
+
+    def give_up(self) -> list[Unmarked]:
+        """Try no more. Return what is not written."""
+        given_up = [each for part in self._parts for each in self._unmarked(part, self._error, given_up=True)]
+        self._set_parts(())
+        return given_up
 
     def search(self) -> bool:
         """Write smaller and smaller parts, until only the rows that Spanner refuses are left.

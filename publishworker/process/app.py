@@ -47,6 +47,8 @@ from publishworker.types import Turn
 
 #: Seconds between checks of the thread of the worker.
 _CHECK_SECONDS = 0.2
+#: Seconds from the end of marking to the end of the shutdown timeout: for a last lock query and commit without answer.
+_LAST_TRY_SECONDS = 15.0
 
 
 class App:
@@ -79,7 +81,7 @@ class App:
         self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host, trace=trace)
         self.membership.info = partial(worker_info, settings, self.relay)
         self._stream = (
-            ChangeStream(self.store.database.on_own_connection().renewed, self.relay.wake)
+            ChangeStream(self.store.database.on_own_connection(), self.relay.wake)
             if settings.wake == "change-stream"
             else None
         )
@@ -120,7 +122,7 @@ class App:
             each.start()
         try:
             in_time = run_on_thread(
-                lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout, self.relay.wake
+                lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout, self.relay.stop
             )
         except StuckBatch as error:
             for batch in error.claims:
@@ -146,10 +148,11 @@ class App:
             if in_time:
                 log.info("stopped", extra={"action": "stopped"})
                 return exits.DONE
+            self.relay.in_flight.abandon()
             self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
             log.error(
-                "Stopped after --shutdown-timeout with batches in flight. Their tasks are not marked as sent, so "
-                "another worker may publish them again.", extra={"action": "shutdown_timeout"},
+                "Stopped after --shutdown-timeout with batches in flight. Tasks without a SentAt may be published "
+                "again; at-most-once tasks may be lost.", extra={"action": "shutdown_timeout"},
             )  # fmt: skip
             return timeout_exit_code
         finally:
@@ -192,6 +195,7 @@ def relay_of(
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
     places = settings.concurrency
+    marking_seconds = max(settings.shutdown_timeout - _LAST_TRY_SECONDS, settings.shutdown_timeout / 2)
     policy = RetryPolicy(
         initial=settings.backoff_initial,
         longest=settings.backoff_max,
@@ -207,7 +211,7 @@ def relay_of(
             publisher=publisher,
             policy=policy,
             publish_seconds=settings.publish_timeout,
-            marking=Marking(host, settings.shutdown_timeout),
+            marking=Marking(host, marking_seconds),
             host=host,
         ),
         Limits(

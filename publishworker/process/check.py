@@ -99,11 +99,12 @@ def _topic(client: PublisherClient, topic: str, settings: WorkerSettings, allowe
         return "wrong", f"topic {name} matches no pattern of --allowed-topics: its tasks would become dead"
     try:
         client.get_topic(topic=name, timeout=_TOPIC_SECONDS, retry=None)
-    except NotFound:
-        return "wrong", f"topic {name} does not exist. Create it: {create_topic_command(settings, name)}"
-    except PermissionDenied:
+    except NotFound as error:
+        create = create_topic_command(settings, name)
+        return "wrong", f"topic {name} does not exist. Create it: {create}. Pub/Sub: {describe(error)}"
+    except PermissionDenied as error:
         needed = "no permission to check it (pubsub.topics.get); publishing needs roles/pubsub.publisher"
-        return "unknown", f"topic {name}: {needed}"
+        return "unknown", f"topic {name}: {needed}. Pub/Sub: {describe(error)}"
     except (GoogleAPICallError, GoogleAuthError) as error:
         return "unreachable", f"topic {name}: {describe(error)}"
     return "ok", f"topic {name}"

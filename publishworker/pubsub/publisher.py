@@ -206,10 +206,10 @@ def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str
 
 
 def failure_of(error: Any, topic: str, create_command: Callable[[str], str]) -> Failed:
-    """Return a failure with its reason and either advice or Pub/Sub's error details."""
-    reason = reason_of(error)
+    """Return a failure with its reason, advice, and Pub/Sub's error details, which may name another cause."""
+    reason, details = reason_of(error), error.details() or "no details"
     advice = {
-        "not_found": f"the topic does not exist. Create it: `{create_command(topic)}`",
-        "permission_denied": "the worker may not publish to the topic. Grant it roles/pubsub.publisher",
-    }.get(reason, error.details() or "no details")
-    return Failed(reason, f"{topic}: {advice}")
+        "not_found": f"the topic does not exist. Create it: `{create_command(topic)}`. Pub/Sub: ",
+        "permission_denied": "the worker may not publish to the topic. Grant it roles/pubsub.publisher. Pub/Sub: ",
+    }.get(reason, "")
+    return Failed(reason, f"{topic}: {advice}{details}")

@@ -24,6 +24,7 @@ from outbox.table.connection import STREAM_RETRY, Deadline
 from publishworker.host import Backoff
 from publishworker.log import log
 from publishworker.spanner import statements
+from publishworker.spanner.errors import is_lost_session
 
 #: If a partition, which sends a record each second, is silent for this long, the worker polls at --poll-interval.
 MAX_SILENCE_SECONDS = 3.0
@@ -62,11 +63,10 @@ class ChangeStream:
     """Calls a function after each commit that inserts tasks."""
 
     def __init__(
-        self, database: Callable[[], Any], inserted: Callable[[], None], clock: Callable[[], float] = time.monotonic
+        self, database: Any, inserted: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read from `database()`, asked at each attempt. Call `inserted` on any thread after commits and failures."""
-        self._open = database
-        self._database: Any = None
+        """Read from a LimitedDatabase. Call `inserted` on any thread after commits and failures."""
+        self._database = database
         self._inserted = inserted
         self._clock = clock
         self._stopped = threading.Event()
@@ -96,6 +96,8 @@ class ChangeStream:
             except Exception as error:
                 attempt.given_up = True
                 self._heard = {}
+                if is_lost_session(error):  # only then: each new database starts a thread of the client
+                    self._database = self._database.renewed()
                 if not (self._failed or self._stopped.is_set()):
                     self._failed = True
                     log.warning(
@@ -138,7 +140,6 @@ class ChangeStream:
 
     def _first_partitions(self, attempt: _Attempt) -> Children:
         self._heard = {}
-        self._database = self._open()
         [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
         self._began = now, self._clock()
         return self._read(attempt, "", now, None)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import datetime
 from typing import Any, Protocol
 
-from google.api_core.exceptions import Aborted, GoogleAPICallError
+from google.api_core.exceptions import Aborted
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, RequestOptions
 from google.protobuf.struct_pb2 import ListValue, Value
 
@@ -294,6 +294,6 @@ def _lock(transaction: Any, ids: Sequence[str], request: Mapping[str, Any]) -> t
         found = list(transaction.execute_sql(statements.LOCK, **parameters(values), **request, lazy_decode=True))
     except Aborted:
         raise
-    except GoogleAPICallError as error:
+    except SERVICE_ERRORS as error:
         raise NotWritten(describe(error)) from error
     return statements.locked(found)

@@ -2,17 +2,17 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outbox.program.terminal import counted, listed
-from publishworker.delivery.claim import Delivered, Kind, Unmarked, turn_counts
+from publishworker.delivery.claim import Delivered, Kind, Recorded, Unmarked, turn_counts
 from publishworker.delivery.trace import Trace
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, kind_of
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import POLL, PUBLISH, Sent, Turn
+from publishworker.types import COMMIT, POLL, PUBLISH, Failed, NotSent, Sent, Turn
 
 #: Seconds between two summaries.
 SUMMARY_SECONDS = 60.0
@@ -64,16 +64,27 @@ class Reporter:
         self._metrics.count(m.DEFERRED, len(delivered.deferred), topic=topic)
         if uncommitted := delivered.uncommitted():
             self._metrics.count(m.UNCOMMITTED, len(uncommitted), topic=topic)
-        if delivered.error is not None:
-            text = f"Commit failed for {_tasks(delivered.claim.ids)} of topic {topic}: {delivered.error}"
+        tasks = f"{_tasks(delivered.claim.ids)} of topic {topic}"
+        if delivered.error is not None and COMMIT in delivered.phases:
+            text = f"Commit failed for {tasks}: {delivered.error}"
             if uncommitted:
                 text += f". {_tasks(uncommitted)} in doubt: published, and will be marked without another publish"
             self._throttled_log.log("commit_failed", topic, text)
+        elif delivered.error is not None:
+            text = f"The rows of {tasks} were not locked, so nothing was published: {delivered.error}"
+            self._throttled_log.log("lock_failed", topic, text)
         self._unconfirmed(topic, delivered.unconfirmed)
         if change is not None:
             self.circuit(change)
 
-    def unmarked(self, unmarked: Unmarked) -> None:
+    def later(self, report: Unmarked | Recorded) -> None:
+        """Log what a batch reports while it marks again."""
+        if isinstance(report, Unmarked):
+            self._unmarked(report)
+        else:
+            self._recorded(report.claim.topic, report.failed, report.recorded)
+
+    def _unmarked(self, unmarked: Unmarked) -> None:
         """Log tasks that cannot be marked now, or that the batch has stopped trying to mark."""
         topic, ids = unmarked.claim.topic, unmarked.claim.ids
         if unmarked.given_up:
@@ -154,15 +165,19 @@ class Reporter:
     def _failures(self, delivered: Delivered) -> None:
         """Count all failures. Log recorded attempts as warnings, and the others at DEBUG."""
         topic, failed, recorded = delivered.claim.topic, delivered.failed(), delivered.recorded
-        dead = [failure for id, failure in failed.items() if id in recorded and recorded[id].dead]
-        for metric, failures in ((m.FAILED, failed.values()), (m.DEAD, dead)):
-            for reason, count in Counter(failure.reason for failure in failures).items():
-                self._metrics.count(metric, count, topic=topic, reason=reason)
+        self._count(m.FAILED, topic, failed.values())
         for id, failure in failed.items():
-            fields: dict[str, object] = {"task_id": id, "topic": topic, "reason": failure.reason}
-            if (mark := recorded.get(id)) is None:
+            if id not in recorded:
+                fields = {"task_id": id, "topic": topic, "reason": failure.reason}
                 log.debug("Task %s of topic %s was not sent: %s", id, topic, failure.error, extra={"fields": fields})
-                continue
+        self._recorded(topic, failed, recorded)
+
+    def _recorded(self, topic: str, failed: Mapping[str, Failed], recorded: Mapping[str, NotSent]) -> None:
+        """Log failed attempts that are written, and count those after which the task is dead."""
+        self._count(m.DEAD, topic, [failed[id] for id, mark in recorded.items() if mark.dead])
+        for id, mark in recorded.items():
+            failure = failed[id]
+            fields: dict[str, object] = {"task_id": id, "topic": topic, "reason": failure.reason}
             if mark.trace_id is not None:
                 fields["trace_id"] = mark.trace_id
             next_step = ""
@@ -179,6 +194,10 @@ class Reporter:
                 max_lines=FAILURE_LINES,
                 fields={**fields, "attempt": mark.attempts},
             )
+
+    def _count(self, metric: m.Metric, topic: str, failures: Iterable[Failed]) -> None:
+        for reason, count in Counter(failure.reason for failure in failures).items():
+            self._metrics.count(metric, count, topic=topic, reason=reason)
 
 
 def _log_message_ids(delivered: Delivered) -> None:

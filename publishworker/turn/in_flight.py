@@ -1,5 +1,6 @@
 """In-flight batches: each on a thread of its own, so that a slow one delays no other."""
 
+import contextlib
 import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from outbox.program.terminal import counted, listed
-from publishworker.delivery.claim import Claim, Delivered, Kind
+from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.kinds import Deferral, MarkFirst
 from publishworker.delivery.tools import Tools
@@ -102,7 +103,7 @@ class InFlight:
     """
 
     def __init__(self, tools: Tools, limits: Limits, reporter: Reporter) -> None:
-        """`reporter` gets each `Unmarked`: rows that a batch cannot mark, or no longer marks."""
+        """`reporter` gets what batches report after their Delivered, while they mark again."""
         self.limits = limits
         self._delivery_of = partial(delivery_of, tools=tools)
         self._marking = tools.marking
@@ -111,8 +112,8 @@ class InFlight:
         self._clock = tools.host.clock
         self._running: dict[_Entry, Thread] = {}
         self._checked_at = self._clock()
-        #: Pairs of an entry and a report. Each batch puts its Delivered, then any Unmarked, then None. If it fails, its
-        #: last report is the exception.
+        #: Pairs of an entry and a report: a Delivered, then any Unmarked and a Recorded, then None. If the batch fails,
+        #: its last report is the exception.
         self._reports: Queue = self._host.threads.queue()
 
     def __len__(self) -> int:
@@ -251,8 +252,24 @@ class InFlight:
             if isinstance(report, Delivered):
                 reports.append(report)
             elif report is not None:
-                self._reporter.unmarked(report)
+                self._reporter.later(report)
         return reports
+
+    def abandon(self) -> None:
+        """Report what is in doubt, because the process ends before the batches do. Callable on any thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                entry, report = self._reports.get(timeout=0)
+                if isinstance(report, Delivered):
+                    entry.reported = True
+                    self._reporter.delivered(report)
+        for entry in list(self._running):
+            claim = entry.delivery.claim
+            if entry.reported:
+                for unmarked in entry.delivery.mark_retry.give_up():
+                    self._reporter.later(unmarked)
+            elif claim.kind is Kind.MARK_FIRST:
+                self._reporter.later(Unmarked(claim, "the worker has ended", "marked", given_up=True))
 
     def _run(self, entry: _Entry) -> None:
         try:

@@ -64,8 +64,13 @@ class Relay:
         return self._report_turn(polled, earlier + later, waits=selection.waits, poll_again=poll_again)
 
     def wake(self) -> None:
-        """End the pause of the worker, because a task was inserted or the worker stops. Callable on any thread."""
+        """End the pause of the worker, because a task was inserted. Callable on any thread."""
         self.woken.set()
+
+    def stop(self) -> None:
+        """End the pause of the worker, and begin the time in which batches may still mark. Callable on any thread."""
+        self.in_flight.shut_down()
+        self.wake()
 
     def finish(self) -> Turn:
         """Wait until no batch is in flight, and return the counts of the reports. Raises StuckBatch."""

@@ -108,7 +108,7 @@ def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emula
     wrong = [line for line in lines if line.startswith("wrong")]
     for name in ("named-and-missing", "pending-and-missing", "ordrs"):
         create = f"outbox emulators --create {PROJECT}/{INSTANCE}/{database.database_id} --topic {name}"
-        assert any(line.endswith(f"does not exist. Create it: {create}") for line in wrong)
+        assert any(f"does not exist. Create it: {create}. Pub/Sub: " in line for line in wrong)
     assert any("topics/ordrs does not exist" in line for line in wrong)
     assert any("half" in line and "Burst" in line for line in wrong)
     assert any("topics/routed-and-missing does not exist" in line for line in wrong)

@@ -146,7 +146,7 @@ def reporting_alone(bench: Bench, count: int) -> list[float]:
     random, reported, waits = Random(count), threading.Event(), []
     with fresh_table(bench) as table:
         table.database.update_ddl(statements(change_stream=True)[-1:]).result(ADMIN_SECONDS)
-        stream = ChangeStream(lambda: table.database, reported.set)
+        stream = ChangeStream(table.database, reported.set)
         stream.start()
         eventually(lambda: stream.works, seconds=30, message="the change stream is read")
         for _ in range(count):

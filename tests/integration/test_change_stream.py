@@ -38,7 +38,7 @@ def reading(emulators: Emulators) -> Iterator[Callable[[Database], tuple[ChangeS
 
     def start(database: Database) -> tuple[ChangeStream, threading.Event]:
         inserted, opened = threading.Event(), open_database(place(database.database_id))
-        started.append(ChangeStream(lambda: opened, inserted.set))
+        started.append(ChangeStream(opened, inserted.set))
         started[-1].start()
         return started[-1], inserted
 

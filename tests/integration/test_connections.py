@@ -162,7 +162,7 @@ def test_all_partitions_of_a_change_stream_are_read_although_a_connection_is_lim
     """The partitions take turns, at most MAX_STREAMS at once, and nothing else waits for them."""
     monkeypatch.setattr(change_stream, "REQUEST_SECONDS", 0.5)
     monkeypatch.setattr(change_stream, "TURN_SECONDS", 0.2)
-    stream = ChangeStream(store.database.on_own_connection().renewed, lambda: None)
+    stream = ChangeStream(store.database.on_own_connection(), lambda: None)
     stream.start()
     for turns in (1, 3):
         eventually(lambda least=turns: len(server.reads) == PARTITIONS and min(server.reads.values()) >= least)  # type: ignore[misc]  # a default of a lambda

@@ -148,8 +148,8 @@ def test_the_advice_for_a_missing_topic_fits_the_service(monkeypatch: pytest.Mon
 
     settings = place()
     there = f"{PROJECT}/{settings.instance}/{settings.database}"
-    assert error(settings).endswith(f"Create it: `outbox emulators --create {there} --topic missing`")
+    assert f"Create it: `outbox emulators --create {there} --topic missing`. Pub/Sub: " in error(settings)
     monkeypatch.delenv("PUBSUB_EMULATOR_HOST")
     name = f"projects/{PROJECT}/topics/missing"
     endpoint = place(pubsub_endpoint=host, pubsub_plaintext="true")
-    assert error(endpoint).endswith(f"Create it: `gcloud pubsub topics create {name}`")
+    assert f"Create it: `gcloud pubsub topics create {name}`. Pub/Sub: " in error(endpoint)

@@ -14,7 +14,7 @@ from publishworker.spanner.store import Decide
 from publishworker.telemetry import metrics as m
 from publishworker.types import Answer, Failed, LockedRow, Sent, Skipped
 from tests.support.parts import claim_of
-from tests.support.relay_bench import Bench
+from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
 
 TOPIC = "projects/test-project/topics/orders"
@@ -132,6 +132,36 @@ def test_a_mark_that_cannot_be_undone_is_undone_later(bench: Bench, errors: int,
     assert bench.publisher.ids() == published
     assert bench.unsent() == []
     assert bench.count(m.UNCONFIRMED) == (not published)
+
+
+def test_a_task_that_becomes_dead_after_the_report_of_its_batch_is_counted(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The commit that records the failure has no answer at first."""
+    bench.insert("a", at_most_once=True)
+    bench.commits(None, None, NO_ANSWER)
+    bench.publisher.failing = {"a": INVALID}
+    bench.run_for(10)
+    assert bench.store.rows["a"].available_at == NEVER
+    assert (bench.count(m.FAILED), bench.count(m.DEAD)) == (1, 1)
+    assert "The task is dead" in caplog.text
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(bench: Bench, is_answered: bool) -> None:
+    """Pub/Sub has refused the message, but the mark is not undone, or Pub/Sub has not answered yet."""
+    publisher = SlowPublisher("orders")
+    publisher.failing, publisher.hanging = {"a": MISSING}, set() if is_answered else {TOPIC, "orders"}
+    bench.relay = bench.another(publisher=publisher)
+    bench.insert("a", at_most_once=True)
+    bench.commits(None, None, *[NO_ANSWER] * 100)
+    in_flight = bench.relay.in_flight
+    eventually(lambda: bool(bench.relay.turn() and not bench.unsent()) and bool(in_flight.unreported) != is_answered)
+    assert bench.count(m.UNCONFIRMED) == 0
+    bench.relay.stop()
+    in_flight.abandon()
+    assert bench.count(m.UNCONFIRMED) == 1
+    publisher.release.set()
 
 
 @pytest.mark.parametrize("error", [NO_ANSWER, Refused("no")])

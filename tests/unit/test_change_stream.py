@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import InvalidArgument, OutOfRange, ServiceUnavailable
+from google.api_core.exceptions import InvalidArgument, NotFound, OutOfRange, ServiceUnavailable
 
 from publishworker.host import Backoff
 from publishworker.spanner import change_stream
@@ -31,13 +31,14 @@ class Scripted:
         self.first = 0
         self.errors: dict[str, BaseException] = {}
         self.starts: list[datetime] = []
-        self.attempts = 0
+        self.attempts = self.renewals = 0
         #: When these partitions end. Each names the child ab.
         self.ends: dict[str, threading.Event] = {}
         self.read: list[str] = []
         self.closed = threading.Event()
 
-    def __call__(self) -> "Scripted":
+    def renewed(self) -> "Scripted":
+        self.renewals += 1
         return self
 
     @contextlib.contextmanager
@@ -104,6 +105,7 @@ def reading(database: Scripted) -> Iterator[ChangeStream]:
     ("error", "first"),
     [
         (InvalidArgument("invalid change stream partition token"), 0),
+        (NotFound("Session not found: projects/p/instances/i/databases/d/sessions/s"), 0),
         (OutOfRange("start_timestamp is before the retention period"), 0),
         (ServiceUnavailable("connection reset"), 3),
     ],
@@ -111,9 +113,10 @@ def reading(database: Scripted) -> Iterator[ChangeStream]:
 def test_a_partition_that_cannot_be_read_is_logged_once_until_it_can(
     error: Exception, first: int, database: Scripted, lines: list[str]
 ) -> None:
-    """Also one that sends a few records each time, a lost token, and an expired retention.
+    """Also one that sends a few records each time, a lost token or session, and an expired retention.
 
-    Each attempt begins now, so the last two cannot come again.
+    Each attempt begins now, so an expired retention or a lost token cannot come again. Only a lost session needs a new
+    one: each costs a thread of the client.
     """
     database.errors["b"], database.first = error, first
     with reading(database) as stream:
@@ -127,6 +130,7 @@ def test_a_partition_that_cannot_be_read_is_logged_once_until_it_can(
         eventually(lambda: len(lines) == 3, seconds=60)
     assert lines == ["change_stream_failed", "change_stream_works", "change_stream_failed"]
     assert sorted(set(database.starts)) == database.starts
+    assert (database.renewals >= ATTEMPTS - 1) == isinstance(error, NotFound) == (database.renewals > 0)
 
 
 def test_a_child_partition_is_read_once_after_all_its_parents_have_ended(database: Scripted) -> None:

@@ -212,13 +212,22 @@ def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> N
         ({}, ""),
         ({"a": Sent("1")}, ". 1 task in doubt: published, and will be marked without another publish"),
     ):
+        unmarked, phases = frozenset(tried), {"commit": 1.0}
         watch.reporter.delivered(
-            Delivered(claim_of("orders", "a", "b"), answers=tried, error="ABORTED", unmarked=frozenset(tried))
+            Delivered(claim_of("orders", "a", "b"), answers=tried, error="ABORTED", unmarked=unmarked, phases=phases)
         )
         watch.seconds += 60
         assert watch.caplog.messages[-1] == f"Commit failed for 2 tasks of topic orders: ABORTED{effect}"
     assert watch.actions() == ["commit_failed"] * 2
     assert watch.counts == {m.PUBLISHED.name: 1, m.UNCOMMITTED.name: 1}
+
+
+def test_rows_that_were_not_locked_are_no_failed_commit(watch: Watch) -> None:
+    watch.reporter.delivered(Delivered(claim_of("orders", "a"), error="no answer in time", phases={"claim": 10.0}))
+    assert watch.caplog.messages == [
+        "The rows of 1 task of topic orders were not locked, so nothing was published: no answer in time"
+    ]
+    assert watch.actions() == ["lock_failed"]
 
 
 def test_the_summary_names_failed_attempts(watch: Watch) -> None:

@@ -1,6 +1,7 @@
 """A failed transaction is rolled back, because the client would leave its locks open."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,10 +84,27 @@ def test_a_rollback_that_fails_does_not_hide_the_error() -> None:
     assert transaction.rollbacks == 1
 
 
-def test_a_transaction_that_did_not_begin_is_not_rolled_back() -> None:
-    class Closed(Database):
-        def run_in_transaction(self, function: Callable[[Any], Any], **options: Any) -> Any:
-            raise InvalidArgument("no session")
+class Closed(Database):
+    """Gets no session. Like the client, it then refuses each later transaction of the thread."""
 
-    with pytest.raises(InvalidArgument):
-        transact(Closed(Transaction()), lambda _begun: None)
+    def __init__(self) -> None:
+        super().__init__(Transaction())
+        self._local = SimpleNamespace(transaction_running=False)
+
+    def run_in_transaction(self, function: Callable[[Any], Any], **options: Any) -> Any:
+        if self._local.transaction_running:
+            raise RuntimeError("Spanner does not support nested transactions.")
+        self._local.transaction_running = True
+        raise ServiceUnavailable("no session")
+
+
+def test_a_thread_without_a_session_can_try_again() -> None:
+    """A batch marks again on its thread. A transaction inside another one is still refused."""
+    database = Closed()
+    for _ in range(2):
+        with pytest.raises(ServiceUnavailable):
+            transact(database, lambda _begun: None)
+    database._local.transaction_running = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            transact(database, lambda _begun: None)
