@@ -209,15 +209,18 @@ def retry_values(id: str, now: datetime, expires_at: datetime | None = None) -> 
     return (id, None, None, expires_at, 0, now)
 
 
-def change(table: TaskTable, name: str, selection: TaskSelection, author: Author = UNNAMED) -> Iterator[Outcome]:
+def change(
+    table: TaskTable, name: str, selection: TaskSelection, author: Author = UNNAMED, *, id: str = ""
+) -> Iterator[Outcome]:
     """Retry, cancel or purge the selected tasks, chunk by chunk. Record it in the same transactions.
 
     A retry makes them due now, with 0 failed attempts. Cancel and purge delete them. A cancel also releases the next
     tasks of their keys, and logs the IDs. Each of its transactions waits at most 20 s for the batches that hold its
-    tasks. Raises OutboxError if the change is not for these tasks.
+    tasks. `id` is the ID of the operation, by default a new one. Raises OutboxError if the change is not for these
+    tasks.
     """
     check(name, selection)
-    return _Change(table, name, selection, author).outcomes(Progress(operations.new_id()))
+    return _Change(table, name, selection, author).outcomes(Progress(id or operations.new_id()))
 
 
 def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from outbox import admin
 from outbox.cli.output import named, note
@@ -55,8 +55,10 @@ def confirm(question: str, *, yes: bool) -> None:
         raise OutboxError("not confirmed. Nothing was changed")
 
 
-def carry_out(outcomes: "Iterator[admin.changes.Outcome]", continue_command: str) -> Report:
-    """Run all transactions and return their outcomes. Print the progress from time to time.
+def carry_out(
+    outcomes: "Iterator[admin.changes.Outcome]", continue_command: str, record_stop: Callable[[], None] = lambda: None
+) -> Report:
+    """Run all transactions and return their outcomes. Print the progress from time to time. Record a stop by a signal.
 
     The first SIGINT or SIGTERM stops after the current transaction, a second one at once. The current transaction then
     changes all of its tasks or none. Raises OutboxError after a signal, and the errors of a transaction. Their messages
@@ -84,6 +86,8 @@ def carry_out(outcomes: "Iterator[admin.changes.Outcome]", continue_command: str
                 f"{error}. {counted(report.changed, 'task')} changed so far. The transaction in progress changed all "
                 f"of its tasks or none. To continue, run: {continue_command}"
             ) from error
+    with contextlib.suppress(OutboxError):  # no task was changed yet
+        record_stop()
     name = signal.Signals(received[0]).name
     raise OutboxError(
         f"stopped by {name}. {counted(report.changed, 'task')} changed so far. To continue, run: {continue_command}"

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import sys
 from datetime import datetime
 from typing import Any
@@ -93,14 +94,7 @@ def run_retry(options: argparse.Namespace) -> int:
     count = admin.changes.count(table, selection, exact=options.dry_run, at=now)
     if options.dry_run:
         say(f"{count} would become due now")
-        if "unexpired" in selection.names:
-            everything = dataclasses.replace(selection, include_expired=True)
-            if expired := admin.changes.count(table, everything, exact=True, at=now).number - count.number:
-                more = "Pass --include-expired to send expired tasks, too"
-                note(f"{counted(expired, 'expired task')} not counted. {more}")
-        if not count.number and ids is None:
-            flags.explain_none(table, selection, options)
-        return 0
+        return _explain_refused(table, selection) if ids else _explain_count(table, selection, options, count, now)
     all_topics = ids is None and options.topic is None and count.number > 0
     if all_topics and not options.yes:
         errors.print_selected(table, selection)
@@ -117,6 +111,33 @@ def run_retry(options: argparse.Namespace) -> int:
     if not report.changed:
         flags.explain_none(table, selection, options)
     return 0
+
+
+def _explain_count(
+    table: "admin.table.TaskTable",
+    selection: "admin.changes.TaskSelection",
+    options: argparse.Namespace,
+    count: "admin.changes.Count",
+    now: datetime,
+) -> int:
+    """Print how many expired tasks are not counted, or why no task is. Returns 0."""
+    if "unexpired" in selection.names:
+        everything = dataclasses.replace(selection, include_expired=True)
+        if expired := admin.changes.count(table, everything, exact=True, at=now).number - count.number:
+            more = "Pass --include-expired to send expired tasks, too"
+            note(f"{counted(expired, 'expired task')} not counted. {more}")
+    if not count.number:
+        flags.explain_none(table, selection, options)
+    return 0
+
+
+def _explain_refused(table: "admin.table.TaskTable", selection: "admin.changes.TaskSelection") -> int:
+    """Print which of the given tasks a retry would not change. Return 1 if one is missing or has the wrong state."""
+    refused = admin.changes.preview(table, selection).refused
+    for state, number in refused.items():
+        why = NOT_CHANGED.get(state) or ("not in the table" if state == "missing" else OUTSIDE.format(state=state))
+        note(f"{counted(number, 'task')} would not be changed, {why}")
+    return 1 if refused.keys() - NOT_CHANGED.keys() else 0
 
 
 def run_purge(options: argparse.Namespace) -> int:
@@ -150,7 +171,7 @@ def run_cancel(options: argparse.Namespace) -> int:
     now = table.now()
     selection = flags.selection(options, now, ids)
     # Only tasks from before `now`, so that neither this run nor its continuation deletes a task registered meanwhile.
-    until = now if ids is None and selection.until is None else selection.until
+    until = min(selection.until or now, now) if ids is None else selection.until
     state = selection.state or admin.changes.ANY_UNSENT
     selection = dataclasses.replace(selection, state=state, until=until)
     count = admin.changes.count(table, selection, exact=options.dry_run or ids is not None)
@@ -188,7 +209,9 @@ def _carry_out(
 ) -> bulk.Report:
     """Change the tasks and print their number. `times` are flags of the command that continues."""
     given = {flag: shown(time) for flag, time in times.items() if time}
-    outcomes = admin.changes.change(table, options.command, selection, flags.author(options))
-    report = bulk.carry_out(outcomes, flags.continue_command(options, **given))
+    author, id = flags.author(options), admin.operations.new_id()
+    outcomes = admin.changes.change(table, options.command, selection, author, id=id)
+    record_stop = functools.partial(admin.operations.stop, table, id, author)
+    report = bulk.carry_out(outcomes, flags.continue_command(options, **given), record_stop)
     say(f"{'due now' if options.command == 'retry' else 'deleted'}: {counted(report.changed, 'task')}")
     return report

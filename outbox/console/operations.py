@@ -78,6 +78,8 @@ class Action:
 
     def _selection(self, visit: Visit) -> TaskSelection:
         """Return the tasks of the address. None of them is newer than the page. Raises SettingError, OutboxError."""
+        if visit.query.get("selected") and not visit.query.get("id"):
+            raise Refused(400, "No task is selected", "Go back and check the tasks, or act on all that match.")
         now = visit.console.table.now()
         found = selections.read(visit.query, now)
         # An at-most-once task is marked as sent shortly before it is published.
@@ -129,9 +131,11 @@ def _found(visit: Visit) -> tuple[Operation, datetime]:
 
 
 def _stop(visit: Visit) -> Response:
-    id = _found(visit)[0].id
-    admin.operations.stop(visit.console.table, id, visit.author())
-    return visit.redirect("/operation", id=id)
+    operation, _ = _found(visit)
+    if operation.operation not in [each.name for each in ACTIONS]:
+        raise Refused(400, f"A {operation.operation} cannot be stopped here", "Stop the process that runs it.")
+    admin.operations.stop(visit.console.table, operation.id, visit.author())
+    return visit.redirect("/operation", id=operation.id)
 
 
 ROUTES = (

@@ -3,9 +3,11 @@
 import json
 import re
 from datetime import UTC, datetime, timedelta
+from unittest import mock
 
 from google.cloud.spanner_v1.database import Database
 
+from outbox.admin import changes
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import HOUR, SECONDS, Commands, row, table
 from tests.support.operations import insert
@@ -69,6 +71,15 @@ def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_databa
     rest = outbox.shell(printed[2])
     assert (rest.code, rest.stdout) == (0, f"deleted: {left - 2} tasks\n")
     assert sorted(table(own_database)) == ["unsent", "young"]
+
+
+def test_a_cancel_selects_no_task_that_is_registered_meanwhile(outbox: Commands, database: Database):
+    """Whatever --until is."""
+    insert(database, [row("a")])
+    with mock.patch.object(changes, "change", return_value=iter(())) as change:
+        outbox.here("cancel", "--state", "pending", "--until", "2090-01-01T00:00:00Z", "--reason", "why", "--yes")
+    _, _, selection, _ = change.call_args.args
+    assert selection.until < datetime.now(UTC) + HOUR
 
 
 def test_cancel_asks_and_deletes_unsent_tasks_only(outbox: Commands, database: Database):

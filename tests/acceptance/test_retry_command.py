@@ -122,9 +122,17 @@ def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, dat
     assert re.search(r"3 +dead +orders +not_found: no topic\n +1 +dead +invoices +internal: 500\n", done.stderr)
     assert "Not a terminal. Pass --yes to confirm: 4 tasks will become due now. Nothing was changed" in done.stderr
     assert table(database) == before
-    for words, expired in (("--state dead", True), ("expired", True), ("a0", False), ("--state retrying", False)):
+    for words, expired in (("--state dead", True), ("a0", False), ("--state retrying", False)):
         dry = outbox.here("retry", *words.split(), "--dry-run")
         assert dry.stderr.startswith("outbox: 1 expired task not counted. Pass --include-expired") == expired
+    for words, code, reason in (
+        ("a0", 0, ""),
+        ("expired", 0, "because ExpiresAt has passed"),
+        ("a0 gone", 1, "not in the table"),
+        ("a0 --topic invoices", 1, "excluded by --state, --topic"),
+    ):
+        dry = outbox.here("retry", *words.split(), "--dry-run")
+        assert (dry.code, "1 task would not be changed, " + reason in dry.stderr) == (code, bool(reason)), dry.stderr
     done = outbox.here("retry", "expired")
     assert (done.code, done.stdout) == (0, "due now: 0 tasks\n")
     assert "because ExpiresAt has passed; pass --include-expired to send expired tasks: expired" in done.stderr

@@ -296,6 +296,7 @@ def test_pages_of_tasks_keep_their_state_in_the_address(
         ("/tasks/retry?id=" + "x" * 65, "id: "),
         ("/tasks/retry?state=pending", "retry is for tasks that are dead"),
         ("/tasks/retry", "retry is for tasks that are dead"),
+        ("/tasks/cancel?state=dead&selected=1", "No task is selected"),
         ("/tasks/purge?state=dead&id=a", "purge is for tasks that are sent"),
         ("/tasks/cancel?state=sent", "cancel is for tasks that are pending"),
         ("/operation?id=%3Cscript%3E", "There is no operation"),
@@ -319,6 +320,12 @@ def test_an_edited_form_changes_nothing(database: Database, table: TaskTable, ja
     answer = jane.post(f"{address.path}?{query}", data={"reason": "why", "typed": "1"}, headers=SAME)
     assert answer.status_code == 400
     assert operations.latest(table, 10) == []
+
+
+def test_a_job_is_not_stopped_by_the_form_of_an_operation(table: TaskTable, jane: TestClient):
+    replay = operations.begin(table, "replay", {})
+    answer = jane.post(f"/operation/stop?id={replay.id}", data={"reason": "why"}, headers=SAME)
+    assert (answer.status_code, "A replay cannot be stopped here" in answer.text) == (400, True)
 
 
 def test_values_of_rows_reach_the_browser_escaped(database: Database, table: TaskTable, jane: TestClient):

@@ -47,8 +47,9 @@ def test_a_job_takes_its_arguments_and_variables(name: str) -> None:
     template = spec(name)["template"]
     assert template["arguments"][0] == name
     assert list(refusals(template["arguments"], settings())) == []
-    known = {field.variable for each in (ArchiveSettings, RegisterSettings) for field in fields_of(each)}
-    assert settings().keys() <= known
+    # A setting of one job may mean something else for another one, such as the topic of `register` and `replay`.
+    known = [{field.variable for field in fields_of(each)} for each in (ArchiveSettings, RegisterSettings)]
+    assert settings().keys() <= known[0] & known[1]
     for role in ROLES:
         [container] = template[role]["template"]["spec"]["containers"]
         assert container["name"] == f"spark-kubernetes-{role}"  # Spark adds a container of this name otherwise

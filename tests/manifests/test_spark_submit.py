@@ -58,7 +58,7 @@ def test_spark_submit_creates_an_admitted_driver_that_runs_the_job(submitted: Ap
     [found] = created["Pod"][0]["spec"]["containers"]
     assert found["args"][0] == "driver"
     file = "local:///opt/pipeline/lib/python3.11/site-packages/outbox_pipeline/__main__.py"
-    assert found["args"][-4:] == [file, "archive", "--window", "1d"]
+    assert found["args"][-6:] == [file, "archive", "--archive", "gs://my-bucket/archive", "--window", "1d"]
     # 2g for Java and 1g for Python.
     assert found["resources"]["limits"] == {"memory": "3072Mi"}
     # The submitter needs the right to make these; since Spark 4.2 a NetworkPolicy is among them.

@@ -200,6 +200,20 @@ def test_purged_tasks_are_restored_from_the_archive(
         assert stored[each["Id"]] == was | clean
     again = run(spark, replay_settings(target, archive=str(tmp_path), topic="orders"))
     assert counts(again) == (5, 0, 0, 5, 0, 0), "all of them are to be sent"
+    # The last row of a task decides: it was sent again after this time, to another topic.
+    earlier = replay_settings(target, archive=str(tmp_path), topic="orders", until=shown(NEXT_DAY))
+    assert run(spark, earlier, dry_run=True).selected == 4
+
+
+def test_a_replay_from_the_archive_restores_no_task_that_was_cancelled_since(
+    spark: SparkSession, target: DatabaseSettings, database: Database
+):
+    insert(database, [sent("a", DAY), row("dead", AvailableAt=NEVER)])
+    table = Table(opened(database))
+    begun = operations.begin(table, "replay", {"archive": "archive", "where": "true"})
+    [_] = changes.change(table, "cancel", changes.TaskSelection(state="dead", ids=("dead",)))
+    with pytest.raises(SettingError, match="tasks were deleted since this replay began"):
+        run(spark, replay_settings(target), resume=begun.id)
 
 
 @pytest.mark.usefixtures("many_partitions")

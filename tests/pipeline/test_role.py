@@ -8,9 +8,11 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import operations
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.jobs.archive.job import purge_chunk
+from outbox_pipeline.jobs.audit.effects import Inbox
 from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay_chunk
 from outbox_pipeline.source.datasource import OutboxDataSource
+from outbox_pipeline.source.parts import KeyPart
 from outbox_pipeline.spanner import open_table
 from tests.support import pipeline
 from tests.support.operations import insert, row, rows_of
@@ -42,6 +44,8 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     done = replay_chunk(table, [{"Id": "replayed"}, {name: back[name] for name in names}], begun.started_at)
     assert (done["replayed"], done["registered"]) == (1, 1)
     operations.end(table, begun.id, Tasks=2)
+    assert list(Inbox(settings, "billing").rows(KeyPart("", ""), limit=1)) == []
+    assert {"TaskId", "ProcessedAt"} <= grants("outbox_pipeline")["SELECT", "ProcessedTasks"]
     assert rows_of(database).keys() == {"new", "replayed", "back", *(f"unsent{number}" for number in range(9))}
     allowed, of_relays = grants("outbox_pipeline"), grants("publishworker")
     assert list(refused(allowed, heard.commits)) == []

@@ -49,9 +49,10 @@ def test_tasks_that_were_not_changed_are_explained(
 def test_a_signal_ends_a_command_between_two_chunks(number: signal.Signals, capfd: pytest.CaptureFixture[str]):
     """The error says how many tasks were changed and how to continue. A second signal has its usual effect."""
     before = signal.getsignal(number)
-    taken = outcomes(500, 500, 500, then=lambda: os.kill(os.getpid(), number))
+    taken, stops = outcomes(500, 500, 500, then=lambda: os.kill(os.getpid(), number)), list[int]()
     with pytest.raises(OutboxError) as raised:
-        bulk.carry_out(taken, GO_ON)
+        bulk.carry_out(taken, GO_ON, lambda: stops.append(1))
+    assert stops == [1], "the record says that it was stopped"
     # The signal came while the second chunk was on its way.
     assert str(raised.value) == f"stopped by {number.name}. 1,000 tasks changed so far. To continue, run: {GO_ON}"
     assert "stopping after the current transaction; repeat to stop at once" in capfd.readouterr().err

@@ -101,6 +101,8 @@ def run(
     table = open_table(settings)
     now = table.now()
     selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
+    if resume and selection.archive:
+        _check_deleted(table, resume, started_at)
     _check(spark, table, selection)
     job = _Job(spark, table, settings, selection)
     if dry_run:
@@ -163,6 +165,17 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
         ) from None
 
 
+def _check_deleted(table: Table, id: str, started_at: datetime) -> None:
+    """Raise SettingError if tasks were deleted since the replay began: it would insert them again from the archive."""
+    for name in ("cancel", "purge"):
+        for found in operations.latest(table, 1, operation=name):
+            if found.started_at > started_at:
+                raise SettingError(
+                    f"--resume {id}: tasks were deleted since this replay began (operation {found.id}, {name}), and it "
+                    "would restore them from the archive. Start a new replay that does not select them"
+                )
+
+
 def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> None:
     """Check what would fail after the operation is recorded: the archive, and the predicate.
 
@@ -218,7 +231,7 @@ class _Job:
         """Return the selected tasks, with at least _OF_TABLE or ARCHIVED_COLUMNS, Topic and SentAt."""
         until = min(self.selection.until or started_at, started_at)
         archive = self.selection.archive
-        return self._of_archive(archive, until, started_at) if archive else self._of_table(until, started_at)
+        return self._of_archive(archive, until) if archive else self._of_table(until, started_at)
 
     def _of_table(self, until: datetime, started_at: datetime) -> DataFrame:
         given = self.selection
@@ -231,17 +244,18 @@ class _Job:
         wanted = RowFilter("sent", given.topic, given.since, until)
         return self._matching(read_tasks(self.spark, self.settings, columns, at, wanted))
 
-    def _of_archive(self, archive: str, until: datetime, started_at: datetime) -> DataFrame:
+    def _of_archive(self, archive: str, until: datetime) -> DataFrame:
         given = self.selection
-        tasks = read_archive(self.spark, archive, since=given.since, until=until)
+        tasks = read_archive(self.spark, archive, since=given.since)
+        # The last row of each task decides, as in the table. A resumed replay excludes tasks that were replayed, sent
+        # and archived before the interruption.
+        last = Window.partitionBy("Id").orderBy(f.desc("SentAt"))
+        tasks = tasks.withColumn("_number", f.row_number().over(last)).where("_number = 1").drop("_number")
+        tasks = tasks.where(tasks.SentAt < until)
         tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
         if given.attribute or given.where:
             tasks = decoded(tasks).withColumn("State", f.lit("sent")).select(*schemas.TASK.fieldNames())
-        last = Window.partitionBy("Id").orderBy(f.desc("SentAt"))
-        latest = self._matching(tasks).withColumn("_number", f.row_number().over(last)).where("_number = 1")
-        # A resumed replay excludes tasks that were replayed, sent and archived before the interruption.
-        resent = read_archive(self.spark, archive, since=started_at).select("Id")
-        return latest.drop("_number").join(resent, "Id", "left_anti")
+        return self._matching(tasks)
 
     def _matching(self, tasks: DataFrame) -> DataFrame:
         """Return the tasks whose message has the attribute, and for which the SQL predicate is true."""
