@@ -83,7 +83,7 @@ class Store(Protocol):
 
 
 class SpannerStore:
-    """The store on Spanner."""
+    """The store on Spanner. Its reads are strong single-use reads at the request priority, one for each layout."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SpannerStore:
         return self._database
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
-        """See Store. A strong single-use read at the request priority, one request for each layout."""
+        """See Store."""
         parameters = {"topics": sorted(request.topics), "per_range": request.per_range}
         if request.below_priority is not None:
             parameters["below"] = request.below_priority
@@ -122,7 +122,7 @@ class SpannerStore:
         return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
-        """See Store. A strong single-use read at the request priority, one request for each layout of `shards`."""
+        """See Store."""
         names = sorted(known)
         parameters = {"lows": ["", *(topic + statements.NEXT_NAME_SUFFIX for topic in names)]}
         parameters["highs"] = [*names, statements.AFTER_ALL_TOPICS]
@@ -140,16 +140,12 @@ class SpannerStore:
         )
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        """See Store. A strong single-use read at the request priority, one request for each layout."""
+        """See Store."""
         found = self._query_layouts(statements.NEXT_DUE, "outbox-next-due", shards, {"topics": sorted(topics)})
         return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store.
-
-        A strong single-use read, one request a layout. In the transaction of a claim, this read would lock index
-        ranges.
-        """
+        """See Store. In the transaction of a claim, this read would lock index ranges."""
         return self._key_heads(statements.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key)
 
     def _key_heads(self, statement: str, keys: Mapping[Key, int], **more: int) -> KeyHeads:
