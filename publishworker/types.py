@@ -206,36 +206,28 @@ class LockedRow(NamedTuple):
 
 
 class Version(NamedTuple):
-    """The state of a row when its task was last tried, with a hash of the message.
+    """The state of a row when its task was last tried.
 
-    The first five fields identify the message. They change if an application registers the ID again (created_at), or an
-    operator moves the task (topic, ordering_key), repairs its message or resets SentAt (times_sent). Only `times_sent`
-    shows that a task was marked and reset in between.
+    `message` identifies the message. It changes if an application registers the ID again (CreatedAt), or an operator
+    moves the task (Topic, OrderingKey), repairs its message or resets SentAt (TimesSent). Only TimesSent shows that a
+    task was marked and reset in between.
 
-    The other fields say when to try the task. Another worker may defer the task, release it or record a failed attempt.
-    A published task is marked nevertheless, because Pub/Sub has the message. A failure is recorded only if no field has
-    changed.
+    `schedule` changes if another worker defers the task, releases it or records a failed attempt. A published task is
+    marked nevertheless, because Pub/Sub has the message. A failure is recorded only if neither has changed.
     """
 
-    topic: str
-    ordering_key: str | None
-    created_at: datetime
-    times_sent: int
-    message: int
-    available_at: datetime | None
-    expires_at: datetime | None
-    attempts: int
-    deferred: bool
+    message: tuple[object, ...]
+    schedule: tuple[object, ...]
 
     @classmethod
     def of(cls, row: LockedRow) -> "Version":
-        """Return a row's version."""
-        published = row.topic, row.ordering_key, row.created_at, row.times_sent, hash(row.data)
-        return cls(*published, row.available_at, row.expires_at, row.attempts, row.deferred)
+        """Return a row's version. It has a hash of the message instead of its bytes."""
+        message = row.topic, row.ordering_key, row.created_at, row.times_sent, hash(row.data)
+        return cls(message, (row.available_at, row.expires_at, row.attempts, row.deferred))
 
     def has_message_of(self, row: LockedRow) -> bool:
         """Tell whether the row still holds the message of this version."""
-        return self[:5] == Version.of(row)[:5]
+        return self.message == Version.of(row).message
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
-from publishworker.delivery import heads, rules
+from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim, Delivered, Recorded, State, Unmarked
-from publishworker.delivery.marking import MarkRetry
+from publishworker.delivery.marking import MarkRetry, release_heads
 from publishworker.delivery.results import Results
 from publishworker.delivery.timing import Timing
 from publishworker.delivery.tools import Tools
@@ -89,7 +89,7 @@ class Delivery:
         return committed
 
     def _release_heads(self) -> None:
-        heads.release(self.claim, self._tools.store, skip_dead=self._policy.skip_dead, transact=self._transact)
+        release_heads(self.claim, self._tools.store, skip_dead=self._policy.skip_dead, transact=self._transact)
 
     def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
         """Publish the locked rows that may be sent, and return the marks. After an abort, it runs again."""

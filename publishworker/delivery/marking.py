@@ -1,13 +1,16 @@
 """Write the marks of a batch again after its commit failed, without publishing again."""
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from types import MappingProxyType
 from typing import Protocol
 
 from publishworker.delivery.claim import Claim, State, Unmarked
 from publishworker.host import Backoff, Host
 from publishworker.spanner.errors import Refused, StoreError
+from publishworker.spanner.store import Decide, Store
 
 #: Max seconds that marking is tried. Then published tasks are published again, because a duplicate is better than a
 #: loss. At-most-once tasks stay marked, and may be lost.
@@ -192,3 +195,19 @@ class MarkRetry:
         for id in part.ids:
             ids.setdefault(self._batch.state_of(id), []).append(id)
         return [Unmarked(part.part(of_state), str(error), state, given_up) for state, of_state in ids.items()]
+
+
+def release_heads(
+    claim: Claim, store: Store, *, skip_dead: bool, transact: Callable[[Claim, Decide], datetime]
+) -> None:
+    """Make the first task of each ordering key ready, if another worker has deferred it while the batch had no locks.
+
+    The batch has lost its locks by an abort or a failed commit. `transact` itself releases the deferred heads among the
+    rows that it locks, so nothing else is written. If Spanner does not answer, the keys wait until the deferrals end.
+    """
+    if not claim.keys:
+        return
+    with contextlib.suppress(StoreError):
+        deferred = claim.of_deferred(store.key_heads(claim.keys, 1, skip_dead=skip_dead))
+        if deferred.tasks:
+            transact(deferred, lambda _rows, _now: {})

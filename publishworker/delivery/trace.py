@@ -187,7 +187,7 @@ def _row(row: LockedRow, now: datetime) -> dict[str, Any]:
         "times_sent": row.times_sent,
         "created": row.created_at.isoformat(),
         # What was published, and when to try it. Both may be any values, which are equal for equal rows.
-        "version": [hash(version[:5]), hash(version)],
+        "version": [hash(version.message), hash(version)],
         "is_specified": row.expires_at is None and not row.at_most_once,
     }
 

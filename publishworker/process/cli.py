@@ -78,7 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     from publishworker.process.settings import (  # noqa: PLC0415 - see main
         WorkerSettings,
         add_deadline,
-        add_trace,
         add_verify_flags,
     )
 
@@ -98,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
 
     run = add("run", commands.run, "Publish tasks until SIGTERM.")
     WorkerSettings.add_flags(run)
-    add_trace(run)
+    trace = "Append the steps of the relay to this file, without messages, for `outbox conform`."
+    run.add_argument("--trace", metavar="FILE", help=trace)
     drain = add("drain", commands.drain, "Publish until nothing is pending or retrying; print what remains.")
     WorkerSettings.add_flags(drain)
     add_deadline(drain)

@@ -108,12 +108,6 @@ def add_deadline(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_trace(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of `run` that is not a setting."""
-    text = "Append the steps of the relay to this file, without messages, for `outbox conform`."
-    parser.add_argument("--trace", metavar="FILE", help=text)
-
-
 def add_verify_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `verify`. Its `--database` names the scratch database."""
     WorkerSettings.add_flags(parser)

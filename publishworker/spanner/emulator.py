@@ -5,11 +5,10 @@ already published. It reads the whole table for each range of an index.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from outbox.table.layouts import LayoutShards
 from outbox.table.statements import IN_ORDER, KEYS, SEEK, UNSENT_OF_KEY
 from publishworker.spanner import statements
 from publishworker.spanner.errors import NotWritten
@@ -34,13 +33,13 @@ class EmulatorStore(SpannerStore):
         super().__init__(*arguments, **named)
         self._one_at_a_time = threading.Lock()
 
-    def _key_heads(self, shards: LayoutShards, keys: Sequence[Key], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Read many keys at once, because a read of each would scan the table each time."""
         if len(keys) > FEW_KEYS:
-            found = self._read_keys(_WHOLE_KEYS, shards, keys, skip_dead=skip_dead, max_rows=WHOLE_KEYS_ROWS)
-            if len(found) < WHOLE_KEYS_ROWS:
-                return {key: tasks[:per_key] for key, tasks in statements.key_heads(found).items()}
-        return super()._key_heads(shards, keys, per_key, skip_dead=skip_dead)
+            found = self._key_heads(_WHOLE_KEYS, keys, skip_dead=skip_dead, max_rows=WHOLE_KEYS_ROWS)
+            if sum(map(len, found.values())) < WHOLE_KEYS_ROWS:
+                return {key: tasks[:per_key] for key, tasks in found.items()}
+        return super().key_heads(keys, per_key, skip_dead=skip_dead)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """Wait until no other claim runs, but no longer than one may take.

@@ -10,7 +10,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, Reques
 from google.protobuf.struct_pb2 import ListValue, Value
 
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
-from outbox.table.layouts import Layout, LayoutShards, by_layout
+from outbox.table.layouts import Layout, by_layout
 from outbox.table.statements import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transact import PESSIMISTIC, transact
 from publishworker.spanner import statements
@@ -83,7 +83,7 @@ class Store(Protocol):
 
 
 class SpannerStore:
-    """The store on Spanner."""
+    """The store on Spanner. Its reads are strong single-use reads at the request priority, one for each layout."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SpannerStore:
         return self._database
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
-        """See Store. A strong single-use read at the request priority, one request for each layout."""
+        """See Store."""
         parameters = {"topics": sorted(request.topics), "per_range": request.per_range}
         if request.below_priority is not None:
             parameters["below"] = request.below_priority
@@ -122,7 +122,7 @@ class SpannerStore:
         return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
-        """See Store. A strong single-use read at the request priority, one request for each layout of `shards`."""
+        """See Store."""
         names = sorted(known)
         parameters = {"lows": ["", *(topic + statements.NEXT_NAME_SUFFIX for topic in names)]}
         parameters["highs"] = [*names, statements.AFTER_ALL_TOPICS]
@@ -140,55 +140,34 @@ class SpannerStore:
         )
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        """See Store. A strong single-use read at the request priority, one request for each layout."""
+        """See Store."""
         found = self._query_layouts(statements.NEXT_DUE, "outbox-next-due", shards, {"topics": sorted(topics)})
         return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        """See Store.
+        """See Store. In the transaction of a claim, this read would lock index ranges."""
+        return self._key_heads(statements.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key)
 
-        A strong single-use read, one request a layout. In the transaction of a claim, this read would lock index
-        ranges.
-        """
-        found: dict[Key, Sequence[QueuedTask]] = {}
+    def _key_heads(self, statement: str, keys: Mapping[Key, int], **more: int) -> KeyHeads:
+        """Return the result of a statement for `keys` (each with its shard). It has `more` parameters."""
+        found: dict[Key, list[QueuedTask]] = {}
         for shards in by_layout(keys.values()):
             of_layout = [key for key, shard in keys.items() if shard in shards]
-            found |= self._key_heads(shards, of_layout, per_key, skip_dead=skip_dead)
+            topics, names = [key.topic for key in of_layout], [key.ordering_key for key in of_layout]
+            values = {"topics": topics, "keys": names, "shards": shards.numbers, **more}
+            found |= statements.key_heads(self._query(shards.sql(statement), "outbox-order", values, lazy_decode=True))
         return found
-
-    def _key_heads(self, shards: LayoutShards, keys: Sequence[Key], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        return statements.key_heads(
-            self._read_keys(statements.KEY_HEADS, shards, keys, skip_dead=skip_dead, per_key=per_key)
-        )
-
-    def _read_keys(
-        self, statement: str, shards: LayoutShards, keys: Sequence[Key], *, skip_dead: bool, **limit: int
-    ) -> list[Any]:
-        """Return the rows of a statement for `keys`, the n-th of which is in the n-th of `shards`.
-
-        `limit` is the parameter that limits the rows.
-        """
-        values = {
-            "topics": [key.topic for key in keys],
-            "keys": [key.ordering_key for key in keys],
-            "shards": shards.numbers,
-            "skip_dead": skip_dead,
-            **limit,
-        }
-        return self._query(shards.sql(statement), "outbox-order", values, lazy_decode=True)
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store."""
-        transaction: Any = None
 
-        def work(attempt: Any) -> None:
-            nonlocal transaction
-            locked, now = _lock(attempt, ids, self.request("outbox-claim", LOCK_SECONDS))
-            statements.write_marks(attempt, locked, decide(locked, now))
-            transaction = attempt
+        def work(transaction: Any) -> Any:
+            locked, now = _lock(transaction, ids, self.request("outbox-claim", LOCK_SECONDS))
+            statements.write_marks(transaction, locked, decide(locked, now))
+            return transaction
 
         with self._store_errors():
-            transact(
+            transaction = transact(
                 self._database,
                 work,
                 timeout_secs=ABORTED_SECONDS,

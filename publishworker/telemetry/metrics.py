@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
+from outbox.metrics import Recorder
 from outbox.table.states import UNSENT
 from publishworker.log import log
 from publishworker.types import CLAIM, COMMIT, POLL, PUBLISH
@@ -126,11 +127,8 @@ PIPELINE = (PIPELINE_ROWS, PIPELINE_DURATION, PIPELINE_RUNS)
 # fmt: on
 
 
-class Client(Protocol):
+class Client(Recorder, Protocol):
     """What the worker needs of a metrics client, such as `datadog.DogStatsd`."""
-
-    def increment(self, metric: str, value: float, tags: list[str]) -> object:
-        """Add to a counter."""
 
     def gauge(self, metric: str, value: float, tags: list[str]) -> object:
         """Set a gauge."""

@@ -201,20 +201,18 @@ class InFlight:
         self._marking.shut_down()
 
     def wait(self, *, tasks_left: bool) -> list[Delivered]:
-        """Wait for the batches of this turn, but only for most of them if there are `tasks_left` to start."""
-        return self.wait_for_reports(self.limits.stragglers if tasks_left else 0, MAX_TURN_WAIT_SECONDS)
+        """Wait until a batch has reported, and all others, or most of them if there are `tasks_left` to start.
 
-    def wait_for_reports(self, max_left: int = 0, max_seconds: float | None = None) -> list[Delivered]:
-        """Wait until a batch has reported and at most `max_left` have not, or until `max_seconds` have passed.
-
-        Later waits do not wait for the ones that are left (stragglers).
+        The wait ends after MAX_TURN_WAIT_SECONDS at most. Later waits do not wait for the ones that are left
+        (stragglers).
         """
+        max_left = self.limits.stragglers if tasks_left else 0
 
         def enough(reports: Sequence[Delivered]) -> bool:
             waited = sum(not (entry.straggler or entry.reported) for entry in self._running)
             return waited <= max_left and (len(reports) > 0 or not self.unreported)
 
-        reports = self._wait(enough, max_seconds)
+        reports = self._wait(enough, MAX_TURN_WAIT_SECONDS)
         for entry in self._running:
             entry.straggler = True
         return reports

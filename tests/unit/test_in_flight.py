@@ -50,7 +50,7 @@ class Batches:
         self.seconds = 0.0
         self.beats = 0
         host = Host(clock=lambda: self.seconds, progress=self.beat)
-        self.in_flight_batches = in_flight_of(lambda claim: Gated(self, claim), Limits(10, 1000, 8), host)
+        self.in_flight_batches = in_flight_of(lambda claim: Gated(self, claim), Limits(10, 1000, 8, stragglers=1), host)
 
     def beat(self) -> None:
         self.beats += 1
@@ -66,12 +66,13 @@ class Batches:
         for topic in topics:
             self.ends[topic].set()
 
-    def wait(self, *arguments: Any, **options: Any) -> list[str]:
-        return sorted(result.claim.topic for result in self.in_flight_batches.wait_for_reports(*arguments, **options))
+    def wait(self, *, tasks_left: bool = False) -> list[str]:
+        return sorted(result.claim.topic for result in self.in_flight_batches.wait(tasks_left=tasks_left))
 
 
 @pytest.fixture
-def batches() -> Iterator[Batches]:
+def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Batches]:
+    monkeypatch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 30)
     created = Batches()
     yield created
     created.end(*created.ends)
@@ -95,21 +96,23 @@ def test_a_straggler_is_left_and_collected_later(batches: Batches) -> None:
     """It delays no other batch, not even those that start later, and its result is not lost."""
     batches.start("a", "b", "c", "slow")
     batches.end("a", "b", "c")
-    assert batches.wait(max_left=1) == ["a", "b", "c"]
+    assert batches.wait(tasks_left=True) == ["a", "b", "c"]
     assert batches.in_flight_batches.ids() == {"task-of-slow"}
     batches.start("d", "e")
     batches.end("d", "e")
-    assert batches.wait(max_left=0) == ["d", "e"]
+    assert batches.wait() == ["d", "e"]
     batches.end("slow")
-    assert batches.wait(max_left=1) == ["slow"]
+    assert batches.wait(tasks_left=True) == ["slow"]
 
 
-def test_a_wait_ends_at_its_limit(batches: Batches) -> None:
+def test_a_wait_ends_at_its_limit(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     batches.start("hangs", "hangs-too")
-    assert batches.wait(max_left=1, max_seconds=0.01) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 0.01)
+        assert batches.wait(tasks_left=True) == []
     batches.start("quick")
     batches.end("quick")
-    assert batches.wait(max_left=0, max_seconds=20) == ["quick"]
+    assert batches.wait() == ["quick"]
     assert len(batches.in_flight_batches) == 2
 
 
@@ -148,7 +151,7 @@ def test_a_defect_is_raised_after_the_others_have_ended(
         threading.Timer(0.05, lambda: batches.end("a", "b")).start()
     batches.end("defect")
     with pytest.raises(ZeroDivisionError):
-        batches.in_flight_batches.wait_for_reports()
+        batches.wait()
     assert [thread.is_alive() for thread in others] == [hangs, hangs]
 
 
@@ -159,7 +162,7 @@ def test_a_batch_that_does_not_end_is_stuck_after_two_minutes(batches: Batches) 
         batches.seconds += 10
         batches.in_flight_batches.raise_if_stuck()
     batches.end("a")
-    assert batches.wait(max_left=1) == ["a"]
+    assert batches.wait(tasks_left=True) == ["a"]
     batches.seconds += 1
     with pytest.raises(StuckBatch, match="topic slow has begun no transaction for 121 s: task-of-slow"):
         batches.in_flight_batches.raise_if_stuck()
@@ -234,12 +237,16 @@ def test_a_slow_batch_does_not_delay_the_others(
     assert set(bench.store.claimed.values()) == {1}
 
 
-def test_a_batch_without_effect_beside_a_slow_one_causes_no_busy_loop(slow: SlowPublisher) -> None:
+def test_a_batch_without_effect_beside_a_slow_one_causes_no_busy_loop(
+    slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = bench_of(slow, 1, 1, batches=4)
     bench.relay.turn()
     slow.hanging = {"invoices"}
     bench.relay.in_flight.start(claim_of("invoices", "i0"))
-    bench.relay.in_flight.wait_for_reports(max_seconds=0)  # it is a straggler now
+    with monkeypatch.context() as patch:
+        patch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 0)
+        bench.relay.in_flight.wait(tasks_left=False)  # it is a straggler now
     eventually(lambda: bool(bench.store.claimed))
     overtake(bench, lambda: bench.change("o0", sent_at=bench.store.now))
     assert bench.relay.turn().next is Next.SOON

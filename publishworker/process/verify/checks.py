@@ -20,7 +20,7 @@ from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.table import ddl, schema
-from outbox.table.connection import open_database
+from outbox.table.connection import open_database, uses_emulator
 from publishworker.host import Host
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.verify import plans
@@ -67,7 +67,7 @@ def _schema(scratch: Scratch) -> Finding:
 
 
 def _roles(scratch: Scratch) -> Finding:
-    if scratch.is_emulator:
+    if uses_emulator(scratch.settings):
         return Finding(NOT_AVAILABLE, "the emulator has no roles")
     database: Any = scratch.database
     installed = files("outbox") / "ddl" / "roles.sql"

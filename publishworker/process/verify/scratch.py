@@ -15,7 +15,7 @@ import outbox
 from outbox.errors import OutboxError
 from outbox.program.terminal import complain
 from outbox.table import schema
-from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
+from outbox.table.connection import LimitedDatabase, open_database
 from publishworker.process.settings import WorkerSettings
 
 #: Topics of the loaded tasks, of which nothing is published.
@@ -34,11 +34,6 @@ class Scratch:
     settings: WorkerSettings
     database: LimitedDatabase
     rows: int
-
-    @property
-    def is_emulator(self) -> bool:
-        """Tell whether the database is on the emulator, which shows no plans and has no roles."""
-        return uses_emulator(self.settings)
 
     def register(self, topic: str, count: int) -> list[str]:
         """Register tasks in one transaction, and return their IDs."""
