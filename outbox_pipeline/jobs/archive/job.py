@@ -45,7 +45,7 @@ _log = logging.getLogger("outbox_pipeline")
 
 @dataclass(slots=True)
 class Archived:
-    """The counts of docs/pipeline/archive.md, and the end of the last window."""
+    """The windows, their tasks, the counts of a purge (docs/pipeline/archive.md), and the end of the last window."""
 
     windows: int = 0
     written: int = 0
