@@ -1,8 +1,6 @@
 """`outbox-pipeline JOB`: run a job with Spark in this process, or as the application of spark-submit.
 
-Exit codes: 0 success; 1 the job failed, rows were rejected, or an audit found a lost task or no task; 2 usage; 3 a
-service, the table, a permission, Java or a package is missing, or stdout cannot be written; 4 a drain ended with work
-left; 130 after Ctrl-C, 143 after SIGTERM.
+The exit codes are in docs/operations/pipeline-deploy.md.
 """
 
 import argparse

@@ -103,10 +103,9 @@ class BatchReceiver(Receiver):
                 outage = error if isinstance(error, _UNAVAILABLE) else None
 
     def _earlier_failed(self, message: ReceivedMessage, failed: Collection[str]) -> Exception | None:
-        key = _ordering_key(message)
-        return (
-            EarlierFailed(f"an earlier message of its ordering key {key!r} failed") if key and key in failed else None
-        )
+        if (key := _ordering_key(message)) and key in failed:
+            return EarlierFailed(f"an earlier message of its ordering key {key!r} failed")
+        return None
 
     def _attempt_all(self, transaction: Transaction, messages: list[PulledMessage]) -> list[Outcome]:
         rows = [self._row(message) for message in messages]

@@ -1,7 +1,7 @@
 """Watch what a function of the caller does with a transaction that commits for it."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -63,13 +63,8 @@ def watched(transaction: Any) -> Iterator[Watch]:
 
     changes = dict.fromkeys(("execute_update", "batch_update"), watch.change)
     notes = {"read": watch.read, "execute_sql": watch.query, **changes}
-    for name, note in notes.items():
-        setattr(transaction, name, watching(getattr(transaction, name), note))
-    try:
+    with _replaced(transaction, {name: watching(getattr(transaction, name), note) for name, note in notes.items()}):
         yield watch
-    finally:
-        for name in notes:
-            delattr(transaction, name)
 
 
 def uncommitted(transaction: Transaction) -> AbstractContextManager[None]:
@@ -92,19 +87,22 @@ def unsettled(message: object) -> AbstractContextManager[None]:
     )
 
 
-@contextmanager
-def _refusing(target: object, names: Sequence[str], reason: str) -> Iterator[None]:
-    """Let these methods raise in the block, on this object only."""
-
+def _refusing(target: object, names: Sequence[str], reason: str) -> AbstractContextManager[None]:
     def refuse(*_arguments: object, **_options: object) -> None:
         raise InvalidTransaction(reason)
 
+    return _replaced(target, dict.fromkeys(names, refuse))
+
+
+@contextmanager
+def _replaced(target: object, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace methods in the block, on this object only."""
     attributes = getattr(target, "__dict__", {})  # the message of a push request has none, and no such methods
-    own = {name: attributes[name] for name in names if name in attributes}
-    attributes.update(dict.fromkeys(names, refuse))
+    own = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
     try:
         yield
     finally:
-        for name in names:
+        for name in methods:
             del attributes[name]  # uncovers the methods of the class
         attributes.update(own)

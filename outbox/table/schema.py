@@ -70,12 +70,9 @@ def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
     for name, generated in columns:
         parts = ddl.part(f"column {name}", f"({generated}) STORED")
         suffix = name.lower().removeprefix(COLUMN.lower())
+        ends = (f"tosend{suffix}", f"inorder{suffix}")
         if SHARD_COUNT in parts:
-            states = {
-                index: state
-                for index, state in indexes
-                if index.lower().endswith((f"tosend{suffix}", f"inorder{suffix}"))
-            }
+            states = {index: state for index, state in indexes if index.lower().endswith(ends)}
             found[Layout(int(parts[SHARD_COUNT]), suffix)] = states
     if not found:
         raise SchemaDiffers(

@@ -76,12 +76,8 @@ class RecordingTransaction(Transaction):
     @property
     def tasks(self) -> list[RegisteredTask]:
         """Return the registered tasks."""
-        return [
-            task_of(dict(zip(columns, row, strict=True)))
-            for table, columns, rows in self.inserts
-            if table == TABLE
-            for row in rows
-        ]
+        inserted = [(columns, row) for table, columns, rows in self.inserts if table == TABLE for row in rows]
+        return [task_of(dict(zip(columns, row, strict=True))) for columns, row in inserted]
 
     def _write(self, method: str, table: str, columns: Sequence[str], values: Iterable[Sequence[Any]]) -> None:
         rows = [tuple(row) for row in values]
@@ -180,11 +176,8 @@ def assert_registered(
         rows.sort(key=lambda row: (row["CreatedAt"], row["Sequence"] or 0, row["Id"]))
         tasks = [task_of(row) for row in rows]
     wanted = {plain(name): plain(value) for name, value in (attributes or {}).items()}
-    matching = [
-        task
-        for task in tasks
-        if topic in (None, task.topic) and wanted.items() <= dict(task.message.attributes).items()
-    ]
+    of_topic = [task for task in tasks if topic in (None, task.topic)]
+    matching = [task for task in of_topic if wanted.items() <= dict(task.message.attributes).items()]
     if len(matching) != times:
         asked = f"topic={topic!r}, attributes={attributes!r}; expected {times}"
         lines = [f"{len(matching)} of {len(tasks)} registered tasks match {asked}. Registered:"]

@@ -45,11 +45,7 @@ _log = logging.getLogger("outbox_pipeline")
 
 @dataclass(slots=True)
 class Archived:
-    """The number of finished `windows`, and of the tasks `written` to them.
-
-    For a purge: `deleted` tasks, tasks that were `resent` since they were archived and so were not deleted, and tasks
-    that were already `missing`. `until` is the end of the last window. `seconds` is the duration of the job.
-    """
+    """The windows, their tasks, the counts of a purge (docs/pipeline/archive.md), and the end of the last window."""
 
     windows: int = 0
     written: int = 0

@@ -151,12 +151,10 @@ def _state(rules: Rules) -> Column:
     if rules.since is not None:
         inside &= created >= f.lit(rules.since)
     received = f.col("first_at")
-    no_message = f.when(f.col("sent_at") >= f.lit(rules.horizon - rules.grace), f.lit("arriving")).otherwise(
-        f.lit("lost")
-    )
+    is_due = f.col("sent_at") < f.lit(rules.horizon - rules.grace)
     of_task = (
         f.when(f.col("sent_at").isNull(), f.when(f.col("dead"), f.lit("dead")).otherwise(f.lit("pending")))
-        .when(received.isNull(), no_message)
+        .when(received.isNull(), f.when(is_due, f.lit("lost")).otherwise(f.lit("arriving")))
         .when(received >= f.lit(rules.until + rules.grace), f.lit("late"))
         .otherwise(f.lit("delivered"))
     )

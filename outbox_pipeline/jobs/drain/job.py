@@ -60,15 +60,7 @@ _log = logging.getLogger("outbox_pipeline")
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What the drain's workers did, and how many tasks of all topics are left in each state, up to a limit.
-
-    - `published` tasks, of which the commits of `uncommitted` failed, so that these may be published again
-    - `already_published`: tasks that another worker had sent
-    - `failed` attempts, and `became_dead` tasks that are dead because of them
-    - `unconfirmed`: at-most-once tasks that may be lost
-    - `aborted`: transactions that were retried
-    - `rounds`, each with as many `workers`; `work_left` if pending or retrying tasks are left
-    - `last_error`: why the last turn of a worker of the last round failed, or None
+    """What the drain's workers did, and which tasks are left, described in docs/pipeline/drain.md.
 
     The counts of a killed executor are missing.
     """

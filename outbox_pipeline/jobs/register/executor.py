@@ -68,9 +68,6 @@ class Writer:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add one row of `schemas.INPUT`."""
-        if row["reason"] is not None:
-            self._reject(row, row["reason"])
-            return
         try:
             task = _task(row)
         except (InvalidMessage, TypeError) as error:
@@ -136,6 +133,8 @@ class Writer:
 
 def _task(row: Mapping[str, Any]) -> _Row:
     """Return the row to insert. Raises InvalidMessage or TypeError if `outbox.register` refuses it."""
+    if row["reason"] is not None:
+        raise InvalidMessage(row["reason"])
     if row["task_id"] is None:
         raise InvalidMessage("task_id is NULL")
     if row["data"] is None:

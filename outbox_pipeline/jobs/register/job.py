@@ -34,11 +34,7 @@ _log = logging.getLogger("outbox_pipeline")
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The outcomes of the rows. Each row is counted once.
-
-    This job inserted `registered` rows. The tasks of `existing` rows existed before the job began. `repeated` rows are
-    equal to another row. `rejected` rows are in the folder `rejects`. `seconds` is the duration of the job.
-    """
+    """The outcomes of the rows, described in docs/pipeline/register.md. `rejects` is the folder of rejected rows."""
 
     read: int
     registered: int

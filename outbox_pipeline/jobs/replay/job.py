@@ -51,11 +51,9 @@ _log = logging.getLogger("outbox_pipeline")
 
 @dataclass(slots=True)
 class Replayed:
-    """The outcomes of the selected tasks. Each is counted once, by the last attempt of its Spark task.
+    """The outcomes of the selected tasks, described in docs/pipeline/replay.md. A dry run sets `topics` and `sample`.
 
-    `replayed` tasks were made unsent, `registered` tasks were inserted again, `unsent` tasks were already unsent,
-    `resent` tasks were sent since the replay began, and `missing` tasks are not in the table. A dry run sets `topics`
-    and `sample`. `seconds` is the duration of the job.
+    Each task is counted once, by the last attempt of its Spark task.
     """
 
     replay_id: str | None = None
