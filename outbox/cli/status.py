@@ -1,7 +1,6 @@
 """`outbox status`: count unsent tasks by topic and priority."""
 
 import argparse
-import dataclasses
 import signal
 import sys
 import time
@@ -156,8 +155,8 @@ def _json(
         for line in backlog.lines
     ]
     total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
-    failing = {"errors": [dataclasses.asdict(each) for each in groups], "circuits": errors.circuits(backlog.workers)}
-    return as_json({**total, "topics": topics, **failing, "reshard": reshard})
+    circuits = admin.workers.open_circuits(backlog.workers)
+    return as_json({**total, "topics": topics, "errors": groups, "circuits": circuits, "reshard": reshard})
 
 
 HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "IN/MIN", "SENT/MIN", "OLDEST", "NEXT DUE")
