@@ -1,4 +1,7 @@
-"""The backlog: tasks by topic, priority and state, counted in the index up to a limit."""
+"""The backlog: tasks by topic, priority and state, counted in the index up to a limit.
+
+Each function that reads raises NotReached or OutboxError.
+"""
 
 import dataclasses
 from collections import defaultdict
@@ -187,7 +190,7 @@ class BacklogCounter:
 
 
 def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> Backlog:
-    """Return the current backlog, read at one timestamp. Raises NotReached, OutboxError.
+    """Return the current backlog, read at one timestamp.
 
     Unless `exact`, each count stops at `limit` in a shard and topic, by default COUNT_LIMIT, or less if there are many
     topics.
@@ -196,10 +199,7 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> 
 
 
 def read_unsent_stale(table: TaskTable) -> Backlog:
-    """Return the unsent tasks of ten seconds ago. The other counts of the backlog are incomplete or not read.
-
-    Raises NotReached, OutboxError.
-    """
+    """Return the unsent tasks of ten seconds ago. The other counts of the backlog are incomplete or not read."""
     return _read_stale(table, lambda at: _read_at(table, at, None, of_sent=False))
 
 
@@ -210,8 +210,6 @@ def oldest_ages(table: TaskTable) -> dict[str, float]:
     not depend on the number of tasks of a priority. They are exact with three exceptions. Of more than MAX_TOPICS
     topics, only the first are read. Of more than MAX_QUERIES priorities of a shard and topic, only some tasks of the
     lower ones are read. Of more than FIRST_DUE due tasks, only the first by AvailableAt are read.
-
-    Raises NotReached, OutboxError.
     """
     return _read_stale(table, lambda at: _oldest_ages_at(table, at))
 

@@ -320,18 +320,13 @@ class _Change:
         if matching:
             _WRITES[self.name](transaction, matching)
         after = Progress(progress.id, progress.tasks + len(matching), position, progress.is_recorded or bool(matching))
-        self._record(transaction, after, is_new=not progress.is_recorded)
-        return rows, after
-
-    def _record(self, transaction: Transaction, progress: Progress, *, is_new: bool) -> None:
-        """Buffer the row of the operation after a chunk. A change that has not changed any task has no row yet."""
-        columns = {"Tasks": progress.tasks, "Position": progress.position, "SeenAt": COMMIT_TIMESTAMP}
-        if not is_new:
+        columns = {"Tasks": after.tasks, "Position": position, "SeenAt": COMMIT_TIMESTAMP}
+        if progress.is_recorded:
             operations.update(transaction, progress.id, **columns)
-        elif progress.is_recorded:
-            recorded = dataclasses.asdict(self.selection)
-            columns |= {"OperationId": progress.id}
+        elif matching:  # a change that has not changed any task has no row yet
+            recorded, columns = dataclasses.asdict(self.selection), columns | {"OperationId": progress.id}
             operations.record(transaction, self.table, self.name, recorded, self.author, **columns)
+        return rows, after
 
 
 def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:

@@ -111,13 +111,8 @@ def latest(
 ) -> list[Operation]:
     """Return the last `limit` operations as they were `at` a time, newest first. Raises NotReached, OutboxError.
 
-    Args:
-        table: is only read.
-        limit: max operations. Of those that began in the same second as the last one, any.
-        operation: only those with this name, such as `retry`. A filter is compared with about the last 16,000.
-        topic: only those whose selection contains this text.
-        principal: only those by an account that contains this text, ignoring case.
-        at: by default now.
+    Of those that began in the same second as the last one, it returns any. A filter is compared with about the last
+    16,000: `operation` is a name, `topic` a part of the selection, `principal` a part of the account, ignoring case.
     """
     quoted = None if topic is None else json.dumps(topic, ensure_ascii=False)
     given = {"operation": operation, "topic": quoted, "principal": principal}

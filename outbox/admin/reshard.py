@@ -138,10 +138,7 @@ class Resharding:
         return Snapshot(schema.layouts(self._table.database), self._recorded(), _polled_by(workers))
 
     def target(self, shards: int) -> Layout:
-        """Return the layout with this number of shards: an existing one, or a new one.
-
-        Raises OutboxError if another change is under way.
-        """
+        """Return the layout with this number of shards, or a new one. Raises OutboxError during another change."""
         snapshot = self.snapshot()
         target = next((each for each in snapshot.layouts if each.shards == shards), Layout.added(shards))
         others = [each for each in snapshot.layouts if each != target]

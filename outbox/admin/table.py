@@ -104,9 +104,8 @@ class TaskTable:
 
     def now(self) -> datetime:
         """Return the database's time. The times of tasks come from the same clock."""
-        [[now]] = self.query(NOW, "outbox-now")
-        time: datetime = now
-        return time
+        now: datetime = self.query(NOW, "outbox-now")[0][0]
+        return now
 
     def query(
         self,

@@ -210,13 +210,11 @@ class _Reader:
             edge = min(until, self.at + timedelta(seconds=1))
             parts = [(max(since, edge - window), until) for window in WINDOWS]
         else:
-            since = max(since, self.position.time, *self._first_sent())
+            first = [sent_at for (sent_at,) in self.query(statements.FIRST_SENT, {})]
+            since = max(since, self.position.time, min(first, default=_LONG_AGO))
             parts = [(since, min(until, since + window)) for window in WINDOWS]
         for part in dict.fromkeys([*parts, (since, until)]):
             yield dataclasses.replace(self.selection, since=part[0], until=part[1])
-
-    def _first_sent(self) -> list[datetime]:
-        return [min((sent_at for (sent_at,) in self.query(statements.FIRST_SENT, {})), default=_LONG_AGO)]
 
     def _tasks(self, statement: str, values: Mapping[str, Any]) -> list[Task]:
         after = dict(zip(("after", "after_created", "after_id"), dataclasses.astuple(self.position), strict=True))

@@ -1,6 +1,7 @@
 """The live workers, and what they say about themselves in the column Info: each read is one of a small table.
 
-Any program may write the column, so a part that is not as a worker writes it is left out.
+Any program may write the column, so a part that is not as a worker writes it is left out. Each read raises NotReached
+or OutboxError.
 """
 
 import dataclasses
@@ -92,7 +93,7 @@ class TopicCircuit:
 
 
 def live(table: TaskTable, at: datetime) -> list[Worker]:
-    """Return the live workers at a time, by ID. Raises NotReached, OutboxError."""
+    """Return the live workers at a time, by ID."""
     rows = table.query(statements.WORKERS_AT, _TAG, {"now": at}, at=at)
     return sorted(
         (
@@ -127,10 +128,7 @@ def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:
 
 
 def shards_without_worker(table: TaskTable, workers: Sequence[Worker]) -> list[int] | None:
-    """Return the IDs of the shards that no live worker polls. None: a worker does not say, or not yet, which it polls.
-
-    Raises NotReached, OutboxError.
-    """
+    """Return the IDs of the shards that no live worker polls. None: a worker does not say yet which it polls."""
     if any(not worker.info or worker.number("shards_left_out") or worker.is_starting for worker in workers):
         return None
     rows = table.query(statements.RECORDED_SHARDS, _TAG)

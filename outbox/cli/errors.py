@@ -1,10 +1,8 @@
 """Why tasks are not published: their errors, counted, and the circuits that are not closed in a live worker."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 from outbox import admin
 from outbox.cli.output import note, shortened, table
@@ -36,11 +34,6 @@ def text(counts: "Sequence[admin.tasks.ErrorCount]") -> Escaped:
     ]
     others = [f"... and {len(counts) - ROWS:,} more"] if len(counts) > ROWS else []
     return joined(table(("TASKS", "STATE", "TOPIC", "ERROR"), rows), *others)
-
-
-def circuits(workers: "Sequence[admin.workers.Worker]") -> list[dict[str, Any]]:
-    """Return the circuits as JSON has them."""
-    return [dataclasses.asdict(each) for each in admin.workers.open_circuits(workers)]
 
 
 def circuit_lines(workers: "Sequence[admin.workers.Worker]", now: datetime) -> list[str]:

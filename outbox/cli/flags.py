@@ -178,10 +178,7 @@ def read_text(file: str, source: str = "") -> str:
 
 
 def read_lines(file: str, source: str = "") -> Iterator[bytes]:
-    """Yield the lines of a file, as `read_text` reads it. A line or a file that is too large is refused: it is no list.
-
-    Raises SettingError.
-    """
+    """Yield the lines of a file, as `read_text` reads it. Raises SettingError, also if it is too large to be a list."""
     size = 0
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:

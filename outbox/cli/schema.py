@@ -96,10 +96,7 @@ def run_apply(options: argparse.Namespace) -> int:
 
 
 def run_reshard(options: argparse.Namespace) -> int:
-    """Change the number of shards, and print one line for each step; returns 0.
-
-    Raises SettingError, NotReached, OutboxError.
-    """
+    """Change the number of shards, one line for each step; returns 0. Raises SettingError, NotReached, OutboxError."""
     resharding = admin.reshard.Resharding(flags.open_table(options), flags.author(options))
     if options.status:
         say(*resharding.report())

@@ -1,10 +1,10 @@
 """`outbox status`: count unsent tasks by topic and priority."""
 
 import argparse
-import dataclasses
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from outbox import admin
@@ -130,17 +130,7 @@ def _rendered(
 ) -> Escaped:
     groups, progress = admin.tasks.errors(task_table, backlog), admin.reshard.Resharding(task_table).progress()
     if options.json:
-        reshard = None
-        if progress:
-            change, step = progress
-            reshard = {"from": change.former, "to": change.target, "since": change.since}
-            reshard |= {"next_step": step.text, "waits_for": step.waits_for}
-        found = {
-            "errors": [dataclasses.asdict(each) for each in groups],
-            "circuits": errors.circuits(backlog.workers),
-            "reshard": reshard,
-        }
-        return as_json(_plain(backlog) | found)
+        return _json(backlog, groups, progress)
     parts: list[str] = [_text(backlog), *errors.circuit_lines(backlog.workers, backlog.as_of)]
     if groups:
         parts += ["", errors.text(groups)]
@@ -148,6 +138,25 @@ def _rendered(
         change, step = progress
         parts += ["", change.describe(step)]
     return joined(*parts)
+
+
+def _json(
+    backlog: "admin.backlog.Backlog",
+    groups: "Sequence[admin.tasks.ErrorCount]",
+    progress: "tuple[admin.reshard.Change, admin.reshard.Step] | None",
+) -> Escaped:
+    reshard = None
+    if progress:
+        change, step = progress
+        reshard = {"from": change.former, "to": change.target, "since": change.since}
+        reshard |= {"next_step": step.text, "waits_for": step.waits_for}
+    topics = [
+        {"topic": line.topic, "priority": line.priority, "paused": line.paused, **fields(backlog, line)}
+        for line in backlog.lines
+    ]
+    total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
+    circuits = admin.workers.open_circuits(backlog.workers)
+    return as_json({**total, "topics": topics, "errors": groups, "circuits": circuits, "reshard": reshard})
 
 
 HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "IN/MIN", "SENT/MIN", "OLDEST", "NEXT DUE")
@@ -187,15 +196,3 @@ def _text(backlog: "admin.backlog.Backlog") -> Escaped:
 
 def _number(name: str, value: int, at_least: set[str]) -> object:
     return f">= {value:,}" if name in at_least else value
-
-
-def _plain(backlog: "admin.backlog.Backlog") -> dict[str, Any]:
-    return {
-        "as_of": backlog.as_of,
-        "workers": len(backlog.workers),
-        **fields(backlog, backlog.total),
-        "topics": [
-            {"topic": line.topic, "priority": line.priority, "paused": line.paused, **fields(backlog, line)}
-            for line in backlog.lines
-        ],
-    }

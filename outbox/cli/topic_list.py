@@ -79,7 +79,8 @@ def run_topics(options: argparse.Namespace) -> int:
             {"topic": topic, **by_field(dataclasses.asdict(control)), **fields(backlog, line)}
             for topic, (control, line) in topics.items()
         ]
-        say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": errors.circuits(backlog.workers)}))
+        circuits = admin.workers.open_circuits(backlog.workers)
+        say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
         return 0
     cells_of = [[topic, described(control), *cells(backlog, line)] for topic, (control, line) in topics.items()]
     listed = as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics"

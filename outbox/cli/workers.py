@@ -1,7 +1,6 @@
 """`outbox workers`: which workers are live, what they do, and whether they agree."""
 
 import argparse
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,7 +85,7 @@ def _fields(worker: "admin.workers.Worker") -> dict[str, Any]:
         "shards": worker.shards,
         "in_flight": worker.number("in_flight"),
         "utilization": worker.number("utilization"),
-        "circuits": [dataclasses.asdict(each) for each in worker.circuits],
+        "circuits": worker.circuits,
         "circuits_left_out": worker.number("circuits_left_out"),
         "settings": worker.settings,
     }

@@ -48,10 +48,7 @@ EVERYTHING = Roles(dict.fromkeys(Role, ("*",)))
 
 
 def parsed(text: str) -> Roles:
-    """Return the roles of a file, such as {"viewer": ["*@example.com"], "operator": ["ann@example.com"]}.
-
-    Raises SettingError.
-    """
+    """Return the roles of a file such as {"viewer": ["*@example.com"]}. Raises SettingError."""
     try:
         return Roles({Role(role): _names(names) for role, names in json_value(text).items()})
     except (ValueError, AttributeError, RecursionError) as error:

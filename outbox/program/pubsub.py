@@ -1,4 +1,4 @@
-"""The connection to Pub/Sub's publisher service, or to its emulator."""
+"""The connection to Pub/Sub's publisher service, or to its emulator, and whether a topic exists there."""
 
 from google.api_core.exceptions import GoogleAPICallError, NotFound
 from google.auth.exceptions import GoogleAuthError
@@ -38,10 +38,7 @@ def create_topic_command(settings: PubSubSettings, topic: str) -> str:
 
 
 def check_topic(settings: PubSubSettings, name: str) -> str | None:
-    """Return why it is unknown whether the topic exists, or None if it does. Raises OutboxError if it does not.
-
-    `name` is a full name.
-    """
+    """Return why it is unknown whether the topic of a full name exists, or None. Raises OutboxError if it does not."""
     try:
         with PublisherClient(transport=open_pubsub(settings)) as client:
             client.get_topic(topic=name, timeout=SECONDS, retry=None)

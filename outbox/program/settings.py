@@ -304,10 +304,8 @@ class Field:
 
     def value(self, flag: str | None, environment: Mapping[str, str]) -> Any:
         """Return the parsed value. Raises SettingError."""
-        sources = [(self.flag, flag), (self.variable, environment.get(self.variable))]
-        if self.fallback_variable:
-            sources.append((self.fallback_variable, environment.get(self.fallback_variable)))
-        for name, text in sources:
+        variables = filter(None, (self.variable, self.fallback_variable))
+        for name, text in ((self.flag, flag), *((each, environment.get(each)) for each in variables)):
             if text is not None:
                 return self.kind.value(text, name)
         if self.default is None:

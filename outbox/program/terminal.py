@@ -4,6 +4,7 @@
 """
 
 import codecs
+import dataclasses
 import io
 import json
 import os
@@ -36,13 +37,15 @@ def json_escaped(text: str) -> str:
 
 
 def as_json(value: object) -> Escaped:
-    """Return one line of JSON, with times in RFC 3339. Unprintable characters are escaped."""
+    """Return one line of JSON. Times are in RFC 3339, dataclasses are objects, unprintable characters are escaped."""
     return Escaped(json_escaped(json.dumps(value, ensure_ascii=False, default=_plain)))
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return shown(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
