@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -130,10 +129,19 @@ def _at_our_end(command: Sequence[str]) -> Callable[[], object]:
 
 def tied(command: Sequence[str]) -> list[str]:
     """Return `command` so that, on Linux, the kernel kills it when the thread that starts it ends, even by SIGKILL."""
-    # setpriv, of util-linux, becomes the server. Popen's preexec_fn would run between fork and exec, which can hang a
-    # process that has threads.
-    setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "KILL", *command] if setpriv else [*command]
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
+
+
+#: A Python of its own asks the kernel to kill it with its parent, then becomes the server. Popen's preexec_fn would
+#: run between fork and exec, which can hang a process that has threads.
+_TIE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):  # else the parent has already ended
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @contextlib.contextmanager
