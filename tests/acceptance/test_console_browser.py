@@ -12,8 +12,8 @@ from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
 from tests.support.browser import NARROW, WIDE, chromium, overflow, running_console, tab, violations
 from tests.support.operations import FUTURE, insert, opened, row
-from tests.support.relays import divided, worker
-from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.extended
 
 #: The ID of an operation.
 STOPPED = "00000000-0000-4000-8000-000000000001"
@@ -42,31 +42,6 @@ def fill(database: Database) -> None:
         table, "retry", admin.changes.TaskSelection(state="dead", topic=long), author, id=STOPPED, selected=9
     )
     admin.operations.stop(table, STOPPED, author)
-
-
-@pytest.mark.extended
-def test_an_operator_pauses_a_topic_and_a_viewer_cannot(
-    emulators: Emulators, database: Database, browser: Browser
-) -> None:
-    fill(database)
-    with running_console(emulators, database, "--allow-actions") as address, tab(browser, address) as page:
-        page.goto("/")
-        expect(page.locator("#health")).to_contain_text("No live worker")
-        page.get_by_role("link", name="orders", exact=True).click()
-        page.get_by_label("Reason").first.fill("the subscriber is down")
-        page.get_by_role("button", name="Pause").click()
-        expect(page.get_by_role("button", name="Resume")).to_be_visible()
-        expect(page.locator("#live")).to_contain_text("Workers apply it within 10 seconds")
-    operation, *_ = admin.operations.latest(TaskTable(opened(database)), 5)
-    assert (operation.operation, operation.reason) == ("pause", "the subscriber is down")
-    with running_console(emulators, database) as address, tab(browser, address) as page:
-        page.goto("/topic?name=orders")
-        expect(page.locator("main")).to_contain_text("Resume needs the role operator")
-        expect(page.get_by_role("button", name="Resume")).to_have_count(0)
-        forged = page.request.post("/topic/resume?name=orders", form={"reason": "x"}, headers={"Origin": address})
-        assert forged.status == 403
-        assert "without --allow-actions" in forged.text()
-    assert len(admin.operations.latest(TaskTable(opened(database)), 5)) == 3
 
 
 def test_an_operator_retries_a_dead_task_and_cancels_all_matching(
@@ -103,9 +78,7 @@ def test_an_operator_retries_a_dead_task_and_cancels_all_matching(
     assert len(admin.operations.latest(table, 5)) == 2
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize(("width", "scheme"), [(WIDE, "dark"), (NARROW, "light")])
 def test_every_page_is_accessible_and_fits(
     emulators: Emulators, database: Database, browser: Browser, width: int, scheme: str
 ) -> None:
@@ -123,7 +96,6 @@ def test_every_page_is_accessible_and_fits(
             assert violations(page) == [], path
 
 
-@pytest.mark.extended
 def test_every_page_works_without_javascript(emulators: Emulators, database: Database, browser: Browser) -> None:
     fill(database)
     with (
@@ -148,7 +120,6 @@ def test_every_page_works_without_javascript(emulators: Emulators, database: Dat
         expect(page.locator("main")).to_contain_text("--backoff-max: 'soon' is not allowed")
 
 
-@pytest.mark.extended
 def test_keys_open_pages_and_the_search(emulators: Emulators, database: Database, browser: Browser) -> None:
     fill(database)
     with running_console(emulators, database) as address, tab(browser, address) as page:
@@ -165,7 +136,6 @@ def test_keys_open_pages_and_the_search(emulators: Emulators, database: Database
         expect(page).to_have_url(f"{address}/task?id=long")
 
 
-@pytest.mark.extended
 def test_a_visible_tab_is_up_to_date_and_a_hidden_one_asks_nothing(
     emulators: Emulators, database: Database, browser: Browser
 ) -> None:
@@ -181,7 +151,6 @@ def test_a_visible_tab_is_up_to_date_and_a_hidden_one_asks_nothing(
         assert asked == []
 
 
-@pytest.mark.extended
 def test_a_page_of_tasks_keeps_what_a_person_selects(
     emulators: Emulators, database: Database, browser: Browser
 ) -> None:
@@ -199,30 +168,9 @@ def test_a_page_of_tasks_keeps_what_a_person_selects(
         assert set(asked) == {f"{address}/"}
 
 
-@pytest.mark.extended
 def test_a_tab_says_that_the_console_has_ended(emulators: Emulators, database: Database, browser: Browser) -> None:
     with tab(browser, "", failures=True) as page:
         with running_console(emulators, database) as address:
             page.goto(address)
             expect(page.locator("#stale")).to_be_hidden()
         expect(page.locator("#stale")).to_be_visible()
-
-
-@pytest.mark.extended
-def test_workers_and_their_differences_are_marked(emulators: Emulators, database: Database, browser: Browser) -> None:
-    with (
-        worker(emulators, database) as first,
-        worker(emulators, database, "--batch-size", "50") as second,
-        running_console(emulators, database) as address,
-        tab(browser, address) as page,
-    ):
-        eventually(lambda: divided([first, second]), seconds=30, message="both divide the shards")
-        page.goto("/workers")
-        expect(page.locator("tbody span.differs")).to_have_count(2)
-        marked = page.locator("tbody span.differs").all_inner_texts()
-        assert sorted(marked) == ["batch_size=50", "batch_size=default"]
-        page.goto("/")
-        expect(page.locator("#health")).to_contain_text("2 live workers")
-        assert violations(page) == []
-        first.end()
-        second.end()

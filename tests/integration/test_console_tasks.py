@@ -27,7 +27,6 @@ from tests.support.waiting import eventually
 
 DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic"}
 EVERYONE = Roles(dict.fromkeys(Role, ("*",)))
-SCRIPT = "<script>alert(1)</script>"
 
 
 def console(
@@ -150,22 +149,6 @@ def test_an_operator_cannot_continue_a_cancel_with_the_form_of_a_retry(database:
     assert rows_of(database).keys() == {"a"}
 
 
-def test_two_people_act_on_the_same_selection(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """In two consoles. Each task is changed once, and the second preview names the first operation."""
-    monkeypatch.setattr(changes, "CHUNK", 5)
-    insert(database, [row(f"{n:02}", **DEAD) for n in range(40)])
-    jane, john = console(database), console(database, person="john@example.com")
-    pages = [client.get("/tasks/retry?state=dead").text for client in (jane, john)]
-    ids = []
-    for client, page in zip((jane, john), pages, strict=True):
-        answer = client.post(form_of(page, "/tasks/retry"), data={"reason": "why"}, headers=SAME)
-        ids.append(parse_qs(urlsplit(answer.headers["location"]).query)["id"][0])
-    both = [finished(table, id) for id in ids]
-    assert sum(each.tasks or 0 for each in both) == 40
-    assert {each.principal for each in both} == {"jane@example.com", "john@example.com"}
-    assert dead(database) == set()
-
-
 def test_a_person_stops_and_continues_an_operation(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
@@ -285,40 +268,36 @@ def test_pages_of_tasks_keep_their_state_in_the_address(
     )
 
 
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("/tasks?after=WyJ4Il0", "is not a cursor"),
-        ("/tasks?after=%00", "is not a cursor"),
-        ("/tasks?state=no", "state: "),
-        ("/tasks?since=yesterday", "since: "),
-        ("/tasks?topic=" + "x" * 401, "topic: "),
-        ("/tasks/retry?id=" + "x" * 65, "id: "),
-        ("/tasks/retry?state=pending", "retry is for tasks that are dead"),
-        ("/tasks/retry", "retry is for tasks that are dead"),
-        ("/tasks/cancel?state=dead&selected=1", "No task is selected"),
-        ("/tasks/purge?state=dead&id=a", "purge is for tasks that are sent"),
-        ("/tasks/cancel?state=sent", "cancel is for tasks that are pending"),
-        ("/operation?id=%3Cscript%3E", "There is no operation"),
-        ("/operation", "There is no operation"),
-        ("/task?id=%3Cscript%3E%00%1b", "There is no task"),
-        ("/task", "There is no task"),
-    ],
-)
-def test_an_edited_address_is_answered_with_a_sentence(jane: TestClient, address: str, message: str):
-    answer = jane.get(address)
-    assert answer.status_code in (400, 404), answer.text
-    assert message in html.unescape(answer.text)
-    assert "<script>" not in answer.text.replace('<script src="/static', "")
+def test_an_edited_address_is_answered_with_a_sentence(jane: TestClient):
+    for address, message in {
+        "/tasks?after=WyJ4Il0": "is not a cursor",
+        "/tasks?after=%00": "is not a cursor",
+        "/tasks?state=no": "state: ",
+        "/tasks?since=yesterday": "since: ",
+        "/tasks/retry?state=pending": "retry is for tasks that are dead",
+        "/tasks/retry": "retry is for tasks that are dead",
+        "/tasks/cancel?state=dead&selected=1": "No task is selected",
+        "/tasks/purge?state=dead&id=a": "purge is for tasks that are sent",
+        "/tasks/cancel?state=sent": "cancel is for tasks that are pending",
+        "/operation?id=%3Cscript%3E": "There is no operation",
+        "/operation": "There is no operation",
+        "/task?id=%3Cscript%3E%00%1b": "There is no task",
+        "/task": "There is no task",
+    }.items():
+        answer = jane.get(address)
+        assert answer.status_code in (400, 404), answer.text
+        assert message in html.unescape(answer.text)
+        assert "<script>" not in answer.text.replace('<script src="/static', "")
 
 
-@pytest.mark.parametrize("change", [{"count": "0"}, {"count": "1e9"}, {"count": ""}, {"operation": "x"}, {"id": ""}])
-def test_an_edited_form_changes_nothing(database: Database, table: TaskTable, jane: TestClient, change: dict[str, str]):
+def test_an_edited_form_changes_nothing(database: Database, table: TaskTable, jane: TestClient):
     insert(database, [row("a", **DEAD)])
     address = urlsplit(form_of(jane.get("/tasks/cancel?id=a").text, "/tasks/cancel"))
-    query = urlencode({name: values[0] for name, values in parse_qs(address.query).items()} | change)
-    answer = jane.post(f"{address.path}?{query}", data={"reason": "why", "typed": "1"}, headers=SAME)
-    assert answer.status_code == 400
+    values = {name: value for name, [value] in parse_qs(address.query).items()}
+    for change in ({"count": "0"}, {"count": "1e9"}, {"count": ""}, {"operation": "x"}, {"id": ""}):
+        query = urlencode(values | change)
+        answer = jane.post(f"{address.path}?{query}", data={"reason": "why", "typed": "1"}, headers=SAME)
+        assert answer.status_code == 400, change
     assert operations.latest(table, 10) == []
 
 
@@ -326,26 +305,6 @@ def test_a_job_is_not_stopped_by_the_form_of_an_operation(table: TaskTable, jane
     replay = operations.begin(table, "replay", {})
     answer = jane.post(f"/operation/stop?id={replay.id}", data={"reason": "why"}, headers=SAME)
     assert (answer.status_code, "A replay cannot be stopped here" in answer.text) == (400, True)
-
-
-def test_values_of_rows_reach_the_browser_escaped(database: Database, table: TaskTable, jane: TestClient):
-    """Also those of programs that bypass the library: in lists, on forms, and of a task that is retried."""
-    id = f"<b>'\x07{chr(0x202E)}"
-    values = {"Topic": SCRIPT, "OrderingKey": f"{SCRIPT}\x1b", "LastError": f'"{SCRIPT}\x00\n{SCRIPT}'}
-    insert(database, [row(id, **DEAD | values)])
-    query = urlencode({"id": id})
-    for address in ("/tasks", f"/tasks?{urlencode({'topic': SCRIPT, 'error': SCRIPT})}", f"/task?{query}",
-                    f"/tasks/retry?{query}"):  # fmt: skip
-        answer = jane.get(address)
-        assert answer.status_code == 200, answer.text
-        assert "&lt;script&gt;alert(1)" in answer.text
-        assert "<script>" not in answer.text
-        assert "<b>" not in answer.text
-        assert not {"\x07", "\x1b", "\x00"} & set(re.sub(r'name="id" value="[^"]*"', "", answer.text))
-    operation = finished(table, begun(jane, f"/tasks/retry?{query}"))
-    assert operation.tasks == 1
-    for address in ("/operations", f"/operation?id={operation.id}", f"/task?{query}"):
-        assert "<b>" not in jane.get(address).text
 
 
 def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: TestClient):
@@ -389,31 +348,20 @@ def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(database: Databas
     ]  # fmt: skip
 
 
-MESSAGES = {
-    "json": (b'{"a": [1, "<b>"]}', "JSON", "&#34;&lt;b&gt;&#34;"),
-    "text": ("schön".encode(), "text", "schön"),
-    "hex": (b"\xff\xfe\x00", "hex", "ff fe 00"),
-    "large": (b"x" * 10_000_000, "text", "10,000,000 bytes, text. The first 65,536 are shown"),
-}
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_is_shown_on_demand_and_the_view_is_recorded(
-    database: Database, table: TaskTable, jane: TestClient, name: str
-):
-    data, kind, shown = MESSAGES[name]
-    insert(database, [row(name, Data=serialized(data, attributes={"type": SCRIPT}))])
-    page = jane.get(f"/task?id={name}").text
-    assert shown not in page
+def test_a_message_is_shown_on_demand_and_the_view_is_recorded(database: Database, table: TaskTable, jane: TestClient):
+    """Only the beginning of a large one, and as text."""
+    data = b"<b>" + bytes(10_000_000).replace(b"\0", b"x")
+    insert(database, [row("a", Data=serialized(data, attributes={"type": "<script>alert(1)</script>"}))])
+    page = jane.get("/task?id=a").text
+    assert "&lt;b&gt;xxx" not in page
     assert operations.latest(table, 10) == []
     answer = jane.post(form_of(page, "/task/message"), headers=SAME)
     assert answer.status_code == 200
-    assert kind in answer.text
-    assert shown in answer.text
-    assert "&lt;script&gt;" in answer.text
+    for shown in ("10,000,003 bytes, text. The first 65,536 are shown", "&lt;b&gt;xxx", "&lt;script&gt;"):
+        assert shown in answer.text
     assert len(answer.text) < 200_000
     [view] = operations.latest(table, 10)
-    assert (view.operation, view.principal, view.selection) == ("view", "jane@example.com", f'{{"ids": ["{name}"]}}')
+    assert (view.operation, view.principal, view.selection) == ("view", "jane@example.com", '{"ids": ["a"]}')
 
 
 def test_a_message_needs_the_role_and_a_record(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
