@@ -8,11 +8,8 @@ from unittest import mock
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes
-from outbox.devtools.emulators import Emulators
-from tests.support.commands import HOUR, SECONDS, Commands, row, table
+from tests.support.commands import HOUR, Commands, row, table
 from tests.support.operations import insert
-from tests.support.spanner import count
-from tests.support.waiting import eventually
 
 DAY = timedelta(days=1)
 UNSENT = ("pending", "retrying", "scheduled", "blocked", "dead")
@@ -51,26 +48,6 @@ def test_purge_deletes_old_sent_tasks_only(outbox: Commands, database: Database)
     whole = outbox.run("purge", "--sent-before", f"{(datetime.now(UTC) - 30 * DAY).isoformat()}")
     assert (whole.code, whole.stdout) == (0, "deleted: 1 task\n")
     assert table(database) == {each["Id"]: before[each["Id"]] for each in kept}
-
-
-def test_a_purge_can_be_continued_after_sigterm(emulators: Emulators, own_database: Database):
-    """Exit 1 with the number, and the command that it prints deletes the rest and nothing that became old meanwhile."""
-    outbox = Commands(emulators, own_database)
-    insert(own_database, [row(f"old-{n}", "sent", age=2 * DAY) for n in range(600)])
-    insert(own_database, [row("young", "sent"), row("unsent")])
-    with outbox.started("purge", "--sent-before", "1d", "--topic", "orders") as process:
-        eventually(lambda: count(own_database, "TRUE") < 602, seconds=SECONDS)
-        process.stop()
-        assert process.wait() == 1
-        assert process.stdout == ""
-        printed = re.search(
-            r"stopped by SIGTERM\. (\d+) tasks changed so far.* To continue, run: (outbox purge .*)\n", process.stderr
-        )
-        assert printed, process.stderr
-    assert 2 < (left := count(own_database, "TRUE")) == 602 - int(printed[1])
-    rest = outbox.shell(printed[2])
-    assert (rest.code, rest.stdout) == (0, f"deleted: {left - 2} tasks\n")
-    assert sorted(table(own_database)) == ["unsent", "young"]
 
 
 def test_a_cancel_selects_no_task_that_is_registered_meanwhile(outbox: Commands, database: Database):

@@ -4,21 +4,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import pytest
-from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from outbox.table.connection import open_database
-from publishworker.spanner.change_stream import MAX_SILENCE_SECONDS, ChangeStream
-from tests.support.proxy import Proxy
-from tests.support.pubsub import PubSub
-from tests.support.relays import register, wait_until_all_sent, worker
+from publishworker.spanner.change_stream import ChangeStream
+from tests.support.relays import register
 from tests.support.spanner import fresh_database, place
 from tests.support.waiting import eventually
 
@@ -90,71 +86,3 @@ def test_a_missing_stream_is_logged_once(
     assert not stream.works
     [line] = [record for record in caplog.records if getattr(record, "action", "") == "change_stream_failed"]
     assert "AsynchronousTasksInserts" in line.getMessage()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("fault", ["hang", "refuse"])
-def test_a_broken_or_hung_stream_is_noticed_and_read_anew(
-    fault: str,
-    streamed: Database,
-    emulators: Emulators,
-    reading: Callable[[Database], tuple[ChangeStream, threading.Event]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with Proxy(emulators.spanner_host) as proxy:
-        monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        stream, inserted = reading(streamed)
-        eventually(lambda: stream.works, seconds=20)
-        getattr(proxy, fault)()
-        eventually(lambda: not stream.works, seconds=MAX_SILENCE_SECONDS + 2)
-        proxy.forward()
-        eventually(lambda: stream.works, seconds=60)
-        inserted.clear()
-        register(streamed, "orders", 1)
-        assert inserted.wait(20)
-
-
-def _empty(database: Database) -> None:
-    """Delete the tasks of other tests, which have no topic, and the heartbeats of their workers, which have shards."""
-    with database.batch() as batch:
-        for table in ("AsynchronousTasks", "AsynchronousTaskWorkers"):
-            batch.delete(table, KeySet(all_=True))
-
-
-@pytest.mark.extended
-def test_an_idle_worker_polls_at_an_insert_and_when_a_task_is_due(
-    streamed: Database, emulators: Emulators, pubsub: PubSub
-) -> None:
-    """Long before its poll interval, and the longer idle interval, are over."""
-    _empty(streamed)
-    topic = pubsub.new_topic()
-    subscription = pubsub.new_subscription(topic)
-    flags = ("--wake", "change-stream", "--poll-interval", "30", "--idle-interval", "300")
-    with worker(emulators, streamed, *flags) as process:
-        process.wait_for_text("relaying")
-        register(streamed, topic, 1)
-        subscription.pull_until(1, seconds=25)
-        wait_until_all_sent(streamed)
-        register(streamed, topic, 1)
-        register(streamed, topic, 1, available_at=datetime.now(UTC) + timedelta(seconds=4))
-        subscription.pull_until(2, seconds=25)
-
-
-@pytest.mark.extended
-def test_the_first_task_of_a_topic_is_found_soon_after_a_wake_up_in_vain(
-    streamed: Database, emulators: Emulators, pubsub: PubSub
-) -> None:
-    """Each wake-up in vain doubles the pause. Before the last one, the worker has probably just discovered."""
-    topic = pubsub.new_topic()
-    subscription = pubsub.new_subscription(topic)
-    _empty(streamed)
-    flags = ("--wake", "change-stream", "--poll-interval", "30", "--idle-interval", "300")
-    with worker(emulators, streamed, *flags) as process:
-        process.wait_for_text("relaying")
-        for _ in range(15):
-            with streamed.batch() as batch:
-                id = outbox.register(batch, "orders", b"")
-                batch.update("AsynchronousTasks", ["Id", "SentAt"], [[id, datetime.now(UTC)]])
-            time.sleep(0.3)
-        register(streamed, topic, 1)
-        subscription.pull_until(1, seconds=25)

@@ -1,9 +1,8 @@
 """Rows that other programs wrote, with every column at its ends, on the emulators: only their own tasks suffer."""
 
 import itertools
-import logging
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from publishworker.types import Failed
 from tests.support import real
 from tests.support.fakes import Counted, FakePublisher
 from tests.support.parts import relay_of
-from tests.support.spanner import ADMIN_SECONDS, place, query
+from tests.support.spanner import place, query
 from tests.support.store_harness import SpannerHarness
-from tests.support.waiting import eventually
 
 MAX, MIN = 2**63 - 1, -(2**63)
 FIRST, LAST = datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC)
@@ -85,52 +83,3 @@ def test_no_value_of_a_row_makes_spanner_refuse_a_batch(
     states = query(database, "SELECT Id, SentAt, AvailableAt, Attempts, LastError FROM AsynchronousTasks")
     ready = {id for id, sent_at, available_at, *_ in states if sent_at is None and available_at is None}
     assert ready == set()
-
-
-#: A constraint that somebody has added. Rows of priority 13 cannot be marked, deferred or recorded as failed.
-CONSTRAINT = """ALTER TABLE AsynchronousTasks ADD CONSTRAINT Superstition
-CHECK (Priority != 13 OR (TimesSent = 0 AND Attempts = 0 AND BlockedBy IS NULL))"""
-
-
-def test_a_refused_row_costs_the_other_tasks_of_its_batch_nothing(
-    own_database: Database, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whether its commit marks, marks before the publish, records failures or defers. The log names each row."""
-    own_database.update_ddl([CONSTRAINT]).result(ADMIN_SECONDS)
-    bench, caught = Bench(own_database), caplog.at_level(logging.WARNING)
-    insert, later = bench.harness.insert, datetime.now(UTC) + timedelta(hours=1)
-    for kind, columns in {
-        "plain": {},
-        "once": {"at_most_once": True},
-        "failing": {},
-        "key": {"ordering_key": "a"},
-    }.items():
-        for number in range(10):
-            insert(f"{kind} {number}", **columns, sequence=number)
-        insert(f"{kind} bad", priority=13, **columns, sequence=20)
-    insert("once key 0", ordering_key="b", at_most_once=True, sequence=0)
-    insert("once key bad", ordering_key="b", at_most_once=True, priority=13, sequence=1)
-    insert("once key 2", ordering_key="b", at_most_once=True, sequence=2)
-    insert("head", ordering_key="c", sequence=0, available_at=later)
-    insert("waiting", ordering_key="c", sequence=1)
-    insert("waiting bad", ordering_key="c", priority=13, sequence=2)
-    bench.publisher.failing = {f"failing {n}": Failed("data_loss", "no") for n in (*range(10), "bad")}
-    bad = {"plain bad", "once bad", "failing bad", "key bad", "once key bad"}
-    good = [f"{kind} {number}" for kind in ("plain", "once", "key") for number in range(10)]
-    with caught:
-        eventually(lambda: (bench.run(1), len(bench.sent(*good, "once key 0")) == 31)[1], seconds=60)
-        eventually(lambda: (bench.run(1), bench.harness.column("waiting", "blocked_by") == "head")[1], seconds=60)
-        eventually(lambda: (bench.run(1), "once key bad" in caplog.text)[1], seconds=60)
-    assert bench.sent(*bad, "once key 2") == []
-    assert {bench.harness.column(f"failing {n}", "attempts") >= 1 for n in range(10)} == {True}
-    published = bench.publisher.ids()
-    assert len(published) == len(set(published))
-    assert bad.intersection(published) == {"plain bad", "key bad"}
-    lines = [record.getMessage() for record in caplog.records if "cannot be changed" in record.getMessage()]
-    assert {id for id in {*bad, "waiting bad"} if any(f"task {id} of" in line for line in lines)} == {
-        *bad,
-        "waiting bad",
-    }
-    assert all("Superstition" in line for line in lines)
-    assert bench.counted.counts[m.UNCONFIRMED.name] == 0
-    assert len(lines) < 30  # they are tried again after growing pauses

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from google.cloud.pubsub_v1 import SubscriberClient
 from google.cloud.pubsub_v1.types import FlowControl
-from google.cloud.spanner_v1 import KeySet, param_types
+from google.cloud.spanner_v1 import param_types
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
@@ -116,24 +116,6 @@ def test_two_subscribers_have_one_effect_for_each_task(
     assert outcomes["failed"] > 0  # not one for each: an aborted attempt uses up a failure
 
 
-@pytest.mark.extended
-def test_ten_thousand_redeliveries_have_no_second_effect(
-    shop: Database, pubsub: PubSub, outcomes: Counter[str]
-) -> None:
-    """Most batches have each task several times."""
-    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(50)]
-    subscription = pubsub.new_subscription(topic)
-    receive = inbox.Handler(shop, consumer="billing", max_batch=100, default_retry_delay=0.02)(
-        lambda transaction, of: by_mutation(transaction, of.attributes[outbox.TASK_ID_ATTRIBUTE])
-    )
-    for _ in range(10):
-        pubsub.publisher.publish(topic=topic, messages=messages(ids * 20))
-    with pulling(subscription.name, receive):
-        eventually(lambda: outcomes["duplicate"] >= 9_950, seconds=SECONDS)
-    assert outcomes["processed"] == 50
-    assert effects(shop) == dict.fromkeys(ids, 1)
-
-
 def test_a_batch_costs_one_read_and_one_commit(shop: Database, pubsub: PubSub, outcomes: Counter[str]) -> None:
     """Messages of an ordering key come one after the other, in their order."""
     topic, order = pubsub.new_topic(), list[str]()
@@ -152,24 +134,6 @@ def test_a_batch_costs_one_read_and_one_commit(shop: Database, pubsub: PubSub, o
     assert [name for name, _ in requests] == ["streaming_read", "commit"]
     assert sorted(order) == sorted(ids)
     assert effects(shop) == dict.fromkeys(ids, 1)
-
-
-def test_a_function_that_reads_and_writes_one_row_loses_no_change(
-    shop: Database, pubsub: PubSub, outcomes: Counter[str]
-) -> None:
-    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(10)]
-    subscription = pubsub.new_subscription(topic)
-
-    @inbox.Handler(shop, consumer="billing", max_batch=10, max_delay=SECONDS, default_retry_delay=0.02)
-    def receive(transaction: Any, _message: Any) -> None:
-        [*rows] = transaction.read("Effects", ("TaskId",), KeySet(keys=[["count"]]))
-        count = int(rows[0][0]) if rows else 0
-        transaction.insert_or_update("Effects", ("EffectId", "TaskId"), [("count", str(count + 1))])
-
-    pubsub.publisher.publish(topic=topic, messages=messages(ids))
-    with pulling(subscription.name, receive):
-        eventually(lambda: outcomes["processed"] == 10, seconds=SECONDS)
-    assert effects(shop) == {"10": 1}
 
 
 def test_the_messages_of_an_ordering_key_keep_their_order(

@@ -38,7 +38,7 @@ from publishworker.turn.relay import Relay
 from publishworker.types import Heartbeat
 from tests.benchmarks.cost import cost
 from tests.support.fakes import FakePublisher, serialized
-from tests.support.parts import relay_of
+from tests.support.parts import poll_request, relay_of
 from tests.support.spanner import place
 
 NOW = "2026-01-01T00:00:00Z"
@@ -283,6 +283,9 @@ def test_a_surely_failed_commit_differs_from_an_unknown_outcome(
         with pytest.raises(StoreError) as caught:
             store.claim(["task-000"], lambda _rows, _now: {})
         assert caught.type is kind, codes
+    mock.mock_spanner.add_error("ExecuteStreamingSql", error(code_pb2.DEADLINE_EXCEEDED))
+    with pytest.raises(TimedOut):
+        store.poll(poll_request("orders"))
 
 
 def test_a_commit_takes_ten_seconds_at_most(mock: SpannerServicer, database: LimitedDatabase) -> None:

@@ -1,6 +1,7 @@
 """`outbox pause`, `resume` and `limit` on a database: written rows, output and refusals."""
 
 import io
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,6 +12,8 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox import cli
+from tests.support.processes import ROOT
+from tests.support.relays import execute
 from tests.support.spanner import INSTANCE, PROJECT
 
 COLUMNS = ("Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight")
@@ -79,9 +82,7 @@ def test_pause_and_resume_leave_the_limits_alone(database: Database, command: Co
 def test_a_limit_that_is_not_given_keeps_its_value(database: Database, command: Command) -> None:
     """So does a pause. `--off` removes the limits and keeps the pause."""
     have(database, "orders")
-    limits = "orders: at most 10 tasks a second, 20 at once"
-    assert command("limit orders --rate 10 --burst 20") == (0, f"{limits}\n", SHARED)
-    assert command("limit orders --max-in-flight 5")[1] == f"{limits}, 5 in flight\n"
+    assert command("limit orders --max-in-flight 5") == (0, "orders: at most 5 in flight\n", SHARED)
     command("pause orders")
     assert command("limit orders --rate 1234567.5 --burst 1000")[1] == (
         "orders: paused; at most 1,234,567.5 tasks a second, 1,000 at once, 5 in flight\n"
@@ -89,8 +90,32 @@ def test_a_limit_that_is_not_given_keeps_its_value(database: Database, command: 
     assert rows(database) == [["orders", True, 1234567.5, 1000, 5]]
     assert command("limit orders --off")[1] == "orders: paused\n"
     assert rows(database) == [["orders", True, None, None, None]]
-    command("resume orders")
-    assert command("limit orders --off")[1] == "orders: no limits\n"
+
+
+def test_the_commands_of_the_page_print_its_output(database: Database, command: Command) -> None:
+    """Without the flags that name the database. The SQL of the page leaves the rows that the commands leave."""
+    page = (ROOT / "docs/operations/topics.md").read_text(encoding="utf-8")
+    console, sql = (
+        re.findall(rf"^```{kind}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0] for kind in ("console", "sql")
+    )
+    have(database, "orders", "invoices")
+    shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", console, re.MULTILINE)
+    assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]
+    for words, expected in shown:
+        assert command(words)[:2] == (0, expected)
+    assert rows(database) == [[topic, False, None, None, None] for topic in ("invoices", "orders")]
+    *statements, _ = [re.sub(r"--.*", "", each).strip() for each in sql.split(";")]
+    left: list[Any] = []
+    for statement in statements[1:]:
+        execute(database, statement)
+        left.append(rows(database)[1])
+    assert left == [
+        ["orders", True, None, None, None],
+        ["orders", False, None, None, None],
+        ["orders", False, 10.0, 20, None],
+        ["orders", False, 10.0, 20, 5],
+        ["orders", False, None, None, None],
+    ]
 
 
 @pytest.mark.parametrize("words", ["pause {}", "limit {} --max-in-flight 1"])
