@@ -1,13 +1,9 @@
-"""`make demo` as a newcomer runs it: its output, how it ends, and that it notices a broken outbox."""
+"""`make demo` as a newcomer runs it: its output, and how it ends."""
 
-import importlib
 import re
 import signal
 import sys
 import urllib.request
-from datetime import UTC, datetime, timedelta
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -20,12 +16,6 @@ EXAMPLES = ROOT / "docs" / "examples"
 ENVIRONMENT = {"PYTHONPATH": str(EXAMPLES)}
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
-
-
-@pytest.fixture
-def summary(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("orders.summary")
 
 
 def _numbers(output: str) -> dict[str, float]:
@@ -44,6 +34,7 @@ def _check(finished: Finished) -> None:
     assert finished.stderr == ""  # the progress is for terminals
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("emulators")  # skips where there are none
 def test_demo_on_emulators_of_its_own():
     """Every committed task arrives, none that was rolled back; emulators and workers are gone with it."""
@@ -80,46 +71,6 @@ def test_an_invalid_number_is_refused(demo: str, tasks: str):
     assert finished.stderr == (
         f"demo: --tasks: {tasks!r} is not allowed. It must be a whole number from 1 to 1,000,000\n"
     )
-
-
-NOON = datetime(2024, 2, 29, 12, tzinfo=UTC)
-GOOD = [("a", "1", 1), ("b", "2", 1), ("c", "3", 1)]
-UNEXPECTED = "tasks that were received although no transaction committed them: 1"
-
-
-def _run(summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: list[str]) -> Any:
-    from orders.subscriber import Delivery
-
-    return summary.Run(
-        committed=dict.fromkeys("abc", NOON),
-        rolled_back={"x"},
-        marked={"a", "b", "c"},
-        deliveries=[Delivery(task, message, NOON + timedelta(seconds=after)) for task, message, after in arrivals],
-        orders=1,
-        refused=1,
-        faults=faults,
-    )
-
-
-@pytest.mark.parametrize(
-    ("arrivals", "faults", "wrong"),
-    [
-        (GOOD, [], []),
-        (GOOD[:2], [], ["tasks that were committed and never received: 1"]),
-        ([*GOOD, ("x", "4", 1)], [], [UNEXPECTED]),
-        ([*GOOD, ("", "4", 1)], [], [UNEXPECTED]),
-        (GOOD, ["worker 1 stopped with exit code 1 instead of 0"], ["worker 1 stopped with exit code 1 instead of 0"]),
-    ],
-)
-def test_each_kind_of_fault_is_noticed(
-    summary: ModuleType, arrivals: list[tuple[str, str, float]], faults: list[str], wrong: list[str]
-):
-    """A lost task that is marked as sent, a rolled back one, one without an ID, one that was never registered."""
-    run = _run(summary, arrivals, faults)
-    numbers = summary.summarize(run)
-    assert summary.verdict(numbers, faults) == wrong
-    assert summary.exit_code(wrong) == bool(wrong)
-    assert "lost" in summary.text(numbers, run)
 
 
 @pytest.mark.extended

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -27,13 +26,6 @@ from tests.support.spanner import instance, variables
 from tests.support.waiting import eventually
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
-
-USE_BOTH = """
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import pubsub_v1, spanner
-client = spanner.Client(project="p", credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-print(len(list(client.list_instances())), len(list(pubsub_v1.PublisherClient().list_topics(project="projects/p"))))
-"""
 
 
 @contextlib.contextmanager
@@ -67,23 +59,6 @@ def _installed() -> None:
 class TestWhereTheyAreInstalled:
     """These start emulators of their own, so those that a variable names are not enough."""
 
-    @linux
-    @pytest.mark.extended
-    def test_a_second_shell_can_use_the_printed_variables(self) -> None:
-        """A client needs nothing else. A signal ends the command with 0, and both emulators with it."""
-        with _running() as (one, hosts), _running() as (process, others):
-            assert len({*hosts, *others}) == 4
-            assert "1.5.38" in process.stdout
-            assert "404 Transaction not found" in process.stdout
-            script = 'eval "$1"; exec "$2" -W ignore -c "$3"'
-            command = ["sh", "-c", script, "sh", process.stdout, sys.executable, USE_BOTH]
-            done = subprocess.run(
-                command, env=processes.clean_environment(), capture_output=True, text=True, check=False, timeout=60
-            )
-            assert done.stdout == "0 0\n", done.stderr
-            for each, its, number in ((one, hosts, signal.SIGINT), (process, others, signal.SIGTERM)):
-                _stop_both(each, its, number)
-
     @pytest.mark.parametrize("whole", [True, False], ids=["running", "starting"])
     @linux
     def test_a_killed_command_leaves_no_emulator(self, whole: bool) -> None:
@@ -114,15 +89,6 @@ class TestWhereTheyAreInstalled:
         assert re.fullmatch(
             rf"outbox: the \S+ emulator cannot use 127.0.0.1:{port}: Address already in use\n", done.stderr
         )
-
-
-def _stop_both(process: Process, hosts: list[tuple[str, int]], number: signal.Signals) -> None:
-    pids = children(process.pid)
-    assert (len(pids), _answering(hosts)) == (2, 2)
-    process.stop(number)
-    assert process.wait(10) == 0
-    assert all(gone(pid) for pid in pids)
-    assert _answering(hosts) == 0
 
 
 def test_running_emulators_are_reported(emulators: Emulators) -> None:

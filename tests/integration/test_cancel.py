@@ -137,31 +137,6 @@ def test_a_processed_task_stays_processed_when_it_is_cancelled(database: Databas
     assert database.run_in_transaction(lambda both: (outbox.cancel(both, "id"), process(both))) == (True, False)
 
 
-def test_a_replaced_task_has_the_same_id(database: Database) -> None:
-    insert(database, [row("id", AvailableAt=FUTURE)])
-
-    def replace(transaction: Any) -> None:
-        assert outbox.cancel(transaction, "id")
-        outbox.register(transaction, "bills", b"", task_id="id")
-
-    database.run_in_transaction(replace)
-    [task] = rows_of(database).values()
-    assert (task["Id"], task["Topic"], task["AvailableAt"]) == ("id", "bills", None)
-
-
-def test_a_rolled_back_cancel_deletes_nothing(database: Database) -> None:
-    insert(database, line("a", {"AvailableAt": FUTURE}, DEFERRED))
-    before = rows_of(database)
-
-    def fail(transaction: Any) -> None:
-        assert outbox.cancel(transaction, "a 0")
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        database.run_in_transaction(fail)
-    assert rows_of(database) == before
-
-
 def test_after_a_reshard_the_new_index_is_read(own_database: Database) -> None:
     """The first one is gone."""
     insert(own_database, line("a", {"AvailableAt": FUTURE}, DEFERRED))
@@ -216,12 +191,12 @@ def in_chunks(ids: Sequence[str], size: int) -> list[Sequence[str]]:
     return [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
-@pytest.mark.parametrize("tasks", [60, pytest.param(1_000, marks=[pytest.mark.extended, pytest.mark.timeout(300)])])
-def test_a_task_is_either_cancelled_or_received(database: Database, tasks: int) -> None:
+def test_a_task_is_either_cancelled_or_received(database: Database) -> None:
     """Two workers, two applications and an operator at once. Half of the tasks have a key.
 
     A task that is both was in doubt: its commit had failed or was aborted after the publish. The worker counts these.
     """
+    tasks = 60
     keys = [f"k{n % 20}" if n % 2 else None for n in range(tasks)]
     ids = [str(uuid.UUID(int=Random(n).getrandbits(128))) for n in range(tasks)]
     insert(database, [row(id, OrderingKey=key) for id, key in zip(ids, keys, strict=True)])

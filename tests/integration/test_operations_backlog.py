@@ -214,7 +214,7 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(
     random = Random(1)
     true: dict[tuple[str, int], Numbers[str]] = defaultdict(Numbers)
     rows = []
-    for n in range(250):
+    for n in range(160):
         (name, columns), topic, priority = random.choice(KINDS), random.choice("ab"), random.choice([0, 1, 2, 50])
         true[topic, priority][name] += 1
         is_new = random.random() < 0.2
@@ -228,7 +228,7 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(
             place = each["Topic"], each["Priority"]
             ready[place] = min(each["CreatedAt"], ready.get(place, FUTURE))
 
-    for limit, queries in ((1, 1), (1, 20), (3, 20), (5, 1), (8, 20), (1_000, 20)):
+    for limit, queries in ((1, 1), (1, 20), (3, 20), (1_000, 20)):
         monkeypatch.setattr(backlog, "MAX_QUERIES", queries)
         found = backlog._read_at(table, table.now(), limit)
         places = {(line.topic, line.priority) for line in found.lines}

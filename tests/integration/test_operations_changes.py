@@ -1,6 +1,5 @@
 """`retry` and the common part of all changes: written columns and chunks."""
 
-import itertools
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.support.operations import (
     MICROSECOND,
     PAST,
     SECOND,
-    Watch,
     changed,
     insert,
     row,
@@ -107,28 +105,6 @@ def test_a_selection_combines_all_filters(database: Database, table: TaskTable):
         assert changes.count(table, selection, exact=False) == Count(2)
         assert changed(changes.change(table, "retry", selection)) == [f"{state} last", f"{state} right"]
         assert touched(before, rows_of(database)) == {f"{state} last", f"{state} right"}
-
-
-def test_a_selection_continues_where_it_stopped(database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch):
-    """Also where a page ends between tasks that were sent in one commit, and in shards with less than a page."""
-    monkeypatch.setattr(changes, "CHUNK", 3)
-    monkeypatch.setattr(changes, "PAGE", 4)
-    names = [f"{n:02}" for n in range(24)]
-    for state in RETRIED:
-        more = [{"Topic": "ab"[n % 2], "OrderingKey": "k" if n % 4 else None} for n in range(len(names))]
-        insert(database, [row(f"{state} {n}", **STATES[state], **more[int(n)]) for n in names])
-    for state in RETRIED:
-        before, selection = rows_of(database), selected(state)
-        done: list[str] = []
-        for stop in (1, 2, 1_000):
-            outcomes = changes.change(watch.table, "retry", selection)
-            done += [id for outcome in itertools.islice(outcomes, stop) for id in outcome.changed]
-            outcomes.close()
-            assert touched(before, rows_of(database)) == set(done)
-        assert sorted(done) == [f"{state} {n}" for n in names]
-        assert changed(changes.change(watch.table, "retry", selection)) == []
-    commits = [request for name, request in watch.requests if name == "commit"]
-    assert max(len(request.mutations[0].update.values) for request in commits if request.mutations) == 3
 
 
 def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(

@@ -164,15 +164,6 @@ def test_a_person_stops_and_continues_an_operation(database: Database, table: Ta
                 change(table, id, JOHN)
 
 
-def test_a_form_that_is_sent_twice_begins_one_operation(table: TaskTable):
-    begin(table, TaskSelection(state="dead"))
-    assert not changes.begin(table, "cancel", TaskSelection(state="dead"), JOHN, id=ID, selected=3)
-    [operation] = operations.latest(table, 10)
-    assert (operation.operation, operation.principal, operation.tasks) == ("retry", JANE.principal, 0)
-    with pytest.raises(OutboxError, match="purge is for tasks that are sent"):
-        changes.begin(table, "purge", TaskSelection(state="dead"), JANE, id="x", selected=0)
-
-
 def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable):
     ids = tuple(map(str, range(RECORDED_IDS + 1)))
     begin(table, TaskSelection(ids=ids), id="too many")

@@ -232,19 +232,6 @@ def test_register_once_registers_in_the_first_transaction_only(database: Databas
     assert in_transaction(database, once) is True
 
 
-def test_register_once_twice_in_one_transaction_registers_once(database: Database) -> None:
-    """A read does not return buffered inserts, yet the second call returns False, also after plain `register`."""
-
-    def work(transaction: Any) -> list[Any]:
-        outbox.register(transaction, "orders", b"", task_id="plain")
-        first = once(transaction)
-        one = list(transaction.execute_sql("SELECT 1"))
-        return [first, one, once(transaction), once(transaction, "plain"), once(transaction, "other")]
-
-    assert in_transaction(database, work) == [True, [[1]], False, False, True]
-    assert ids(database) == ["other", "plain", "t"]
-
-
 def test_one_of_two_concurrent_transactions_registers(database: Database) -> None:
     """Another one commits the same id after our read: ours is aborted, runs again and sees it."""
     ours: list[bool] = []

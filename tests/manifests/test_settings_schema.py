@@ -28,19 +28,3 @@ def test_a_config_map_matches_the_schema(folder: Any) -> None:
     settings = [data for data in settings if any(name.startswith(PREFIX) for name in data)]
     assert len(settings) == 1
     VALIDATOR.validate(settings[0])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"OUTBOX_BATCHSIZE": "1"},
-        {"OUTBOX_BATCH_SIZE": "many"},
-        {"OUTBOX_LOG_FORMAT": "yaml"},
-        {"OUTBOX_WAKE": ""},
-        {"OUTBOX_INSTANCE": "Main"},
-        {"OUTBOX_BATCH_SIZE": 1},
-    ],
-    ids=str,
-)
-def test_a_wrong_name_or_value_does_not_match(wrong: dict[str, Any]) -> None:
-    assert not VALIDATOR.is_valid(wrong)
