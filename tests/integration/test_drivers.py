@@ -1,9 +1,7 @@
 """Tasks in the transactions of DB-API, SQLAlchemy and Django, which replay their statements after ABORTED."""
 
 import enum
-import itertools
 import re
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -49,30 +47,6 @@ def rows(database: Database, *orders: str) -> tuple[list[str], list[str]]:
         for table, key in (("Orders", "OrderId"), ("AsynchronousTasks", "Id"))
     )
     return [id for [id] in order], [id for [id] in task]
-
-
-def test_register_refuses_the_transaction_of_a_driver(
-    stack: DbApi, orders_database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything is buffered, also in the transaction of a replay. The caller's own statements are replayed."""
-    for other in {"google.cloud.sqlalchemy_spanner", "django_spanner"} - {stack.module}:
-        monkeypatch.delitem(sys.modules, other, raising=False)  # another test may have loaded it
-    order = f"{stack.name}-refused"
-    statements = itertools.count()
-    with (
-        aborting(lambda call: call == "execute_sql" and next(statements) == 1) as aborted,
-        stack.transaction() as handle,
-    ):
-        for sql in ("INSERT INTO Orders (OrderId) VALUES (%s)", "UPDATE Orders SET Cents = 1 WHERE OrderId = %s"):
-            stack.execute(handle, sql, order)
-            transaction = stack.connection(handle).transaction_checkout()
-            with pytest.raises(outbox.InvalidTransaction, match=r"Use register of outbox\.ext\.sqlalchemy"):
-                outbox.register(transaction, "orders", b"")
-            with pytest.raises(outbox.InvalidTransaction, match=r"Use register_once of outbox\.ext\.sqlalchemy"):
-                outbox.register_once(transaction, "orders", b"", task_id=order)
-            assert transaction._mutations == []
-    assert aborted == {"execute_sql": 1}
-    assert rows(orders_database, order) == ([order], [])
 
 
 class Topic(enum.StrEnum):
@@ -308,19 +282,6 @@ def test_wrong_uses_of_dbapi(orders_database: Database, prepare: Callable[[Any],
         refused(lambda: stack.register_once(connection, "orders", b"", task_id=id), sentence)
         assert not connection._spanner_transaction_started
     assert rows(orders_database, id) == ([], [])
-
-
-def test_begin_in_autocommit_mode_is_accepted_if_a_cursor_executed_it(orders_database: Database) -> None:
-    """A replay repeats it, unlike `connection.begin()`."""
-    ids = sorted(str(uuid.uuid4()) for _ in range(2))
-    with closing(DbApi(orders_database)) as stack:
-        connection = stack._connection
-        connection.autocommit = True
-        for id, statement in zip(ids, ("begin", "START TRANSACTION"), strict=True):
-            connection.cursor().execute(statement)
-            stack.register(connection, "orders", b"", task_id=id)
-            connection.commit()
-    assert rows(orders_database, *ids) == ([], ids)
 
 
 def test_sessions_and_connections_of_sqlalchemy(orders_database: Database) -> None:

@@ -145,7 +145,12 @@ def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, com
         "AsynchronousTaskTopics, no unsent task, and none sent in the last minute). Did you mean 'orders'? "
         "Known topics: invoices, orders, reminders. "
     )
-    for words, verb in (("pause orders ordres", "Pause"), ("limit ordres --max-in-flight 1", "Limit")):
+    for words, verb in {
+        "pause orders ordres": "Pause",
+        "limit ordres --max-in-flight 1": "Limit",
+        "route ordres --to orders-v2 --force": "Route",
+        "policy ordres --max-attempts 3": "Set the policy of",
+    }.items():
         assert command(words) == (2, "", refusal + advice.format(verb))
         assert [row[0] for row in rows(database)] == ["reminders"]
     names = [f"a-{n:02}" for n in range(10)]
