@@ -1,12 +1,8 @@
 """`cancel` for applications deletes an unsent task in their transaction, and releases the next task of its key."""
 
 import asyncio
-import threading
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from random import Random
 from typing import Any
 from unittest import mock
 
@@ -29,16 +25,9 @@ from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.telemetry import metrics as m
-from publishworker.turn.relay import Relay
-from tests.support import real
 from tests.support.drivers import STACKS
-from tests.support.fakes import Counted, FakePublisher
-from tests.support.operations import FUTURE, OF_STATES, PAST, SECOND, changed, insert, opened, row, rows_of
-from tests.support.parts import relay_of
-from tests.support.relays import unsent
+from tests.support.operations import FUTURE, OF_STATES, PAST, insert, line, opened, row, rows_of
 from tests.support.spanner import INSTANCE, PROJECT
-from tests.support.waiting import eventually
 
 DEAD, DEFERRED = {"AvailableAt": NEVER}, {"AvailableAt": FUTURE, "BlockedBy": "head", "Attempts": 2}
 #: Cancels each task in a transaction of its own, and returns the answers.
@@ -70,13 +59,6 @@ def cancel(
                     return answer
 
             yield lambda *ids: [one(id) for id in ids]
-
-
-def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:
-    return [
-        row(f"{key} {n}", OrderingKey=key, Topic=topic, CreatedAt=PAST + n * SECOND, **each)
-        for n, each in enumerate(columns)
-    ]
 
 
 def test_unsent_tasks_of_every_state_are_deleted_and_no_others(cancel: Cancel, database: Database) -> None:
@@ -185,56 +167,6 @@ def test_wrong_transactions_are_refused(database: Database) -> None:
         asyncio.run(aio.cancel(mock.Mock(read=list), "id"))
     with pytest.raises(outbox.InvalidMessage, match="task_id"):
         database.run_in_transaction(outbox.cancel, "")
-
-
-def in_chunks(ids: Sequence[str], size: int) -> list[Sequence[str]]:
-    return [ids[start : start + size] for start in range(0, len(ids), size)]
-
-
-def test_a_task_is_either_cancelled_or_received(database: Database) -> None:
-    """Two workers, two applications and an operator at once. Half of the tasks have a key.
-
-    A task that is both was in doubt: its commit had failed or was aborted after the publish. The worker counts these.
-    """
-    tasks = 60
-    keys = [f"k{n % 20}" if n % 2 else None for n in range(tasks)]
-    ids = [str(uuid.UUID(int=Random(n).getrandbits(128))) for n in range(tasks)]
-    insert(database, [row(id, OrderingKey=key) for id, key in zip(ids, keys, strict=True)])
-    publisher, counted = FakePublisher("orders"), Counted()
-    relays = [relay_of(real.Store(database, Layout(10)), publisher, counted, size=5) for _ in range(2)]
-    cancelled: list[str] = []
-    done = threading.Event()
-
-    def relay(one: Relay) -> None:
-        while not done.is_set():
-            one.turn()
-        one.finish()
-
-    def application(seed: int) -> None:
-        some = Random(seed).sample(ids, tasks // 2)
-        cancelled.extend(id for id in some if database.run_in_transaction(outbox.cancel, id, timeout_secs=200))
-
-    def operator() -> None:
-        table = TaskTable(opened(database))
-        for some in in_chunks(Random(9).sample(ids, tasks // 4), 10):
-            cancelled.extend(changed(changes.change(table, "cancel", TaskSelection(state="unsent", ids=tuple(some)))))
-
-    with ThreadPoolExecutor(5) as threads:
-        relaying = [threads.submit(relay, each) for each in relays]
-        work = [threads.submit(application, 1), threads.submit(application, 2), threads.submit(operator)]
-        try:
-            for each in work:
-                each.result(timeout=250)
-            eventually(lambda: not unsent(database), seconds=60, message="all other tasks sent")
-        finally:
-            done.set()
-        for each in relaying:
-            each.result(timeout=60)
-    received = set(publisher.ids())
-    assert len(cancelled) == len(set(cancelled)), "a task is cancelled twice"
-    assert received | set(cancelled) == set(ids)
-    assert 0 < len(cancelled) < tasks
-    assert len(received & set(cancelled)) <= counted.counts[m.UNCOMMITTED.name]
 
 
 def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:

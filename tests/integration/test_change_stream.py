@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
@@ -55,21 +54,6 @@ def test_an_insert_is_told_and_a_mark_is_not(
     with streamed.batch() as batch:
         batch.update("AsynchronousTasks", ["Id", "SentAt"], [[id, datetime.now(UTC)]])
     assert not inserted.wait(1)
-
-
-@pytest.mark.extended
-def test_it_follows_the_partitions_for_as_long_as_it_runs(
-    streamed: Database, reading: Callable[[Database], tuple[ChangeStream, threading.Event]]
-) -> None:
-    """The emulator replaces each partition after 20 to 40 s."""
-    stream, inserted = reading(streamed)
-    eventually(lambda: stream.works, seconds=20)
-    end = time.monotonic() + 75
-    while time.monotonic() < end:
-        inserted.clear()
-        register(streamed, "orders", 1)
-        assert inserted.wait(30)
-    eventually(lambda: stream.works, seconds=30)
 
 
 def test_a_missing_stream_is_logged_once(

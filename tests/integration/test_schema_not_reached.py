@@ -1,9 +1,7 @@
 """Databases that are no outbox, do not exist, or are not reached: each ends in one sentence."""
 
 import functools
-import time
 import uuid
-from collections.abc import Callable
 from typing import Any, cast
 from unittest import mock
 
@@ -12,14 +10,10 @@ from google.cloud.spanner_admin_database_v1 import DatabaseDialect
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
-from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from publishworker.process import app
-from tests.support.proxy import Proxy, silent_port
-from tests.support.spanner import client, place
 
 
 def test_a_postgresql_database_is_refused(spanner_instance: Instance) -> None:
@@ -56,31 +50,6 @@ def test_an_update_that_spanner_refuses_is_one_sentence(database: Database) -> N
         schema.apply(database, ddl.statements())
     assert database.name in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.extended
-def test_an_unavailable_spanner_is_reported_within_the_limits(
-    emulators: Emulators, empty_database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It refuses connections, or hangs after the first call: the client alone would give up late or never."""
-
-    def reported_in_time(call: Callable[[], object]) -> None:
-        start = time.monotonic()
-        with pytest.raises(NotReached, match="Spanner did not answer"):
-            call()
-        assert time.monotonic() - start < 15
-
-    with silent_port() as host, monkeypatch.context() as patch:
-        patch.setenv("SPANNER_EMULATOR_HOST", host)
-        absent = open_database(place("any"))
-        reported_in_time(lambda: schema.differences(absent, ddl.statements()))
-    with Proxy(emulators.spanner_host) as proxy:
-        database = client(proxy.address).instance("test-instance").database(empty_database.database_id)
-        assert schema.differences(database, []) == []
-        proxy.hang()
-        reported_in_time(lambda: schema.differences(database, ddl.statements(), timeout=0.5))
-        monkeypatch.setattr(schema, "SCHEMA_SECONDS", 0.5)
-        reported_in_time(lambda: schema.differences(database, ddl.statements()))
 
 
 def test_a_worker_starts_if_the_schema_takes_too_long_to_read(
