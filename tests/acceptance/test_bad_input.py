@@ -82,15 +82,6 @@ def test_check_of_a_good_setup_is_all_ok(emulators: Emulators, database: Databas
     assert "--allowed-topics" in line
 
 
-def test_a_misspelled_variable_is_reported(emulators: Emulators, database: Database) -> None:
-    """By `check` in its first line, and by a worker in its log; neither fails for it."""
-    misspelled = on(database) | {"OUTBOX_CONCURENCY": "3"}
-    checked, drained = (publishworker(emulators, command, **misspelled) for command in ("check", "drain"))
-    sentence = "OUTBOX_CONCURENCY is set, but no setting has this name. Did you mean OUTBOX_CONCURRENCY?"
-    assert (checked.code, checked.stdout.splitlines()[0]) == (0, f"warning     {sentence}")
-    assert (drained.code, sentence in drained.stderr) == (0, True)
-
-
 def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emulators, database: Database) -> None:
     """Exit 1: a topic of a row or an argument that is missing, a name that is not allowed, an invalid row."""
     register(database, "pending-and-missing", 1)

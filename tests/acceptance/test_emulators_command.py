@@ -100,9 +100,13 @@ def test_running_emulators_are_reported(emulators: Emulators) -> None:
 
 
 def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubSub, tmp_path: Path) -> None:
-    """Database with both schemas, topics, and subscriptions to the topic before each; a second call changes nothing."""
+    """Database with both schemas, topics, and subscriptions to the topic before each; a second call changes nothing.
+
+    The DDL file may contain tables of the outbox, as in a user's own migrations. What it leaves out is added.
+    """
     project, ddl = f"create-{uuid.uuid4().hex[:8]}", tmp_path / "shop.sql"
-    ddl.write_text("CREATE TABLE A (K INT64, B STRING(9) DEFAULT (';')) PRIMARY KEY (K);\nCREATE INDEX C ON A (K);\n")
+    own = "CREATE TABLE A (K INT64, B STRING(9) DEFAULT (';')) PRIMARY KEY (K)", "CREATE INDEX C ON A (K)"
+    ddl.write_text(";\n".join([*own, *statements()[:3]]))
     words = ("--topic", "orders", "--subscription", "billing", "--subscription", "stock", "--topic", "mails")
     create = ("emulators", "--create", f"{project}/main/shop", "--ddl-file", str(ddl), *words)
     for _ in range(2):
@@ -111,7 +115,7 @@ def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubS
     assert f"export OUTBOX_PROJECT={project}\nexport OUTBOX_INSTANCE=main\nexport OUTBOX_DATABASE=shop\n" in done.stdout
     assert "topic orders, subscription billing, subscription stock, topic mails: ready" in done.stderr
     database = instance(emulators.spanner_host, "main", project).database("shop")
-    assert {"A", "AsynchronousTasks"} <= {table.table_id for table in database.list_tables()}
+    assert {"A", "AsynchronousTasks", "AsynchronousTaskWorkers"} <= {table.table_id for table in database.list_tables()}
     found = pubsub.subscriber.list_subscriptions(project=f"projects/{project}")
     assert sorted((each.name.rpartition("/")[2], each.topic, each.enable_message_ordering) for each in found) == [
         (name, f"projects/{project}/topics/orders", True) for name in ("billing", "stock")
@@ -131,15 +135,3 @@ def test_a_proxy_is_not_used_for_emulators(emulators: Emulators, database: Datab
         done = [run(*words, environment=environment) for words in commands]
     assert [each.code for each in done] == [0, 0, 0, 0], done
     assert "export no_grpc_proxy=127.0.0.1\n" in done[0].stdout
-
-
-def test_a_ddl_file_may_contain_the_tables_of_the_outbox(emulators: Emulators, tmp_path: Path) -> None:
-    """As printed by `outbox schema print`, for example in a user's own migrations. What it leaves out is added."""
-    ddl, project = tmp_path / "shop.sql", f"create-{uuid.uuid4().hex[:8]}"
-    ddl.write_text(";\n".join(statements()[:3]))
-    create = ("emulators", "--create", f"{project}/main/shop", "--ddl-file", str(ddl))
-    assert here(*create, environment=emulators.environment()).code == 0
-    tables = {
-        table.table_id for table in instance(emulators.spanner_host, "main", project).database("shop").list_tables()
-    }
-    assert {"AsynchronousTasks", "AsynchronousTaskWorkers"} <= tables

@@ -1,7 +1,6 @@
 """The inbox with `max_batch` on the emulators: one effect for each task, whatever fails, and few requests."""
 
 import contextlib
-import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,18 +10,15 @@ from typing import Any
 import pytest
 from google.cloud.pubsub_v1 import SubscriberClient
 from google.cloud.pubsub_v1.types import FlowControl
-from google.cloud.spanner_v1 import param_types
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 import outbox
 from outbox import inbox
-from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
-from tests.support.drivers import aborting
 from tests.support.inbox_subscriber import EFFECTS
 from tests.support.pubsub import PubSub
-from tests.support.spanner import INSTANCE, client, fresh_database, query, record_requests
+from tests.support.spanner import fresh_database, query, record_requests
 from tests.support.waiting import eventually
 
 SECONDS = 60.0
@@ -50,11 +46,6 @@ def by_mutation(transaction: Any, task_id: str) -> None:
     transaction.insert("Effects", ("EffectId", "TaskId"), [(str(uuid.uuid4()), task_id)])
 
 
-def by_dml(transaction: Any, task_id: str) -> None:
-    statement = "INSERT INTO Effects (EffectId, TaskId) VALUES (GENERATE_UUID(), @id)"
-    transaction.execute_update(statement, params={"id": task_id}, param_types={"id": param_types.STRING})
-
-
 def messages(ids: list[str], keys: int = 0) -> list[dict[str, Any]]:
     return [
         {
@@ -75,45 +66,6 @@ def pulling(subscription: str, *callbacks: Callable[[Any], None]) -> Iterator[No
             stack.callback(future.result, SECONDS)
             stack.callback(future.cancel)
         yield
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("write", [by_mutation, by_dml])
-def test_two_subscribers_have_one_effect_for_each_task(
-    emulators: Emulators, shop: Database, pubsub: PubSub, outcomes: Counter[str], write: Callable[[Any, str], None]
-) -> None:
-    """Each task is sent twice, each first commit is aborted, and every seventh message fails twice."""
-    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(140)]
-    subscription = pubsub.new_subscription(topic)
-    bad, failed, aborted = set(ids[::7]), Counter[str](), set[int]()
-
-    def receiver() -> Callable[[Any], None]:
-        own = client(emulators.spanner_host).instance(INSTANCE).database(shop.database_id)
-
-        @inbox.Handler(own, consumer="billing", max_batch=20, max_delay=0.2, default_retry_delay=0.02)
-        def receive(transaction: Any, of: Any) -> None:
-            task_id = of.attributes[outbox.TASK_ID_ATTRIBUTE]
-            write(transaction, task_id)
-            if task_id in bad and failed[task_id] < 2:
-                failed[task_id] += 1
-                raise LookupError("twice")
-
-        return receive
-
-    def once(name: str) -> bool:
-        """Abort every second commit of each thread: no transaction commits at its first attempt."""
-        thread = threading.get_ident()
-        if name != "commit":
-            return False
-        aborted.symmetric_difference_update({thread})
-        return thread in aborted
-
-    with aborting(once), pulling(subscription.name, receiver(), receiver()):
-        for _ in range(2):
-            pubsub.publisher.publish(topic=topic, messages=messages(ids))
-        eventually(lambda: outcomes["processed"] == 140 <= outcomes["duplicate"], seconds=SECONDS)
-    assert effects(shop) == dict.fromkeys(ids, 1)
-    assert outcomes["failed"] > 0  # not one for each: an aborted attempt uses up a failure
 
 
 def test_a_batch_costs_one_read_and_one_commit(shop: Database, pubsub: PubSub, outcomes: Counter[str]) -> None:
