@@ -1,7 +1,5 @@
 """`outbox status` and `outbox topics` as processes: the counts and their time, and the exit code for a pager."""
 
-import json
-import signal
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -10,10 +8,8 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import tasks
 from outbox.cli import errors
-from tests.support.commands import HOUR, TRACE, Commands, row
+from tests.support.commands import HOUR, Commands, row
 from tests.support.operations import insert
-from tests.support.processes import Process
-from tests.support.waiting import eventually
 
 SECOND, MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 
@@ -117,26 +113,6 @@ def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Dat
         assert (done.code, sentence in done.stderr) == (1 if sentence else 0, True), (words, done)
         assert bool(done.stderr) == bool(sentence)
         assert "paused (paused)" in done.stdout
-
-
-@pytest.mark.extended
-def test_watch_reads_again_until_ctrl_c(outbox: Commands):
-    """Each time is later, one whole JSON object a line, and nothing but these is written at the end."""
-
-    def times(process: Process) -> list[str]:
-        return [json.loads(line)["as_of"] for line in process.stdout.splitlines() if line.endswith("}")]
-
-    words = ("status", "--watch", "--exact")
-    with outbox.started(*words, "--json") as process, outbox.terminal(*words) as terminal:
-        terminal.wait_for_text("live workers")
-        assert terminal.seen.startswith("\x1b[H\x1b[2Jas of ")
-        terminal.child.send_signal(signal.SIGINT)
-        assert terminal.wait() == 0
-        assert TRACE not in terminal.seen
-        eventually(lambda: len(times(process)) >= 2, seconds=30)
-        process.end(signal.SIGINT)
-        assert times(process) == sorted(set(times(process)))
-        assert process.stderr == ""
 
 
 def test_topics_shows_controls_beside_the_backlog(outbox: Commands, database: Database):

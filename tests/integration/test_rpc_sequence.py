@@ -172,14 +172,6 @@ def test_the_cost_page_counts_what_is_sent(
     assert marked == expected.mutations - count  # the other mutation of each task is its registration
 
 
-def test_reads_at_an_interval(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """Live workers, topic controls and unknown topics are read by the first turn and not again by the next."""
-    prepare(mock, 1)
-    relay = make_relay(database)
-    relay.turn(), relay.turn()
-    assert [tag(each) for each in mock.requests if tag(each) in INTERVAL_TAGS] == list(INTERVAL_TAGS)
-
-
 def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """One more for the heads of its keys; the lock is of no range, so a caller's insert meets no lock of the relay."""
     ids = prepare(mock, 100, "key")

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox import cli
 from outbox.admin import operations, topics
 from outbox.admin.table import TaskTable
 from outbox.admin.topics import Control
+from outbox.devtools.emulators import Emulators
 from tests.integration.test_topics_spanner import FOLLOW, Command, command, have
-from tests.support.spanner import PROJECT
+from tests.support.commands import Commands, here
+from tests.support.spanner import PROJECT, variables
 
 __all__ = ["command"]  # a fixture
 
@@ -85,9 +86,10 @@ def test_a_chain_a_cycle_and_a_route_to_itself_are_refused(
         assert controls == left
 
 
-def test_a_destination_that_does_not_exist_is_refused(
-    database: Database, command: Command, controls: dict[str, Control], topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_destination_that_does_not_exist_is_refused(  # noqa: PLR0917 - fixtures
+    emulators: Emulators, database: Database, command: Command, controls: dict[str, Control], topic: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """`--force` does not ask. If Pub/Sub does not answer, a note says so, and the route is written."""
     have(database, "orders")
     code, _, err = command("route orders --to missing-topic")
@@ -96,11 +98,11 @@ def test_a_destination_that_does_not_exist_is_refused(
     assert controls == {}
     assert command(f"route orders --to {topic}")[0] == 0
     assert command("route orders --to missing-topic --force")[0] == 0
-    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", "localhost:1")
     monkeypatch.setattr("outbox.program.pubsub.SECONDS", 0.3)
-    code, _, err = command("route orders --to third-topic")
-    assert code == 0
-    assert f"Pub/Sub does not say whether projects/{PROJECT}/topics/third-topic exists: " in err
+    without = Commands(emulators, database, more={"PUBSUB_EMULATOR_HOST": "localhost:1"})
+    done = without.here("route", "orders", "--to", "third-topic")
+    assert done.code == 0
+    assert f"Pub/Sub does not say whether projects/{PROJECT}/topics/third-topic exists: " in done.stderr
     assert controls == {"orders": Control(PublishTo="third-topic")}
 
 
@@ -121,27 +123,19 @@ def test_a_policy_keeps_the_values_that_are_not_given(
     assert controls == {"orders": Control()}
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("policy orders", "no value given. Pass --max-attempts, --backoff-initial, "),
-        ("policy orders --off --max-attempts 3", "--off removes all values. Pass it without --max-attempts"),
-        ("policy orders --backoff-max 8d", "'8d' is not allowed"),
-        ("policy orders --max-attempts 0", "'0' is not allowed"),
-        ("route orders --to x", "'x' is not allowed"),
-        ("route orders --to orders-v2 --off", "not allowed with argument"),
-        ("route orders", "one of the arguments --to --off is required"),
-    ],
-)  # fmt: skip
-def test_wrong_flags_are_refused(
-    command: Command, capsys: pytest.CaptureFixture[str], words: str, sentence: str
-) -> None:
-    try:
-        code, _, err = command(words)
-    except SystemExit as ended:
-        code, err = int(str(ended.code)), capsys.readouterr().err
-    assert code == 2
-    assert sentence in err
+def test_wrong_flags_are_refused() -> None:
+    for words, sentence in {
+        "policy orders": "no value given. Pass --max-attempts, --backoff-initial, ",
+        "policy orders --off --max-attempts 3": "--off removes all values. Pass it without --max-attempts",
+        "policy orders --backoff-max 8d": "'8d' is not allowed",
+        "policy orders --max-attempts 0": "'0' is not allowed",
+        "route orders --to x": "'x' is not allowed",
+        "route orders --to orders-v2 --off": "not allowed with argument",
+        "route orders": "one of the arguments --to --off is required",
+    }.items():
+        done = here(*words.split(), environment=variables("shop") | {"SPANNER_EMULATOR_HOST": "127.0.0.1:9"})
+        assert done.code == 2
+        assert sentence in done.stderr
 
 
 FULL = {
@@ -257,4 +251,4 @@ def test_the_list_shows_routes_and_policies(command: Command) -> None:
     assert "orders  published to orders-v2; dead after 3 attempts" in command("topics")[1]
     [found] = json.loads(command("topics --json")[1])["topics"]
     assert (found["publish_to"], found["max_attempts"], found["dead_after_seconds"]) == ("orders-v2", 3, None)
-    assert cli.main(["topics", "--exact"]) == 0
+    assert command("topics --exact")[0] == 0
