@@ -30,7 +30,6 @@ def on(database: Database | str) -> dict[str, str]:
     ("words", "environment", "sentence"),
     [
         (f"run --project {PROJECT}", {"OUTBOX_INSTANCE": None}, "Pass --instance or set OUTBOX_INSTANCE"),
-        ("run --batch-size 0", {}, "--batch-size: '0' is not allowed. It must be a whole number from 1 to 1,000"),
         (
             "run", {"OUTBOX_PUBLISH_TIMEOUT": "60"},
             "publishworker: OUTBOX_PUBLISH_TIMEOUT: '60' is not allowed. It must be seconds from 0.1 to 8",
