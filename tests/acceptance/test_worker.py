@@ -1,9 +1,9 @@
-"""`publishworker` as a process: no task is lost when workers crash or stop; audited from outside."""
+"""`publishworker` as a process: what it sends, and no task is lost when it stops; audited from outside."""
 
 import json
 import re
 import signal
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -13,7 +13,7 @@ from outbox.devtools.emulators import Emulators
 from tests.support.proxy import Proxy, silent_port
 from tests.support.pubsub import Subscription
 from tests.support.relays import EACH_ONCE, account, register, unsent, worker
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, count
 from tests.support.waiting import eventually
 
 
@@ -129,6 +129,26 @@ def test_a_bad_task_delays_no_other(
     assert not any("error.stack" in line for line in lines)
     assert len(unsent(database)) == 4
     assert account(ids, subscription).lost == frozenset()
+
+
+def test_a_scheduled_task_is_sent_when_it_is_due_and_not_before(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:  # OUT-ORDER-2
+    """By the publish time that Pub/Sub gave each message; tasks that are scheduled for later stay."""
+    register(database, topic, 20, available_at=datetime(2090, 1, 1, tzinfo=UTC))
+    with worker(emulators, database) as process:
+        process.wait_for_text('"start"')
+        due = datetime.now(UTC) + timedelta(seconds=3)
+        register(database, topic, 20, available_at=due)
+        register(database, topic, 1)
+        early, *rest = subscription.pull_until(21, seconds=30)
+        process.end()
+    assert early.publish_time < due
+    late = [(message.publish_time - due).total_seconds() for message in rest]
+    assert min(late) >= 0
+    print(f"sent {min(late):.2f} to {max(late):.2f} s after they were due")
+    assert count(database, "SentAt IS NOT NULL") == 21
+    assert count(database, "SentAt IS NULL AND AvailableAt > '2089-01-01'") == 20
 
 
 @pytest.mark.extended

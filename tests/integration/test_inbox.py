@@ -26,7 +26,7 @@ from outbox.table import ddl, transactions
 from tests.support.drivers import STACKS, DbApi, aborting
 from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
-from tests.support.spanner import INSTANCE, client, fresh_database, query
+from tests.support.spanner import INSTANCE, client, fresh_database, query, record_requests
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:UserWarning")
@@ -35,6 +35,7 @@ ACCOUNTS = "CREATE TABLE Accounts (AccountId STRING(36) NOT NULL, Cents INT64 NO
 PROCESSED = "SELECT TaskId FROM ProcessedTasks WHERE Consumer = 'billing' ORDER BY 1"
 #: Seconds between two attempts of an aborted transaction; the emulator says none.
 FAST = {"default_retry_delay": 0.02}
+CALLS = ("begin_transaction", "streaming_read", "execute_streaming_sql", "execute_sql", "commit", "rollback")
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +171,25 @@ def test_an_outage_costs_no_cpu(emulators: Emulators, bank: Database, monkeypatc
         eventually(recovered, seconds=60)
 
 
+@pytest.fixture
+def outcomes(set_metrics: Any) -> list[str]:
+    """The outcome of each message."""
+    found: list[str] = []
+    set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: found.append(tags[1].partition(":")[2])))
+    return found
+
+
+def messages(ids: list[str], key: str = "") -> list[dict[str, Any]]:
+    attributes = [{outbox.TASK_ID_ATTRIBUTE: id} for id in ids]
+    return [{"data": str(n).encode(), "attributes": each, "ordering_key": key} for n, each in enumerate(attributes)]
+
+
 @pytest.mark.parametrize("kind", ["unordered", "ordered", "exactly once"])
-def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, set_metrics: Any, kind: str) -> None:
+def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, outcomes: list[str], kind: str) -> None:
     """Each task is sent twice, and the first delivery of each fails; messages of a key arrive in their order."""
     topic, ordered = pubsub.new_topic(), kind == "ordered"
     subscription = pubsub.new_subscription(topic, ordered=ordered, exactly_once=kind == "exactly once")
-    failed, order, outcomes = set[str](), list[bytes](), list[str]()
-    set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: outcomes.append(tags[1].partition(":")[2])))
+    failed, order = set[str](), list[bytes]()
 
     @inbox.Handler(bank, consumer="billing", **FAST)
     def receive(transaction: Any, of: Any) -> None:
@@ -186,20 +199,50 @@ def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, set_metr
         order.append(of.data)
         pays(account)(transaction, of)
 
-    ids = [task() for _ in range(5)]
-    messages = [
-        {"data": str(n).encode(), "attributes": {outbox.TASK_ID_ATTRIBUTE: id}, "ordering_key": "k" * ordered}
-        for n, id in enumerate(ids)
-    ]
+    sent = messages([task() for _ in range(5)], "k" * ordered)
     with pulling(subscription.name, receive):
-        pubsub.publisher.publish(topic=topic, messages=messages)
-        pubsub.publisher.publish(topic=topic, messages=messages)
+        pubsub.publisher.publish(topic=topic, messages=sent)
+        pubsub.publisher.publish(topic=topic, messages=sent)
         # The emulator may redeliver an acknowledged message, and then there are more duplicates.
         eventually(lambda: outcomes.count("processed") == 5 <= outcomes.count("duplicate"), seconds=60)
     assert outcomes.count("processed") == 5
     assert outcomes.count("failed") >= len(failed)
     assert cents(bank, account) == 5
     assert not ordered or sorted(set(order)) == list(dict.fromkeys(order))
+
+
+def opens_account(transaction: Any, of: Any) -> None:
+    """Have an effect without a read. It fails if it comes twice."""
+    transaction.insert("Accounts", ("AccountId", "Cents"), [(of.attributes[outbox.TASK_ID_ATTRIBUTE], 1)])
+
+
+def test_a_batch_costs_one_read_and_one_commit(bank: Database, pubsub: PubSub, outcomes: list[str]) -> None:
+    topic, ids = pubsub.new_topic(), [task() for _ in range(50)]
+    subscription = pubsub.new_subscription(topic)
+    receive = inbox.Handler(bank, consumer="billing", max_batch=50, max_delay=60.0)(opens_account)
+    query(bank, "SELECT 1")  # connects
+    requests = record_requests(bank, *CALLS)
+    pubsub.publisher.publish(topic=topic, messages=messages(ids))
+    with pulling(subscription.name, receive):
+        eventually(lambda: outcomes.count("processed") == 50, seconds=60)
+    assert [name for name, _ in requests] == ["streaming_read", "commit"]
+    assert {cents(bank, id) for id in ids} == {1}
+
+
+def test_batches_keep_the_order_of_a_key(bank: Database, pubsub: PubSub, outcomes: list[str]) -> None:
+    topic, order = pubsub.new_topic(), dict[str, list[int]]()
+    subscription = pubsub.new_subscription(topic, ordered=True)
+
+    @inbox.Handler(bank, consumer="billing", max_batch=10, max_delay=0.05, **FAST)
+    def receive(transaction: Any, of: Any) -> None:
+        opens_account(transaction, of)
+        order.setdefault(of.ordering_key, []).append(int(of.data))
+
+    for key in "abcd":
+        pubsub.publisher.publish(topic=topic, messages=messages([task() for _ in range(10)], key))
+    with pulling(subscription.name, receive):
+        eventually(lambda: outcomes.count("processed") == 40, seconds=60)
+    assert order == {key: [*range(10)] for key in "abcd"}
 
 
 def test_the_trace_continues(bank: Database, spans: InMemorySpanExporter) -> None:
