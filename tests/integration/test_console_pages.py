@@ -1,8 +1,10 @@
 """The pages of the console on the emulator: hostile rows, topic controls, and the requests of pages."""
 
 import html
+import math
 import re
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, RequestOptions
@@ -10,15 +12,18 @@ from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
 from outbox import admin, console
+from outbox.admin import backlog
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.console import readings
+from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING
 from outbox.program.terminal import escaped
-from outbox.table.states import NEVER
+from outbox.table.states import NEVER, STATES
 from tests.support.console import ORIGIN, SAME
-from tests.support.operations import CALLS, FUTURE, insert, opened, pause, row
+from tests.support.operations import CALLS, FUTURE, OF_STATES, insert, opened, pause, row
 from tests.support.spanner import record_requests
+from tests.support.statements import scans, unbounded
 
 #: Pages that show the shared status.
 LIVE = ("/", "/topic?name=orders", "/blocked", "/workers")
@@ -36,7 +41,7 @@ HOSTILE = (
 
 def browser(database: Database) -> TestClient:
     ann = {"identify": lambda _request: "ann@example.com", "roles": EVERYTHING}
-    app = console.app(opened(database), **ann, allow_actions=True)
+    app = console.app(database, **ann, allow_actions=True)
     return TestClient(app, base_url=ORIGIN, follow_redirects=False)
 
 
@@ -57,7 +62,7 @@ def test_hostile_rows_are_shown_as_text(database: Database) -> None:
         ],
     )
     pause(database, *HOSTILE)
-    caller, table = browser(database), TaskTable(opened(database))
+    caller, table = browser(opened(database)), TaskTable(opened(database))
     retry = admin.changes.change(table, "retry", TaskSelection(ids=(f"1 {HOSTILE[1]}",)))
     assert len(list(retry)) == 1
     for number, hostile in enumerate(HOSTILE):
@@ -85,7 +90,7 @@ def assert_harmless(caller: TestClient, path: str, **query: str) -> None:
 
 def test_a_topic_is_paused_limited_and_routed_by_a_named_person(database: Database) -> None:
     insert(database, [row("a")])
-    caller, table = browser(database), TaskTable(opened(database))
+    caller, table = browser(opened(database)), TaskTable(opened(database))
     paths = {
         "pause": "reason=too+many+errors", "limit": "rate=10&burst=20&max-in-flight=", "route": "to=orders-v2",
         "policy": "max-attempts=3&backoff-max=60s", "resume": "",
@@ -108,7 +113,7 @@ def test_a_topic_is_paused_limited_and_routed_by_a_named_person(database: Databa
 
 def test_search_finds_a_task_by_its_id_and_a_key(database: Database) -> None:
     insert(database, [row("order-31-a", OrderingKey="order-31"), row("order-31-b"), row("x", OrderingKey="key")])
-    caller = browser(database)
+    caller = browser(opened(database))
     assert caller.get("/search?q=order-31-a").headers["location"] == "/task?id=order-31-a"
     assert caller.get("/search?q=x").headers["location"] == "/task?id=x"
     assert re.findall(r'href="/task\?id=([^"]*)"', caller.get("/search?q=order-31").text) == [
@@ -120,7 +125,7 @@ def test_search_finds_a_task_by_its_id_and_a_key(database: Database) -> None:
 
 
 def test_a_wrong_form_or_an_edited_address_changes_nothing(database: Database) -> None:
-    caller = browser(database)
+    caller = browser(opened(database))
     for path, form, status, sentence in (
         ("/topic/limit?name=orders", "rate=fast", 400, "--rate: 'fast' is not allowed"),
         ("/topic/limit?name=orders", "rate=10", 400, "and Burst go together"),
@@ -144,7 +149,7 @@ def test_workers_and_their_differences_are_marked(database: Database) -> None:
     with database.batch() as batch:
         rows = [(id, now, COMMIT_TIMESTAMP, JsonObject(each)) for id, each in infos.items()]
         batch.insert("AsynchronousTaskWorkers", columns, rows)
-    caller = browser(database)
+    caller = browser(opened(database))
     marked = re.findall(r'<span class="differs">([^<]*)</span>', caller.get("/workers").text)
     assert sorted(marked) == ["batch_size=50", "batch_size=default"]
     assert "2 live workers" in text(caller.get("/").text)
@@ -165,3 +170,53 @@ def test_pages_share_what_one_of_them_has_read(database: Database, monkeypatch: 
         options = request.request_options
         assert options.priority == RequestOptions.Priority.PRIORITY_LOW
         assert options.request_tag in (console.application.TAG, "outbox-schema")
+
+
+ID = "00000000-0000-0000-0000-000000000001"
+FILTERS = ("topic=orders", "key=k", "error=x", "prefix=pen", "since=9d&until=1s", "topic=orders&order=oldest")
+BOUNDED = (
+    "/", "/topic?name=orders", "/blocked", "/workers", "/operations", f"/operation?id={ID}", "/tasks", "/task?id=head",
+    "/task?id=keyed", "/search", "/search?q=head", "/search?q=k", "/search?q=pending", "/tasks/retry?id=head&id=keyed",
+    "/tasks/cancel?id=head", "/tasks/purge?id=sent0", *(f"/tasks?state={state}" for state in STATES),
+    *(f"/tasks?state={state}&{more}" for state in STATES[:-1] for more in FILTERS), "/tasks?state=sent&order=oldest",
+)  # fmt: skip
+#: They read all tasks that match: the person must see the exact number before an action.
+EXACT = ("/tasks/retry?state=dead", "/tasks/cancel?state=pending", "/tasks/purge?state=sent")
+#: They read the sent tasks of growing windows of time until they have found enough.
+WINDOWS = tuple(f"/tasks?state=sent&{more}" for more in FILTERS if more.startswith(("topic", "error", "prefix")))
+
+
+@pytest.mark.extended
+def test_every_page_is_about_a_bounded_part_of_the_table(database: Database) -> None:
+    """So millions of tasks or operations do not slow a page."""
+    rows = [row(f"{state}{n}", **each) for state, found in OF_STATES.items() for n, each in enumerate(found)]
+    insert(database, [*rows, row("head", OrderingKey="k"), row("keyed", OrderingKey="k")])
+    watched = opened(database)
+    table, author = TaskTable(watched), admin.operations.Author("jane")
+    admin.changes.begin(table, "retry", TaskSelection(state="dead"), author, id=ID, selected=1)
+    requests = record_requests(watched, *CALLS)
+    caller = browser(watched)
+    pages = {route.path for route in routes() if route.method == "GET" and not route.path.startswith("/static/")}
+    assert pages - {"/healthz"} == {path.partition("?")[0] for path in BOUNDED}
+    for path in (*BOUNDED, *EXACT, *WINDOWS):
+        requests.clear()
+        assert caller.get(path, follow_redirects=True).status_code == 200, path
+        parts = {part for name, request in requests for part in unbounded_of(name, request, is_exact=path in EXACT)}
+        assert bool(parts) == (path not in BOUNDED), (path, parts)
+
+
+def unbounded_of(name: str, request: Any, *, is_exact: bool) -> list[str]:
+    """Return the parts of a request that read an unbounded part of the table. None reads all of it."""
+    if name in ("read", "streaming_read"):
+        assert not request.key_set.all_ or request.table == "AsynchronousTaskTopics"
+        return []
+    if not hasattr(request, "sql"):
+        return []
+    assert scans(request.sql) == []
+    values = {key: request.params[key] for key in request.params} if request.params else {}
+    ranges = math.prod(len(values.get(key, "1")) for key in ("shards", "topics"))
+    for key in {"limit", "ceiling"} & values.keys():
+        # A list joins the rows of all ranges.
+        most = backlog.MAX_TOTAL / (ranges if key == "ceiling" else 1)
+        assert int(values[key]) <= (math.inf if is_exact else most), (key, values[key])
+    return unbounded(request.sql)

@@ -34,15 +34,6 @@ async def once(transaction: Any, task_id: str = "t") -> bool:
     return await aio.register_once(transaction, "orders", b"data", {"a": "b"}, task_id=task_id)
 
 
-def test_register_once_registers_in_the_first_transaction_only(run: Callable[..., Any], database: Database) -> None:
-    async def work(asynchronous: Any) -> list[bool]:
-        return [await asynchronous.run_in_transaction(once) for _ in range(2)]
-
-    assert run(work) == [True, False]
-    [task] = assert_registered(database, topic="orders", attributes={"a": "b"})
-    assert (task.id, task.message.data) == ("t", b"data")
-
-
 def test_register_and_register_many_work_as_they_are(run: Callable[..., Any], database: Database) -> None:
     """In a transaction and in a batch; and `register_once` knows what the same transaction has registered."""
 

@@ -1,7 +1,9 @@
 """The relay in this process on the real emulators: polls, publishes and marks."""
 
 import base64
+import re
 import threading
+import time
 import uuid
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
@@ -13,6 +15,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
 from google.cloud.spanner_v1.database import Database
 
 import outbox
+from outbox.devtools.emulators import Emulators
 from outbox.program.pubsub import open_pubsub
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
@@ -26,6 +29,7 @@ from publishworker.types import Answer, Failed, LockedRow, Sent
 from tests.support import real
 from tests.support.fakes import Counted, FakePublisher
 from tests.support.parts import poll_request, relay_of
+from tests.support.processes import ROOT
 from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import (
     Account,
@@ -34,7 +38,7 @@ from tests.support.relays import (
     register,
     unsent,
 )
-from tests.support.spanner import PROJECT, place, query
+from tests.support.spanner import PROJECT, place, query, variables
 from tests.support.waiting import eventually
 
 COMPLETE = Account(lost=frozenset(), unexpected=frozenset(), duplicates=0)
@@ -278,3 +282,33 @@ def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, t
         assert not seen
     assert seen == [set(ids)]
     assert set(unsent(database)) == {refused, untried}
+
+
+def test_a_hosted_relay_sends_a_task_when_it_is_woken(
+    emulators: Emulators, database: Database, pubsub: PubSub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its poll interval is over. The page's example is run, with a long pause when the task comes."""
+    topic = pubsub.new_topic()
+    subscription = pubsub.new_subscription(topic)
+    for name, value in (variables(database.database_id, emulators) | {"OUTBOX_POLL_INTERVAL": "30"}).items():
+        monkeypatch.setenv(name, value)
+    page = (ROOT / "docs/operations/worker.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    start, rest = example.split("database.run_in_transaction")
+    register, end = rest.split("stop.set()")
+
+    def place_order(transaction: Any) -> None:
+        outbox.register(transaction, topic, b"order")
+
+    names: dict[str, Any] = {"database": database, "place_order": place_order}
+    exec(start, names)
+    try:
+        for _ in range(10):  # each wake-up in vain doubles the pause between polls
+            names["app"].relay.wake()
+            eventually(lambda: not names["app"].relay.woken.is_set(), seconds=10, message="a turn")
+            time.sleep(0.1)
+        exec(f"database.run_in_transaction{register}", names)
+        subscription.pull_until(1, seconds=10)
+    finally:
+        exec(f"stop.set(){end}", names)
+    assert not names["thread"].is_alive()
