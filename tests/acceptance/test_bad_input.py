@@ -30,7 +30,6 @@ def on(database: Database | str) -> dict[str, str]:
     ("words", "environment", "sentence"),
     [
         (f"run --project {PROJECT}", {"OUTBOX_INSTANCE": None}, "Pass --instance or set OUTBOX_INSTANCE"),
-        ("run --batch-size 0", {}, "--batch-size: '0' is not allowed. It must be a whole number from 1 to 1,000"),
         (
             "run", {"OUTBOX_PUBLISH_TIMEOUT": "60"},
             "publishworker: OUTBOX_PUBLISH_TIMEOUT: '60' is not allowed. It must be seconds from 0.1 to 8",
@@ -80,15 +79,6 @@ def test_check_of_a_good_setup_is_all_ok(emulators: Emulators, database: Databas
     [line] = [line for line in done.stdout.splitlines() if line.startswith("wrong")]
     assert topic in line
     assert "--allowed-topics" in line
-
-
-def test_a_misspelled_variable_is_reported(emulators: Emulators, database: Database) -> None:
-    """By `check` in its first line, and by a worker in its log; neither fails for it."""
-    misspelled = on(database) | {"OUTBOX_CONCURENCY": "3"}
-    checked, drained = (publishworker(emulators, command, **misspelled) for command in ("check", "drain"))
-    sentence = "OUTBOX_CONCURENCY is set, but no setting has this name. Did you mean OUTBOX_CONCURRENCY?"
-    assert (checked.code, checked.stdout.splitlines()[0]) == (0, f"warning     {sentence}")
-    assert (drained.code, sentence in drained.stderr) == (0, True)
 
 
 def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emulators, database: Database) -> None:

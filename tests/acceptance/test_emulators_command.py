@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installe
 from outbox.errors import NotReached
 from outbox.table.ddl import statements
 from tests.support import processes
-from tests.support.commands import TRACE, here
+from tests.support.commands import here
 from tests.support.processes import Process, children, gone, run, started
 from tests.support.proxy import silent_port
 from tests.support.pubsub import PubSub
@@ -27,13 +26,6 @@ from tests.support.spanner import instance, variables
 from tests.support.waiting import eventually
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the processes are read from /proc")
-
-USE_BOTH = """
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import pubsub_v1, spanner
-client = spanner.Client(project="p", credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-print(len(list(client.list_instances())), len(list(pubsub_v1.PublisherClient().list_topics(project="projects/p"))))
-"""
 
 
 @contextlib.contextmanager
@@ -67,23 +59,6 @@ def _installed() -> None:
 class TestWhereTheyAreInstalled:
     """These start emulators of their own, so those that a variable names are not enough."""
 
-    @linux
-    @pytest.mark.extended
-    def test_a_second_shell_can_use_the_printed_variables(self) -> None:
-        """A client needs nothing else. A signal ends the command with 0, and both emulators with it."""
-        with _running() as (one, hosts), _running() as (process, others):
-            assert len({*hosts, *others}) == 4
-            assert "1.5.38" in process.stdout
-            assert "404 Transaction not found" in process.stdout
-            script = 'eval "$1"; exec "$2" -W ignore -c "$3"'
-            command = ["sh", "-c", script, "sh", process.stdout, sys.executable, USE_BOTH]
-            done = subprocess.run(
-                command, env=processes.clean_environment(), capture_output=True, text=True, check=False, timeout=60
-            )
-            assert done.stdout == "0 0\n", done.stderr
-            for each, its, number in ((one, hosts, signal.SIGINT), (process, others, signal.SIGTERM)):
-                _stop_both(each, its, number)
-
     @pytest.mark.parametrize("whole", [True, False], ids=["running", "starting"])
     @linux
     def test_a_killed_command_leaves_no_emulator(self, whole: bool) -> None:
@@ -116,15 +91,6 @@ class TestWhereTheyAreInstalled:
         )
 
 
-def _stop_both(process: Process, hosts: list[tuple[str, int]], number: signal.Signals) -> None:
-    pids = children(process.pid)
-    assert (len(pids), _answering(hosts)) == (2, 2)
-    process.stop(number)
-    assert process.wait(10) == 0
-    assert all(gone(pid) for pid in pids)
-    assert _answering(hosts) == 0
-
-
 def test_running_emulators_are_reported(emulators: Emulators) -> None:
     """With both variables set there is nothing to start: the command says so, prints them, and ends."""
     done = here("emulators", environment=emulators.environment())
@@ -134,9 +100,13 @@ def test_running_emulators_are_reported(emulators: Emulators) -> None:
 
 
 def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubSub, tmp_path: Path) -> None:
-    """Database with both schemas, topics, and subscriptions to the topic before each; a second call changes nothing."""
+    """Database with both schemas, topics, and subscriptions to the topic before each; a second call changes nothing.
+
+    The DDL file may contain tables of the outbox, as in a user's own migrations. What it leaves out is added.
+    """
     project, ddl = f"create-{uuid.uuid4().hex[:8]}", tmp_path / "shop.sql"
-    ddl.write_text("CREATE TABLE A (K INT64, B STRING(9) DEFAULT (';')) PRIMARY KEY (K);\nCREATE INDEX C ON A (K);\n")
+    own = "CREATE TABLE A (K INT64, B STRING(9) DEFAULT (';')) PRIMARY KEY (K)", "CREATE INDEX C ON A (K)"
+    ddl.write_text(";\n".join([*own, *statements()[:3]]))
     words = ("--topic", "orders", "--subscription", "billing", "--subscription", "stock", "--topic", "mails")
     create = ("emulators", "--create", f"{project}/main/shop", "--ddl-file", str(ddl), *words)
     for _ in range(2):
@@ -145,7 +115,7 @@ def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubS
     assert f"export OUTBOX_PROJECT={project}\nexport OUTBOX_INSTANCE=main\nexport OUTBOX_DATABASE=shop\n" in done.stdout
     assert "topic orders, subscription billing, subscription stock, topic mails: ready" in done.stderr
     database = instance(emulators.spanner_host, "main", project).database("shop")
-    assert {"A", "AsynchronousTasks"} <= {table.table_id for table in database.list_tables()}
+    assert {"A", "AsynchronousTasks", "AsynchronousTaskWorkers"} <= {table.table_id for table in database.list_tables()}
     found = pubsub.subscriber.list_subscriptions(project=f"projects/{project}")
     assert sorted((each.name.rpartition("/")[2], each.topic, each.enable_message_ordering) for each in found) == [
         (name, f"projects/{project}/topics/orders", True) for name in ("billing", "stock")
@@ -165,24 +135,3 @@ def test_a_proxy_is_not_used_for_emulators(emulators: Emulators, database: Datab
         done = [run(*words, environment=environment) for words in commands]
     assert [each.code for each in done] == [0, 0, 0, 0], done
     assert "export no_grpc_proxy=127.0.0.1\n" in done[0].stdout
-
-
-def test_a_ddl_file_may_contain_the_tables_of_the_outbox(emulators: Emulators, tmp_path: Path) -> None:
-    """As printed by `outbox schema print`, for example in a user's own migrations. What it leaves out is added."""
-    ddl, project = tmp_path / "shop.sql", f"create-{uuid.uuid4().hex[:8]}"
-    ddl.write_text(";\n".join(statements()[:3]))
-    create = ("emulators", "--create", f"{project}/main/shop", "--ddl-file", str(ddl))
-    assert here(*create, environment=emulators.environment()).code == 0
-    tables = {
-        table.table_id for table in instance(emulators.spanner_host, "main", project).database("shop").list_tables()
-    }
-    assert {"AsynchronousTasks", "AsynchronousTaskWorkers"} <= tables
-
-
-def test_a_missing_sdk_is_reported_with_commands_to_install_it(tmp_path: Path) -> None:
-    """Without a Cloud SDK the reader gets commands to copy, and exit code 3."""
-    done = processes.run("outbox", "emulators", environment={"PATH": "", "CLOUDSDK_ROOT_DIR": str(tmp_path)})
-    assert done.code == 3
-    assert done.stderr.startswith("outbox: the Spanner emulator and the Pub/Sub emulator not found: ")
-    assert "gcloud components install" in done.stderr
-    assert TRACE not in done.stderr

@@ -1,4 +1,4 @@
-"""Workers as Kubernetes treats them: probes, and a batch that does not end.
+"""Workers as Kubernetes treats them: probes, and the 512 MB that the manifest allows.
 
 With `--long` ages and limits are those of production.
 """
@@ -10,14 +10,16 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS
-from tests.support.container import NOTICE_SECONDS, Probe, altered, settings
+from tests.support.container import MEMORY_LIMIT, NOTICE_SECONDS, Probe, altered, peak_memory, settings
 from tests.support.outages import cpu_seconds, log_count, recorded, seconds_until
 from tests.support.proxy import Proxy
-from tests.support.relays import register, unsent, wait_until_all_sent
+from tests.support.relays import register, unsent, wait_until_all_sent, worker
+from tests.support.spanner import count
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
+BACKLOG = 10_000
 #: Seconds of the short forms: an age that a busy machine does not reach by itself.
 SHORT_AGE = 6.0
 
@@ -91,3 +93,17 @@ def test_a_probe_stays_good_while_a_service_is_silent(
 
 def check(probe: Probe) -> None:
     assert probe.is_good(), probe.output
+
+
+def test_the_memory_of_a_worker_with_a_backlog_of_10_000_tasks(
+    emulators: Emulators, database: Database, topic: str, heartbeat: Path, long: bool
+) -> None:
+    """The first tenth of it is sent within the limit; all of it with `--long`."""
+    register(database, topic, BACKLOG)
+    left = 0 if long else BACKLOG * 9 // 10
+    with worker(emulators, database, OUTBOX_HEARTBEAT_FILE=str(heartbeat)) as process:
+        eventually(lambda: count(database, "SentAt IS NULL") <= left, seconds=200)
+        peak = peak_memory(process)
+        process.end()
+    print(f"a backlog of {BACKLOG:,} tasks: {peak / 2**20:.0f} MiB")
+    assert peak < MEMORY_LIMIT

@@ -66,20 +66,17 @@ def test_each_state_has_its_tasks_in_their_order(filled: Commands):
 
 
 def test_a_list_continues_after_its_end(filled: Commands):
-    """The cursor is printed if there is more, and it is for the same order. A changed one is refused in a sentence."""
-    words, pages = ["list", "--state", "dead", "--state", "sent", "--newest", "--limit", "3", "--json"], list[str]()
-    page = filled.here(*words)
+    """The cursor is printed if there is more. A cursor of another order is refused in a sentence."""
+    words, pages = ["list", "--state", "dead", "--state", "sent", "--newest", "--json"], list[str]()
+    page = filled.here(*words, "--limit", "3")
     while found := re.search(r"more tasks match. Add --after (\S+) for the next page", page.stderr):
         pages += page.stdout.splitlines()
-        cursor = found[1]
-        page = filled.here(*words, "--after", cursor)
+        page = filled.here(*words, "--limit", "3", "--after", cursor := found[1])
     pages += page.stdout.splitlines()
-    whole = filled.objects("list", "--state", "dead", "--state", "sent", "--newest", "--json")
-    assert [json.loads(line) for line in pages] == whole
-    for wrong, sentence in ((f"{cursor}x", "is not a cursor from the end"), (cursor, "is from a list of the newest")):
-        refused = filled.here("list", "--oldest", "--after", wrong)
-        assert (refused.code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-        assert sentence in refused.stderr
+    assert pages == filled.here(*words).stdout.splitlines()
+    refused = filled.here("list", "--oldest", "--after", cursor)
+    assert (refused.code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert "is from a list of the newest" in refused.stderr
 
 
 def test_a_blocked_task_is_listed_with_the_head_that_blocks_it(filled: Commands):
@@ -90,13 +87,10 @@ def test_a_blocked_task_is_listed_with_the_head_that_blocks_it(filled: Commands)
 
 
 def test_flags_narrow_the_list(filled: Commands):
-    """Topic, both ends of the time, a part of the error in any case, and a limit that says when there is more."""
+    """Topic, both ends of the time, and a part of the error in any case."""
     assert ids(filled, "--state", "dead", "--topic", "orders", "--since", "4h", "--until", "120m") == ["dead-3"]
     assert ids(filled, "--since", "14400s", "--until", "0.1d") == ["old", "dead-3", "other"]
     assert ids(filled, "--error", "TOO_Large") == ["other"]
-    limited = filled.here("list", "--state", "dead", "--limit", "3", "--json")
-    assert (limited.code, limited.stdout.count("\n")) == (0, 3)
-    assert limited.stderr.startswith("outbox: more tasks match. Add --after ")
     assert filled.here("list", "--state", "dead", "--limit", "4").stderr == ""
     misspelled = filled.here("list", "--topic", "oders")
     assert (misspelled.code, misspelled.stdout.partition("Z\n")[2]) == (0, "No matching tasks.\n")

@@ -26,6 +26,7 @@ import outbox.cli
 import publishworker.process.cli
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
+from outbox.table import ddl
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from publishworker.spanner.store import SpannerStore
@@ -70,11 +71,11 @@ def _first_command(line: str) -> Iterator[str]:
 
 @pytest.fixture
 def shop(emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
-    """The database of the pages: `shop` of the instance `main` of `my-project`, without the outbox's tables."""
+    """The database of the pages: `shop` of the instance `main` of `my-project`."""
     monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
     monkeypatch.setenv("SPANNER_DISABLE_BUILTIN_METRICS", "true")  # an example's client would want Cloud Monitoring
     main = instance(emulators.spanner_host, "main", PROJECT)
-    database = main.database("shop", ddl_statements=TABLES)
+    database = main.database("shop", ddl_statements=[*ddl.statements(), *TABLES])
     database.create().result(timeout=ADMIN_SECONDS)
     yield database
     database.drop()
@@ -105,10 +106,6 @@ def execute(block: str, names: dict[str, Any]) -> dict[str, Any]:
         warnings.simplefilter("default")
         exec(compile(block, "page", "exec"), names)
     return names
-
-
-def run_here(emulators: Emulators, words: list[str]) -> Finished:
-    return run(words[0], *words[1:], environment=emulators.environment())
 
 
 def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
@@ -181,9 +178,8 @@ def test_the_home_page_shows_the_code_of_the_quick_start() -> None:
     assert all(line in shown for block in blocks("docs/README.md", "python") for line in block.splitlines())
 
 
-def test_the_guide_to_registering(emulators: Emulators, shop: Database) -> None:
+def test_the_guide_to_registering(shop: Database) -> None:
     """All blocks of the page in their order, and then the recording transaction of the page about tests."""
-    assert run_here(emulators, commands("docs/reference/schema.md")[1]).code == 0
     names: dict[str, Any] = {}
     try:
         for block in (*blocks("docs/guide/register.md", "python"), *blocks("docs/guide/testing.md", "python")):
@@ -208,7 +204,6 @@ def test_the_guide_to_registering(emulators: Emulators, shop: Database) -> None:
 
 def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path: Path) -> None:
     """From an empty file, and again after a kill: each task counts once, also one that is sent again."""
-    assert run_here(emulators, commands("docs/reference/schema.md")[1]).code == 0
     [program] = blocks("docs/guide/projection.md", "python")
     [command] = commands("docs/guide/projection.md")
     assert command == ["python", "totals.py"]
@@ -240,7 +235,6 @@ def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path
 @pytest.mark.usefixtures("topics")
 def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: PubSub, tmp_path: Path) -> None:
     """Each block is the file that its first line names. Its test passes; a task that comes twice takes one piece."""
-    assert run_here(emulators, commands("docs/reference/schema.md")[1]).code == 0
     page = "docs/guide/subscribe.md"
     for block in (*blocks(page, "python"), *blocks(page, "sql")):
         (tmp_path / re.findall(r"\A(?:#|--) (\S+)\n", block)[0]).write_text(block)
@@ -289,15 +283,16 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
 
 @pytest.mark.usefixtures("shop")
 def test_the_commands_of_the_schema_page(emulators: Emulators) -> None:
-    """Each runs as it is, and a second `apply` finds everything."""
-    printed, applied = (run_here(emulators, words) for words in commands("docs/reference/schema.md"))
+    """Each runs as it is, and `apply` finds everything."""
+    printed, applied = (
+        run(*words, environment=emulators.environment()) for words in commands("docs/reference/schema.md")
+    )
     assert (printed.code, applied.code) == (0, 0)
-    assert "exists   table AsynchronousTasks" in run_here(emulators, commands("docs/reference/schema.md")[1]).stdout
+    assert "exists   table AsynchronousTasks" in applied.stdout
 
 
-def test_the_guide_to_ordering(emulators: Emulators, shop: Database) -> None:
+def test_the_guide_to_ordering(shop: Database) -> None:
     """Two tasks of a key; the first is dead: who is blocked, send it again, let the others pass, have them at once."""
-    assert run_here(emulators, commands("docs/reference/schema.md")[1]).code == 0
     [pay] = blocks("docs/guide/ordering.md", "python")
     blocked, again, let_pass, at_once = blocks("docs/guide/ordering.md", "sql")
     publisher = FakePublisher("payments", project=PROJECT)
@@ -345,5 +340,6 @@ def test_every_command_of_the_pages_is_known() -> None:
     pages = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md")))]
     shown = [words for page in pages for words in commands(page) if words[0] in PARSERS]
     assert len(shown) >= 8
+    parsers = {name: create() for name, create in PARSERS.items()}
     for words in shown:
-        PARSERS[words[0]]().parse_args(words[1:])
+        parsers[words[0]].parse_args(words[1:])

@@ -1,7 +1,5 @@
 """`outbox status` and `outbox topics` as processes: the counts and their time, and the exit code for a pager."""
 
-import json
-import signal
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -10,10 +8,8 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import tasks
 from outbox.cli import errors
-from tests.support.commands import HOUR, TRACE, Commands, row
+from tests.support.commands import HOUR, Commands, row
 from tests.support.operations import insert
-from tests.support.processes import Process
-from tests.support.waiting import eventually
 
 SECOND, MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 
@@ -39,11 +35,9 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
             *[row(f"long-sent-{n}", "sent", age=2 * MINUTE) for n in range(9)],
         ],
     )
-    now = datetime.now(UTC)
-    seen = {"alive": COMMIT_TIMESTAMP, "lately": now - SECOND, "gone": now - MINUTE}
     with database.batch() as batch:
-        rows = [(id, now - HOUR, at) for id, at in seen.items()]
-        batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), rows)
+        row_of_worker = ("alive", datetime.now(UTC) - HOUR, COMMIT_TIMESTAMP)
+        batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt"), [row_of_worker])
     [whole] = outbox.objects("status", "--exact", "--json")
     table = outbox.run("status", "--exact")
     names = ("topic", "priority", "pending", "retrying", "scheduled", "blocked", "dead", "registered_last_minute")
@@ -54,14 +48,14 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
         ("orders", 50, 3, 4, 5, 1, 7, 0, 0),
     ]  # fmt: skip
     assert [tuple(line[name] for name in names) for line in whole["topics"]] == counts
-    assert [whole[name] for name in (*names[2:], "workers")] == [4, 4, 5, 1, 7, 8, 8, 2]
+    assert [whole[name] for name in (*names[2:], "workers")] == [4, 4, 5, 1, 7, 8, 8, 1]
     assert [line["next_due"] is None for line in whole["topics"]] == [True, True, False]
     ages = [line["oldest_age"] for line in whole["topics"]]
     assert ages == [None, pytest.approx(60, abs=30), pytest.approx(3 * 3600, abs=30)]
     first, head, *lines = table.stdout.splitlines()
     assert (table.code, table.stderr) == (0, "")
     assert first.startswith("as of 2")
-    assert first.endswith("Z, 2 live workers")
+    assert first.endswith("Z, 1 live worker")
     states = ["PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD"]
     assert head.split() == ["TOPIC", "PRIORITY", *states, "IN/MIN", "SENT/MIN", "OLDEST", "NEXT", "DUE"]
     assert [line.split()[:9] for line in lines[:3]] == [[str(each) for each in line] for line in counts]
@@ -119,26 +113,6 @@ def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Dat
         assert (done.code, sentence in done.stderr) == (1 if sentence else 0, True), (words, done)
         assert bool(done.stderr) == bool(sentence)
         assert "paused (paused)" in done.stdout
-
-
-@pytest.mark.extended
-def test_watch_reads_again_until_ctrl_c(outbox: Commands):
-    """Each time is later, one whole JSON object a line, and nothing but these is written at the end."""
-
-    def times(process: Process) -> list[str]:
-        return [json.loads(line)["as_of"] for line in process.stdout.splitlines() if line.endswith("}")]
-
-    words = ("status", "--watch", "--exact")
-    with outbox.started(*words, "--json") as process, outbox.terminal(*words) as terminal:
-        terminal.wait_for_text("live workers")
-        assert terminal.seen.startswith("\x1b[H\x1b[2Jas of ")
-        terminal.child.send_signal(signal.SIGINT)
-        assert terminal.wait() == 0
-        assert TRACE not in terminal.seen
-        eventually(lambda: len(times(process)) >= 2, seconds=30)
-        process.end(signal.SIGINT)
-        assert times(process) == sorted(set(times(process)))
-        assert process.stderr == ""
 
 
 def test_topics_shows_controls_beside_the_backlog(outbox: Commands, database: Database):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outbox.devtools.emulators import Emulators
-from tests.support.processes import ROOT, started
+from tests.support.processes import ROOT, run
 
 PAGE = (ROOT / "docs/guide/testing.md").read_text(encoding="utf-8")
 
@@ -29,7 +29,7 @@ def test_the_tests_of_the_page_pass_and_notice_a_missing_inbox(
     inbox: bool, code: int, says: str, emulators: Emulators, tmp_path: Path
 ) -> None:
     write_files(tmp_path, inbox=inbox)
-    variables = emulators.environment() | {"PYTHONPATH": str(ROOT)}
-    with started("pytest", "-q", environment=variables, directory=tmp_path) as testing:
-        assert testing.wait() == code, testing.stdout
-        testing.wait_for_text(says)
+    words = (str(tmp_path), "-c", str(tmp_path / "pytest.ini"), "-q")
+    done = run("pytest", *words, environment=emulators.environment(), seconds=90)
+    assert done.code == code, done.stdout
+    assert says in done.stdout

@@ -15,7 +15,8 @@ import pytest
 
 from outbox import __version__
 
-pytestmark = pytest.mark.xdist_group("wheel")  # the wheel is built and installed once
+#: The wheel is built and installed once.
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("wheel")]
 
 ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).with_name("uv")
@@ -101,7 +102,6 @@ def test_the_sbom_names_each_package_with_version_and_licence() -> None:
     assert "file:" not in text
 
 
-@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_an_installed_wheel_imports_and_its_commands_run(wheel: Path, tmp_path: Path) -> None:
     """In an empty environment with the worker's extra: import, `outbox schema print`, both commands' help."""

@@ -1,9 +1,9 @@
-"""`publishworker` as a process: no task is lost when workers crash or stop; audited from outside."""
+"""`publishworker` as a process: what it sends, and no task is lost when it stops; audited from outside."""
 
 import json
 import re
 import signal
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
@@ -12,8 +12,8 @@ from google.cloud.spanner_v1.database import Database
 from outbox.devtools.emulators import Emulators
 from tests.support.proxy import Proxy, silent_port
 from tests.support.pubsub import Subscription
-from tests.support.relays import EACH_ONCE, account, register, unsent, worker
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.relays import EACH_ONCE, account, register, unsent, wait_until_all_sent, worker
+from tests.support.spanner import ADMIN_SECONDS, INSTANCE, PROJECT, count, query
 from tests.support.waiting import eventually
 
 
@@ -131,6 +131,26 @@ def test_a_bad_task_delays_no_other(
     assert account(ids, subscription).lost == frozenset()
 
 
+def test_a_scheduled_task_is_sent_when_it_is_due_and_not_before(
+    emulators: Emulators, database: Database, topic: str, subscription: Subscription
+) -> None:  # OUT-ORDER-2
+    """By the publish time that Pub/Sub gave each message; tasks that are scheduled for later stay."""
+    register(database, topic, 20, available_at=datetime(2090, 1, 1, tzinfo=UTC))
+    with worker(emulators, database) as process:
+        process.wait_for_text('"start"')
+        due = datetime.now(UTC) + timedelta(seconds=3)
+        register(database, topic, 20, available_at=due)
+        register(database, topic, 1)
+        early, *rest = subscription.pull_until(21, seconds=30)
+        process.end()
+    assert early.publish_time < due
+    late = [(message.publish_time - due).total_seconds() for message in rest]
+    assert min(late) >= 0
+    print(f"sent {min(late):.2f} to {max(late):.2f} s after they were due")
+    assert count(database, "SentAt IS NOT NULL") == 21
+    assert count(database, "SentAt IS NULL AND AvailableAt > '2089-01-01'") == 20
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("hangs", [False, True])
 def test_an_unavailable_spanner_at_the_start_is_exit_code_3(
@@ -173,3 +193,34 @@ def test_an_exceeded_shutdown_timeout_is_logged(
             process.stop()
             assert process.wait(7) == code
             assert "shutdown_timeout" in process.stderr
+
+
+def test_a_worker_runs_on_a_table_of_a_later_version(
+    emulators: Emulators, own_database: Database, topic: str, subscription: Subscription
+) -> None:
+    """First the migration, then the workers: it ignores unknown columns."""
+    own_database.update_ddl(
+        [
+            "ALTER TABLE AsynchronousTasks ADD COLUMN Region STRING(20)",
+            "ALTER TABLE AsynchronousTaskWorkers ADD COLUMN Version STRING(20)",
+            "CREATE INDEX AsynchronousTasksByRegion ON AsynchronousTasks (Region, SentAt)",
+            "CREATE TABLE AsynchronousTaskRegions (Region STRING(20)) PRIMARY KEY (Region)",
+        ]
+    ).result(timeout=ADMIN_SECONDS)
+    ids = register(own_database, topic, 20)
+    with own_database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "Region"), [(ids[0], "north")])
+    with worker(emulators, own_database) as running:
+        wait_until_all_sent(own_database)
+        running.end()
+    assert account(ids, subscription) == EACH_ONCE
+    assert query(own_database, "SELECT Region FROM AsynchronousTasks WHERE Region IS NOT NULL") == [["north"]]
+
+
+def test_a_newer_worker_on_an_old_table_names_missing_objects(emulators: Emulators, own_database: Database) -> None:
+    """Exit code 3, so a rolling update stops at its first pod while the older workers continue."""
+    own_database.update_ddl(["DROP INDEX AsynchronousTasksInOrder"]).result(timeout=ADMIN_SECONDS)
+    for command in ("run", "check"):
+        with worker(emulators, own_database, command=command) as running:
+            assert running.wait() == 3
+            assert "index AsynchronousTasksInOrder is missing" in running.stderr + running.stdout

@@ -3,23 +3,27 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
-import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from outbox.table.connection import open_database
-from publishworker.spanner.change_stream import MAX_SILENCE_SECONDS, ChangeStream
+from publishworker.process.app import open_store
+from publishworker.process.settings import WorkerSettings
+from publishworker.spanner import change_stream
+from publishworker.spanner.change_stream import MAX_STREAMS, ChangeStream
+from publishworker.types import Heartbeat
 from tests.support.proxy import Proxy
-from tests.support.pubsub import PubSub
-from tests.support.relays import register, wait_until_all_sent, worker
-from tests.support.spanner import fresh_database, place
+from tests.support.relays import register
+from tests.support.spanner import fresh_database, place, variables
 from tests.support.waiting import eventually
 
 
@@ -61,21 +65,6 @@ def test_an_insert_is_told_and_a_mark_is_not(
     assert not inserted.wait(1)
 
 
-@pytest.mark.extended
-def test_it_follows_the_partitions_for_as_long_as_it_runs(
-    streamed: Database, reading: Callable[[Database], tuple[ChangeStream, threading.Event]]
-) -> None:
-    """The emulator replaces each partition after 20 to 40 s."""
-    stream, inserted = reading(streamed)
-    eventually(lambda: stream.works, seconds=20)
-    end = time.monotonic() + 75
-    while time.monotonic() < end:
-        inserted.clear()
-        register(streamed, "orders", 1)
-        assert inserted.wait(30)
-    eventually(lambda: stream.works, seconds=30)
-
-
 def test_a_missing_stream_is_logged_once(
     database: Database,
     reading: Callable[[Database], tuple[ChangeStream, threading.Event]],
@@ -92,69 +81,61 @@ def test_a_missing_stream_is_logged_once(
     assert "AsynchronousTasksInserts" in line.getMessage()
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("fault", ["hang", "refuse"])
-def test_a_broken_or_hung_stream_is_noticed_and_read_anew(
-    fault: str,
-    streamed: Database,
-    emulators: Emulators,
-    reading: Callable[[Database], tuple[ChangeStream, threading.Event]],
-    monkeypatch: pytest.MonkeyPatch,
+def test_heartbeats_and_the_change_stream_have_connections_of_their_own(
+    emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Reads and batches share another one."""
     with Proxy(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
-        stream, inserted = reading(streamed)
-        eventually(lambda: stream.works, seconds=20)
-        getattr(proxy, fault)()
-        eventually(lambda: not stream.works, seconds=MAX_SILENCE_SECONDS + 2)
-        proxy.forward()
-        eventually(lambda: stream.works, seconds=60)
-        inserted.clear()
-        register(streamed, "orders", 1)
-        assert inserted.wait(20)
+        store = open_store(WorkerSettings.read({}, variables(database.database_id)))
+        store.discover((), ())
+        before = proxy.accepted
+        store.discover((), ())
+        assert proxy.accepted == before
+        store.heartbeat(Heartbeat("me", datetime.now(UTC), ()))
+        assert proxy.accepted == before + 1
+        with store.database.on_own_connection().snapshot() as snapshot:
+            assert snapshot.execute_sql("SELECT 1").one() == [1]
+        assert proxy.accepted == before + 2
 
 
-def _empty(database: Database) -> None:
-    """Delete the tasks of other tests, which have no topic, and the heartbeats of their workers, which have shards."""
-    with database.batch() as batch:
-        for table in ("AsynchronousTasks", "AsynchronousTaskWorkers"):
-            batch.delete(table, KeySet(all_=True))
+class Partitions:
+    """A database whose change stream has twice as many partitions as may be read at once."""
+
+    def __init__(self) -> None:
+        self.reads: Counter[str] = Counter()
+        self.open, self.most = 0, 0
+        self._lock = threading.Lock()
+
+    def snapshot(self) -> Any:
+        return nullcontext(self)
+
+    def execute_sql(self, statement: str, values: Any, *_: Any, **_options: Any) -> Iterator[Any]:
+        if "READ_" not in statement:
+            yield [datetime.now(UTC)]
+        elif values["token"] is None:
+            yield [[([], [], [(values["start"], "1", [(str(n), []) for n in range(2 * MAX_STREAMS)])])]]
+        else:
+            self._count(1)
+            while datetime.now(UTC) < values["end"]:
+                yield [[([], [values["start"]], [])]]
+                time.sleep(0.05)
+            self.reads[values["token"]] += 1
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self.open += more
+            self.most = max(self.most, self.open)
 
 
-@pytest.mark.extended
-def test_an_idle_worker_polls_at_an_insert_and_when_a_task_is_due(
-    streamed: Database, emulators: Emulators, pubsub: PubSub
-) -> None:
-    """Long before its poll interval, and the longer idle interval, are over."""
-    _empty(streamed)
-    topic = pubsub.new_topic()
-    subscription = pubsub.new_subscription(topic)
-    flags = ("--wake", "change-stream", "--poll-interval", "30", "--idle-interval", "300")
-    with worker(emulators, streamed, *flags) as process:
-        process.wait_for_text("relaying")
-        register(streamed, topic, 1)
-        subscription.pull_until(1, seconds=25)
-        wait_until_all_sent(streamed)
-        register(streamed, topic, 1)
-        register(streamed, topic, 1, available_at=datetime.now(UTC) + timedelta(seconds=4))
-        subscription.pull_until(2, seconds=25)
-
-
-@pytest.mark.extended
-def test_the_first_task_of_a_topic_is_found_soon_after_a_wake_up_in_vain(
-    streamed: Database, emulators: Emulators, pubsub: PubSub
-) -> None:
-    """Each wake-up in vain doubles the pause. Before the last one, the worker has probably just discovered."""
-    topic = pubsub.new_topic()
-    subscription = pubsub.new_subscription(topic)
-    _empty(streamed)
-    flags = ("--wake", "change-stream", "--poll-interval", "30", "--idle-interval", "300")
-    with worker(emulators, streamed, *flags) as process:
-        process.wait_for_text("relaying")
-        for _ in range(15):
-            with streamed.batch() as batch:
-                id = outbox.register(batch, "orders", b"")
-                batch.update("AsynchronousTasks", ["Id", "SentAt"], [[id, datetime.now(UTC)]])
-            time.sleep(0.3)
-        register(streamed, topic, 1)
-        subscription.pull_until(1, seconds=25)
+def test_partitions_of_a_change_stream_take_turns_if_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_stream, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(change_stream, "TURN_SECONDS", 0.2)
+    database = Partitions()
+    stream = ChangeStream(database, lambda: None)
+    stream.start()
+    eventually(lambda: len(database.reads) == 2 * MAX_STREAMS and min(database.reads.values()) >= 2)
+    assert stream.works
+    stream.stop()
+    assert database.most == MAX_STREAMS

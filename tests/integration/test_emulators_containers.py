@@ -163,14 +163,6 @@ def test_the_words_of_the_engine_are_reported(engines: Engines, mode: str, sente
     assert engines.containers() == []
 
 
-def test_a_taken_port_is_refused_before_the_container_starts(engines: Engines) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(NotReached, match=f"the Spanner emulator cannot use 127.0.0.1:{port}"):
-            emulators.running(spanner_port=port).__enter__()
-    assert [call[1] for call in engines.calls()] == ["image"]
-
-
 def test_a_killed_command_leaves_no_container(engines: Engines) -> None:
     code = "import time; from outbox.devtools import emulators; emulators.running().__enter__(); time.sleep(60)"
     environment = clean_environment() | {"PATH": str(engines.folder)}

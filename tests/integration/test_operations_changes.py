@@ -1,6 +1,5 @@
-"""`retry` and the common part of all changes: written columns and chunks."""
+"""`retry`, `purge` and `cancel` on Spanner change the selected tasks and no others, whatever happens meanwhile."""
 
-import itertools
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,11 +16,13 @@ from tests.support.operations import (
     CREATED,
     FUTURE,
     MICROSECOND,
+    OF_STATES,
     PAST,
     SECOND,
     Watch,
     changed,
     insert,
+    line,
     row,
     rows_of,
     update,
@@ -35,6 +36,12 @@ STATES: dict[str, dict[str, Any]] = {
     "ready": {},
     "due": {"AvailableAt": PAST, "Attempts": 1},
 }
+DEFERRED = {"AvailableAt": FUTURE, "BlockedBy": "head"}
+DEAD = {"AvailableAt": NEVER, "Attempts": 9}
+UNSENT: list[dict[str, Any]] = [
+    {}, {"AvailableAt": PAST}, {"AvailableAt": FUTURE}, {"AvailableAt": FUTURE, "Attempts": 2},
+    {"OrderingKey": "k", **DEFERRED}, DEAD,
+]  # fmt: skip
 #: Those that a selection without ids may be of.
 RETRIED = ("dead", "retrying", "sent")
 
@@ -107,28 +114,6 @@ def test_a_selection_combines_all_filters(database: Database, table: TaskTable):
         assert changes.count(table, selection, exact=False) == Count(2)
         assert changed(changes.change(table, "retry", selection)) == [f"{state} last", f"{state} right"]
         assert touched(before, rows_of(database)) == {f"{state} last", f"{state} right"}
-
-
-def test_a_selection_continues_where_it_stopped(database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch):
-    """Also where a page ends between tasks that were sent in one commit, and in shards with less than a page."""
-    monkeypatch.setattr(changes, "CHUNK", 3)
-    monkeypatch.setattr(changes, "PAGE", 4)
-    names = [f"{n:02}" for n in range(24)]
-    for state in RETRIED:
-        more = [{"Topic": "ab"[n % 2], "OrderingKey": "k" if n % 4 else None} for n in range(len(names))]
-        insert(database, [row(f"{state} {n}", **STATES[state], **more[int(n)]) for n in names])
-    for state in RETRIED:
-        before, selection = rows_of(database), selected(state)
-        done: list[str] = []
-        for stop in (1, 2, 1_000):
-            outcomes = changes.change(watch.table, "retry", selection)
-            done += [id for outcome in itertools.islice(outcomes, stop) for id in outcome.changed]
-            outcomes.close()
-            assert touched(before, rows_of(database)) == set(done)
-        assert sorted(done) == [f"{state} {n}" for n in names]
-        assert changed(changes.change(watch.table, "retry", selection)) == []
-    commits = [request for name, request in watch.requests if name == "commit"]
-    assert max(len(request.mutations[0].update.values) for request in commits if request.mutations) == 3
 
 
 def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
@@ -246,3 +231,93 @@ def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, m
         assert changes.count(table, TaskSelection(state=state), exact=True) == Count(15)
     assert str(Count(1)) == "1 task"
     assert str(Count(100_000, at_least=True)) == "at least 100,000 tasks"
+
+
+def test_cancel_deletes_the_selected_unsent_tasks_only(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Others are left and named with their states, as are missing ones; also one that was sent meanwhile is left."""
+    insert(database, [row(str(n), **each) for n, each in enumerate(UNSENT)])
+    insert(database, [row("sent", SentAt=PAST), row("meanwhile"), row("other"), row("dead", **DEAD)])
+    before = rows_of(database)
+    transact = TaskTable.transact
+
+    def meanwhile(self: TaskTable, tag: str, work: Any) -> Any:
+        update(database, "meanwhile", SentAt=PAST)
+        return transact(self, tag, work)
+
+    monkeypatch.setattr(TaskTable, "transact", meanwhile)
+    [dead] = changes.change(table, "cancel", TaskSelection(state="dead", ids=("0", "5")))
+    assert dead == Outcome(("5",), {"0": "pending"}, ())
+    [outcome, *rest] = changes.change(table, "cancel", of_ids(*map(str, range(5)), "sent", "missing", "meanwhile"))
+    assert rest == []
+    assert sorted(outcome.changed) == [*map(str, range(5))]
+    assert (outcome.unchanged, outcome.missing) == (dict.fromkeys(["sent", "meanwhile"], "sent"), ("missing",))
+    before["meanwhile"]["SentAt"] = PAST
+    assert rows_of(database) == {id: before[id] for id in ("sent", "meanwhile", "other", "dead")}
+
+
+@pytest.mark.parametrize("state", OF_STATES)
+def test_a_selection_by_state_is_deleted_chunk_by_chunk(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, state: str
+):
+    """Sent tasks by `purge`, also many of one SentAt. Tasks of other states and topics, and from `until` on, stay."""
+    monkeypatch.setattr(changes, "CHUNK", 2)
+    monkeypatch.setattr(changes, "PAGE", 4)
+    change, time = ("purge", "SentAt") if state == "sent" else ("cancel", "CreatedAt")
+    columns = OF_STATES[state]
+    gone = [row(f"{n} {m}", **each | {time: PAST - SECOND}) for n in range(3) for m, each in enumerate(columns)]
+    rest = {name: of for name, of in OF_STATES.items() if name != state}
+    others = [row(f"{name} {n}", **each) for name, of in rest.items() for n, each in enumerate(of)]
+    late = [row(f"late {n}", **each | {time: PAST}) for n, each in enumerate(columns)]
+    kept = [*late, *(row(f"other {n}", **each, Topic="bills") for n, each in enumerate(columns))]
+    insert(database, [*gone, *others, *kept])
+    selection = TaskSelection(state=state, topic="orders", until=PAST)
+    done = changed(changes.change(table, change, selection))
+    assert {*done} >= {each["Id"] for each in gone}
+    left = rows_of(database).keys()
+    assert left == {each["Id"] for each in (*gone, *others, *kept)} - {*done}
+    assert left >= {each["Id"] for each in kept}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("purge", (None, "dead", "pending", "retrying", "scheduled")), ("cancel", (None, "sent"))]
+)
+def test_a_state_that_a_change_is_not_for_is_refused(table: TaskTable, name: str, wrong: tuple[str | None, ...]):
+    for state in wrong:
+        with pytest.raises(OutboxError, match=f"{name} is for tasks that are .*, not for {state or 'any'}"):
+            changes.change(table, name, TaskSelection(state=state, ids=("a",)))
+
+
+def of_ids(*ids: str) -> TaskSelection:
+    return TaskSelection(state=changes.ANY_UNSENT, ids=ids)
+
+
+def test_cancel_releases_only_the_first_deferred_task_of_a_key(database: Database, watch: Watch):
+    """The relay releases the others. A deferred head is blocked by no task any more, and a dead task hides none."""
+    insert(
+        database,
+        [
+            *line("a", {"SentAt": PAST}, DEAD, {**DEFERRED, "Attempts": 2, "ExpiresAt": FUTURE}, DEFERRED),
+            *line("b'", DEAD, DEFERRED, DEFERRED),
+            *line("waits", DEAD, {"AvailableAt": FUTURE}, DEFERRED),
+            *line("two", DEAD, DEAD, DEFERRED, DEFERRED),
+            *line("alone", DEAD),
+            *line("behind", DEFERRED, DEAD, DEFERRED),
+            *line("behind a scheduled one", {"AvailableAt": FUTURE}, DEAD, DEFERRED),
+            *line("untouched", DEFERRED, DEFERRED),
+            *line("a", DEFERRED, topic="invoices"),
+            row("no key", **DEAD),
+            row("no key deferred", **DEFERRED),
+        ],
+    )
+    before = rows_of(database)
+    ids = ["a 1", "b' 0", "waits 0", "two 0", "two 1", "alone 0", "behind 1", "behind a scheduled one 1", "no key"]
+    assert changed(changes.change(watch.table, "cancel", of_ids(*ids))) == sorted(ids)
+    after = rows_of(database)
+    released = {"a 2", "b' 1", "behind 0", "two 2"}
+    assert {id for id in after if after[id] != before[id]} == released
+    assert set(before) - set(after) == set(ids)
+    for id in released:
+        assert after[id] == before[id] | {"AvailableAt": None, "BlockedBy": None}
+    assert watch.tags() == {"outbox-cancel", "outbox-operations"}

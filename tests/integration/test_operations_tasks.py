@@ -63,15 +63,13 @@ def test_a_list_is_sorted_by_time(database: Database, table: TaskTable, state: s
     rows = [
         row(f"{n:02}", **{**columns[n % len(columns)], "Topic": "ab"[n % 2], "Priority": random.randrange(3)})
         | {"SentAt" if state == "sent" else "CreatedAt": CREATED + n // 2 * SECOND}
-        for n in range(20)
+        for n in range(12)
     ]  # fmt: skip
     insert(database, random.sample(rows, len(rows)))
-    order = [f"{n:02}" for n in range(20)]
-    for newest, wanted in ((False, order), (True, order[::-1])):
-        for limit in (1, 3, 20):
-            assert ids(table, state, newest=newest, limit=limit) == wanted[:limit]
-        assert list(paged(table, state, newest=newest, limit=3)) == wanted
-        assert list(paged(table, state, newest=newest, limit=3, topic="b")) == [id for id in wanted if int(id) % 2]
+    order = [f"{n:02}" for n in range(12)]
+    assert list(paged(table, state, limit=5)) == order
+    assert list(paged(table, state, limit=5, newest=True)) == order[::-1]
+    assert list(paged(table, state, limit=3, topic="b")) == order[1::2]
 
 
 @pytest.mark.parametrize("newest", [False, True])

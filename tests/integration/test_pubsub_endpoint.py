@@ -82,8 +82,6 @@ def test_an_invalid_endpoint_is_refused(value: str) -> None:
     """It is no address of a page, has no path, and its port is a number."""
     with pytest.raises(SettingError, match=r"^--pubsub-endpoint: .* is not allowed. It must be a host, or HOST:PORT"):
         WorkerSettings.read({**NAMED, "pubsub_endpoint": value}, {})
-    with pytest.raises(SettingError, match=r"^OUTBOX_ON_ORDERING_FAILURE: .* is not allowed. It must be block or skip"):
-        WorkerSettings.read(NAMED, {"OUTBOX_ON_ORDERING_FAILURE": value})
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from publishworker.turn.relay import Relay
 from publishworker.types import Heartbeat
 from tests.benchmarks.cost import cost
 from tests.support.fakes import FakePublisher, serialized
-from tests.support.parts import relay_of
+from tests.support.parts import poll_request, relay_of
 from tests.support.spanner import place
 
 NOW = "2026-01-01T00:00:00Z"
@@ -172,14 +172,6 @@ def test_the_cost_page_counts_what_is_sent(
     assert marked == expected.mutations - count  # the other mutation of each task is its registration
 
 
-def test_reads_at_an_interval(mock: SpannerServicer, database: LimitedDatabase) -> None:
-    """Live workers, topic controls and unknown topics are read by the first turn and not again by the next."""
-    prepare(mock, 1)
-    relay = make_relay(database)
-    relay.turn(), relay.turn()
-    assert [tag(each) for each in mock.requests if tag(each) in INTERVAL_TAGS] == list(INTERVAL_TAGS)
-
-
 def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """One more for the heads of its keys; the lock is of no range, so a caller's insert meets no lock of the relay."""
     ids = prepare(mock, 100, "key")
@@ -283,6 +275,9 @@ def test_a_surely_failed_commit_differs_from_an_unknown_outcome(
         with pytest.raises(StoreError) as caught:
             store.claim(["task-000"], lambda _rows, _now: {})
         assert caught.type is kind, codes
+    mock.mock_spanner.add_error("ExecuteStreamingSql", error(code_pb2.DEADLINE_EXCEEDED))
+    with pytest.raises(TimedOut):
+        store.poll(poll_request("orders"))
 
 
 def test_a_commit_takes_ten_seconds_at_most(mock: SpannerServicer, database: LimitedDatabase) -> None:

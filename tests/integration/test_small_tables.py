@@ -11,16 +11,17 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
-from outbox import cli
 from outbox.admin import backlog, operations, reshard, topics
 from outbox.admin.table import TaskTable
 from outbox.cli import status
+from outbox.devtools.emulators import Emulators
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.statements import FORGET_WORKER_SECONDS
 from publishworker.spanner.store import SpannerStore
 from publishworker.topics.availability import RateLimits, valid
-from tests.support.spanner import INSTANCE, PROJECT, place
+from tests.support.commands import Commands
+from tests.support.spanner import place
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 INTEGERS = (LOWEST, -1, 0, 1, 2**62, HIGHEST)
@@ -73,7 +74,7 @@ def test_no_heartbeat_stops_the_commands_or_lives_for_ever(database: Database, s
 
 
 def test_no_limit_of_a_topic_stops_the_commands_or_the_workers(
-    database: Database, store: SpannerStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    emulators: Emulators, database: Database, store: SpannerStore
 ) -> None:
     rows = [
         *((f"rate {rate}", False, rate, 1, None) for rate in FLOATS),
@@ -85,11 +86,10 @@ def test_no_limit_of_a_topic_stops_the_commands_or_the_workers(
     limits.apply(valid(store.discover(range(10), ()).controls)[0].limits, 3)
     assert set(limits.allowances({})) == {"rate 1e+308", "burst 1", "in flight 1"}
     limits.seconds_to_next()
-    for name, value in (("PROJECT", PROJECT), ("INSTANCE", INSTANCE), ("DATABASE", database.database_id)):
-        monkeypatch.setenv(f"OUTBOX_{name}", value)
-    for words in (["topics"], ["pause", "--yes", *(topic for topic, *_ in rows)], ["topics", "--json"]):
-        assert cli.main(words) == 0
-    listed = capsys.readouterr().out.splitlines()[-1]
+    outbox = Commands(emulators, database)
+    for words in (["topics"], ["pause", "--yes", *(topic for topic, *_ in rows)]):
+        assert outbox.here(*words).code == 0
+    listed = outbox.here("topics", "--json").stdout
     found = json.loads(listed, parse_constant=pytest.fail)["topics"]
     assert {each["topic"]: each["paused"] for each in found} == {topic: True for topic, *_ in rows}
     assert topics.controls(TaskTable(database))["rate inf"].RatePerSecond == math.inf
@@ -106,9 +106,7 @@ def test_no_recorded_layout_stops_the_commands_or_the_workers(database: Database
     assert store.discover((), ()).workers.layouts == (Layout(10),)
 
 
-def test_no_recorded_operation_stops_the_commands(
-    database: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_recorded_operation_stops_the_commands(emulators: Emulators, database: Database) -> None:
     """Those that are no selection are shown as they are, and the last valid change of the shards counts."""
     columns = "OperationId Operation StartedAt FinishedAt Selection Tasks"
     rows = [
@@ -120,12 +118,10 @@ def test_no_recorded_operation_stops_the_commands(
     insert(database, "Shards", "ColumnName Shards State", ("Shard", 10, "polled"), ("Shard32", 32, "building"))
     table = TaskTable(database)
     assert (shown(table)["reshard"], len(list(reshard.Resharding(table).report()))) == (None, 2)
-    for name, value in (("PROJECT", PROJECT), ("INSTANCE", INSTANCE), ("DATABASE", database.database_id)):
-        monkeypatch.setenv(f"OUTBOX_{name}", value)
-    assert cli.main(["operations"]) == 0
-    capsys.readouterr()
-    assert cli.main(["operations", "--json"]) == 0
-    listed = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
+    outbox = Commands(emulators, database)
+    assert outbox.here("operations").code == 0
+    lines = outbox.here("operations", "--json").stdout.splitlines()
+    listed = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert {each["id"]: each["selection"] for each in listed if each["id"] in "0169"} == {
         "0": "", "1": "{", "6": 7, "9": {"from": "a", "to": 3},
     }  # fmt: skip

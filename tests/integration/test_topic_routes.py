@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox import cli
 from outbox.admin import operations, topics
 from outbox.admin.table import TaskTable
 from outbox.admin.topics import Control
+from outbox.devtools.emulators import Emulators
 from tests.integration.test_topics_spanner import FOLLOW, Command, command, have
-from tests.support.spanner import PROJECT
+from tests.support.commands import Commands, here
+from tests.support.spanner import PROJECT, variables
 
 __all__ = ["command"]  # a fixture
 
@@ -62,35 +63,33 @@ def test_a_route_is_written_and_recorded_and_ends(
     assert recorded(database) == ("route", {"topics": ["orders"], "values": {"PublishTo": None}})
 
 
-@pytest.mark.parametrize(
-    ("before", "words", "reason"),
-    [
-        ((), "orders --to orders", "orders would be routed to itself"),
-        ((), f"orders --to projects/{PROJECT}/topics/orders", "orders would be routed to itself"),
-        (("orders-v2", "v3-orders"), "orders --to orders-v2", "orders-v2, which is routed to"),
-        (("legacy", "orders"), "orders --to orders-v2", f"orders, which is routed to {V2}"),
-        (("orders-v2", "orders"), f"orders --to {V2}", "which is routed to"),
-    ],
-)
-def test_a_chain_a_cycle_and_a_route_to_itself_are_refused(  # noqa: PLR0917 - pytest names them
-    database: Database, command: Command, controls: dict[str, Control], before: Any, words: str, reason: str
+def test_a_chain_a_cycle_and_a_route_to_itself_are_refused(
+    database: Database, command: Command, controls: dict[str, Control]
 ) -> None:
     """Also under the full name. Nothing is written."""
     have(database, "orders")
-    if before:
-        command(f"route {before[0]} --to {before[1]} --force --yes")
-    left = topics.controls(TaskTable(database))
-    for dry in ("", " --dry-run"):
-        code, out, err = command(f"route {words} --force{dry}")
-        assert (code, out) == (1, "")
-        assert reason in err
-        assert err.endswith("Nothing was changed\n")
-    assert controls == left
+    for before, words, reason in (
+        ((), "orders --to orders", "orders would be routed to itself"),
+        ((), f"orders --to projects/{PROJECT}/topics/orders", "orders would be routed to itself"),
+        (("orders-v2", "v3-orders"), "orders --to orders-v2", "orders-v2, which is routed to"),
+        (("orders-v2", "orders"), f"orders --to {V2}", "which is routed to"),
+        (("legacy", "orders"), "orders --to orders-v2", f"orders, which is routed to {V2}"),
+    ):
+        if before:
+            assert command(f"route {before[0]} --to {before[1]} --force --yes")[0] == 0
+        left = topics.controls(TaskTable(database))
+        for dry in ("", " --dry-run"):
+            code, out, err = command(f"route {words} --force{dry}")
+            assert (code, out) == (1, "")
+            assert reason in err
+            assert err.endswith("Nothing was changed\n")
+        assert controls == left
 
 
-def test_a_destination_that_does_not_exist_is_refused(
-    database: Database, command: Command, controls: dict[str, Control], topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_destination_that_does_not_exist_is_refused(  # noqa: PLR0917 - fixtures
+    emulators: Emulators, database: Database, command: Command, controls: dict[str, Control], topic: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """`--force` does not ask. If Pub/Sub does not answer, a note says so, and the route is written."""
     have(database, "orders")
     code, _, err = command("route orders --to missing-topic")
@@ -99,21 +98,12 @@ def test_a_destination_that_does_not_exist_is_refused(
     assert controls == {}
     assert command(f"route orders --to {topic}")[0] == 0
     assert command("route orders --to missing-topic --force")[0] == 0
-    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", "localhost:1")
     monkeypatch.setattr("outbox.program.pubsub.SECONDS", 0.3)
-    code, _, err = command("route orders --to third-topic")
-    assert code == 0
-    assert f"Pub/Sub does not say whether projects/{PROJECT}/topics/third-topic exists: " in err
+    without = Commands(emulators, database, more={"PUBSUB_EMULATOR_HOST": "localhost:1"})
+    done = without.here("route", "orders", "--to", "third-topic")
+    assert done.code == 0
+    assert f"Pub/Sub does not say whether projects/{PROJECT}/topics/third-topic exists: " in done.stderr
     assert controls == {"orders": Control(PublishTo="third-topic")}
-
-
-@pytest.mark.parametrize("words", ["route {} --to orders-v2 --force", "policy {} --max-attempts 3"])
-def test_an_unknown_topic_needs_yes(database: Database, command: Command, words: str) -> None:
-    have(database, "orders")
-    code, out, err = command(words.format("ordres"))
-    assert (code, out) == (2, "")
-    assert "Did you mean 'orders'?" in err
-    assert command(words.format("ordres") + " --yes")[0] == 0
 
 
 def test_a_policy_keeps_the_values_that_are_not_given(
@@ -133,27 +123,19 @@ def test_a_policy_keeps_the_values_that_are_not_given(
     assert controls == {"orders": Control()}
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("policy orders", "no value given. Pass --max-attempts, --backoff-initial, "),
-        ("policy orders --off --max-attempts 3", "--off removes all values. Pass it without --max-attempts"),
-        ("policy orders --backoff-max 8d", "'8d' is not allowed"),
-        ("policy orders --max-attempts 0", "'0' is not allowed"),
-        ("route orders --to x", "'x' is not allowed"),
-        ("route orders --to orders-v2 --off", "not allowed with argument"),
-        ("route orders", "one of the arguments --to --off is required"),
-    ],
-)  # fmt: skip
-def test_wrong_flags_are_refused(
-    command: Command, capsys: pytest.CaptureFixture[str], words: str, sentence: str
-) -> None:
-    try:
-        code, _, err = command(words)
-    except SystemExit as ended:
-        code, err = int(str(ended.code)), capsys.readouterr().err
-    assert code == 2
-    assert sentence in err
+def test_wrong_flags_are_refused() -> None:
+    for words, sentence in {
+        "policy orders": "no value given. Pass --max-attempts, --backoff-initial, ",
+        "policy orders --off --max-attempts 3": "--off removes all values. Pass it without --max-attempts",
+        "policy orders --backoff-max 8d": "'8d' is not allowed",
+        "policy orders --max-attempts 0": "'0' is not allowed",
+        "route orders --to x": "'x' is not allowed",
+        "route orders --to orders-v2 --off": "not allowed with argument",
+        "route orders": "one of the arguments --to --off is required",
+    }.items():
+        done = here(*words.split(), environment=variables("shop") | {"SPANNER_EMULATOR_HOST": "127.0.0.1:9"})
+        assert done.code == 2
+        assert sentence in done.stderr
 
 
 FULL = {
@@ -192,44 +174,46 @@ def test_an_export_can_be_applied(
     assert "Burst" not in difference["topics"]["orders"]
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("{", "cannot be read as JSON"),
-        ("[" * 100_000, "cannot be read as JSON"),
-        ('{"topics": {"mails": {"paused": true}, "mails": {}}}', "topics.mails is there twice. Nothing was changed"),
-        ('{"topics": {"orders": {"burst": 5, "burst": 6}}}', "topics.orders.burst is there twice"),
-        ("[]", 'the file must be {"topics": {...}}'),
-        ('{"topics": {}, "more": 1}', 'the file must be {"topics": {...}}'),
-        ('{"topics": {"orders": []}}', "topics.orders must be an object"),
-        ('{"topics": {"": {}}}', "topics. is no topic"),
-        *(
-            (f'{{"topics": {{"orders": {{{field}}}}}}}', f"topics.orders.{sentence}")
-            for field, sentence in {
-                '"max_atempts": 3': "max_atempts is unknown. Did you mean 'max_attempts'?",
-                '"paused": 1': "paused is 1. It must be true or false",
-                '"paused": null': "paused is None. It must be true or false",
-                '"max_attempts": true': "max_attempts is True. It must be a whole number from 1 to 1,000,000",
-                '"max_attempts": 2.5': "max_attempts is 2.5. It must be a whole number",
-                '"max_attempts": "3"': "max_attempts is '3'. It must be a whole number",
-                '"backoff_max_seconds": NaN': "backoff_max_seconds is nan. It must be a number",
-                f'"backoff_max_seconds": 1{"0" * 400}': "backoff_max_seconds is 1000",
-                '"rate_per_second": 5': "rate_per_second and Burst go together",
-                '"publish_to": 7': "publish_to is 7. It must be a topic ID",
-                '"publish_to": "no topic"': "publish_to is 'no topic'. It must be a topic ID",
-            }.items()
-        ),
-    ],
-)
+#: The text of a file that is wrong, and why.
+WRONG = {
+    "{": "cannot be read as JSON",
+    "[" * 100_000: "cannot be read as JSON",
+    '{"topics": {"mails": {"paused": true}, "mails": {}}}': "topics.mails is there twice. Nothing was changed",
+    '{"topics": {"orders": {"burst": 5, "burst": 6}}}': "topics.orders.burst is there twice",
+    "[]": 'the file must be {"topics": {...}}',
+    '{"topics": {}, "more": 1}': 'the file must be {"topics": {...}}',
+    '{"topics": {"orders": []}}': "topics.orders must be an object",
+    '{"topics": {"": {}}}': "topics. is no topic",
+}
+#: A field of a topic that is wrong, and why.
+WRONG_FIELDS = {
+    '"max_atempts": 3': "max_atempts is unknown. Did you mean 'max_attempts'?",
+    '"paused": 1': "paused is 1. It must be true or false",
+    '"paused": null': "paused is None. It must be true or false",
+    '"max_attempts": true': "max_attempts is True. It must be a whole number from 1 to 1,000,000",
+    '"max_attempts": 2.5': "max_attempts is 2.5. It must be a whole number",
+    '"max_attempts": "3"': "max_attempts is '3'. It must be a whole number",
+    '"backoff_max_seconds": NaN': "backoff_max_seconds is nan. It must be a number",
+    f'"backoff_max_seconds": 1{"0" * 400}': "backoff_max_seconds is 1000",
+    '"rate_per_second": 5': "rate_per_second and Burst go together",
+    '"publish_to": 7': "publish_to is 7. It must be a topic ID",
+    '"publish_to": "no topic"': "publish_to is 'no topic'. It must be a topic ID",
+}
+
+
 def test_a_wrong_file_is_refused_with_the_path_before_anything_is_written(
-    command: Command, controls: dict[str, Control], monkeypatch: pytest.MonkeyPatch, text: str, sentence: str
+    command: Command, controls: dict[str, Control], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if another topic of the file is right."""
-    text = text.replace('{"topics": {"orders"', '{"topics": {"right": {"paused": true}, "orders"')
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    code, out, err = command("topics apply - --force --yes")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert sentence in err
+    of_fields = {
+        f'{{"topics": {{"right": {{"paused": true}}, "orders": {{{field}}}}}}}': f"topics.orders.{sentence}"
+        for field, sentence in WRONG_FIELDS.items()
+    }
+    for text, sentence in (WRONG | of_fields).items():
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        code, out, err = command("topics apply - --force --yes")
+        assert (code, out, err.count("\n")) == (2, "", 1), text
+        assert sentence in err
     assert controls == {}
 
 
@@ -267,4 +251,4 @@ def test_the_list_shows_routes_and_policies(command: Command) -> None:
     assert "orders  published to orders-v2; dead after 3 attempts" in command("topics")[1]
     [found] = json.loads(command("topics --json")[1])["topics"]
     assert (found["publish_to"], found["max_attempts"], found["dead_after_seconds"]) == ("orders-v2", 3, None)
-    assert cli.main(["topics", "--exact"]) == 0
+    assert command("topics --exact")[0] == 0

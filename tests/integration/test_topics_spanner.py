@@ -1,6 +1,7 @@
 """`outbox pause`, `resume` and `limit` on a database: written rows, output and refusals."""
 
 import io
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -10,8 +11,11 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
 
 import outbox
-from outbox import cli
-from tests.support.spanner import INSTANCE, PROJECT
+from outbox.devtools.emulators import Emulators
+from tests.support.commands import Commands
+from tests.support.processes import ROOT
+from tests.support.relays import execute
+from tests.support.spanner import PROJECT
 
 COLUMNS = ("Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight")
 FOLLOW = "outbox: workers apply this within 10 seconds\n"
@@ -24,14 +28,10 @@ Command = Callable[[str], tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(database: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    for name, value in (("PROJECT", PROJECT), ("INSTANCE", INSTANCE), ("DATABASE", database.database_id)):
-        monkeypatch.setenv(f"OUTBOX_{name}", value)
-
+def command(emulators: Emulators, database: Database) -> Command:
     def run(words: str) -> tuple[int, str, str]:
-        code = cli.main(words.split())
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
+        done = Commands(emulators, database).here(*words.split())
+        return done.code, done.stdout, done.stderr
 
     return run
 
@@ -79,9 +79,7 @@ def test_pause_and_resume_leave_the_limits_alone(database: Database, command: Co
 def test_a_limit_that_is_not_given_keeps_its_value(database: Database, command: Command) -> None:
     """So does a pause. `--off` removes the limits and keeps the pause."""
     have(database, "orders")
-    limits = "orders: at most 10 tasks a second, 20 at once"
-    assert command("limit orders --rate 10 --burst 20") == (0, f"{limits}\n", SHARED)
-    assert command("limit orders --max-in-flight 5")[1] == f"{limits}, 5 in flight\n"
+    assert command("limit orders --max-in-flight 5") == (0, "orders: at most 5 in flight\n", SHARED)
     command("pause orders")
     assert command("limit orders --rate 1234567.5 --burst 1000")[1] == (
         "orders: paused; at most 1,234,567.5 tasks a second, 1,000 at once, 5 in flight\n"
@@ -89,8 +87,32 @@ def test_a_limit_that_is_not_given_keeps_its_value(database: Database, command: 
     assert rows(database) == [["orders", True, 1234567.5, 1000, 5]]
     assert command("limit orders --off")[1] == "orders: paused\n"
     assert rows(database) == [["orders", True, None, None, None]]
-    command("resume orders")
-    assert command("limit orders --off")[1] == "orders: no limits\n"
+
+
+def test_the_commands_of_the_page_print_its_output(database: Database, command: Command) -> None:
+    """Without the flags that name the database. The SQL of the page leaves the rows that the commands leave."""
+    page = (ROOT / "docs/operations/topics.md").read_text(encoding="utf-8")
+    console, sql = (
+        re.findall(rf"^```{kind}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0] for kind in ("console", "sql")
+    )
+    have(database, "orders", "invoices")
+    shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", console, re.MULTILINE)
+    assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]
+    for words, expected in shown:
+        assert command(words)[:2] == (0, expected)
+    assert rows(database) == [[topic, False, None, None, None] for topic in ("invoices", "orders")]
+    *statements, _ = [re.sub(r"--.*", "", each).strip() for each in sql.split(";")]
+    left: list[Any] = []
+    for statement in statements[1:]:
+        execute(database, statement)
+        left.append(rows(database)[1])
+    assert left == [
+        ["orders", True, None, None, None],
+        ["orders", False, None, None, None],
+        ["orders", False, 10.0, 20, None],
+        ["orders", False, 10.0, 20, 5],
+        ["orders", False, None, None, None],
+    ]
 
 
 @pytest.mark.parametrize("words", ["pause {}", "limit {} --max-in-flight 1"])
@@ -120,7 +142,12 @@ def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, com
         "AsynchronousTaskTopics, no unsent task, and none sent in the last minute). Did you mean 'orders'? "
         "Known topics: invoices, orders, reminders. "
     )
-    for words, verb in (("pause orders ordres", "Pause"), ("limit ordres --max-in-flight 1", "Limit")):
+    for words, verb in {
+        "pause orders ordres": "Pause",
+        "limit ordres --max-in-flight 1": "Limit",
+        "route ordres --to orders-v2 --force": "Route",
+        "policy ordres --max-attempts 3": "Set the policy of",
+    }.items():
         assert command(words) == (2, "", refusal + advice.format(verb))
         assert [row[0] for row in rows(database)] == ["reminders"]
     names = [f"a-{n:02}" for n in range(10)]
@@ -157,21 +184,16 @@ def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Co
     assert rows(database)[0][:2] == ["invoices", True]
 
 
-@pytest.mark.parametrize(
-    ("words", "state"), [("pause {}", "paused"), ("limit {} --max-in-flight 5", "paused; at most 5 in flight")]
-)
-def test_tasks_under_the_other_spelling_are_reported(
-    database: Database, command: Command, words: str, state: str
-) -> None:
+def test_tasks_under_the_other_spelling_are_reported(database: Database, command: Command) -> None:
     """An id and the full name are two names; both given need no warning, and another project's topic has one name."""
     have(database, "orders", FULL, "projects/other/topics/orders")
     sentence = "outbox: unsent tasks also use {0}, which is the same topic as {1}. Pass {0} too; otherwise"
     for given, other in (("orders", FULL), (FULL, "orders")):
-        code, out, err = command(words.format(given))
-        assert (code, out.partition(": ")[0]) == (0, given)
+        code, out, err = command(f"pause {given}")
+        assert (code, out) == (0, f"{given}: paused\n")
         assert err.startswith(sentence.format(other, given))
-    assert "the same topic" not in command(words.format("projects/other/topics/orders"))[2]
-    assert command(f"pause orders {FULL}") == (0, f"orders: {state}\n{FULL}: {state}\n", FOLLOW)
+    assert "the same topic" not in command("pause projects/other/topics/orders")[2]
+    assert command(f"pause orders {FULL}") == (0, f"orders: paused\n{FULL}: paused\n", FOLLOW)
     assert f"unsent tasks also use {FULL}, which is the same topic as orders" in command("resume orders")[2]
 
 

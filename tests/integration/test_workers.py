@@ -7,12 +7,14 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
+from outbox.admin.reshard import Resharding
+from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.table.layouts import Layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Heartbeat
 from tests.support.commands import Commands, row
-from tests.support.operations import insert
+from tests.support.operations import insert, opened
 from tests.support.spanner import ADMIN_SECONDS
 
 INFO: dict[str, Any] = {
@@ -57,17 +59,7 @@ def test_workers_that_agree_pass_the_check(database: Database, outbox: Commands)
     assert (done.code, done.stderr) == (0, "")
     first, head, *lines = done.stdout.splitlines()
     assert first.endswith(", 2 live workers")
-    assert head.split() == [
-        "WORKER",
-        "HOST",
-        "VERSION",
-        "HEARTBEAT",
-        "SHARDS",
-        "IN",
-        "FLIGHT",
-        "UTILIZATION",
-        "SETTINGS",
-    ]
+    assert " ".join(head.split()) == "WORKER HOST VERSION HEARTBEAT SHARDS IN FLIGHT UTILIZATION SETTINGS"
     assert [line.split()[0:3] + line.split()[5:] for line in lines] == [
         ["a", "node-1", "0.1.0", "0-4", "2", "25%", "batch_size=200"],
         ["b", "node-1", "0.1.0", "5-9", "2", "25%", "batch_size=200"],
@@ -153,11 +145,24 @@ def test_status_groups_the_errors_of_all_unsent_tasks(database: Database, outbox
     }
 
 
-@pytest.mark.parametrize("command", ["workers", "status", "topics"])
-def test_a_table_of_the_previous_schema_is_named_in_one_sentence(
-    emulators: Emulators, own_database: Database, command: str
-) -> None:
+def test_a_table_of_the_previous_schema_is_named_in_one_sentence(emulators: Emulators, own_database: Database) -> None:
     own_database.update_ddl(["ALTER TABLE AsynchronousTaskWorkers DROP COLUMN Info"]).result(ADMIN_SECONDS)
-    done = Commands(emulators, own_database).here(command)
-    assert (done.code, done.stderr.count("\n")) == (3, 1)
-    assert "table AsynchronousTaskWorkers, column Info is missing: expected JSON" in done.stderr
+    for command in ("workers", "status", "topics"):
+        done = Commands(emulators, own_database).here(command)
+        assert (done.code, done.stderr.count("\n")) == (3, 1)
+        assert "table AsynchronousTaskWorkers, column Info is missing: expected JSON" in done.stderr
+
+
+@pytest.mark.extended
+def test_the_next_step_of_a_reshard_is_in_the_status(emulators: Emulators, own_database: Database) -> None:
+    """With the worker that it waits for, as text and as JSON."""
+    with own_database.batch() as batch:
+        worker = ("w", datetime.now(UTC), COMMIT_TIMESTAMP, "Shard")
+        batch.insert("AsynchronousTaskWorkers", ("WorkerId", "StartedAt", "SeenAt", "Polls"), [worker])
+    resharding, outbox = Resharding(TaskTable(opened(own_database))), Commands(emulators, own_database)
+    step = next(each for each in resharding.run(resharding.target(4)) if each.startswith("Waiting"))
+    assert step == "Waiting until w also polls Shard4"
+    [status] = outbox.objects("status", "--json")
+    assert status["reshard"].pop("since") < status["as_of"]
+    assert status["reshard"] == {"from": 10, "to": 4, "next_step": step, "waits_for": ["w"]}
+    assert outbox.here("status").stdout.endswith(f"Next: {step}\n")

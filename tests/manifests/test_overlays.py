@@ -1,15 +1,18 @@
 """Each kustomization of k8s: it renders as its file in golden/, it is valid, and it agrees with the worker's code."""
 
+import json
 import os
 import re
 import shutil
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from outbox.cli.console import ConsoleSettings
-from outbox.program.settings import DatabaseSettings, fields_of
+from outbox.program.settings import NAMES, PREFIX, DatabaseSettings, fields_of
 from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
 from outbox.table.schema import SCHEMA_SECONDS
 from publishworker.process.settings import WorkerSettings
@@ -19,6 +22,7 @@ from publishworker.telemetry import metrics
 from tests.manifests.rendering import (
     K8S,
     OVERLAYS,
+    ROOT,
     SPARK,
     compare,
     container,
@@ -176,3 +180,24 @@ def test_tags_and_names_agree_with_each_other(overlay: str) -> None:
         assert external["metric"]["name"] == f"datadogmetric@{name}:{metric['metadata']['name']}"
         assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
         assert "replicas" not in deployment["spec"]
+
+
+SCHEMA: dict[str, Any] = json.loads((ROOT / "docs/reference/settings.schema.json").read_text(encoding="utf-8"))
+VALIDATOR = Draft202012Validator(SCHEMA)
+
+
+def test_the_schema_has_all_settings_and_accepts_their_defaults() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+    assert {name.removeprefix(PREFIX) for name in SCHEMA["properties"]} == NAMES
+    defaults = {name: each["default"] for name, each in SCHEMA["properties"].items() if "default" in each}
+    assert len(defaults) > 25
+    VALIDATOR.validate(defaults)
+
+
+@pytest.mark.parametrize("folder", [*OVERLAYS.values(), SPARK], ids=lambda folder: folder.name)
+def test_a_config_map_matches_the_schema(folder: Any) -> None:
+    """Names and forms of the values. Variables of other programs are any text."""
+    settings = [each["data"] for each in rendered(folder) if each["kind"] == "ConfigMap"]
+    settings = [data for data in settings if any(name.startswith(PREFIX) for name in data)]
+    assert len(settings) == 1
+    VALIDATOR.validate(settings[0])

@@ -130,6 +130,7 @@ def test_pips_spark_submit_runs_the_arguments_of_a_driver(folder: Path, spark: d
     assert done.returncode == 3, done.stderr
 
 
+@pytest.mark.extended
 def test_pips_spark_has_the_executor_that_is_started(folder: Path, spark: dict[str, str]) -> None:
     """It accepts these words and connects to its driver; nothing listens there."""
     options = {"SPARK_JAVA_OPT_0": "-Dspark.rpc.askTimeout=5s", "SPARK_JAVA_OPT_1": "-Dspark.rpc.io.maxRetries=0"}

@@ -52,12 +52,6 @@ def test_a_resource_has_the_arguments_of_its_provider(resource: tuple[list[str],
     assert list(differences(given, SCHEMA["resources"][kind])) == []
 
 
-def test_an_unknown_and_a_missing_argument_are_found() -> None:
-    schema = SCHEMA["resources"]["google_pubsub_subscription"]
-    wrong = {"name": "a", "ordering": "true", "retry_policy": [{"max_backoff": "1s"}]}
-    assert list(differences(wrong, schema)) == ["ordering", "topic", "max_backoff"]
-
-
 def test_each_reference_has_a_declaration_and_the_other_way_round() -> None:
     declared = {labels[0] for labels, _ in parsed("variable")}
     assert set(re.findall(r"\bvar\.(\w+)", TEXT)) == declared
