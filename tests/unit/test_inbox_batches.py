@@ -137,41 +137,34 @@ def test_a_failed_message_leaves_nothing_behind_and_the_others_are_committed(
     assert "an earlier message of its ordering key 'k' failed" in caplog.text
 
 
-def dml(transaction: Any, of: Any) -> None:
-    transaction.execute_update("UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise LookupError
+SALE = "UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE"
 
 
-def named_dml(transaction: Any, of: Any) -> None:
-    transaction.execute_update(dml="UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise LookupError
+def not_found() -> None:
+    raise NotFound("no topic")
 
 
-def many(transaction: Any, of: Any) -> None:
-    transaction.batch_update(iter(["UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE"]))
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise LookupError
-
-
-def returning(transaction: Any, of: Any) -> None:
-    list(transaction.execute_sql("-- take\nUPDATE Stock SET Pieces = 1 WHERE TRUE THEN RETURN Pieces"))
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise LookupError
-
-
-def calls_a_service(transaction: Any, of: Any) -> None:
-    effect(transaction, of)
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise NotFound("no topic")
-
-
-@pytest.mark.parametrize("handle", [dml, named_dml, many, returning, calls_a_service])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda transaction: transaction.execute_update(SALE),
+        lambda transaction: transaction.execute_update(dml=SALE),
+        lambda transaction: transaction.batch_update(iter([SALE])),
+        lambda transaction: list(transaction.execute_sql(f"-- take\n{SALE} THEN RETURN Pieces")),
+        lambda _transaction: not_found(),
+    ],
+    ids=["dml", "named dml", "many", "returning", "calls a service"],
+)
 def test_messages_have_a_transaction_each_if_a_failure_cannot_be_undone(
-    handle: Any, outcomes: list[str], caplog: pytest.LogCaptureFixture
+    act: Any, outcomes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """After DML, and after an error of a Google client. It is logged. An ordering key keeps its order."""
+
+    def handle(transaction: Any, of: Any) -> None:
+        if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
+            act(transaction)
+            raise LookupError
+
     database, of = Database(), [message("a"), message("bad", "k"), message("b", "k"), message("c")]
     deliver(database, handle, *of)
     assert database.rows("ProcessedTasks") == [["a"], ["c"]]
