@@ -1,4 +1,4 @@
-"""Settings, command lines and rows of the control table: a value that is kept, or a sentence that names the culprit."""
+"""Settings and command lines: a value that is kept, or a sentence that names the culprit."""
 
 import contextlib
 import functools
@@ -17,8 +17,6 @@ from outbox.program.settings import Field, fields_of
 from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as worker
 from publishworker.process.settings import WorkerSettings
-from publishworker.topics.availability import RateLimits, valid
-from publishworker.types import TopicControls, TopicLimit
 from tests.fuzz.conftest import Fuzz
 
 FIELDS = {field.name: field for field in fields_of(WorkerSettings)}
@@ -101,38 +99,3 @@ def _nothing_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 def test_a_command_line_is_run_or_refused_in_a_sentence(fuzz: Fuzz) -> None:
     """Of all three commands; never a stack trace."""
     fuzz(_called, 100, 6_000)
-
-
-limits = st.builds(
-    TopicLimit,
-    st.none() | st.floats(),
-    st.none() | st.integers(-(2**63), 2**63 - 1),
-    st.none() | st.integers(-(2**63), 2**63 - 1),
-)
-
-
-@given(
-    st.lists(st.dictionaries(st.text(max_size=9), limits, max_size=4), max_size=4),
-    st.integers(1, 50),
-    st.lists(st.floats(0, 1e6), min_size=4, max_size=4),
-)
-def _limited(applied: list[dict[str, TopicLimit]], workers: int, steps: list[float]) -> None:
-    now = 0.0
-    throttle = RateLimits(lambda: now)
-    for step, limits_now in zip(steps, applied, strict=False):
-        throttle.apply(valid(TopicControls(limits=limits_now))[0].limits, workers)
-        allowed = throttle.allowances({})
-        assert set(allowed) <= set(limits_now)
-        for topic, tasks in allowed.items():
-            # As a float: beyond 2**53 a burst is counted to the next one.
-            assert 0 <= tasks <= float(max(limits_now[topic].burst or 0, limits_now[topic].in_flight or 0, 1))
-        for topic in limits_now:
-            throttle.take(topic, 3)
-        seconds = throttle.seconds_to_next()
-        assert seconds is None or seconds >= 0
-        now += step
-
-
-def test_an_invalid_limit_limits_nothing(fuzz: Fuzz) -> None:
-    """Whatever numbers stand in AsynchronousTaskTopics."""
-    fuzz(_limited, 150, 20_000)

@@ -30,8 +30,8 @@ def throttle() -> Timed:
 
 
 @given(
-    per_second=st.floats(1e-6, 1e5),
-    burst=st.integers(1, 10**5),
+    per_second=st.floats(1e-9, 1.79769313486e308),
+    burst=st.integers(1, 10**9),
     workers=st.integers(1, 20),
     steps=st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1)), max_size=40),
 )
