@@ -96,20 +96,6 @@ def test_priority_is_global() -> None:
     assert (kinds([first]), kinds([second])) == ({"9": 10}, {"1": 10})
 
 
-def test_one_topic_gets_at_most_half_while_another_has_tasks() -> None:
-    """Half is rounded up, so a topic can use a single place. A topic gets everything if no other has tasks."""
-    flood = [candidate(f"f{n}", shard=n) for n in range(8)]
-    batches = choose_batches([*flood, candidate("small", topic="invoices")], Limits(1, 1000, 4), Random(1))
-    assert topics(batches) == {"orders": 3, "invoices": 1}
-    assert len(choose_batches(flood, Limits(1, 1000, 4), Random(1))) == 4
-    others = [candidate(topic, topic=topic) for topic in ("invoices", "refunds")]
-    batches = choose_batches([*flood, *others], Limits(1, 1000, 3), Random(1))
-    assert topics(batches)["orders"] <= 2
-    equal = [candidate(f"{topic}-{n}", topic=topic, shard=n) for n in range(5) for topic in ("orders", "invoices")]
-    assert sorted(topics(choose_batches(equal, Limits(1, 1000, 3), Random(1))).values()) == [1, 2]
-    assert sum(len(choose_batches(equal, Limits(1, 1000, 1), Random(seed))) for seed in range(5)) == 5
-
-
 @given(
     st.lists(
         st.builds(
@@ -203,26 +189,6 @@ def test_ready_and_due_tasks_of_one_priority_get_half_each(size: int, batches: i
     taken = kinds(choose_batches(found, Limits(size, BYTES, batches), Random(2)))
     assert taken["ready"] + taken["due"] == size * batches
     assert abs(taken["ready"] - taken["due"]) <= -(-size // 2)
-
-
-def test_a_single_place_alternates_between_ready_and_due_tasks() -> None:
-    """A worker with one batch at a time starves neither. Due tasks get everything while there are no others."""
-    random = Random(1)
-    found = [candidate("ready"), due("due")]
-    taken = Counter(id for _ in range(200) for id in ids(choose_batches(found, Limits(1, 1000, 1), random)))
-    assert min(taken["ready"], taken["due"]) > 60
-    found = [due(f"due-{n}") for n in range(100)]
-    assert len(ids(choose_batches(found, Limits(10, BYTES, 4), random))) == 40
-
-
-def test_ready_and_due_prefixes_get_half_of_the_tasks_each() -> None:
-    """An ordering key counts for as many tasks as it has: long due ones do not starve ready tasks."""
-    ready = [candidate(f"ready-{n}", shard=n % 10) for n in range(100)]
-    late = [prefix(f"due-{n}-", 9, shard=n % 10) for n in range(40)]
-    late = [each._replace(available_at=NOON - timedelta(seconds=n)) for n, each in enumerate(late)]
-    taken = kinds(choose_batches([*ready, *late], Limits(20, 10**6, 5), Random(1)))
-    assert 35 <= taken["ready"] <= 65
-    assert taken.total() >= 85
 
 
 def test_a_sample_is_uniform_over_slices() -> None:

@@ -1,8 +1,6 @@
 """What tabs share: the number of reads in an hour, memory, waiting threads, samples, and the sentence at the top."""
 
-import gc
 import re
-import sys
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,9 +10,7 @@ import pytest
 
 from outbox.admin.backlog import Backlog, Line
 from outbox.admin.workers import Worker, shards_without_worker
-from outbox.console.application import routes
 from outbox.console.readings import (
-    FRESH_SECONDS,
     History,
     Reading,
     Shared,
@@ -22,10 +18,9 @@ from outbox.console.readings import (
     sparkline,
     with_sample,
 )
-from outbox.console.visits import _ENVIRONMENT, Visit
+from outbox.console.visits import _ENVIRONMENT
 from outbox.errors import NotReached
 from outbox.table.layouts import Layout
-from tests.support.console import bare_console
 from tests.support.waiting import eventually
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
@@ -39,30 +34,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def reads_in_an_hour(tabs: int) -> int:
-    """Let tabs ask for the same value every five seconds, each at its own time."""
-    clock, reads = Clock(), list[float]()
-    shared = Shared(lambda _last: reads.append(clock.now), clock)
-    asking = sorted(n * FRESH_SECONDS + tab * FRESH_SECONDS / tabs for tab in range(tabs) for n in range(HOUR // 5))
-    for clock.now in asking:
-        shared.get()
-    return len(reads)
-
-
-def test_a_hundred_tabs_read_as_often_as_one() -> None:
-    assert reads_in_an_hour(1) == HOUR / FRESH_SECONDS
-    assert reads_in_an_hour(100) <= reads_in_an_hour(1)
-
-
-def test_nothing_is_read_if_no_tab_asks() -> None:
-    clock, reads = Clock(), list[int]()
-    shared = Shared(lambda _last: reads.append(1), clock)
-    shared.get()
-    clock.now = HOUR
-    assert shared.get().age == 0
-    assert len(reads) == 2
 
 
 def test_an_error_keeps_the_last_value_with_its_age_and_is_not_tried_at_once_again() -> None:
@@ -128,35 +99,6 @@ def status(**values: Any) -> Status:
         "errors": (), "operations": (), "blocked": (), "reshard": None,
     }  # fmt: skip
     return Status(**usual | values)
-
-
-@pytest.mark.extended
-def test_memory_is_flat_over_an_hour_of_polling() -> None:
-    """Only the last status and SAMPLES are kept. A page is rendered for each poll."""
-    clock = Clock()
-
-    def read(last: Status | None) -> Status:
-        lines = [Line(f"topic {n}", 50, pending=int(clock.now)) for n in range(2)]
-        backlog = Backlog(NOW + timedelta(seconds=clock.now), (), lines)
-        return status(backlog=backlog, history=with_sample(last.history if last else (), backlog))
-
-    shared = Shared(read, clock)
-    visit = Visit(console=bare_console(status=shared), person="ann", roles=frozenset(), path="/")
-    [overview] = [route for route in routes() if route.path == "/"]
-
-    def poll(begin: int, seconds: int) -> int:
-        for clock.now in range(begin, begin + seconds, 5):
-            assert overview.handler(visit).status_code == 200
-        gc.collect()
-        return sys.getallocatedblocks()
-
-    for clock.now in range(0, HOUR, SAMPLE_SECONDS):
-        shared.get()  # until all samples are there
-    before = poll(HOUR, HOUR // 10)
-    assert poll(2 * HOUR, HOUR) - before < 600  # of 720 polls, with what the process does besides
-    last = shared.get().value
-    assert last
-    assert len(last.history) == SAMPLES
 
 
 def test_samples_are_half_a_minute_apart_and_an_hour_old_at_most() -> None:

@@ -131,38 +131,6 @@ def test_a_message_that_always_times_out_becomes_dead_alone(bench: Bench) -> Non
     assert attempts(bench) == 10
 
 
-def test_an_outage_after_a_success_makes_no_task_dead(bench: Bench) -> None:
-    """A task that meets two outages, with no task of its topic sent in between, records at most one attempt."""
-    bench.insert("a", "b", "c")
-    bench.publisher.down[TOPIC] = AWAY
-    bench.turns()
-    bench.publisher.down.clear()
-    bench.publisher.failing |= dict.fromkeys("ac", AWAY)  # a moment in which one of three gets through
-    for _ in range(20):
-        bench.wait(1)
-        bench.turns()
-        if "b" in bench.publisher.ids():
-            break
-    bench.publisher.down[TOPIC] = AWAY
-    bench.run_for(600, step=2)
-    assert states(bench)["b"] == "sent"
-    assert max(row.attempts for row in bench.store.rows.values()) <= 1
-
-
-@pytest.mark.parametrize("reason", ["credentials", "unauthenticated", "resource_exhausted"])
-def test_a_failure_that_no_message_can_cause_is_recorded_on_no_task(bench: Bench, reason: str) -> None:
-    """Even while other tasks of the topic are sent, such as when a quota is nearly used up."""
-    bench.insert(*[str(n) for n in range(10)], "a", "b")
-    bench.publisher.failing |= dict.fromkeys("ab", Failed(reason, "?"))
-    for n in range(30):
-        bench.insert(f"more{n}")
-        bench.run_for(2)
-    assert attempts(bench) == 0
-    bench.publisher.failing.clear()
-    bench.run_for(15)
-    assert bench.unsent() == []
-
-
 def test_poison_messages_that_fail_together_are_isolated_together() -> None:
     bench = Bench(size=1, batches=8)
     bench.insert(*[f"poison{n}" for n in range(20)], *[f"good{n}" for n in range(50)])
@@ -172,18 +140,6 @@ def test_poison_messages_that_fail_together_are_isolated_together() -> None:
         bench.run_for(60)
         minutes += 1
         assert minutes < 12
-
-
-def test_a_missing_topic_opens_its_circuit_and_records_only_its_probes(bench: Bench) -> None:
-    bench.insert(*[str(n) for n in range(100)], topic="missing")
-    bench.turns()
-    costs = [attempts(bench)]
-    for _ in range(4):
-        bench.wait(20)
-        bench.turns()
-        costs.append(attempts(bench))
-    assert costs == [0, 10, 20, 30, 40]
-    assert set(states(bench).values()) == {"ready", "retrying"}
 
 
 def test_a_topic_that_is_back_within_an_hour_loses_no_task(bench: Bench) -> None:

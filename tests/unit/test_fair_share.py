@@ -1,7 +1,7 @@
 """Which tasks are sent first, and which get a share: priorities, lower ones, ready and due tasks."""
 
 from collections import Counter
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import pytest
 
@@ -122,35 +122,3 @@ def test_a_task_sent_by_its_fair_share_is_claimed_once() -> None:
     bench.relay.turn()
     assert bench.unsent() == []
     assert set(bench.store.claimed.values()) == {1}
-
-
-def test_an_idle_worker_does_not_poll_for_lower_priorities(bench: Bench) -> None:
-    """A poll that reads a range whole leaves nothing below. With `--fair-share 0` no poll asks for lower priorities."""
-    bench.insert(*[str(n) for n in range(60)], priority=100)
-    bench.turns()
-    bench.store.polls.clear()
-    for _ in range(5):
-        bench.relay.turn()
-    assert all(request.below_priority is None for request in bench.store.polls)
-    bench = Bench(size=10, batches=2, fair_share=0)
-    bench.insert(*[f"high{n}" for n in range(500)], priority=100)
-    bench.insert("low", priority=0)
-    for _ in range(20):
-        bench.relay.turn()
-    assert "low" not in bench.publisher.ids()
-    assert all(request.below_priority is None for request in bench.store.polls)
-
-
-def test_priority_is_strict_without_a_fair_share() -> None:
-    """Over topics, and ready against due tasks. Only the last urgent tasks, in few shards, do not fill all places."""
-    for high, low in (({"topic": "invoices"}, {}), ({}, {"available_at": True}), ({"available_at": True}, {})):
-        bench = Bench(size=2, batches=4, fair_share=0)
-        past = bench.store.now - timedelta(hours=1)
-        for name, priority, columns in (("low", 0, low), ("high", 100, high)):
-            due = {"available_at": past} if "available_at" in columns else {}
-            topic = {"topic": columns["topic"]} if "topic" in columns else {}
-            bench.insert(*[f"{name}{n}" for n in range(200)], priority=priority, **due, **topic)
-        bench.turns(200)
-        sent = bench.publisher.ids()
-        last_high = max(place for place, id in enumerate(sent) if id.startswith("high"))
-        assert sum(id.startswith("low") for id in sent[:last_high]) <= 40

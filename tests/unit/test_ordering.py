@@ -1,6 +1,6 @@
 """The order of a key, between fakes: how far the first tasks of keys are read, and which of them go in one request."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from random import Random
 from unittest import mock
@@ -15,7 +15,7 @@ from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKey
 from publishworker.types import Key, KeyHeads, Next, QueuedTask
 from tests.support.fakes import FakePublisher, FakeStore, serialized
 from tests.support.parts import policy, poll_request, relay_of
-from tests.support.relay_bench import Bench, SlowPublisher, overtake
+from tests.support.relay_bench import Bench
 
 
 class Recording(FakeStore):
@@ -183,53 +183,3 @@ def test_keys_share_a_batch_with_each_other_and_with_tasks_without_a_key() -> No
     bench.turns()
     assert bench.store.claimed.total() == 6
     assert sorted(bench.publisher.requests) == [["a1", "a2"], ["b1", "b2", "b3"], ["x"]]
-
-
-def test_an_urgent_task_makes_its_key_urgent() -> None:
-    bench = Bench(size=2, batches=1)
-    bench.line("x1", "x2", key="x", priority=50)
-    bench.line("a", priority=0)
-    bench.line("b", priority=100)
-    bench.turns()
-    assert bench.publisher.requests == [["a", "b"], ["x1", "x2"]]
-
-
-@pytest.mark.parametrize(
-    ("act", "sent", "after"),
-    [
-        (lambda bench: bench.change("d", available_at=bench.store.now + timedelta(seconds=30)), "c", ""),
-        (lambda bench: (bench.change("c", sent_at=bench.store.now), bench.store.rows.pop("e")), "df", ""),
-        (lambda bench: bench.change("d", ordering_key="other"), "cef", "d"),
-    ],
-    ids=["rescheduled", "sent and deleted", "moved to another key"],
-)
-def test_the_locked_rows_of_a_key_decide(bench: Bench, act: Callable[[Bench], object], sent: str, after: str) -> None:
-    """Another writer changed them after they were read. Only a rescheduled task blocks the key."""
-    bench.line("a")
-    bench.turns()
-    bench.line(*"cdef")
-    overtake(bench, lambda: act(bench))
-    bench.relay.turn()
-    assert bench.publisher.ids() == ["a", *sent]
-    bench.turns()
-    assert bench.publisher.ids() == ["a", *sent, *after]
-    if sent == "c":
-        assert bench.waits("f") == pytest.approx(30, abs=1)
-
-
-def test_a_key_in_flight_waits_for_its_answer(slow: SlowPublisher) -> None:
-    bench = Bench(publisher=slow, batches=4)
-    bench.publisher = slow
-    slow.hanging = {"orders"}
-    ids = [f"{n:02}" for n in range(25)]
-    bench.line(*ids)
-    bench.change("24", priority=100)  # so each poll returns the key
-    for _ in range(3):
-        bench.relay.turn()
-    assert bench.store.claimed.total() == 10
-    bench.insert("i", topic="invoices")
-    while "i" not in slow.ids():
-        bench.relay.turn()
-    slow.release.set()
-    bench.turns()
-    assert bench.published(*ids) == ids

@@ -1,7 +1,5 @@
 """The effect of a failure on the tasks behind it in their key, between fakes."""
 
-from datetime import timedelta
-
 import pytest
 
 from outbox.table.states import NEVER
@@ -73,16 +71,6 @@ def test_an_outage_defers_nothing(bench: Bench) -> None:
     assert bench.publisher.ids() == ["c", "b", "a"]
 
 
-def test_a_dead_head_is_skipped_in_skip_mode() -> None:
-    bench = Bench(skip_dead=True)
-    bench.line("dead", "a", "bad", "b", "worse", "c")
-    bench.store.rows["dead"].available_at = NEVER
-    bench.publisher.failing = {"bad": REFUSED, "worse": REFUSED}
-    bench.turns()
-    assert bench.publisher.ids() == ["a", "b", "c"]
-    assert (bench.count(m.DEFERRED), bench.count(m.DEAD)) == (0, 2)
-
-
 def test_a_failing_head_is_not_skipped_before_it_is_dead() -> None:
     """Its key is blocked while it may still be sent. The other tasks of its last request do not die with it."""
     bench = Bench(skip_dead=True, retries={"max_attempts": 2})
@@ -112,39 +100,6 @@ def test_own_failures_of_a_key_are_recorded_together_in_skip_mode(skip_dead: boo
     while not bench.count(m.DEAD):
         bench.relay.turn()
     assert bench.count(m.DEAD) == dead_tasks
-
-
-@pytest.mark.parametrize("skip_dead", [False, True])
-def test_an_expired_head_never_blocks(skip_dead: bool) -> None:
-    bench = Bench(skip_dead=skip_dead)
-    past = bench.store.now - timedelta(seconds=1)
-    bench.line("dead", available_at=NEVER, expires_at=past, attempts=1)
-    bench.line("retrying", available_at=bench.store.now + timedelta(hours=1), expires_at=past, attempts=1)
-    bench.line("due", expires_at=past)
-    bench.line("a")
-    bench.line("between", expires_at=past)
-    bench.line("b")
-    bench.turns()
-    assert bench.publisher.requests == [["a", "b"]]
-    assert dead(bench) == ["dead", "due", "between"]
-
-
-@pytest.mark.parametrize("failing", [False, True])
-def test_an_at_most_once_task_with_a_key_keeps_its_order(bench: Bench, failing: bool) -> None:
-    """`register` refuses the combination, another writer may not. While the task before it fails, it is not marked."""
-    bench.line("a")
-    bench.line("once", at_most_once=True)
-    bench.line("b")
-    bench.publisher.failing = {"a": UNKNOWN} if failing else {}
-    bench.turns()
-    if failing:
-        assert bench.publisher.ids() == []
-        assert bench.store.rows["once"].sent_at is None
-        bench.publisher.failing = {}
-        bench.wait(2)
-        bench.turns()
-    assert bench.publisher.requests[-3:] == [["a"], ["once"], ["b"]]
-    assert bench.unsent() == []
 
 
 def test_a_head_that_always_times_out_delays_no_other_task_of_its_shard(bench: Bench) -> None:

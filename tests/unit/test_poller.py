@@ -9,7 +9,6 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.host import Host
-from publishworker.spanner.statements import POLLS
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
 from publishworker.turn.poller import FORGET_TOPIC_SECONDS, POLLED_SECONDS, Polled, PollSize, Wanted
@@ -257,36 +256,3 @@ def test_polls_become_deeper_until_urgent_tasks_fill_the_places(watch: Watch) ->
 
     assert [len(urgent(frozenset())), len(first := urgent(frozenset()))] == [10, 20]
     assert [len(urgent(first)), len(urgent(first))] == [0, 10]
-
-
-def index_ranges(request: PollRequest) -> int:
-    """Return how many ranges of the index the statement of this poll reads."""
-    statement = POLLS[request.due, request.below_priority is not None]
-    return statement.count("FORCE_INDEX") * len(request.shards) * len(request.topics)
-
-
-def idle_ranges(used: int, pending: int) -> int:
-    """Return the index ranges of an idle poll after `used` topics had tasks, of which `pending` still have some."""
-    watch = Watch()
-    for number in range(used):
-        watch.store.insert(f"id-{number}", f"topic-{number}")
-    watch.seconds += 1
-    while watch.discovers():
-        pass
-    watch.turn()
-    assert len(watch.discoverer.topics) == used
-    for number in range(pending, used):
-        del watch.store.rows[f"id-{number}"]
-    for _ in range(8):
-        watch.seconds += 1
-        watch.store.polls.clear()
-        watch.turn()
-    gaps = len(watch.store.discoveries[-1]) + 1  # between the known topics, in each shard
-    return sum(map(index_ranges, watch.store.polls)) + 10 * gaps
-
-
-@pytest.mark.parametrize(
-    ("used", "pending", "ranges"), [(1, 0, 10), (1_000, 0, 10), (3, 3, 100), (1_000, 3, 100), (1, 1, 40)]
-)
-def test_an_idle_poll_depends_on_the_topics_with_unsent_tasks_only(used: int, pending: int, ranges: int) -> None:
-    assert idle_ranges(used, pending) == ranges

@@ -181,14 +181,6 @@ def test_a_request_starts_only_if_half_of_the_timeout_remains(server: PubSubServ
         assert set(publisher.publish("orders", rows("abc", "k"), 5, set("abc"))) == set(in_time)
 
 
-def test_a_body_that_is_too_large_for_a_request_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """A row of 10 MiB, or of no message, that another writer inserted is not published and affects no other task."""
-    for alone in ((), ("large", "broken", "good")):
-        outcomes = publisher.publish("orders", [*BAD, row("good")], 5, alone)
-        assert (reasons(outcomes), sent(outcomes)) == (BAD_REASONS, {"good"})
-    assert requests(server) == [["good"]] * 2
-
-
 def test_an_unreachable_server_is_distinguished_from_missing_credentials(server: PubSubServer) -> None:
     """The status of gRPC is the same, but a call without a token never leaves the worker."""
     assert reasons(publisher_to("127.0.0.1:1").publish("orders", rows("a"), 2)) == {"a": "unavailable"}
@@ -203,22 +195,6 @@ def test_an_unreachable_server_is_distinguished_from_missing_credentials(server:
     publisher = PubSubPublisher(PublisherGrpcTransport(channel=channel), "project")
     assert reasons(publisher.publish("orders", rows("a"), 5)) == {"a": "credentials"}
     assert server.requests == []
-
-
-def test_requests_are_cut_by_count_and_bytes_and_lanes_by_key() -> None:
-    def pairs(count: int, size: int = 1, key: str | None = None) -> list[tuple[str, Any]]:
-        return [(f"{key}{n}", messages.decode(row(f"{key}{n}", bytes(size), key))) for n in range(count)]
-
-    assert [len(ids) for ids, _ in messages.requests(TOPIC, pairs(2001))] == [1000, 1000, 1]
-    assert [len(ids) for ids, _ in messages.requests(TOPIC, pairs(5, 3_000_000))] == [3, 2]
-    mixed = [*pairs(2, key="x"), *pairs(2), *pairs(1, key="y")]
-    lanes = [[ids for ids, _ in lane.requests] for lane in messages.lanes(TOPIC, mixed, {"None1", "not there"})]
-    assert lanes == [[["None0"]], [["None1"]], [["x0", "x1"]], [["y0"]]]
-    lanes = [[ids for ids, _ in lane.requests] for lane in messages.lanes(TOPIC, pairs(5, key="x"), {"x0", "x3"})]
-    assert lanes == [[["x0"], ["x1", "x2"], ["x3"], ["x4"]]]
-    assert messages.lanes(TOPIC, [], set()) == []
-    for _, request in messages.requests(TOPIC, pairs(30, 1_000_000)):
-        assert messages.too_large(request) is None
 
 
 def test_single_tasks_are_published_in_parallel_with_the_rest(publisher: PubSubPublisher, server: PubSubServer) -> None:

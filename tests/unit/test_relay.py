@@ -1,9 +1,8 @@
 """One turn on the fake store and publisher: the outcome of each task, and the counters."""
 
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +12,7 @@ from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
 from publishworker.turn.in_flight import StuckBatch
-from publishworker.types import Failed, Mark, Next
+from publishworker.types import Failed, Next
 from tests.support.fakes import Abort
 from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher, overtake
@@ -138,50 +137,6 @@ def test_refused_commits_cause_no_stream_of_duplicates(bench: Bench) -> None:
     bench.run_for(10)
     assert bench.unsent() == []
     assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
-
-
-def test_only_the_key_of_a_task_in_doubt_waits(bench: Bench) -> None:
-    """Its row cannot be marked. Other tasks are published, and the later tasks of its key are not."""
-    bench.line("a1", "a2", key="a")
-    bench.relay.turn()
-    mark = bench.store._mark
-
-    def refuse_a1(marks: Mapping[str, Mark]) -> datetime:
-        if "a1" in marks:
-            raise StoreError("refused")
-        return mark(marks)
-
-    bench.store._mark = refuse_a1
-    bench.relay.turn()
-    bench.line("a3", key="a")
-    bench.line("b1", "b2", key="b")
-    bench.insert("c")
-    for _ in range(40):
-        bench.relay.turn()
-        bench.wait(1)
-    assert sorted(set(bench.publisher.ids()) & {"b1", "b2", "c"}) == ["b1", "b2", "c"]
-    assert bench.publisher.ids().count("a1") == 1
-    assert "a3" not in bench.publisher.ids()
-    bench.store._mark = mark
-    bench.wait(30)
-    bench.turns()
-    assert bench.unsent() == []
-    assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
-
-
-@pytest.mark.extended
-def test_a_mark_that_does_not_end_ends_the_worker(bench: Bench) -> None:
-    bench.insert("a")
-    bench.commits(StoreError("lost"))
-    while not bench.count(m.UNCOMMITTED):
-        bench.relay.turn()
-    let_go = threading.Event()
-    bench.store.before_commit = lambda: let_go.wait(30)
-    try:
-        with pytest.raises(StuckBatch):
-            [(bench.relay.turn(), bench.wait(45)) for _ in range(9)]
-    finally:
-        let_go.set()
 
 
 def test_a_wake_up_finds_a_task_of_an_unknown_topic_at_once() -> None:

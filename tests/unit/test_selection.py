@@ -124,6 +124,7 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     """The limit is that of four batches. A single batch may be larger."""
     bench = Bench(batches=8)
     max_bytes = bench.in_flight.limits.max_bytes_in_flight
+    assert bench.selector.wanted().tasks == 8 * 10
     assert len(bench.select(tasks(40, bytes=max_bytes // 20))) == 4
     bench.start(claim_of("invoices", "a", bytes=max_bytes - 1))
     assert bench.choose(tasks(1, bytes=2)) == Selection([], tasks_left=True, waits=True)
