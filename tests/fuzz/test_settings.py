@@ -1,9 +1,8 @@
-"""Settings and command lines: a value that is kept, or a sentence that names the culprit."""
+"""Command lines: run, or refused in a sentence."""
 
 import contextlib
 import functools
 import io
-import math
 from typing import Any
 from unittest import mock
 
@@ -12,15 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox import cli
-from outbox.errors import NotReached, SettingError
-from outbox.program.settings import Field, fields_of
+from outbox.errors import NotReached
 from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as worker
-from publishworker.process.settings import WorkerSettings
 from tests.fuzz.conftest import Fuzz
 
-FIELDS = {field.name: field for field in fields_of(WorkerSettings)}
-GOOD = {"project": "my-project", "instance": "main", "database": "shop"}
 numbers = (
     st.integers().map(str) | st.floats().map(str) | st.integers(0, 10**6).map(str)
     | st.sampled_from(["1e3", "1_000", "٣", " 5 ", "0x10", "9" * 5000, "-0", "1.", "nan", "inf"])
@@ -29,29 +24,6 @@ texts = (
     numbers | st.text(max_size=20) | st.from_regex(r"[a-z][a-z0-9-]{0,40}", fullmatch=True)
     | st.sampled_from(["", "\n", "a\n", "shop\n", "*", "a,b", ",", "debug", "json", "skip", "/tmp/x", "x" * 300])
 )  # fmt: skip
-
-
-@given(name=st.sampled_from(sorted(FIELDS)), text=texts, by_flag=st.booleans())
-def _read(name: str, text: str, by_flag: bool) -> None:
-    field: Field = FIELDS[name]
-    others = {flag: value for flag, value in GOOD.items() if flag != name}
-    try:
-        if by_flag:
-            settings = WorkerSettings.read({**others, name: text}, {})
-        else:
-            settings = WorkerSettings.read(others, {field.variable: text})
-    except SettingError as error:
-        named = str(error)
-        assert named.startswith((field.flag, field.variable, "--backoff-initial", "--backoff-max"))
-        assert "not allowed. It must" in named
-        return
-    value = getattr(settings, name)
-    assert value == type(value)(text)
-    assert isinstance(value, str) or math.isfinite(value)
-
-
-def test_a_setting_has_the_given_value_or_is_refused_by_name(fuzz: Fuzz) -> None:
-    fuzz(_read, 250, 30_000)
 
 
 words = st.sampled_from(

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim, Delivered, Kind
-from publishworker.spanner.errors import NotWritten, Refused, StoreError
+from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Answer, Failed, LockedRow, Sent, Skipped
 from tests.support.parts import claim_of
@@ -117,19 +117,6 @@ def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(bench: Ben
     in_flight.abandon()
     assert bench.count(m.UNCONFIRMED) == 1
     publisher.release.set()
-
-
-@pytest.mark.parametrize("error", [NO_ANSWER, Refused("no")])
-def test_a_mark_that_cannot_be_undone_delays_the_tasks_behind_it(bench: Bench, error: StoreError) -> None:
-    """`register` refuses such a task with an ordering key, but other writers may insert it."""
-    bench.insert("a", at_most_once=True, ordering_key="k")
-    bench.insert("b", ordering_key="k", sequence=1)
-    bench.commits(None, None, error)
-    bench.publisher.failing = {"a": MISSING}
-    bench.turns(), bench.turns()
-    bench.publisher.failing.clear()
-    bench.run_for(200, step=10)
-    assert (bench.publisher.ids(), bench.unsent()) == (["a", "b"], [])
 
 
 @pytest.mark.parametrize(

@@ -182,19 +182,6 @@ def test_a_failed_task_makes_the_next_one_return_soon() -> None:
     assert bench.publisher.ids() == ids[1:]
 
 
-def test_a_task_not_tried_before_the_deadline_is_ready_again(bench: Bench) -> None:
-    """Untried deferred tasks of the batch are in no poll, so the first of them is released."""
-    ids = released(bench, 5)
-    bench.change("t02", attempts=1)  # in a request of its own
-    bench.publisher.out_of_time = {"t02"}
-    bench.relay.turn()
-    assert bench.publisher.ids() == ids[:3]
-    assert [bench.waits(id) is None for id in ids[3:]] == [True, False, False]
-    bench.publisher.out_of_time = set()
-    bench.turns()
-    assert bench.publisher.ids() == ids
-
-
 @pytest.mark.parametrize("failure", [UNKNOWN, Failed("unavailable", "no")])
 def test_a_deferred_task_that_fails_brings_its_key_back_to_the_poll(bench: Bench, failure: Failed) -> None:
     """Its head is gone. After a failure the task has a retry time; after an outage it is ready."""
@@ -264,22 +251,6 @@ def test_an_endless_blocked_key_delays_no_other_task(batches: int, max_turns: in
         bench.line(*(f"u{turns}-{n}" for n in range(10)))
         turns += 1
         assert turns < max_turns
-
-
-@pytest.mark.parametrize("first", ["deferring", "sending", "both"])
-def test_deferring_uses_none_of_a_topics_rate(first: str) -> None:
-    bench = Bench(batches=8)
-    bench.store.limits["orders"] = TopicLimit(rate=0.001, burst=5)
-    if first == "sending":
-        bench.insert("x")
-        bench.turns()
-    block(bench, 9)
-    if first == "deferring":
-        bench.turns()
-        assert bench.count(m.DEFERRED) == 9
-    bench.insert(*(f"x{n}" for n in range(9)), priority=100)
-    bench.turns()
-    assert len(bench.publisher.ids()) == 5
 
 
 def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:

@@ -131,17 +131,6 @@ def test_a_message_that_always_times_out_becomes_dead_alone(bench: Bench) -> Non
     assert attempts(bench) == 10
 
 
-def test_poison_messages_that_fail_together_are_isolated_together() -> None:
-    bench = Bench(size=1, batches=8)
-    bench.insert(*[f"poison{n}" for n in range(20)], *[f"good{n}" for n in range(50)])
-    bench.publisher.failing = {f"poison{n}": LATE for n in range(20)}
-    minutes = 0
-    while any(id.startswith("good") for id in bench.unsent()):
-        bench.run_for(60)
-        minutes += 1
-        assert minutes < 12
-
-
 def test_a_topic_that_is_back_within_an_hour_loses_no_task(bench: Bench) -> None:
     """However often its tasks failed, none is dead before it is a day old. Then all are sent and clean."""
     bench.insert(*[str(n) for n in range(30)], topic="missing", created_at=bench.store.now)

@@ -18,7 +18,7 @@ from outbox import inbox
 from outbox.errors import NotReached
 from outbox.inbox.collector import Collector
 from outbox.table.transactions import inserted
-from outbox.testing import RecordingTransaction
+from tests.unit.test_inbox import Database
 from tests.unit.test_inbox import message as single
 
 SECONDS = 30.0
@@ -28,39 +28,6 @@ def message(task_id: str, key: str = "") -> Any:
     of = single(task_id)
     of.ordering_key = key
     return of
-
-
-class Transaction(RecordingTransaction):
-    """Has empty tables beside those of the outbox, and answers statements."""
-
-    def read(self, table: str, *arguments: Any, **options: Any) -> list[list[Any]]:
-        return [] if table == "Stock" else super().read(table, *arguments, **options)
-
-    def execute_sql(self, *_arguments: Any, **_options: Any) -> list[list[Any]]:
-        return [[1]]
-
-
-class Database:
-    """Runs functions as often as an aborting Spanner would. It may refuse the first commit."""
-
-    def __init__(self, *processed: str, attempts: int = 1, refuses: Exception | None = None) -> None:
-        self.processed, self.attempts, self.refuses = processed, attempts, refuses
-        self.committed: list[RecordingTransaction] = []
-
-    def run_in_transaction(self, work: Any, **_options: Any) -> Any:
-        for _ in range(self.attempts):
-            transaction = Transaction(self.processed)
-            result = work(transaction)
-        if self.refuses:
-            error, self.refuses = self.refuses, None
-            raise error
-        self.committed.append(transaction)
-        return result
-
-    def rows(self, table: str) -> list[list[str]]:
-        """Return the first two values of the rows that are inserted into a table, by transaction."""
-        found = [each.insert for of in self.committed for each in of._mutations if each.insert.table == table]
-        return [[row[1] if len(row) > 1 else row[0] for row in each.values] for each in found]
 
 
 def effect(transaction: Any, of: Any) -> None:

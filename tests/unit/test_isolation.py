@@ -111,6 +111,14 @@ def test_a_claimed_task_that_is_not_sent_uses_no_rate(bench: Bench) -> None:
     assert sorted(bench.publisher.ids()) == ["b", "c", "warm"]
 
 
+def test_tasks_in_flight_stay_within_the_topics_limit(bench: Bench) -> None:
+    bench.insert(*[str(n) for n in range(20)])
+    bench.store.limits = {"orders": TopicLimit(in_flight=3)}
+    bench.turns()
+    assert max(map(len, bench.publisher.requests)) == 3
+    assert bench.unsent() == []
+
+
 def test_the_parts_of_all_live_workers_add_up_to_the_limit(bench: Bench) -> None:
     bench.store.seen_at = {"other": bench.store.now}
     bench.insert(*[str(n) for n in range(50)])

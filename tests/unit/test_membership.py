@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outbox.table.layouts import Layout
 from outbox.table.statements import FORGET_WORKER_SECONDS
-from publishworker.spanner.errors import NotWritten
+from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
 from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
@@ -25,6 +25,7 @@ from publishworker.turn.membership import (
 )
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Workers
 from tests.support.fakes import FakeStore
+from tests.support.relay_bench import Bench
 
 ALL = tuple(range(10))
 names = st.sets(st.text(min_size=1, max_size=8), min_size=1, max_size=40)
@@ -203,6 +204,20 @@ def test_a_worker_polls_the_layouts_that_are_recorded_and_says_so_first() -> Non
     with mock.patch.object(watch.store, "heartbeat", side_effect=NotWritten("away")), pytest.raises(NotWritten):
         watch.see("me")
     assert watch.shards == (*first.ids, *new.ids)  # the heartbeat may name the new one only
+
+
+def test_a_worker_whose_index_was_dropped_finds_the_new_one(bench: Bench) -> None:
+    """For example after a pause that was longer than the whole change."""
+    bench.insert("a")
+    bench.turns()
+    new = Layout(4, "4")
+    bench.store.build(new)
+    bench.store.recorded = {new: "polled"}
+    bench.insert("b")
+    with pytest.raises(StoreError):
+        bench.relay.turn()
+    bench.turns()
+    assert bench.publisher.ids() == ["a", "b"]
 
 
 def test_a_heartbeat_says_which_shards_are_polled_once_they_are_assigned() -> None:

@@ -154,6 +154,8 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     assert not key_heads.left_out
     assert (key.id, key.behind, key.priority, key.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
     assert (key.task_count, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
+    [part] = Ordering(bench.store, Limits(2, 10_000, 2), policy(), Host()).resolve(seen, frozenset()).candidates
+    assert (part.behind, part.releases) == (("b",), None)  # the task behind them is not deferred
     in_flight = frozenset({Key("orders", "k")})
     assert ordering.resolve(seen, in_flight) == ResolvedKeys([], left_out=True)
     other = seen[0]._replace(id="other", ordering_key="other")

@@ -52,18 +52,6 @@ def test_an_at_most_once_task_that_expires_during_the_search_for_a_refused_row_i
     assert [id for id in ids if bench.store.rows[id].available_at == NEVER] == ["a", "b", "c"]
 
 
-def test_a_refused_task_alone_in_its_batch_pauses_no_other_topic(bench: Bench) -> None:
-    for number in range(30):
-        bench.insert(f"bad {number}", topic="invoices")
-        bench.store.refused.add(f"bad {number}")
-        bench.turns()
-        bench.insert(f"good {number}")
-        bench.turns()
-        assert bench.published(f"good {number}")
-        bench.wait(10)
-    assert len(bench.publisher.ids()) == 60
-
-
 def test_only_what_is_written_is_counted(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """A failure beside refused rows is recorded in the first turn. Each refused row has a line, and its batch none."""
     bench.insert("bad", "failing", "both")

@@ -94,28 +94,6 @@ def test_a_turn_is_unfinished_until_its_tasks_are_settled(bench: Bench) -> None:
     assert bench.relay.turn().next is Next.SOON
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda bench: (bench.commits(*[NO_ANSWER] * 99), bench.wait(901), bench.commits()),  # 15 minutes later
-        lambda bench: bench.insert("a", created_at=bench.store.now),  # purged, and registered again
-        lambda bench: bench.change("a", times_sent=1),  # marked by another worker, and reset by `outbox retry`
-    ],
-    ids=["old", "registered again", "reset"],
-)
-def test_an_old_or_changed_row_in_doubt_is_published_again(bench: Bench, act: Callable[[Bench], None]) -> None:
-    """It could not be marked for too long, or is no longer what was published: a duplicate, never a loss."""
-    bench.insert("a")
-    bench.commits(NO_ANSWER)
-    bench.relay.turn(), bench.relay.turn()
-    assert (bench.publisher.ids(), bench.unsent()) == (["a"], ["a"])
-    act(bench)
-    bench.wait(1)
-    bench.turns(), bench.turns()
-    assert bench.publisher.ids() == ["a", "a"]
-    assert bench.unsent() == []
-
-
 def test_refused_commits_cause_no_stream_of_duplicates(bench: Bench) -> None:
     """Each of the two batches keeps its place and publishes nothing new. The turns go on, so that heartbeats do."""
     bench.insert("a", "b", "c")
