@@ -169,20 +169,6 @@ def test_an_outage_loses_few_at_most_once_tasks(bench: Bench, failure: Failed, m
     assert len(set(bench.publisher.ids())) == len(bench.publisher.ids()) == 60 - lost
 
 
-def test_an_at_most_once_task_is_not_marked_while_its_circuit_is_open(bench: Bench) -> None:
-    """Other tasks of its first batch opened the circuit. The task is sent after the circuit closes."""
-    bench.insert("once", at_most_once=True)
-    bench.insert("other")
-    bench.publisher.down[TOPIC] = LOST
-    bench.turns()
-    assert sorted(bench.unsent()) == ["once", "other"]
-    assert bench.count(m.UNCONFIRMED) == 0
-    bench.publisher.down.clear()
-    bench.wait(1)
-    bench.run_for(4)
-    assert bench.unsent() == []
-
-
 def test_a_refusal_does_not_overwrite_a_later_change(bench: Bench) -> None:
     """An operator has set SentAt to NULL, or another worker has sent the task again: their change stays."""
     bench.insert("a", at_most_once=True)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from publishworker.delivery.claim import Claim
 from publishworker.turn.in_flight import Limits
-from publishworker.turn.selection import choose_batches, fitting
+from publishworker.turn.selection import choose_batches
 from publishworker.types import Candidate
-from tests.support.parts import claim_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 #: More than any test needs.
@@ -261,26 +260,6 @@ def test_a_sendable_prefix_stays_in_order_and_is_cut_only_at_its_end(
         assert all(id.startswith("loose") for id, key in zip(batch.ids, keys, strict=True) if key is None)
     keyed = [key for batch in batches for key in batch.keys]
     assert len(keyed) == len(set(keyed))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "free", "alone", "expected"),
-    [
-        ((3, 3, 3), 9, False, 3),
-        ((3, 3, 3), 8, False, 2),
-        ((3, 9, 1), 8, False, 2),  # a batch that does not fit delays no other
-        ((9,), 8, False, 0),
-        ((9, 1), 8, True, 1),
-        ((0, 0), 0, False, 2),
-        ((), 0, True, 0),
-    ],
-)
-def test_started_batches_stay_within_the_byte_limit(
-    sizes: tuple[int, ...], free: int, alone: bool, expected: int
-) -> None:
-    """A message that is larger than all limits goes alone."""
-    batches = [claim_of("orders", str(number), bytes=size) for number, size in enumerate(sizes)]
-    assert len(fitting(batches, free, alone=alone)) == expected
 
 
 def test_a_batch_may_have_exactly_the_allowed_bytes() -> None:

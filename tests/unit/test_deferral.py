@@ -155,46 +155,6 @@ def test_a_worker_that_ends_with_tasks_in_doubt_releases_the_next_task() -> None
     assert bench.publisher.ids() == ids
 
 
-@pytest.mark.parametrize("failing", [{}, {"t00": Failed("unavailable", "no")}], ids=["sent", "mark undone"])
-def test_an_at_most_once_task_releases_the_next_task(bench: Bench, failing: dict[str, Failed]) -> None:
-    """Only other programs register such a task with an ordering key. If its mark is undone, it is ready."""
-    ids = released(bench, 5)
-    bench.change("t00", at_most_once=True)
-    bench.publisher.failing = failing
-    bench.turns()
-    bench.publisher.failing = {}
-    bench.run_for(60, step=5)
-    assert bench.publisher.ids() == [id for id in ids if id in bench.publisher.ids()]
-    assert bench.unsent() == []
-
-
-def test_a_failed_task_makes_the_next_one_return_soon() -> None:
-    """The next one was deferred behind another head, and is in no batch yet."""
-    bench = Bench(size=1)
-    ids = released(bench, 3)
-    bench.change("t00", available_at=bench.store.now + HOUR)
-    bench.publisher.failing = {"head": REFUSED}
-    bench.turns()
-    assert bench.waits("t00") == pytest.approx(60, abs=1)
-    del bench.store.rows["head"]
-    bench.wait(60)
-    bench.turns()
-    assert bench.publisher.ids() == ids[1:]
-
-
-@pytest.mark.parametrize("failure", [UNKNOWN, Failed("unavailable", "no")])
-def test_a_deferred_task_that_fails_brings_its_key_back_to_the_poll(bench: Bench, failure: Failed) -> None:
-    """Its head is gone. After a failure the task has a retry time; after an outage it is ready."""
-    ids = released(bench, 5)
-    bench.change("head", attempts=1)  # so it goes alone
-    bench.publisher.failing = {"t00": failure}
-    bench.turns()
-    assert bench.publisher.ids() == ["head"]
-    bench.publisher.failing = {}
-    bench.run_for(25, step=5)
-    assert bench.publisher.ids() == ids
-
-
 def test_deferred_tasks_are_sent_when_their_head_expires(bench: Bench) -> None:
     """They wait neither for the rest of their hour nor for the head's backoff beyond its expiry."""
     in_a_minute = bench.store.now + timedelta(seconds=60)

@@ -13,7 +13,7 @@ from publishworker.host import Host
 from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
 from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, Limits, StuckBatch
-from publishworker.types import Key, Next, Turn
+from publishworker.types import Key, Next
 from tests.support.parts import claim_of, in_flight_of
 from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
@@ -89,6 +89,13 @@ def test_every_batch_has_a_thread_of_its_own(batches: Batches) -> None:
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_there_is_no_room_while_every_place_is_in_use(batches: Batches) -> None:
+    batches.start(*"abcdefg")
+    assert batches.in_flight_batches.has_room
+    batches.start("h")
+    assert not batches.in_flight_batches.has_room
 
 
 def test_a_straggler_is_left_and_collected_later(batches: Batches) -> None:
@@ -252,18 +259,3 @@ def test_a_batch_that_ends_after_the_last_turn_is_counted(slow: SlowPublisher) -
     bench.relay.turn(), bench.relay.turn()
     slow.release.set()
     assert bench.relay.finish().published == bench.count(m.PUBLISHED) == 1
-
-
-def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher) -> None:
-    """All batches hang: no poll, no busy loop, and a turn ends now and then so that the worker writes its heartbeat."""
-    slow.hanging = {"orders"}
-    bench = bench_of(slow, 40, batches=2, stragglers=0, discovery_seconds=60)
-    bench.relay.turn(), bench.relay.turn()
-    reads = len(bench.store.polls), len(bench.store.discoveries)
-    bench.relay.wake()  # the change stream reports an insert
-    assert bench.relay.turn() == Turn(in_flight=2, next=Next.STILL_WAITING)
-    assert (len(bench.store.polls), len(bench.store.discoveries)) == reads
-    slow.release.set()
-    while bench.unsent():
-        bench.relay.turn()
-    assert sorted(slow.ids()) == sorted(bench.store.rows)

@@ -7,7 +7,7 @@ import pytest
 
 from publishworker.types import TopicLimit
 from tests.support.fakes import serialized
-from tests.support.relay_bench import Bench, overtake
+from tests.support.relay_bench import Bench
 
 MANY = 1_000
 
@@ -96,19 +96,6 @@ def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -
     seconds_to_retry = bench.turns()[-1].seconds_to_retry
     assert seconds_to_retry is not None
     assert seconds_to_retry <= 1
-
-
-def test_a_claimed_task_that_is_not_sent_uses_no_rate(bench: Bench) -> None:
-    """Another worker had sent it, so the tokens are returned."""
-    bench.store.limits = {"orders": TopicLimit(rate=0.001, burst=3)}
-    bench.insert("warm")
-    bench.turns()
-    bench.insert("a", "b")
-    overtake(bench, lambda: bench.change("a", sent_at=bench.store.now))
-    bench.turns()
-    bench.insert("c")
-    bench.turns()
-    assert sorted(bench.publisher.ids()) == ["b", "c", "warm"]
 
 
 def test_tasks_in_flight_stay_within_the_topics_limit(bench: Bench) -> None:

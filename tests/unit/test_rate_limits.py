@@ -110,25 +110,6 @@ def test_changed_limits_apply_at_once_and_keep_saved_tokens(throttle: Timed) -> 
     assert throttle.allowed() == 1
 
 
-def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
-    """There is none, or it was removed. A topic that is limited again has a full burst."""
-    assert throttle.allowances({"orders": 10**6}) == {}
-    throttle.limit(1, 5, 2)
-    throttle.take("invoices", 100)
-    assert set(throttle.allowances({"invoices": 100})) == {"orders"}
-    throttle.take("orders", 5)
-    throttle.apply({"orders": TopicLimit(None, None, 2)}, 1)
-    assert throttle.allowed() == 2
-    throttle.apply({}, 1)
-    assert throttle.allowed() is None
-    assert throttle.seconds_to_next() is None
-    throttle.take("orders", 5)
-    throttle.limit(1, 5)
-    assert throttle.allowed(in_flight=100) == 5
-    throttle.limit(1, 5, 2)
-    assert throttle.allowed() == 2
-
-
 def test_tasks_in_flight_count_towards_the_limit(throttle: Timed) -> None:
     throttle.apply({"orders": TopicLimit(None, None, 5), "invoices": TopicLimit(None, None, 5)}, 1)
     assert [throttle.allowed(in_flight) for in_flight in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]

@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 
@@ -132,23 +131,6 @@ def test_a_stop_during_the_poll_claims_no_task(bench: Bench) -> None:
     bench.relay.turn()
     assert bench.relay.turn(lambda: True).published == 0
     assert bench.publisher.ids() == []
-
-
-def test_a_store_that_does_not_answer_and_a_defect_are_raised(bench: Bench) -> None:
-    """The worker decides: nothing is claimed, and a half-working worker is worse than a dead one."""
-    bench.insert("a")
-    bench.store.away = True
-    with pytest.raises(StoreError):
-        bench.relay.turn()
-    assert bench.publisher.ids() == []
-    bench.store.away = False
-
-    def break_down(*_arguments: object) -> dict[str, Any]:
-        raise ZeroDivisionError
-
-    bench.publisher.publish = break_down
-    with pytest.raises(ZeroDivisionError):
-        bench.turns()
 
 
 @pytest.mark.parametrize("stop", [False, True])

@@ -113,9 +113,3 @@ def test_an_info_that_no_worker_writes_breaks_no_command(info: Any) -> None:
     found = worker(info)
     assert (found.shards, found.settings, found.number("in_flight")) == ([], {}, 0)
     assert [(each.topic, each.since) for each in found.circuits] in ([], [("5", found.seen_at)])
-
-
-def test_a_worker_tells_no_secret() -> None:
-    """Endpoints are hosts and ports: a setting refuses anything else. The file of one worker is not compared."""
-    told = worker_info(settings(pubsub_endpoint="10.0.0.1:443", heartbeat_file="/tmp/x"), View(), ())["settings"]
-    assert told == {"pubsub_endpoint": "10.0.0.1:443"}
