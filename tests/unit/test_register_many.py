@@ -39,6 +39,7 @@ def test_many_tasks_are_one_insert_of_the_rows_of_register() -> None:
     first, second = many.tasks
     assert first == single.tasks[0]
     assert (second.topic, second.message.data, second.at_most_once) == ("invoices", b"2", True)
+    assert (first.ordering_key, second.ordering_key) == ("k", "")
     assert rows[0][5] < rows[1][5]
 
 
