@@ -147,16 +147,6 @@ def test_one_topic_leaves_a_place_to_a_less_urgent_one() -> None:
     assert topics(choose_batches([*flood, other], Limits(1, 1000, 4), Random(1))) == {"orders": 4}
 
 
-def test_in_flight_batches_count_towards_the_limit_and_a_topics_half() -> None:
-    """The flooding topic has two of four places: other topics get the rest, or the flood does if it is alone."""
-    flood = [candidate(f"f{n}", shard=n) for n in range(8)]
-    others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
-    batches = choose_batches([*flood, *others], Limits(1, 1000, 4), Random(1), {"orders": 2})
-    assert topics(batches) == {"invoices": 2}
-    assert len(choose_batches(flood, Limits(1, 1000, 4), Random(1), {"orders": 2})) == 2
-    assert choose_batches(flood, Limits(1, 1000, 4), Random(1), {"orders": 2, "gone": 2}) == []
-
-
 def test_batches_are_filled_up() -> None:
     found = [candidate(f"{shard}-{n}", shard=shard) for shard in range(7) for n in range(60)]
     batches = choose_batches(found, Limits(100, BYTES, 5), Random(1))

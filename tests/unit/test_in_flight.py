@@ -125,7 +125,7 @@ def test_a_wait_ends_at_its_limit(batches: Batches, monkeypatch: pytest.MonkeyPa
 def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has reported, so no turn waits for it. Only tasks without a mark stay in flight, with keys, without bytes."""
+    """It has reported, so no turn waits for it. Tasks without a mark stay in flight. It can be stuck like others."""
     monkeypatch.setattr(in_flight, "MAX_ASIDE", 1)
     running = batches.in_flight_batches
     for topic in "ab":
@@ -143,6 +143,12 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     batches.marks["a"].set()
     eventually(lambda: (running.collect(), len(running) == 1)[1])
     assert running.ids() == {"task-of-b"}
+    for _ in range(12):
+        batches.seconds += 10
+        running.raise_if_stuck()
+    batches.seconds += 1
+    with pytest.raises(StuckBatch, match="of topic b has begun no transaction"):
+        running.raise_if_stuck()
     batches.marks["b"].set()
 
 

@@ -123,18 +123,6 @@ def test_a_key_with_too_many_expired_tasks_is_blocked_with_a_warning(caplog: pyt
     assert [relay.turn().next, relay.turn().next] == [Next.AT_ONCE, Next.SOON]  # an operator may delete the tasks
 
 
-@pytest.mark.usefixtures("bounded")
-def test_few_keys_with_many_expired_tasks_are_read_in_a_turn(caplog: pytest.LogCaptureFixture) -> None:
-    """They are drawn at random, so that each has its turn. There is no warning, because none is blocked for good."""
-    keys = [f"{n}/" for n in range(9)]
-    store = Recording(dict.fromkeys(keys, "x" * 19 + "r"))
-    sendable = [store.sendable(4) for _ in range(60)]
-    assert {key for each in sendable for key in each} == set(keys)
-    assert max(len(each) for each in sendable) == 2
-    assert max(len(asked) * rows for asked, rows in store.asked if rows > 5) == 40
-    assert not caplog.records
-
-
 def test_tasks_are_cut_where_a_batch_is_full_to_the_byte() -> None:
     tasks = [QueuedTask(str(n), size, sendable=True) for n, size in enumerate((5, 5, 5, 5, 1, 1, 1, 11, 2))]
     pieces = [[each.bytes for each in piece] for piece in cut(tasks, Limits(2, 10, 1))]
