@@ -98,4 +98,4 @@ def _registered(call: tuple[dict[str, Any], set[str]]) -> None:
 
 def test_register_stores_the_given_values_or_refuses_them(fuzz: Fuzz) -> None:
     """No other error, no altered byte, nothing added when it is refused."""
-    fuzz(_registered, 200, 40_000)
+    fuzz(_registered, 200, 70_000)

@@ -1,9 +1,8 @@
-"""Settings, command lines and rows of the control table: a value that is kept, or a sentence that names the culprit."""
+"""Command lines: run, or refused in a sentence."""
 
 import contextlib
 import functools
 import io
-import math
 from typing import Any
 from unittest import mock
 
@@ -12,17 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox import cli
-from outbox.errors import NotReached, SettingError
-from outbox.program.settings import Field, fields_of
+from outbox.errors import NotReached
 from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as worker
-from publishworker.process.settings import WorkerSettings
-from publishworker.topics.availability import RateLimits, valid
-from publishworker.types import TopicControls, TopicLimit
 from tests.fuzz.conftest import Fuzz
 
-FIELDS = {field.name: field for field in fields_of(WorkerSettings)}
-GOOD = {"project": "my-project", "instance": "main", "database": "shop"}
 numbers = (
     st.integers().map(str) | st.floats().map(str) | st.integers(0, 10**6).map(str)
     | st.sampled_from(["1e3", "1_000", "٣", " 5 ", "0x10", "9" * 5000, "-0", "1.", "nan", "inf"])
@@ -31,29 +24,6 @@ texts = (
     numbers | st.text(max_size=20) | st.from_regex(r"[a-z][a-z0-9-]{0,40}", fullmatch=True)
     | st.sampled_from(["", "\n", "a\n", "shop\n", "*", "a,b", ",", "debug", "json", "skip", "/tmp/x", "x" * 300])
 )  # fmt: skip
-
-
-@given(name=st.sampled_from(sorted(FIELDS)), text=texts, by_flag=st.booleans())
-def _read(name: str, text: str, by_flag: bool) -> None:
-    field: Field = FIELDS[name]
-    others = {flag: value for flag, value in GOOD.items() if flag != name}
-    try:
-        if by_flag:
-            settings = WorkerSettings.read({**others, name: text}, {})
-        else:
-            settings = WorkerSettings.read(others, {field.variable: text})
-    except SettingError as error:
-        named = str(error)
-        assert named.startswith((field.flag, field.variable, "--backoff-initial", "--backoff-max"))
-        assert "not allowed. It must" in named
-        return
-    value = getattr(settings, name)
-    assert value == type(value)(text)
-    assert isinstance(value, str) or math.isfinite(value)
-
-
-def test_a_setting_has_the_given_value_or_is_refused_by_name(fuzz: Fuzz) -> None:
-    fuzz(_read, 250, 30_000)
 
 
 words = st.sampled_from(
@@ -101,38 +71,3 @@ def _nothing_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 def test_a_command_line_is_run_or_refused_in_a_sentence(fuzz: Fuzz) -> None:
     """Of all three commands; never a stack trace."""
     fuzz(_called, 100, 6_000)
-
-
-limits = st.builds(
-    TopicLimit,
-    st.none() | st.floats(),
-    st.none() | st.integers(-(2**63), 2**63 - 1),
-    st.none() | st.integers(-(2**63), 2**63 - 1),
-)
-
-
-@given(
-    st.lists(st.dictionaries(st.text(max_size=9), limits, max_size=4), max_size=4),
-    st.integers(1, 50),
-    st.lists(st.floats(0, 1e6), min_size=4, max_size=4),
-)
-def _limited(applied: list[dict[str, TopicLimit]], workers: int, steps: list[float]) -> None:
-    now = 0.0
-    throttle = RateLimits(lambda: now)
-    for step, limits_now in zip(steps, applied, strict=False):
-        throttle.apply(valid(TopicControls(limits=limits_now))[0].limits, workers)
-        allowed = throttle.allowances({})
-        assert set(allowed) <= set(limits_now)
-        for topic, tasks in allowed.items():
-            # As a float: beyond 2**53 a burst is counted to the next one.
-            assert 0 <= tasks <= float(max(limits_now[topic].burst or 0, limits_now[topic].in_flight or 0, 1))
-        for topic in limits_now:
-            throttle.take(topic, 3)
-        seconds = throttle.seconds_to_next()
-        assert seconds is None or seconds >= 0
-        now += step
-
-
-def test_an_invalid_limit_limits_nothing(fuzz: Fuzz) -> None:
-    """Whatever numbers stand in AsynchronousTaskTopics."""
-    fuzz(_limited, 150, 20_000)

@@ -1,16 +1,14 @@
 """Tasks that are marked before they are published: a loss rather than a duplicate, and only in one window."""
 
-import threading
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim, Delivered, Kind
-from publishworker.spanner.errors import NotWritten, Refused, StoreError
-from publishworker.spanner.store import Decide
+from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Answer, Failed, LockedRow, Sent, Skipped
 from tests.support.parts import claim_of
@@ -41,55 +39,12 @@ def test_an_at_most_once_task_is_marked_before_its_own_batch_is_published(bench:
     assert (bench.count(m.PUBLISHED), bench.count(m.UNCONFIRMED)) == (2, 0)
 
 
-def test_a_task_whose_mark_was_aborted_is_not_in_doubt(bench: Bench) -> None:
-    """The commit of the mark is aborted, and the rows cannot be locked again, so they are unchanged."""
-    bench.insert("once", at_most_once=True)
-
-    def abort_the_mark() -> None:
-        bench.abort_once(lambda: setattr(bench.store, "away", True))
-
-    bench.store.before_commit = abort_the_mark  # after the commit that detected the task's mode
-    with pytest.raises(StoreError):
-        bench.turns()
-    assert (bench.store.rows["once"].sent_at, bench.count(m.UNCONFIRMED)) == (None, 0)
-    bench.store.away = False
-    bench.turns()
-    assert (bench.publisher.ids(), bench.count(m.UNCONFIRMED)) == (["once"], 0)
-
-
 def test_a_task_whose_mark_was_refused_is_not_in_doubt(bench: Bench) -> None:
     bench.insert("once", at_most_once=True)
     bench.commits(None, NotWritten("PERMISSION_DENIED"))
     bench.turns()
     bench.turns()
     assert (bench.publisher.ids(), bench.unsent(), bench.count(m.UNCONFIRMED)) == (["once"], [], 0)
-
-
-def test_a_task_that_waits_for_its_own_batch_joins_no_other(bench: Bench) -> None:
-    """The batch that detects the task ends between two turns, and the poll still returns the task."""
-    bench.relay = bench.another(batches=4, stragglers=3)
-    in_flight_batches, claims, hold = bench.relay.in_flight, list[Sequence[str]](), threading.Event()
-
-    def commit_slowly() -> None:
-        bench.store.before_commit = lambda: None
-        hold.wait(10)
-
-    claim = bench.store.claim
-
-    def noted(ids: Sequence[str], decide: Decide) -> datetime:
-        claims.append(ids)
-        return claim(ids, decide)
-
-    bench.store.before_commit = commit_slowly
-    bench.store.claim = noted  # type: ignore[method-assign]  # to see what is claimed
-    bench.insert("once", at_most_once=True)
-    eventually(lambda: bool(bench.relay.turn() and claims))
-    hold.set()
-    eventually(lambda: not in_flight_batches._reports.empty())
-    bench.turns()
-    bench.relay.finish()
-    assert claims == [("once",), ("once",)]
-    assert (bench.publisher.ids(), bench.count(m.ALREADY_PUBLISHED)) == (["once"], 0)
 
 
 @pytest.mark.parametrize(
@@ -164,19 +119,6 @@ def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(bench: Ben
     publisher.release.set()
 
 
-@pytest.mark.parametrize("error", [NO_ANSWER, Refused("no")])
-def test_a_mark_that_cannot_be_undone_delays_the_tasks_behind_it(bench: Bench, error: StoreError) -> None:
-    """`register` refuses such a task with an ordering key, but other writers may insert it."""
-    bench.insert("a", at_most_once=True, ordering_key="k")
-    bench.insert("b", ordering_key="k", sequence=1)
-    bench.commits(None, None, error)
-    bench.publisher.failing = {"a": MISSING}
-    bench.turns(), bench.turns()
-    bench.publisher.failing.clear()
-    bench.run_for(200, step=10)
-    assert (bench.publisher.ids(), bench.unsent()) == (["a", "b"], [])
-
-
 @pytest.mark.parametrize(
     ("reason", "attempts"),
     [("invalid_argument", 3), ("not_found", 2), ("credentials", 2), ("resource_exhausted", 2), ("unauthenticated", 2)],
@@ -227,28 +169,6 @@ def test_an_outage_loses_few_at_most_once_tasks(bench: Bench, failure: Failed, m
     assert len(set(bench.publisher.ids())) == len(bench.publisher.ids()) == 60 - lost
 
 
-def test_an_at_most_once_task_is_not_marked_while_its_circuit_is_open(bench: Bench) -> None:
-    """Other tasks of its first batch opened the circuit. The task is sent after the circuit closes."""
-    bench.insert("once", at_most_once=True)
-    bench.insert("other")
-    bench.publisher.down[TOPIC] = LOST
-    bench.turns()
-    assert sorted(bench.unsent()) == ["once", "other"]
-    assert bench.count(m.UNCONFIRMED) == 0
-    bench.publisher.down.clear()
-    bench.wait(1)
-    bench.run_for(4)
-    assert bench.unsent() == []
-
-
-def test_refused_commits_cause_no_busy_loop(bench: Bench) -> None:
-    bench.insert("a", at_most_once=True)
-    bench.turns()
-    bench.change("a", sent_at=None)
-    bench.commits(*[None, StoreError("no permission to update")] * 50)  # its first batch is committed, the mark is not
-    assert sum(bench.relay.turn().made_progress for _ in range(20)) <= 1
-
-
 def test_a_refusal_does_not_overwrite_a_later_change(bench: Bench) -> None:
     """An operator has set SentAt to NULL, or another worker has sent the task again: their change stays."""
     bench.insert("a", at_most_once=True)
@@ -282,19 +202,6 @@ def test_an_undecodable_or_expired_task_is_dead_without_a_mark(bench: Bench) -> 
     assert bench.count(m.DEAD) == 3
     # Only a task that was marked is claimed a third time, to remove the mark.
     assert [bench.store.claimed[id] for id in ("bad", "late")] == [2, 2]
-
-
-def test_a_task_that_another_worker_marked_between_two_attempts_is_not_published(bench: Bench) -> None:
-    """The second transaction attempt decides. Publishing begins after the transaction has ended."""
-    bench.insert("theirs", "ours", at_most_once=True)
-
-    def abort_the_mark() -> None:
-        bench.abort_once(lambda: bench.change("theirs", sent_at=bench.store.now))
-
-    bench.store.before_commit = abort_the_mark
-    bench.turns()
-    assert bench.publisher.ids() == ["ours"]
-    assert bench.count(m.UNCONFIRMED) == 0
 
 
 def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:

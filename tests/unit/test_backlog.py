@@ -8,7 +8,6 @@ from outbox.admin import backlog
 from outbox.admin.backlog import Backlog, BacklogCounter, Line
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
-LOWEST, HIGHEST = -(2**63), 2**63 - 1
 
 
 def test_a_request_has_a_limited_number_of_ranges():

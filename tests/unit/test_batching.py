@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from publishworker.delivery.claim import Claim
 from publishworker.turn.in_flight import Limits
-from publishworker.turn.selection import choose_batches, fitting
+from publishworker.turn.selection import choose_batches
 from publishworker.types import Candidate
-from tests.support.parts import claim_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 #: More than any test needs.
@@ -96,20 +95,6 @@ def test_priority_is_global() -> None:
     assert (kinds([first]), kinds([second])) == ({"9": 10}, {"1": 10})
 
 
-def test_one_topic_gets_at_most_half_while_another_has_tasks() -> None:
-    """Half is rounded up, so a topic can use a single place. A topic gets everything if no other has tasks."""
-    flood = [candidate(f"f{n}", shard=n) for n in range(8)]
-    batches = choose_batches([*flood, candidate("small", topic="invoices")], Limits(1, 1000, 4), Random(1))
-    assert topics(batches) == {"orders": 3, "invoices": 1}
-    assert len(choose_batches(flood, Limits(1, 1000, 4), Random(1))) == 4
-    others = [candidate(topic, topic=topic) for topic in ("invoices", "refunds")]
-    batches = choose_batches([*flood, *others], Limits(1, 1000, 3), Random(1))
-    assert topics(batches)["orders"] <= 2
-    equal = [candidate(f"{topic}-{n}", topic=topic, shard=n) for n in range(5) for topic in ("orders", "invoices")]
-    assert sorted(topics(choose_batches(equal, Limits(1, 1000, 3), Random(1))).values()) == [1, 2]
-    assert sum(len(choose_batches(equal, Limits(1, 1000, 1), Random(seed))) for seed in range(5)) == 5
-
-
 @given(
     st.lists(
         st.builds(
@@ -162,16 +147,6 @@ def test_one_topic_leaves_a_place_to_a_less_urgent_one() -> None:
     assert topics(choose_batches([*flood, other], Limits(1, 1000, 4), Random(1))) == {"orders": 4}
 
 
-def test_in_flight_batches_count_towards_the_limit_and_a_topics_half() -> None:
-    """The flooding topic has two of four places: other topics get the rest, or the flood does if it is alone."""
-    flood = [candidate(f"f{n}", shard=n) for n in range(8)]
-    others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
-    batches = choose_batches([*flood, *others], Limits(1, 1000, 4), Random(1), {"orders": 2})
-    assert topics(batches) == {"invoices": 2}
-    assert len(choose_batches(flood, Limits(1, 1000, 4), Random(1), {"orders": 2})) == 2
-    assert choose_batches(flood, Limits(1, 1000, 4), Random(1), {"orders": 2, "gone": 2}) == []
-
-
 def test_batches_are_filled_up() -> None:
     found = [candidate(f"{shard}-{n}", shard=shard) for shard in range(7) for n in range(60)]
     batches = choose_batches(found, Limits(100, BYTES, 5), Random(1))
@@ -203,26 +178,6 @@ def test_ready_and_due_tasks_of_one_priority_get_half_each(size: int, batches: i
     taken = kinds(choose_batches(found, Limits(size, BYTES, batches), Random(2)))
     assert taken["ready"] + taken["due"] == size * batches
     assert abs(taken["ready"] - taken["due"]) <= -(-size // 2)
-
-
-def test_a_single_place_alternates_between_ready_and_due_tasks() -> None:
-    """A worker with one batch at a time starves neither. Due tasks get everything while there are no others."""
-    random = Random(1)
-    found = [candidate("ready"), due("due")]
-    taken = Counter(id for _ in range(200) for id in ids(choose_batches(found, Limits(1, 1000, 1), random)))
-    assert min(taken["ready"], taken["due"]) > 60
-    found = [due(f"due-{n}") for n in range(100)]
-    assert len(ids(choose_batches(found, Limits(10, BYTES, 4), random))) == 40
-
-
-def test_ready_and_due_prefixes_get_half_of_the_tasks_each() -> None:
-    """An ordering key counts for as many tasks as it has: long due ones do not starve ready tasks."""
-    ready = [candidate(f"ready-{n}", shard=n % 10) for n in range(100)]
-    late = [prefix(f"due-{n}-", 9, shard=n % 10) for n in range(40)]
-    late = [each._replace(available_at=NOON - timedelta(seconds=n)) for n, each in enumerate(late)]
-    taken = kinds(choose_batches([*ready, *late], Limits(20, 10**6, 5), Random(1)))
-    assert 35 <= taken["ready"] <= 65
-    assert taken.total() >= 85
 
 
 def test_a_sample_is_uniform_over_slices() -> None:
@@ -295,26 +250,6 @@ def test_a_sendable_prefix_stays_in_order_and_is_cut_only_at_its_end(
         assert all(id.startswith("loose") for id, key in zip(batch.ids, keys, strict=True) if key is None)
     keyed = [key for batch in batches for key in batch.keys]
     assert len(keyed) == len(set(keyed))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "free", "alone", "expected"),
-    [
-        ((3, 3, 3), 9, False, 3),
-        ((3, 3, 3), 8, False, 2),
-        ((3, 9, 1), 8, False, 2),  # a batch that does not fit delays no other
-        ((9,), 8, False, 0),
-        ((9, 1), 8, True, 1),
-        ((0, 0), 0, False, 2),
-        ((), 0, True, 0),
-    ],
-)
-def test_started_batches_stay_within_the_byte_limit(
-    sizes: tuple[int, ...], free: int, alone: bool, expected: int
-) -> None:
-    """A message that is larger than all limits goes alone."""
-    batches = [claim_of("orders", str(number), bytes=size) for number, size in enumerate(sizes)]
-    assert len(fitting(batches, free, alone=alone)) == expected
 
 
 def test_a_batch_may_have_exactly_the_allowed_bytes() -> None:

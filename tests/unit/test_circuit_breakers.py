@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from datetime import UTC, datetime
 from random import Random
 
@@ -17,13 +16,6 @@ from tests.support.parts import claim_of
 AWAY = Failed("unavailable", "away")
 MISSING = Failed("not_found", "missing")
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-
-
-class Clock:
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 class Watch(CircuitBreakers):
@@ -124,16 +116,6 @@ def test_a_circuit_is_open_until_its_probe_then_half_open(watch: Watch) -> None:
     assert not watch.states()["orders"].is_open
     watch.probe(Sent("1"))
     assert watch.states() == {}
-
-
-def test_the_circuit_that_is_due_longest_is_probed_first() -> None:
-    breakers = CircuitBreakers(Random(3), clock := Clock(), places=4)
-    for topic in ("later", "first"):
-        breakers.observe(Delivered(claim_of(topic, "a"), answers={"a": AWAY}))
-        clock.seconds += 0.5 if topic == "later" else 2
-    breakers.observe(Delivered(replace(breakers.begin_batch(claim_of("later", "b"))), answers={"b": AWAY}))
-    clock.seconds += 10
-    assert breakers.suspended() == {"later"}
 
 
 def test_batches_that_fail_together_are_one_failure(watch: Watch) -> None:

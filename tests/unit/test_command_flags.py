@@ -1,4 +1,4 @@
-"""Flags that several commands have: IDs, a selection, and the printed command to continue."""
+"""The argument parser of all commands, and flags of several: IDs, a selection, the printed command to continue."""
 
 import argparse
 import importlib.util
@@ -22,6 +22,7 @@ from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.terminal import as_json
 from outbox.program.times import shown
+from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as publishworker
 from tests.support.commands import here
 
@@ -140,7 +141,6 @@ def test_a_selection_uses_the_databases_time():
         ("retry --state ded", "or scheduled. Did you mean 'dead'?"),
         ("cancel --state sent", "It must be pending, retrying, scheduled, blocked or dead\n"),
         ("list --state ded", "dead or sent. Did you mean 'dead'?"),
-        ("statsu", "unknown command 'statsu'. Did you mean 'status'? `outbox --help` lists the commands"),
         ("status --color blue", "--color: 'blue' is not allowed. It must be auto, always or never"),
         ("list --topic=", "--topic: '' is not allowed. It must be 1 to 400 characters of valid Unicode"),
         ("list --error \udc80", "is not allowed"),
@@ -201,6 +201,50 @@ def test_an_empty_file_of_ids_changes_nothing():
     done = here("retry", "--ids-file", "/dev/null", environment=DATABASE)
     assert (done.code, done.stdout) == (1, "")
     assert done.stderr == "outbox: /dev/null contains no task IDs. Nothing was changed\n"
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "error"),
+    [
+        (
+            publishworker.main,
+            "rnu",
+            "publishworker: unknown command 'rnu'. Did you mean 'run'? `publishworker --help` lists",
+        ),
+        (
+            publishworker.main,
+            "run --poll-intervall 2",
+            "publishworker: unknown flag '--poll-intervall'. Did you mean '--poll-interval'? `publishworker run ",
+        ),
+        (
+            publishworker.main,
+            "run --poll-int=2",
+            "publishworker: unknown flag '--poll-int'. Did you mean '--poll-interval'?",
+        ),
+        (publishworker.main, "drain now", "publishworker: unexpected argument 'now'. See `publishworker drain --help`"),
+        (cli.main, "status --projct x", "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox s"),
+        (
+            cli.main,
+            "--projct x status",
+            "outbox: unknown flag '--projct'. Did you mean '--project'? `outbox --help`",
+        ),
+        (cli.main, "retry --zzz", "outbox: unknown flag '--zzz'. `outbox retry --help` lists the flags"),
+        (pipeline.main, "archvie", "outbox-pipeline: unknown job 'archvie'. Did you mean 'archive'?"),
+    ],
+)
+def test_a_misspelled_command_or_flag_is_refused_with_the_nearest_name(
+    main: Any, words: str, error: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(error)
+
+
+def test_the_health_check_accepts_no_abbreviation(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        publishworker.main(["healthcheck", "--max", "60"])
+    assert "unrecognized arguments: --max" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

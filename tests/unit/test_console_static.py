@@ -1,16 +1,21 @@
-"""The files that the console serves as they are."""
+"""The files of the console: those that it serves as they are, and its templates."""
 
 import base64
 import hashlib
 import re
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
-from outbox.console import visits
 from outbox.console.application import routes
+from outbox.console.visits import _ENVIRONMENT
 from outbox.table.states import STATES
+from publishworker.pubsub.errors import REASONS, FailureKind
 
 STATIC = resources.files("outbox.console") / "static"
 TEMPLATES = resources.files("outbox.console") / "templates"
+PARTS: Any = _ENVIRONMENT.get_template("parts.html").module
+RUNBOOK = Path(__file__).parents[2] / "docs/operations/runbook.md"
 #: Of dist/htmx.min.js in the npm package htmx.org 2.0.11 (0BSD). A new version is a new hash here.
 HTMX = "1v3HXyBOa976mbab8ebUrGm4o2T3eSn0XBNHa0AA9xc="
 
@@ -32,10 +37,25 @@ def test_pages_load_nothing_from_elsewhere_and_have_no_inline_code() -> None:
 
 
 def test_pages_explain_every_state() -> None:
-    assert tuple(visits._ENVIRONMENT.get_template("parts.html").module.SENTENCES) == STATES  # type: ignore[attr-defined]  # set by it
+    assert tuple(PARTS.SENTENCES) == STATES
 
 
 def test_htmx_evaluates_no_code() -> None:
     base = (TEMPLATES / "base.html").read_text(encoding="utf-8")
     assert '"allowEval": false' in base
     assert '"includeIndicatorStyles": false' in base
+
+
+def test_every_reason_leads_to_a_section_that_exists() -> None:
+    headings = re.findall(r"^#+ (.+)$", RUNBOOK.read_text(encoding="utf-8"), re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    sections = {reason.name: PARTS.runbook(f"{reason.name}: 404").partition("#")[2] for reason in REASONS}
+    assert set(sections.values()) - {""} <= anchors
+    assert {name for name, section in sections.items() if not section} == {
+        reason.name for reason in REASONS if reason.kind is FailureKind.UNKNOWN
+    }
+
+
+def test_other_errors_lead_to_the_whole_runbook() -> None:
+    for error in ("", ": x", "by hand: x"):
+        assert PARTS.runbook(error).endswith("/docs/operations/runbook.md")

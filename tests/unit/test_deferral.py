@@ -1,6 +1,5 @@
 """Tasks behind a head that is not due, between fakes: deferred, and ready again when the head has gone."""
 
-import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -55,24 +54,6 @@ def test_a_head_that_is_not_due_blocks_only_its_key(bench: Bench, state: str) ->
     assert bench.relay.turn().polled == 0
 
 
-def test_a_dead_head_blocks_its_key_until_an_operator_acts(bench: Bench) -> None:
-    """Then the deferred tasks are sent at once, even if there are more of them than a batch holds."""
-    tail = [f"t{n:02}" for n in range(35)]
-    bench.line("head", *tail)
-    bench.publisher.failing = {"head": REFUSED}
-    bench.turns()
-    for _ in range(3):
-        bench.wait(3600)
-        bench.turns()
-    assert bench.publisher.ids() == []
-    assert bench.store.rows["head"].available_at == NEVER
-    assert {bench.store.rows[id].attempts for id in tail} == {0}
-    bench.publisher.failing = {}
-    bench.change("head", available_at=None, attempts=0)
-    bench.turns()
-    assert bench.publisher.ids() == ["head", *tail]
-
-
 def test_any_worker_sends_deferred_tasks_whose_head_is_gone(bench: Bench) -> None:
     """The commit that marks a batch releases the next deferred task, so each poll finds the key by it."""
     ids = released(bench, 35)
@@ -119,30 +100,6 @@ def test_a_head_that_no_longer_blocks_is_noticed_within_a_minute(
         bench.wait(60)
     bench.turns()
     assert bench.publisher.ids() == ids[scheduled:] + ["new"] * bool(seconds)
-
-
-@pytest.mark.parametrize("failing", [False, True])
-@pytest.mark.parametrize("later", [0, 30, 200])
-@pytest.mark.parametrize("tasks", [1, 2, 8])
-def test_a_head_that_is_deleted_with_tasks_behind_it_is_noticed_within_a_minute(
-    bench: Bench, tasks: int, later: int, failing: bool
-) -> None:
-    """All at once, or the tasks behind it `later`. The head was dead or has just failed."""
-    ids = block(bench, 25)
-    if failing:
-        bench.change("head", available_at=None)
-        bench.publisher.failing = {"head": REFUSED}
-    bench.turns(40)
-    if later:
-        bench.run_for(later, step=10)
-    del bench.store.rows["head"]
-    if later == 30:  # those that return within the minute
-        bench.wait(20)
-    for id in ids[:tasks]:
-        del bench.store.rows[id]
-    bench.wait(60)
-    bench.turns()
-    assert bench.publisher.ids() == ids[tasks:]
 
 
 def test_a_blocked_key_costs_one_transaction_a_minute(bench: Bench) -> None:
@@ -198,98 +155,6 @@ def test_a_worker_that_ends_with_tasks_in_doubt_releases_the_next_task() -> None
     assert bench.publisher.ids() == ids
 
 
-@pytest.mark.parametrize("failing", [{}, {"t00": Failed("unavailable", "no")}], ids=["sent", "mark undone"])
-def test_an_at_most_once_task_releases_the_next_task(bench: Bench, failing: dict[str, Failed]) -> None:
-    """Only other programs register such a task with an ordering key. If its mark is undone, it is ready."""
-    ids = released(bench, 5)
-    bench.change("t00", at_most_once=True)
-    bench.publisher.failing = failing
-    bench.turns()
-    bench.publisher.failing = {}
-    bench.run_for(60, step=5)
-    assert bench.publisher.ids() == [id for id in ids if id in bench.publisher.ids()]
-    assert bench.unsent() == []
-
-
-def test_a_failed_task_makes_the_next_one_return_soon() -> None:
-    """The next one was deferred behind another head, and is in no batch yet."""
-    bench = Bench(size=1)
-    ids = released(bench, 3)
-    bench.change("t00", available_at=bench.store.now + HOUR)
-    bench.publisher.failing = {"head": REFUSED}
-    bench.turns()
-    assert bench.waits("t00") == pytest.approx(60, abs=1)
-    del bench.store.rows["head"]
-    bench.wait(60)
-    bench.turns()
-    assert bench.publisher.ids() == ids[1:]
-
-
-def test_each_of_many_keys_releases_its_next_task() -> None:
-    """The more keys there are, the fewer tasks of each are read. The last one that is read is the next task."""
-    bench = Bench(size=200, batches=8)
-    keys = [f"k{n}" for n in range(100)]
-    for key in keys:
-        bench.line(f"{key} head", key=key, available_at=NEVER, attempts=1)
-        bench.line(*(f"{key} {n:02}" for n in range(60)), key=key)
-    bench.turns(200)
-    assert bench.publisher.ids() == []
-    for key in keys:
-        bench.change(f"{key} head", available_at=None)
-    bench.turns(200)
-    assert bench.unsent() == []
-
-
-def test_a_task_not_tried_before_the_deadline_is_ready_again(bench: Bench) -> None:
-    """Untried deferred tasks of the batch are in no poll, so the first of them is released."""
-    ids = released(bench, 5)
-    bench.change("t02", attempts=1)  # in a request of its own
-    bench.publisher.out_of_time = {"t02"}
-    bench.relay.turn()
-    assert bench.publisher.ids() == ids[:3]
-    assert [bench.waits(id) is None for id in ids[3:]] == [True, False, False]
-    bench.publisher.out_of_time = set()
-    bench.turns()
-    assert bench.publisher.ids() == ids
-
-
-def test_a_limited_topic_sends_a_part_of_a_key(bench: Bench) -> None:
-    bench.store.limits["orders"] = TopicLimit(rate=0.5, burst=3)
-    ids = released(bench, 9)
-    bench.run_for(30, step=6)
-    assert [len(request) for request in bench.publisher.requests[:3]] == [3, 3, 3]
-    assert bench.publisher.ids() == ids
-
-
-@pytest.mark.parametrize("failure", [UNKNOWN, Failed("unavailable", "no")])
-def test_a_deferred_task_that_fails_brings_its_key_back_to_the_poll(bench: Bench, failure: Failed) -> None:
-    """Its head is gone. After a failure the task has a retry time; after an outage it is ready."""
-    ids = released(bench, 5)
-    bench.change("head", attempts=1)  # so it goes alone
-    bench.publisher.failing = {"t00": failure}
-    bench.turns()
-    assert bench.publisher.ids() == ["head"]
-    bench.publisher.failing = {}
-    bench.run_for(25, step=5)
-    assert bench.publisher.ids() == ids
-
-
-@pytest.mark.parametrize("skip_dead", [False, True])
-def test_a_skipped_head_releases_the_next_task(skip_dead: bool) -> None:
-    """It expired, or died in skip mode, alone in its batch, so the deferred task behind it becomes the head."""
-    bench = Bench(size=1, skip_dead=skip_dead)
-    ids = released(bench, 3)
-    if skip_dead:
-        bench.change("head", available_at=NEVER)
-        bench.turns()
-        bench.change("head", available_at=None)
-        bench.publisher.failing = {"head": REFUSED}
-    else:
-        bench.change("head", expires_at=bench.store.now)
-    bench.turns()
-    assert bench.publisher.ids() == ids[1:]
-
-
 def test_deferred_tasks_are_sent_when_their_head_expires(bench: Bench) -> None:
     """They wait neither for the rest of their hour nor for the head's backoff beyond its expiry."""
     in_a_minute = bench.store.now + timedelta(seconds=60)
@@ -334,16 +199,6 @@ def test_nothing_is_deferred_behind_a_head_that_has_changed(
     assert bench.publisher.ids() == sent
 
 
-def test_a_deferral_that_fails_is_reported_and_tried_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    block(bench, 2)
-    bench.commits(StoreError("not now"))
-    bench.turns()
-    assert "Commit failed for 3 tasks of topic orders: " in caplog.text
-    bench.turns()
-    assert bench.publisher.ids() == []
-    assert bench.count(m.DEFERRED) == 2
-
-
 @pytest.mark.parametrize(("batches", "max_turns"), [(1, 40), (2, 20), (8, 5)])
 def test_an_endless_blocked_key_delays_no_other_task(batches: int, max_turns: int) -> None:
     """Deferring uses a part of the places, even if there is only one and the key gets new tasks."""
@@ -356,45 +211,6 @@ def test_an_endless_blocked_key_delays_no_other_task(batches: int, max_turns: in
         bench.line(*(f"u{turns}-{n}" for n in range(10)))
         turns += 1
         assert turns < max_turns
-
-
-def test_deferring_uses_half_of_the_places_while_no_task_is_sendable() -> None:
-    """A long tail is deferred soon. Locked heads leave the other half to tasks that arrive meanwhile."""
-    bench = Bench(batches=8)
-    block(bench, 200)
-    assert max(turn.deferred for turn in bench.turns(30)) > 20
-    bench = Bench(batches=8)
-    heads = [f"head{n}" for n in range(10)]
-    for n, head in enumerate(heads):
-        bench.line(head, key=f"k{n}", available_at=NEVER, attempts=1)
-        bench.line(f"t{n}", key=f"k{n}")
-    bench.relay.turn()
-    with contextlib.ExitStack() as transactions:
-        for head in heads:
-            transactions.enter_context(bench.store.locked(head))
-        assert max(bench.relay.turn().in_flight for _ in range(6)) == 4
-        bench.insert("x", topic="invoices")
-        while "x" not in bench.publisher.ids():
-            bench.relay.turn()
-    bench.turns(100)
-    assert bench.publisher.ids() == ["x"]
-    assert bench.count(m.DEFERRED) == 10
-
-
-@pytest.mark.parametrize("first", ["deferring", "sending", "both"])
-def test_deferring_uses_none_of_a_topics_rate(first: str) -> None:
-    bench = Bench(batches=8)
-    bench.store.limits["orders"] = TopicLimit(rate=0.001, burst=5)
-    if first == "sending":
-        bench.insert("x")
-        bench.turns()
-    block(bench, 9)
-    if first == "deferring":
-        bench.turns()
-        assert bench.count(m.DEFERRED) == 9
-    bench.insert(*(f"x{n}" for n in range(9)), priority=100)
-    bench.turns()
-    assert len(bench.publisher.ids()) == 5
 
 
 def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:

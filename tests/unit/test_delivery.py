@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from outbox.message import RawPubsubMessage
-from outbox.table.states import NEVER
 from publishworker.delivery.claim import Delivered, Kind
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.marking import Marking
@@ -92,16 +91,6 @@ def test_a_batch_that_sent_a_task_shows_that_its_topic_works(bench: Bench) -> No
     assert bench.deliver("a", "b", suspects=suspects, accepts=False).recorded.keys() == {"a"}
 
 
-def test_tasks_behind_a_skipped_dead_task_are_sent(bench: Bench) -> None:
-    """The task died between the poll and the lock."""
-    bench.insert("a", ordering_key="k", sequence=1, available_at=NEVER)
-    bench.insert("b", ordering_key="k", sequence=2)
-    bench.deliver("a", "b", keys=("k", "k"))
-    assert bench.ids() == []
-    bench.deliver("a", "b", keys=("k", "k"), skip_dead=True)
-    assert bench.ids() == ["b"]
-
-
 def test_a_task_published_in_an_aborted_attempt_is_reported_without_its_row(bench: Bench) -> None:
     """The task is in doubt, so the worker must know the version of the row."""
     bench.insert("a", "b")
@@ -115,20 +104,6 @@ def test_a_task_published_in_an_aborted_attempt_is_reported_without_its_row(benc
     result = bench.deliver("a", "b")
     assert (result.error, sorted(result.published())) == ("no answer", ["a", "b"])
     assert result.uncommitted() == ["a", "b"]
-
-
-def test_a_task_that_is_deleted_after_an_aborted_publish_is_uncommitted(bench: Bench) -> None:
-    """For example by `outbox.cancel`: it was received, and its row does not show it."""
-    bench.insert("a", "b")
-
-    def commit() -> None:
-        bench.store.before_commit = lambda: None
-        del bench.store.rows["a"]
-        raise Abort
-
-    bench.store.before_commit = commit
-    result = bench.deliver("a", "b")
-    assert (result.error, result.published(), result.uncommitted()) == (None, ["a", "b"], ["a"])
 
 
 def test_a_batch_has_written_if_it_has_marked_a_task_or_recorded_a_failure(bench: Bench) -> None:

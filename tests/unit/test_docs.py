@@ -1,4 +1,4 @@
-"""The documentation agrees with the code: every name on a page exists, and generated pages are up to date."""
+"""The documentation agrees with the code and with the figures, and all dependencies have an allowed licence."""
 
 import ast
 import functools
@@ -7,6 +7,9 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import astuple
+from importlib import metadata
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ import pytest
 
 import outbox
 import outbox.testing
+from publishworker.process.settings import RelaySettings
 from tests.benchmarks import page as benchmarks
 from tests.benchmarks import results
+from tests.benchmarks.cost import cost
 from tests.faults import page as faults
 from tests.simulation import scale
 from tests.support.statements import scans
@@ -78,7 +83,7 @@ def script(name: str) -> Any:
     return module
 
 
-generate, site = functools.partial(script, "generate"), functools.partial(script, "site")
+generate, licences, site = (functools.partial(script, name) for name in ("generate", "licences", "site"))
 
 
 def test_generated_pages_match_the_code() -> None:
@@ -216,3 +221,50 @@ def test_the_site_does_not_break_names() -> None:
     """A block of code and a command stay as they are."""
     text = "`--batch-size`, `a b`,`c d`\n```sh\n`x`\n```\n"
     assert site().on_site(text, ROOT / "docs", "") == text.replace("size`", "size`{.name}")
+
+
+#: Permissive ones, and the MPL, which asks only for the source of its own files. Ask a lawyer before you add another.
+ALLOWED = {
+    "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "0BSD", "MIT", "MIT-0", "MPL-2.0", "PSF-2.0", "Zlib", "CC0-1.0"
+}  # fmt: skip
+
+
+def refused(licence: str) -> bool:
+    """Return whether an expression is not allowed: of each OR, one side must be."""
+    parts = re.split(r" AND ", licence)
+    return not all({each.strip("() ") for each in part.split(" OR ")} & ALLOWED for part in parts)
+
+
+def test_each_dependency_has_an_allowed_licence() -> None:
+    found = {name: licences().licence(name) for name in licences().dependencies()}
+    assert len(found) > 40
+    assert refused("MIT AND LGPL-2.1-only")
+    assert not refused("Apache-2.0 OR GPL-3.0-only")
+    assert {name: licence for name, licence in found.items() if refused(licence)} == {}
+
+
+def test_the_page_of_licences_is_up_to_date() -> None:
+    """With the versions of constraints.txt; those of another environment may have other dependencies."""
+    pinned = dict(
+        re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    if any(pinned.get(name) != metadata.version(name) for name in licences().dependencies()):
+        pytest.skip("other versions than those of constraints.txt are installed")
+    assert licences().PAGE.read_text(encoding="utf-8") == licences().page(), "run `make docs`"
+
+
+COSTS = ROOT / "docs/operations/scaling.md"
+
+
+def test_full_batches_are_those_of_the_default_settings() -> None:
+    default = RelaySettings.read(dict.fromkeys(("project", "instance", "database"), "my-shop"), {}).batch_size
+    assert signature(cost).parameters["batch_size"].default == default
+    assert f"({default} tasks of one topic, the default of `--batch-size`)" in " ".join(COSTS.read_text().split())
+
+
+def test_the_cost_page_has_the_results_of_the_function() -> None:
+    lines = COSTS.read_text().partition("| per million tasks |")[2].splitlines()[2:10]
+    workloads: list[dict[str, int]] = [{}, {"batch_size": 1}, {"tasks_per_key": 10}, {"tasks_per_key": 1}]
+    columns = [astuple(cost(1_000_000, **workload)) for workload in workloads]
+    expected = [[f"{column[row]:,}" for column in columns] for row in range(len(columns[0]))]
+    assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines] == expected

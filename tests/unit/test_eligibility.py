@@ -64,13 +64,6 @@ def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
     assert list(release_marks(batch, rows, {}, NOW, policy())) == released_ids
 
 
-def test_only_dead_tasks_are_skipped_in_skip_mode() -> None:
-    batch = claim_of("orders", "a", "b", keys=("k", "k"))
-    almost = NEVER - timedelta(microseconds=1)
-    assert reasons(batch, row("a", available_at=NEVER), row("b"), skip_dead=True) == {"a": "not_due"}
-    assert reasons(batch, row("a", available_at=almost), row("b"), skip_dead=True) == {"a": "not_due", "b": "blocked"}
-
-
 def test_a_task_without_a_key_is_neither_blocked_nor_deferred() -> None:
     """A task that got a key after the poll is left to a poll that knows the key."""
     late, ready = row("a", available_at=LATER, ordering_key=None), row("b", ordering_key=None)

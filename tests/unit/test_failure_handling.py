@@ -1,4 +1,4 @@
-"""Tasks that fail: retried, dead, or held back with their topic. On the fakes."""
+"""Tasks that fail: retried, dead, or held back with their topic. And the tasks behind them in their ordering key."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -12,10 +12,7 @@ from publishworker.types import Failed
 from tests.support.relay_bench import Bench
 
 TOPIC = "projects/test-project/topics/orders"
-
 MISSING = "projects/test-project/topics/missing"
-
-
 AWAY = Failed("unavailable", "connection refused")
 LATE = Failed("deadline_exceeded", "no answer")
 ODD = Failed("data_loss", "what was that")
@@ -131,61 +128,6 @@ def test_a_message_that_always_times_out_becomes_dead_alone(bench: Bench) -> Non
     assert attempts(bench) == 10
 
 
-def test_an_outage_after_a_success_makes_no_task_dead(bench: Bench) -> None:
-    """A task that meets two outages, with no task of its topic sent in between, records at most one attempt."""
-    bench.insert("a", "b", "c")
-    bench.publisher.down[TOPIC] = AWAY
-    bench.turns()
-    bench.publisher.down.clear()
-    bench.publisher.failing |= dict.fromkeys("ac", AWAY)  # a moment in which one of three gets through
-    for _ in range(20):
-        bench.wait(1)
-        bench.turns()
-        if "b" in bench.publisher.ids():
-            break
-    bench.publisher.down[TOPIC] = AWAY
-    bench.run_for(600, step=2)
-    assert states(bench)["b"] == "sent"
-    assert max(row.attempts for row in bench.store.rows.values()) <= 1
-
-
-@pytest.mark.parametrize("reason", ["credentials", "unauthenticated", "resource_exhausted"])
-def test_a_failure_that_no_message_can_cause_is_recorded_on_no_task(bench: Bench, reason: str) -> None:
-    """Even while other tasks of the topic are sent, such as when a quota is nearly used up."""
-    bench.insert(*[str(n) for n in range(10)], "a", "b")
-    bench.publisher.failing |= dict.fromkeys("ab", Failed(reason, "?"))
-    for n in range(30):
-        bench.insert(f"more{n}")
-        bench.run_for(2)
-    assert attempts(bench) == 0
-    bench.publisher.failing.clear()
-    bench.run_for(15)
-    assert bench.unsent() == []
-
-
-def test_poison_messages_that_fail_together_are_isolated_together() -> None:
-    bench = Bench(size=1, batches=8)
-    bench.insert(*[f"poison{n}" for n in range(20)], *[f"good{n}" for n in range(50)])
-    bench.publisher.failing = {f"poison{n}": LATE for n in range(20)}
-    minutes = 0
-    while any(id.startswith("good") for id in bench.unsent()):
-        bench.run_for(60)
-        minutes += 1
-        assert minutes < 12
-
-
-def test_a_missing_topic_opens_its_circuit_and_records_only_its_probes(bench: Bench) -> None:
-    bench.insert(*[str(n) for n in range(100)], topic="missing")
-    bench.turns()
-    costs = [attempts(bench)]
-    for _ in range(4):
-        bench.wait(20)
-        bench.turns()
-        costs.append(attempts(bench))
-    assert costs == [0, 10, 20, 30, 40]
-    assert set(states(bench).values()) == {"ready", "retrying"}
-
-
 def test_a_topic_that_is_back_within_an_hour_loses_no_task(bench: Bench) -> None:
     """However often its tasks failed, none is dead before it is a day old. Then all are sent and clean."""
     bench.insert(*[str(n) for n in range(30)], topic="missing", created_at=bench.store.now)
@@ -274,3 +216,119 @@ def test_an_expired_task_is_dead_and_not_sent(bench: Bench) -> None:
     bench.turns()
     assert sorted(bench.publisher.ids()) == ["good", "good", "in time"]
     assert bench.unsent() == ["expired"]
+
+
+def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) -> None:
+    """The head records one attempt. Then it goes alone, and the others follow when it is sent."""
+    bench.line("a", "b", "c")
+    bench.publisher.failing = {"a": ODD}
+    bench.turns()
+    assert bench.publisher.ids() == []
+    rows = bench.store.rows
+    assert [rows[id].attempts for id in "abc"] == [1, 0, 0]
+    assert bench.store.claimed == {"a": 1, "b": 1, "c": 1}  # in one commit
+    assert rows["a"].available_at == rows["b"].available_at == rows["c"].available_at
+    assert (rows["a"].last_error, rows["c"].blocked_by) == ("data_loss: what was that", "a")
+    bench.publisher.failing = {}
+    bench.wait(2)
+    bench.turns()
+    assert bench.publisher.requests == [["a", "b", "c"], ["a"], ["b", "c"]]
+    assert rows["c"].last_error is None
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_tasks_behind_a_refused_task_are_deferred(bench: Bench, aborted: bool) -> None:
+    """Tasks before it are sent. A transaction attempt after an abort remembers the failure."""
+    bench.line(*"abcde")
+    bench.publisher.failing = {"b": REFUSED}
+    if aborted:
+        bench.abort_once(bench.publisher.failing.clear)
+    bench.turns()
+    assert [bench.relay.turn().polled for _ in range(3)] == [0, 0, 0]
+    assert bench.publisher.ids() == ["a"]
+    assert states(bench) == {"a": "sent", "b": "dead", **dict.fromkeys("cde", "retrying")}
+    assert [bench.store.rows[id].attempts for id in "abcde"] == [0, 1, 0, 0, 0]
+    for id, seconds in {"c": 60, "d": 60, "e": 3600}.items():
+        assert bench.waits(id) == pytest.approx(seconds, abs=1)
+        assert bench.store.rows[id].blocked_by == "b"
+
+
+def test_an_outage_defers_nothing(bench: Bench) -> None:
+    bench.line("c", "b", "a")
+    bench.publisher.down = {TOPIC: AWAY}
+    bench.turns()
+    bench.publisher.requests.clear()
+    for _ in range(4):
+        bench.wait(10)
+        bench.turns()
+    assert bench.publisher.requests == [["c"]] * 4
+    assert {(row.available_at, row.attempts, row.last_error) for row in bench.store.rows.values()} == {(None, 0, None)}
+    assert bench.count(m.DEFERRED) == 0
+    bench.publisher.down = {}
+    bench.run_for(30, step=10)
+    assert bench.publisher.ids() == ["c", "b", "a"]
+
+
+def test_a_failing_head_is_not_skipped_before_it_is_dead() -> None:
+    """Its key is blocked while it may still be sent. The other tasks of its last request do not die with it."""
+    bench = Bench(skip_dead=True, retries={"max_attempts": 2})
+    bench.line("a", "b", "c")
+    bench.publisher.failing = {"a": ODD}
+    for dead_tasks in ([], ["a"]):
+        assert bench.publisher.ids() == []
+        bench.turns()
+        assert [id for id, state in states(bench).items() if state == "dead"] == dead_tasks
+        bench.wait(2)
+    bench.turns()
+    assert bench.publisher.ids() == ["b", "c"]
+    bench = Bench(skip_dead=True, retries={"max_attempts": 1})
+    bench.line("a", "b", "c")
+    bench.publisher.failing = {"a": ODD}
+    bench.turns()
+    assert states(bench) == {"a": "dead", "b": "sent", "c": "sent"}
+    assert bench.publisher.ids() == ["b", "c"]
+
+
+@pytest.mark.parametrize(("skip_dead", "dead_tasks"), [(False, 1), (True, 4)])
+def test_own_failures_of_a_key_are_recorded_together_in_skip_mode(skip_dead: bool, dead_tasks: int) -> None:
+    """One turn records all of a key, not one turn for each task. In block mode only the head is dead."""
+    bench = Bench(skip_dead=skip_dead)
+    refusal = Failed("topic_not_allowed", "orders is not allowed")
+    bench.publisher.publish = lambda _topic, rows, *_: dict.fromkeys((row.id for row in rows), refusal)
+    bench.line("a", "b", "c", "d")
+    while not bench.count(m.DEAD):
+        bench.relay.turn()
+    assert bench.count(m.DEAD) == dead_tasks
+
+
+def test_a_head_that_always_times_out_delays_no_other_task_of_its_shard(bench: Bench) -> None:
+    """Its long key is one candidate, and was probed: the next polls read deeper and find another task."""
+    bench.line(*(f"h{n:03}" for n in range(150)))
+    others = [f"o{n}" for n in range(300)]
+    bench.insert(*others, created_at=bench.store.now)
+    for id in others:
+        bench.store.rows[id].shards = bench.store.rows["h000"].shards
+    bench.publisher.failing = {"h000": Failed("internal", "no")}
+    for _ in range(60):
+        bench.turns(100)
+        bench.wait(10)
+    assert sorted(bench.publisher.ids()) == sorted(others)
+    assert bench.store.rows["h000"].attempts > 0
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_an_at_most_once_task_with_a_key_keeps_its_order(bench: Bench, failing: bool) -> None:
+    """`register` refuses the combination, another writer may not. While the task before it fails, it is not marked."""
+    bench.line("a")
+    bench.line("once", at_most_once=True)
+    bench.line("b")
+    bench.publisher.failing = {"a": Failed("data_loss", "no")} if failing else {}
+    bench.turns()
+    if failing:
+        assert bench.publisher.ids() == []
+        assert bench.store.rows["once"].sent_at is None
+        bench.publisher.failing = {}
+        bench.wait(2)
+        bench.turns()
+    assert bench.publisher.requests[-3:] == [["a"], ["once"], ["b"]]
+    assert bench.unsent() == []

@@ -1,7 +1,9 @@
-"""The heartbeat file: the answer of a probe, and a worker that cannot write it."""
+"""The process around a worker: its heartbeat file, signals, and a thread that ends in time or not."""
 
 import logging
 import os
+import signal
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -10,7 +12,8 @@ from google.api_core.exceptions import ServiceUnavailable
 
 from outbox.table.layouts import Layout
 from publishworker.process import healthcheck
-from publishworker.process.commands import heartbeat_file
+from publishworker.process.app import run_on_thread
+from publishworker.process.commands import heartbeat_file, stop_on_signals
 from publishworker.spanner.errors import StoreError
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Key
@@ -59,3 +62,28 @@ def test_each_read_of_a_turn_begins_with_a_heartbeat() -> None:
         with pytest.raises(StoreError):
             read()
         assert beats == ["beat"]
+
+
+def test_a_worker_on_a_thread_ends_in_time_and_raises_its_defect() -> None:
+    """After the stop it has its timeout and no more. A defect ends the command: there is no silent half-worker."""
+    stop, release = threading.Event(), threading.Event()
+    woken: list[bool] = []
+    assert run_on_thread(stop.set, stop, 5, lambda: woken.append(stop.is_set()))
+    assert woken == [True]
+    assert not run_on_thread(lambda: release.wait(30), stop, 0.01, lambda: None)
+    release.set()
+
+    def work() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_on_thread(work, threading.Event(), 5, lambda: None)
+
+
+def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
+    """The Spark task of a drain continues in a process whose handlers are not the worker's."""
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before

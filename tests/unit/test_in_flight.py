@@ -13,10 +13,9 @@ from publishworker.host import Host
 from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
 from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, Limits, StuckBatch
-from publishworker.types import Answer, Key, Next, Turn
-from tests.support.fakes import FakePublisher, serialized
+from publishworker.types import Key, Next
 from tests.support.parts import claim_of, in_flight_of
-from tests.support.relay_bench import Bench, SlowPublisher, overtake
+from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
 
 
@@ -92,6 +91,13 @@ def test_every_batch_has_a_thread_of_its_own(batches: Batches) -> None:
         assert not thread.is_alive()
 
 
+def test_there_is_no_room_while_every_place_is_in_use(batches: Batches) -> None:
+    batches.start(*"abcdefg")
+    assert batches.in_flight_batches.has_room
+    batches.start("h")
+    assert not batches.in_flight_batches.has_room
+
+
 def test_a_straggler_is_left_and_collected_later(batches: Batches) -> None:
     """It delays no other batch, not even those that start later, and its result is not lost."""
     batches.start("a", "b", "c", "slow")
@@ -119,7 +125,7 @@ def test_a_wait_ends_at_its_limit(batches: Batches, monkeypatch: pytest.MonkeyPa
 def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has reported, so no turn waits for it. Only tasks without a mark stay in flight, with keys, without bytes."""
+    """It has reported, so no turn waits for it. Tasks without a mark stay in flight. It can be stuck like others."""
     monkeypatch.setattr(in_flight, "MAX_ASIDE", 1)
     running = batches.in_flight_batches
     for topic in "ab":
@@ -137,6 +143,12 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     batches.marks["a"].set()
     eventually(lambda: (running.collect(), len(running) == 1)[1])
     assert running.ids() == {"task-of-b"}
+    for _ in range(12):
+        batches.seconds += 10
+        running.raise_if_stuck()
+    batches.seconds += 1
+    with pytest.raises(StuckBatch, match="of topic b has begun no transaction"):
+        running.raise_if_stuck()
     batches.marks["b"].set()
 
 
@@ -237,21 +249,6 @@ def test_a_slow_batch_does_not_delay_the_others(
     assert set(bench.store.claimed.values()) == {1}
 
 
-def test_a_batch_without_effect_beside_a_slow_one_causes_no_busy_loop(
-    slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = bench_of(slow, 1, 1, batches=4)
-    bench.relay.turn()
-    slow.hanging = {"invoices"}
-    bench.relay.in_flight.start(claim_of("invoices", "i0"))
-    with monkeypatch.context() as patch:
-        patch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 0)
-        bench.relay.in_flight.wait(tasks_left=False)  # it is a straggler now
-    eventually(lambda: bool(bench.store.claimed))
-    overtake(bench, lambda: bench.change("o0", sent_at=bench.store.now))
-    assert bench.relay.turn().next is Next.SOON
-
-
 def test_a_turn_without_leftover_tasks_waits_for_its_batches(slow: SlowPublisher) -> None:
     """There is no hurry without pending tasks: the turn reports all that it started, stragglers or not."""
     slow.seconds = 0.02
@@ -262,57 +259,9 @@ def test_a_turn_without_leftover_tasks_waits_for_its_batches(slow: SlowPublisher
     assert len(by_shard) == bench.relay.turn().published == 10
 
 
-def test_stragglers_are_left_in_flight_while_tasks_are_pending(
-    slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The turn ends after the wanted number of batches. The rest is reported later."""
-    monkeypatch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 25.0)
-    begin = time.monotonic()
-    slow.hanging = {"invoices"}
-    bench = bench_of(slow, 200, 200, batches=4, stragglers=3)
-    bench.relay.turn()
-    turn = bench.relay.turn()
-    assert 2 <= turn.in_flight <= 3
-    assert turn.published + turn.in_flight * 10 == 40
-    assert time.monotonic() - begin < 20
-    slow.release.set()
-    assert turn.published + bench.relay.finish().published == bench.count(m.PUBLISHED) == 40
-
-
-def test_the_relay_does_not_poll_while_every_place_is_in_use(slow: SlowPublisher) -> None:
-    """All batches hang: no poll, no busy loop, and a turn ends now and then so that the worker writes its heartbeat."""
+def test_a_batch_that_ends_after_the_last_turn_is_counted(slow: SlowPublisher) -> None:
     slow.hanging = {"orders"}
-    bench = bench_of(slow, 40, batches=2, stragglers=0, discovery_seconds=60)
+    bench = bench_of(slow, 1, stragglers=1)
     bench.relay.turn(), bench.relay.turn()
-    reads = len(bench.store.polls), len(bench.store.discoveries)
-    bench.relay.wake()  # the change stream reports an insert
-    assert bench.relay.turn() == Turn(in_flight=2, next=Next.STILL_WAITING)
-    assert (len(bench.store.polls), len(bench.store.discoveries)) == reads
     slow.release.set()
-    while bench.unsent():
-        bench.relay.turn()
-    assert sorted(slow.ids()) == sorted(bench.store.rows)
-
-
-def test_large_messages_wait_for_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three are in flight if three fit. A turn that can start none waits until one ends."""
-    monkeypatch.setattr(in_flight, "MIN_BYTES", 0)
-    max_in_flight = [0]
-    publishing: list[str] = []
-
-    class Watched(FakePublisher):
-        def publish(self, topic: str, rows: Any, *arguments: Any, **keywords: Any) -> dict[str, Answer]:
-            publishing.extend(row.id for row in rows)
-            max_in_flight[0] = max(max_in_flight[0], len(publishing))
-            eventually(lambda: max_in_flight[0] >= 3)
-            answer = super().publish(topic, rows, *arguments, **keywords)
-            for row in rows:
-                publishing.remove(row.id)
-            return answer
-
-    bench = Bench(publisher=Watched("orders"), size=1, batches=8, batch_bytes=100, stragglers=2)
-    for number in range(20):
-        bench.store.insert(f"{number}", "orders", serialized(b"x" * 120))
-    bench.turns(60)
-    assert bench.unsent() == []
-    assert max_in_flight[0] == 3
+    assert bench.relay.finish().published == bench.count(m.PUBLISHED) == 1

@@ -41,23 +41,41 @@ def recording(*processed: str) -> RecordingTransaction:
     return RecordingTransaction(processed)
 
 
-class FakeDatabase:
-    """Runs transactions as often as an aborting Spanner would, on recording transactions."""
+class Transaction(RecordingTransaction):
+    """Has empty tables beside those of the outbox, and answers statements."""
 
-    def __init__(self, *processed: str, attempts: int = 1) -> None:
-        self.processed, self.attempts, self.options = processed, attempts, dict[str, Any]()
-        self.committed: list[Any] = []
+    def read(self, table: str, *arguments: Any, **options: Any) -> list[list[Any]]:
+        return [] if table == "Stock" else super().read(table, *arguments, **options)
+
+    def execute_sql(self, *_arguments: Any, **_options: Any) -> list[list[Any]]:
+        return [[1]]
+
+
+class Database:
+    """Runs functions as often as an aborting Spanner would. It may refuse the first commit."""
+
+    def __init__(self, *processed: str, attempts: int = 1, refuses: Exception | None = None) -> None:
+        self.processed, self.attempts, self.refuses, self.options = processed, attempts, refuses, dict[str, Any]()
+        self.committed: list[RecordingTransaction] = []
 
     def run_in_transaction(self, work: Any, **options: Any) -> Any:
         self.options = options
         for _ in range(self.attempts):
-            transaction = RecordingTransaction(self.processed)
+            transaction = Transaction(self.processed)
             result = work(transaction)
-        self.committed += transaction.mutations
+        if self.refuses:
+            error, self.refuses = self.refuses, None
+            raise error
+        self.committed.append(transaction)
         return result
 
+    def rows(self, table: str) -> list[list[str]]:
+        """Return the first two values of the rows that are inserted into a table, by transaction."""
+        found = [each.insert for of in self.committed for each in of._mutations if each.insert.table == table]
+        return [[row[1] if len(row) > 1 else row[0] for row in each.values] for each in found]
 
-def receiver(database: FakeDatabase, handle: Any = lambda *_: None, **options: Any) -> inbox.Receiver:
+
+def receiver(database: Database, handle: Any = lambda *_: None, **options: Any) -> inbox.Receiver:
     return inbox.Handler(database, consumer="billing", **options)(handle)  # type: ignore[arg-type]  # a fake
 
 
@@ -100,12 +118,12 @@ def test_a_consumer_that_the_column_cannot_hold(consumer: Any) -> None:
 
 
 def test_names_and_ids_are_plain_text(set_metrics: Any) -> None:
-    counter, database = mock.Mock(), FakeDatabase()
+    counter, database = mock.Mock(), Database()
     set_metrics(counter)
     consumer = enum.Enum("Consumer", {"BILLING": "billing"}, type=str).BILLING
     receive = inbox.Handler(database, consumer=consumer)(lambda *_: None)  # type: ignore[arg-type]  # a fake
     receive(message(consumer))
-    [(_, _, _, [row])] = database.committed
+    [[row]] = [rows for of in database.committed for _, _, rows in of.inserts]
     without_id = message(None)
     without_id.message_id = consumer
     assert [type(each) for each in row[:2]] == [str, str]
@@ -125,7 +143,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(error, match=text):
             inbox.process_once(transaction, of, consumer="billing", **options)
     with pytest.raises(TypeError, match="message is bytes"):
-        receiver(FakeDatabase()).process(b"data")  # type: ignore[arg-type]  # the wrong type
+        receiver(Database()).process(b"data")  # type: ignore[arg-type]  # the wrong type
 
 
 async def coroutine(_transaction: Any, _message: Any = None) -> None:
@@ -197,7 +215,7 @@ def fails(_transaction: Any, _message: Any) -> None:
 @pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited")
 def test_a_function_without_an_effect_is_no_success(handle: Any, error: type[Exception]) -> None:
     """The record must not be committed without the effect: the message is redelivered."""
-    database, of = FakeDatabase(), message()
+    database, of = Database(), message()
     receive = receiver(database, handle)
     with pytest.raises(error):
         receive.process(of)
@@ -214,7 +232,7 @@ IGNORED = [None, 7, "text", [1], {"a": [mock.MagicMock()]}, mock.Mock(), mock.Ma
 
 @pytest.mark.parametrize("result", IGNORED)
 def test_the_result_of_a_function_is_ignored(result: object) -> None:
-    assert receiver(FakeDatabase(), lambda *_: result).process(message()) is True
+    assert receiver(Database(), lambda *_: result).process(message()) is True
 
 
 @pytest.mark.parametrize(
@@ -229,7 +247,7 @@ def test_the_result_of_a_function_is_ignored(result: object) -> None:
 )
 def test_a_function_that_cannot_have_an_effect_is_refused(handle: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=kind):
-        receiver(FakeDatabase(), handle)
+        receiver(Database(), handle)
 
 
 @pytest.mark.parametrize("run", UNFINISHED)
@@ -250,11 +268,11 @@ def test_each_message_is_acknowledged_and_counted_once(set_metrics: Any) -> None
     late: Future[None] = Future()
     late.set_exception(RuntimeError("the lease has expired"))
     for database, handle, of, expected in (
-        (FakeDatabase(attempts=3), lambda *_: None, message(), ["ack", "processed"]),
-        (FakeDatabase("task-1"), fails, message(), ["ack", "duplicate"]),
-        (FakeDatabase(), fails, message(), ["nack", "failed"]),
-        (FakeDatabase(), fails, message(None), ["nack", "missing_task_id"]),
-        (FakeDatabase(), lambda *_: None, message(acknowledged=late), ["ack", "processed", "not_acknowledged"]),
+        (Database(attempts=3), lambda *_: None, message(), ["ack", "processed"]),
+        (Database("task-1"), fails, message(), ["ack", "duplicate"]),
+        (Database(), fails, message(), ["nack", "failed"]),
+        (Database(), fails, message(None), ["nack", "missing_task_id"]),
+        (Database(), lambda *_: None, message(acknowledged=late), ["ack", "processed", "not_acknowledged"]),
     ):
         counter.reset_mock()
         receiver(database, handle, transaction_tag="charge")(of)
@@ -275,8 +293,8 @@ def test_a_misspelled_choice_is_refused(options: Any) -> None:
 def test_messages_without_a_task_id_can_end_the_pull() -> None:
     of = message(None)
     with pytest.raises(outbox.MissingTaskId):
-        receiver(FakeDatabase(), missing_task_id="raise")(of)
-    assert receiver(FakeDatabase(), key="message_id").process(of) is True
+        receiver(Database(), missing_task_id="raise")(of)
+    assert receiver(Database(), key="message_id").process(of) is True
 
 
 def test_the_message_of_a_push_request() -> None:

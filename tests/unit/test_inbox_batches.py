@@ -3,6 +3,8 @@
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,8 +16,9 @@ from google.cloud.spanner_v1 import KeySet
 import outbox
 from outbox import inbox
 from outbox.errors import NotReached
+from outbox.inbox.collector import Collector
 from outbox.table.transactions import inserted
-from outbox.testing import RecordingTransaction
+from tests.unit.test_inbox import Database
 from tests.unit.test_inbox import message as single
 
 SECONDS = 30.0
@@ -25,39 +28,6 @@ def message(task_id: str, key: str = "") -> Any:
     of = single(task_id)
     of.ordering_key = key
     return of
-
-
-class Transaction(RecordingTransaction):
-    """Has empty tables beside those of the outbox, and answers statements."""
-
-    def read(self, table: str, *arguments: Any, **options: Any) -> list[list[Any]]:
-        return [] if table == "Stock" else super().read(table, *arguments, **options)
-
-    def execute_sql(self, *_arguments: Any, **_options: Any) -> list[list[Any]]:
-        return [[1]]
-
-
-class Database:
-    """Runs functions as often as an aborting Spanner would. It may refuse the first commit."""
-
-    def __init__(self, *processed: str, attempts: int = 1, refuses: Exception | None = None) -> None:
-        self.processed, self.attempts, self.refuses = processed, attempts, refuses
-        self.committed: list[RecordingTransaction] = []
-
-    def run_in_transaction(self, work: Any, **_options: Any) -> Any:
-        for _ in range(self.attempts):
-            transaction = Transaction(self.processed)
-            result = work(transaction)
-        if self.refuses:
-            error, self.refuses = self.refuses, None
-            raise error
-        self.committed.append(transaction)
-        return result
-
-    def rows(self, table: str) -> list[list[str]]:
-        """Return the first two values of the rows that are inserted into a table, by transaction."""
-        found = [each.insert for of in self.committed for each in of._mutations if each.insert.table == table]
-        return [[row[1] if len(row) > 1 else row[0] for row in each.values] for each in found]
 
 
 def effect(transaction: Any, of: Any) -> None:
@@ -137,41 +107,34 @@ def test_a_failed_message_leaves_nothing_behind_and_the_others_are_committed(
     assert "an earlier message of its ordering key 'k' failed" in caplog.text
 
 
-def dml(transaction: Any, of: Any) -> None:
-    transaction.execute_update("UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise LookupError
+SALE = "UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE"
 
 
-def named_dml(transaction: Any, of: Any) -> None:
-    transaction.execute_update(dml="UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise LookupError
+def not_found() -> None:
+    raise NotFound("no topic")
 
 
-def many(transaction: Any, of: Any) -> None:
-    transaction.batch_update(iter(["UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE"]))
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise LookupError
-
-
-def returning(transaction: Any, of: Any) -> None:
-    list(transaction.execute_sql("-- take\nUPDATE Stock SET Pieces = 1 WHERE TRUE THEN RETURN Pieces"))
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise LookupError
-
-
-def calls_a_service(transaction: Any, of: Any) -> None:
-    effect(transaction, of)
-    if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-        raise NotFound("no topic")
-
-
-@pytest.mark.parametrize("handle", [dml, named_dml, many, returning, calls_a_service])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda transaction: transaction.execute_update(SALE),
+        lambda transaction: transaction.execute_update(dml=SALE),
+        lambda transaction: transaction.batch_update(iter([SALE])),
+        lambda transaction: list(transaction.execute_sql(f"-- take\n{SALE} THEN RETURN Pieces")),
+        lambda _transaction: not_found(),
+    ],
+    ids=["dml", "named dml", "many", "returning", "calls a service"],
+)
 def test_messages_have_a_transaction_each_if_a_failure_cannot_be_undone(
-    handle: Any, outcomes: list[str], caplog: pytest.LogCaptureFixture
+    act: Any, outcomes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """After DML, and after an error of a Google client. It is logged. An ordering key keeps its order."""
+
+    def handle(transaction: Any, of: Any) -> None:
+        if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
+            act(transaction)
+            raise LookupError
+
     database, of = Database(), [message("a"), message("bad", "k"), message("b", "k"), message("c")]
     deliver(database, handle, *of)
     assert database.rows("ProcessedTasks") == [["a"], ["c"]]
@@ -320,6 +283,60 @@ def test_process_has_a_transaction_for_its_message() -> None:
 def test_wrong_settings_are_refused(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         inbox.Handler(**{"database": mock.Mock(), "consumer": "billing", **options})
+
+
+def test_each_item_is_in_one_list_and_lists_do_not_overlap() -> None:
+    """Items of a thread keep their order, and no thread waits while another one processes."""
+    lists, at_once = list[list[tuple[int, int]]](), threading.Semaphore(1)
+
+    def process(items: list[tuple[int, int]]) -> None:
+        assert at_once.acquire(blocking=False)
+        lists.append(items)
+        time.sleep(0.001)
+        at_once.release()
+
+    collector = Collector(process, 7, 0.001)
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(lambda n=n: [collector.add((n, k)) for k in range(50)]) for n in range(8)]:
+            done.result(SECONDS)
+    items = [item for each in lists for item in each]
+    assert sorted(items) == [(n, k) for n in range(8) for k in range(50)]
+    assert all([k for n, k in items if n == thread] == list(range(50)) for thread in range(8))
+    assert max(map(len, lists)) == 7
+
+
+def test_a_full_list_does_not_wait_and_another_one_waits_for_its_delay() -> None:
+    lists = list[list[str]]()
+    full = Collector(lists.append, 2, SECONDS)
+    thread = threading.Thread(target=full.add, args=["a"])
+    thread.start()
+    while not full._is_busy:
+        time.sleep(0.001)
+    full.add("b")
+    thread.join(SECONDS / 2)
+    assert lists == [["a", "b"]]
+    start = time.monotonic()
+    Collector(lists.append, 2, 0.1).add("c")
+    assert lists[1:] == [["c"]]
+    assert 0.1 <= time.monotonic() - start < SECONDS
+
+
+def test_an_error_reaches_the_thread_that_processes_and_loses_no_item() -> None:
+    """The items that were not processed are in the next list."""
+    answers: Iterator[Exception | None] = iter([LookupError(), None])
+    lists = list[list[str]]()
+
+    def process(items: list[str]) -> None:
+        lists.append(items)
+        collector._items.extend([("left", 0.0)] * (len(lists) == 1))
+        if error := next(answers):
+            raise error
+
+    collector = Collector(process, 5, 0.0)
+    with pytest.raises(LookupError):
+        collector.add("a")
+    collector.add("b")
+    assert lists == [["a"], ["left", "b"]]
 
 
 @pytest.fixture(autouse=True)

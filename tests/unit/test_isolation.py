@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from publishworker.types import Failed, TopicLimit
+from publishworker.types import TopicLimit
 from tests.support.fakes import serialized
-from tests.support.relay_bench import Bench, overtake
+from tests.support.relay_bench import Bench
 
 MANY = 1_000
 
@@ -77,25 +77,6 @@ def test_scheduled_tasks_are_sent_when_they_are_due_and_never_before(large: Benc
     assert large.unsent() == []
 
 
-def test_a_rate_limit_is_kept_and_delays_no_other_topic(bench: Bench) -> None:
-    bench.insert(*[str(n) for n in range(100)], priority=100)
-    bench.store.limits = {"orders": TopicLimit(rate=10, burst=5)}
-    sent = []
-    for n in range(30):
-        bench.insert(f"i{n}", topic="invoices")
-        for _ in range(4):
-            bench.relay.turn()
-        assert bench.store.rows[f"i{n}"].sent_at is not None
-        sent.append(sum(not id.startswith("i") for id in bench.publisher.ids()))
-        bench.wait(0.1)
-    assert sent[0] == 5
-    assert sent[-1] == pytest.approx(5 + 29, abs=2)
-    bench.store.limits = {}
-    bench.relay.turn()  # learns of it
-    bench.turns()
-    assert bench.unsent() == []
-
-
 def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -> None:
     """Before that the poll does not ask for the topic. The same holds for a topic whose circuit is open."""
     bench.insert("a", "b")
@@ -117,19 +98,6 @@ def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -
     assert seconds_to_retry <= 1
 
 
-def test_a_claimed_task_that_is_not_sent_uses_no_rate(bench: Bench) -> None:
-    """Another worker had sent it, so the tokens are returned."""
-    bench.store.limits = {"orders": TopicLimit(rate=0.001, burst=3)}
-    bench.insert("warm")
-    bench.turns()
-    bench.insert("a", "b")
-    overtake(bench, lambda: bench.change("a", sent_at=bench.store.now))
-    bench.turns()
-    bench.insert("c")
-    bench.turns()
-    assert sorted(bench.publisher.ids()) == ["b", "c", "warm"]
-
-
 def test_tasks_in_flight_stay_within_the_topics_limit(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(20)])
     bench.store.limits = {"orders": TopicLimit(in_flight=3)}
@@ -144,23 +112,6 @@ def test_the_parts_of_all_live_workers_add_up_to_the_limit(bench: Bench) -> None
     bench.store.limits = {"orders": TopicLimit(rate=10, burst=10)}
     bench.turns()
     assert len(bench.publisher.ids()) == 5
-
-
-def test_hanging_topics_leave_places_for_others() -> None:
-    bench = Bench(batches=8)
-    for n in range(30):
-        topic = f"projects/test-project/topics/silent{n}"
-        bench.publisher.topics.add(topic)
-        bench.publisher.down[topic] = Failed("deadline_exceeded", "no answer")
-        bench.insert(f"task{n}", topic=f"silent{n}", priority=100)
-    bench.run_for(20)
-    bench.wait(11)  # all may be probed now
-    before = bench.store.claimed.total()
-    bench.relay.turn()
-    assert bench.store.claimed.total() - before == 2
-    bench.insert("good")
-    bench.turns()
-    assert "good" in bench.publisher.ids()
 
 
 @pytest.mark.parametrize("once", [False, True])

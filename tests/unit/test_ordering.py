@@ -1,6 +1,6 @@
 """The order of a key, between fakes: how far the first tasks of keys are read, and which of them go in one request."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from random import Random
 from unittest import mock
@@ -15,7 +15,7 @@ from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKey
 from publishworker.types import Key, KeyHeads, Next, QueuedTask
 from tests.support.fakes import FakePublisher, FakeStore, serialized
 from tests.support.parts import policy, poll_request, relay_of
-from tests.support.relay_bench import Bench, SlowPublisher, overtake
+from tests.support.relay_bench import Bench
 
 
 class Recording(FakeStore):
@@ -123,18 +123,6 @@ def test_a_key_with_too_many_expired_tasks_is_blocked_with_a_warning(caplog: pyt
     assert [relay.turn().next, relay.turn().next] == [Next.AT_ONCE, Next.SOON]  # an operator may delete the tasks
 
 
-@pytest.mark.usefixtures("bounded")
-def test_few_keys_with_many_expired_tasks_are_read_in_a_turn(caplog: pytest.LogCaptureFixture) -> None:
-    """They are drawn at random, so that each has its turn. There is no warning, because none is blocked for good."""
-    keys = [f"{n}/" for n in range(9)]
-    store = Recording(dict.fromkeys(keys, "x" * 19 + "r"))
-    sendable = [store.sendable(4) for _ in range(60)]
-    assert {key for each in sendable for key in each} == set(keys)
-    assert max(len(each) for each in sendable) == 2
-    assert max(len(asked) * rows for asked, rows in store.asked if rows > 5) == 40
-    assert not caplog.records
-
-
 def test_tasks_are_cut_where_a_batch_is_full_to_the_byte() -> None:
     tasks = [QueuedTask(str(n), size, sendable=True) for n, size in enumerate((5, 5, 5, 5, 1, 1, 1, 11, 2))]
     pieces = [[each.bytes for each in piece] for piece in cut(tasks, Limits(2, 10, 1))]
@@ -154,6 +142,8 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     assert not key_heads.left_out
     assert (key.id, key.behind, key.priority, key.created_at) == ("a", ("b", "c"), 100, at + timedelta(seconds=1))
     assert (key.task_count, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
+    [part] = Ordering(bench.store, Limits(2, 10_000, 2), policy(), Host()).resolve(seen, frozenset()).candidates
+    assert (part.behind, part.releases) == (("b",), None)  # the task behind them is not deferred
     in_flight = frozenset({Key("orders", "k")})
     assert ordering.resolve(seen, in_flight) == ResolvedKeys([], left_out=True)
     other = seen[0]._replace(id="other", ordering_key="other")
@@ -183,53 +173,3 @@ def test_keys_share_a_batch_with_each_other_and_with_tasks_without_a_key() -> No
     bench.turns()
     assert bench.store.claimed.total() == 6
     assert sorted(bench.publisher.requests) == [["a1", "a2"], ["b1", "b2", "b3"], ["x"]]
-
-
-def test_an_urgent_task_makes_its_key_urgent() -> None:
-    bench = Bench(size=2, batches=1)
-    bench.line("x1", "x2", key="x", priority=50)
-    bench.line("a", priority=0)
-    bench.line("b", priority=100)
-    bench.turns()
-    assert bench.publisher.requests == [["a", "b"], ["x1", "x2"]]
-
-
-@pytest.mark.parametrize(
-    ("act", "sent", "after"),
-    [
-        (lambda bench: bench.change("d", available_at=bench.store.now + timedelta(seconds=30)), "c", ""),
-        (lambda bench: (bench.change("c", sent_at=bench.store.now), bench.store.rows.pop("e")), "df", ""),
-        (lambda bench: bench.change("d", ordering_key="other"), "cef", "d"),
-    ],
-    ids=["rescheduled", "sent and deleted", "moved to another key"],
-)
-def test_the_locked_rows_of_a_key_decide(bench: Bench, act: Callable[[Bench], object], sent: str, after: str) -> None:
-    """Another writer changed them after they were read. Only a rescheduled task blocks the key."""
-    bench.line("a")
-    bench.turns()
-    bench.line(*"cdef")
-    overtake(bench, lambda: act(bench))
-    bench.relay.turn()
-    assert bench.publisher.ids() == ["a", *sent]
-    bench.turns()
-    assert bench.publisher.ids() == ["a", *sent, *after]
-    if sent == "c":
-        assert bench.waits("f") == pytest.approx(30, abs=1)
-
-
-def test_a_key_in_flight_waits_for_its_answer(slow: SlowPublisher) -> None:
-    bench = Bench(publisher=slow, batches=4)
-    bench.publisher = slow
-    slow.hanging = {"orders"}
-    ids = [f"{n:02}" for n in range(25)]
-    bench.line(*ids)
-    bench.change("24", priority=100)  # so each poll returns the key
-    for _ in range(3):
-        bench.relay.turn()
-    assert bench.store.claimed.total() == 10
-    bench.insert("i", topic="invoices")
-    while "i" not in slow.ids():
-        bench.relay.turn()
-    slow.release.set()
-    bench.turns()
-    assert bench.published(*ids) == ids

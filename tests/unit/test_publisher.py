@@ -1,8 +1,12 @@
-"""The publisher against a server that refuses, hangs and fails, as the emulator cannot."""
+"""The publisher against a server that refuses, hangs and fails, as the emulator cannot.
+
+A failure stops its ordering key and no other. Tasks that were not tried have no outcome.
+"""
 
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -13,13 +17,13 @@ import pytest
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 from google.pubsub_v1.types import PublishRequest, PublishResponse
 
-from outbox.message import TASK_ID_ATTRIBUTE
+from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE
 from publishworker.pubsub import messages
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.outages import hang
-from tests.support.pubsub_server import PubSubServer, accept, publisher_to, reasons, refuse, sent, to_message
+from tests.support.pubsub_server import Handler, PubSubServer, accept, publisher_to, reasons, refuse, sent, to_message
 
 TOPIC = "projects/project/topics/orders"
 #: Refuses a request because of one of its messages.
@@ -27,9 +31,9 @@ refuse_poison = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT, "
 
 
 def row(id: str, data: bytes = b"data", key: str | None = None) -> LockedRow:
-    return LockedRow(
-        id, "orders", b"\xff" if data == b"broken" else serialized(data), key, datetime.now(UTC), None, None
-    )
+    """Return a locked row whose message has another key than its column, which decides."""
+    message = serialized(data, ordering_key="another") if data != b"broken" else b"\xff"
+    return LockedRow(id, "orders", message, key, datetime.now(UTC), None, None)
 
 
 def rows(ids: str, key: str | None = None) -> list[LockedRow]:
@@ -181,14 +185,6 @@ def test_a_request_starts_only_if_half_of_the_timeout_remains(server: PubSubServ
         assert set(publisher.publish("orders", rows("abc", "k"), 5, set("abc"))) == set(in_time)
 
 
-def test_a_body_that_is_too_large_for_a_request_fails_alone(publisher: PubSubPublisher, server: PubSubServer) -> None:
-    """A row of 10 MiB, or of no message, that another writer inserted is not published and affects no other task."""
-    for alone in ((), ("large", "broken", "good")):
-        outcomes = publisher.publish("orders", [*BAD, row("good")], 5, alone)
-        assert (reasons(outcomes), sent(outcomes)) == (BAD_REASONS, {"good"})
-    assert requests(server) == [["good"]] * 2
-
-
 def test_an_unreachable_server_is_distinguished_from_missing_credentials(server: PubSubServer) -> None:
     """The status of gRPC is the same, but a call without a token never leaves the worker."""
     assert reasons(publisher_to("127.0.0.1:1").publish("orders", rows("a"), 2)) == {"a": "unavailable"}
@@ -203,22 +199,6 @@ def test_an_unreachable_server_is_distinguished_from_missing_credentials(server:
     publisher = PubSubPublisher(PublisherGrpcTransport(channel=channel), "project")
     assert reasons(publisher.publish("orders", rows("a"), 5)) == {"a": "credentials"}
     assert server.requests == []
-
-
-def test_requests_are_cut_by_count_and_bytes_and_lanes_by_key() -> None:
-    def pairs(count: int, size: int = 1, key: str | None = None) -> list[tuple[str, Any]]:
-        return [(f"{key}{n}", messages.decode(row(f"{key}{n}", bytes(size), key))) for n in range(count)]
-
-    assert [len(ids) for ids, _ in messages.requests(TOPIC, pairs(2001))] == [1000, 1000, 1]
-    assert [len(ids) for ids, _ in messages.requests(TOPIC, pairs(5, 3_000_000))] == [3, 2]
-    mixed = [*pairs(2, key="x"), *pairs(2), *pairs(1, key="y")]
-    lanes = [[ids for ids, _ in lane.requests] for lane in messages.lanes(TOPIC, mixed, {"None1", "not there"})]
-    assert lanes == [[["None0"]], [["None1"]], [["x0", "x1"]], [["y0"]]]
-    lanes = [[ids for ids, _ in lane.requests] for lane in messages.lanes(TOPIC, pairs(5, key="x"), {"x0", "x3"})]
-    assert lanes == [[["x0"], ["x1", "x2"], ["x3"], ["x4"]]]
-    assert messages.lanes(TOPIC, [], set()) == []
-    for _, request in messages.requests(TOPIC, pairs(30, 1_000_000)):
-        assert messages.too_large(request) is None
 
 
 def test_single_tasks_are_published_in_parallel_with_the_rest(publisher: PubSubPublisher, server: PubSubServer) -> None:
@@ -303,3 +283,103 @@ def test_an_answer_with_too_few_message_ids_is_a_failure(publisher: PubSubPublis
     failure = Failed("unknown", f"{TOPIC}: Pub/Sub returned 1 message IDs for 2 messages")
     assert publisher.publish("orders", rows("ab"), 5) == {"a": failure, "b": failure}
     assert publisher.publish("orders", rows("abc", "k"), 5, {"c"}) == {"a": failure, "b": failure}
+
+
+#: Seconds for which an answer is kept back, so that a request that should have waited for it is seen.
+KEPT_BACK = 0.05
+
+
+class Recorder:
+    """Calls `answer`, a little late, and keeps accepted IDs and the max number of concurrent requests of a key."""
+
+    def __init__(self) -> None:
+        self.answer: Handler = accept
+        self.requests: list[tuple[str, list[str]]] = []  # the key and the ids of each, as they came
+        self.accepted: list[str] = []
+        self.max_requests: Counter[str] = Counter()  # requests at once, by key
+        self._now: Counter[str] = Counter()
+        self._met = threading.Event()
+        self._lock = threading.Lock()
+
+    def publish(self, request: Any, context: grpc.ServicerContext) -> Any:
+        [key] = {message.ordering_key for message in request.messages}
+        ids = [message.attributes[TASK_ID_ATTRIBUTE] for message in request.messages]
+        with self._lock:
+            self.requests.append((key, ids))
+            self._now[key] += 1
+            self.max_requests[key] = max(self.max_requests[key], self._now[key])
+            if key and self._now[key] > 1:
+                self._met.set()
+        try:
+            self._met.wait(KEPT_BACK)
+            answer = self.answer(request, context)
+            with self._lock:
+                self.accepted += ids
+            return answer
+        finally:
+            with self._lock:
+                self._now[key] -= 1
+
+    def of(self, key: str) -> list[list[str]]:
+        return [ids for each, ids in self.requests if each == key]
+
+
+@pytest.fixture
+def record(server: PubSubServer) -> Recorder:
+    recorder = Recorder()
+    server.publish = recorder.publish
+    return recorder
+
+
+def prefix(count: int, key: str = "k", size: int = 4) -> list[LockedRow]:
+    return [row(f"{key}{n}", bytes(size), key) for n in range(count)]
+
+
+def ids(rows: Sequence[LockedRow]) -> list[str]:
+    return [each.id for each in rows]
+
+
+@pytest.mark.parametrize(("count", "size", "tasks"), [(5, 3_000_000, [3, 2]), (2_001, 1, [1000, 1000, 1])])
+def test_a_prefix_too_large_for_a_request_is_published_in_several_in_order(
+    publisher: PubSubPublisher, record: Recorder, count: int, size: int, tasks: list[int]
+) -> None:
+    """Each request follows the answer to the one before. Other keys are published in parallel."""
+    assert 3 * 3_000_000 < MAX_REQUEST_BYTES < 4 * 3_000_000
+    large, small = prefix(count, "large", size), prefix(3, "small")
+    assert sent(publisher.publish("orders", [*large, *small], 8)) == set(ids([*large, *small]))
+    assert [len(each) for each in record.of("large")] == tasks
+    assert [id for each in record.of("large") for id in each] == ids(large)
+    assert record.max_requests == {"large": 1, "small": 1}
+    assert record.requests.index(("small", ids(small))) < len(tasks)
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_a_poison_message_fails_alone_and_stops_its_key(
+    publisher: PubSubPublisher, record: Recorder, place: int
+) -> None:
+    rows = prefix(8)
+    rows[place] = row(f"k{place}", b"poison", "k")
+    record.answer = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT))
+    outcomes = publisher.publish("orders", [*rows, *prefix(2, "other")], 5)
+    assert [id for id in record.accepted if id.startswith("k")] == ids(rows)[:place]
+    assert reasons(outcomes) == {f"k{place}": "invalid_argument"}
+    assert sent(outcomes) == {*ids(rows)[:place], "other0", "other1"}
+    assert record.max_requests["k"] == 1
+    assert len(record.of("k")) <= 1 + 2 * 3
+
+
+@pytest.mark.parametrize("bad", BAD, ids=BAD_REASONS)
+def test_an_unsendable_message_stops_its_key(publisher: PubSubPublisher, record: Recorder, bad: LockedRow) -> None:
+    keyed = [*prefix(3), bad._replace(ordering_key="k"), row("after", key="k")]
+    outcomes = publisher.publish("orders", [*keyed, row("loose")], 5)
+    assert reasons(outcomes) == {bad.id: BAD_REASONS[bad.id]}
+    assert sent(outcomes) == {"k0", "k1", "k2", "loose"}
+    assert record.of("k") == [["k0", "k1", "k2"]]
+
+
+def test_tasks_published_singly_keep_their_order(publisher: PubSubPublisher, record: Recorder) -> None:
+    assert len(sent(publisher.publish("orders", prefix(5), 5, {"k2"}))) == 5
+    assert record.of("k") == [["k0", "k1"], ["k2"], ["k3", "k4"]]
+    assert record.max_requests["k"] == 1
+    record.answer = refuse(grpc.StatusCode.UNAVAILABLE)
+    assert reasons(publisher.publish("orders", prefix(5), 5, {"k2"})) == dict.fromkeys(["k0", "k1"], "unavailable")

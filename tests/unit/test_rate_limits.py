@@ -1,7 +1,5 @@
 """The limits of topics: rates over time, each worker's part, and rows that make no sense."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,8 +28,8 @@ def throttle() -> Timed:
 
 
 @given(
-    per_second=st.floats(1e-6, 1e5),
-    burst=st.integers(1, 10**5),
+    per_second=st.floats(1e-9, 1.79769313486e308),
+    burst=st.integers(1, 10**9),
     workers=st.integers(1, 20),
     steps=st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1)), max_size=40),
 )
@@ -73,22 +71,6 @@ def test_a_topic_is_polled_once_it_has_tokens_for_a_fifth_of_a_second(
     assert throttle.allowed() == saved
 
 
-@pytest.mark.parametrize(
-    ("workers", "burst", "in_flight"), [(1, 20, 7), (2, 10, 3), (3, 6, 2), (4, 5, 1), (7, 2, 1), (20, 1, 1), (50, 1, 1)]
-)
-def test_each_worker_gets_its_part_of_the_limits(throttle: Timed, workers: int, burst: int, in_flight: int) -> None:
-    throttle.apply({"orders": TopicLimit(10, 20), "invoices": TopicLimit(None, None, 7)}, workers)
-    assert throttle.allowances({}) == {"orders": burst, "invoices": in_flight}
-    throttle.take("orders", burst)
-    total = 0
-    while throttle.now < BEGIN + 100:
-        tasks = throttle.allowed() or 0
-        throttle.take("orders", tasks)
-        total += tasks
-        throttle.now += 0.0625  # adds up without rounding
-    assert 1000 / workers - burst - 2 <= total <= 1000 / workers + 1
-
-
 def test_unsent_tasks_return_their_tokens_and_overdrafts_are_repaid(throttle: Timed) -> None:
     """Tasks that other workers sent use none of the rate, but never raise the tokens above the burst."""
     throttle.limit(1, 10)
@@ -128,25 +110,6 @@ def test_changed_limits_apply_at_once_and_keep_saved_tokens(throttle: Timed) -> 
     assert throttle.allowed() == 1
 
 
-def test_a_topic_without_a_limit_is_not_limited(throttle: Timed) -> None:
-    """There is none, or it was removed. A topic that is limited again has a full burst."""
-    assert throttle.allowances({"orders": 10**6}) == {}
-    throttle.limit(1, 5, 2)
-    throttle.take("invoices", 100)
-    assert set(throttle.allowances({"invoices": 100})) == {"orders"}
-    throttle.take("orders", 5)
-    throttle.apply({"orders": TopicLimit(None, None, 2)}, 1)
-    assert throttle.allowed() == 2
-    throttle.apply({}, 1)
-    assert throttle.allowed() is None
-    assert throttle.seconds_to_next() is None
-    throttle.take("orders", 5)
-    throttle.limit(1, 5)
-    assert throttle.allowed(in_flight=100) == 5
-    throttle.limit(1, 5, 2)
-    assert throttle.allowed() == 2
-
-
 def test_tasks_in_flight_count_towards_the_limit(throttle: Timed) -> None:
     throttle.apply({"orders": TopicLimit(None, None, 5), "invoices": TopicLimit(None, None, 5)}, 1)
     assert [throttle.allowed(in_flight) for in_flight in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]
@@ -158,28 +121,6 @@ def test_tasks_in_flight_count_towards_the_limit(throttle: Timed) -> None:
         assert throttle.allowed(in_flight) == allowed
         throttle.take("orders", burst)
         assert throttle.allowed() == 0
-
-
-@given(per_second=st.floats(1e-6, 1e6), burst=st.integers(1, 10**6), taken=st.floats(0, 1), waited=st.floats(0, 1))
-def test_a_topic_is_allowed_exactly_after_seconds_to_next(
-    per_second: float, burst: int, taken: float, waited: float
-) -> None:
-    """The worker waits that long and then has tasks to send."""
-    throttle = Timed()
-    throttle.limit(per_second, burst)
-    throttle.take("orders", math.ceil(burst * taken))
-    seconds = throttle.seconds_to_next()
-    if seconds is None:
-        assert throttle.allowed()
-        return
-    assert throttle.allowed() == 0
-    throttle.now += seconds * waited * (1 - 1e-6)
-    left = throttle.seconds_to_next()
-    if left is not None:
-        assert left == pytest.approx(seconds * (1 - waited), rel=1e-3, abs=1e-3 * seconds + 1e-9)
-        throttle.now += left * (1 + 1e-6) + 1e-9
-    assert throttle.allowed()
-    assert throttle.seconds_to_next() is None
 
 
 def test_the_wait_is_that_of_the_first_topic_to_be_allowed(throttle: Timed) -> None:

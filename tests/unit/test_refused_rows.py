@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.spanner.errors import Refused
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed
 from tests.support.relay_bench import Bench
@@ -53,18 +52,6 @@ def test_an_at_most_once_task_that_expires_during_the_search_for_a_refused_row_i
     assert [id for id in ids if bench.store.rows[id].available_at == NEVER] == ["a", "b", "c"]
 
 
-def test_a_refused_task_alone_in_its_batch_pauses_no_other_topic(bench: Bench) -> None:
-    for number in range(30):
-        bench.insert(f"bad {number}", topic="invoices")
-        bench.store.refused.add(f"bad {number}")
-        bench.turns()
-        bench.insert(f"good {number}")
-        bench.turns()
-        assert bench.published(f"good {number}")
-        bench.wait(10)
-    assert len(bench.publisher.ids()) == 60
-
-
 def test_only_what_is_written_is_counted(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """A failure beside refused rows is recorded in the first turn. Each refused row has a line, and its batch none."""
     bench.insert("bad", "failing", "both")
@@ -75,33 +62,6 @@ def test_only_what_is_written_is_counted(bench: Bench, caplog: pytest.LogCapture
     assert sum(turn.recorded for turn in bench.turns()) == bench.store.rows["failing"].attempts == 1
     assert (bench.count(m.DEFERRED), len(bench.publisher.requests)) == (0, 1)
     assert "Commit failed" not in caplog.text
-
-
-def test_while_every_commit_is_refused_few_tasks_are_published(bench: Bench) -> None:
-    """The reason is then in no row. After it has ended, all are marked and none is published again."""
-    bench.insert(*[str(number) for number in range(150)])
-    bench.store.before_commit = refuse
-    bench.run_for(300)
-    assert len(bench.publisher.ids()) < 60
-    bench.store.before_commit = lambda: None
-    bench.run_for(60)
-    assert bench.unsent() == []
-    assert len(bench.publisher.ids()) == 150
-
-
-def test_a_transaction_that_writes_nothing_does_not_show_that_spanner_commits() -> None:
-    """Each key has a deferred task behind the others. A part that would only release it has no mark."""
-    bench = Bench(size=4)
-    for number in range(30):
-        bench.line(*(f"{number}-{place}" for place in "abcd"), key=f"k{number}")
-        bench.line(f"{number}-e", key=f"k{number}", available_at=NEVER, blocked_by=f"{number}-a")
-    bench.store.refused.update(bench.store.rows)
-    bench.run_for(120)
-    assert len(bench.publisher.ids()) <= 5 * 4
-
-
-def refuse() -> None:
-    raise Refused("INVALID_ARGUMENT: no such column")
 
 
 @pytest.mark.parametrize("bad", ["a", "b", "c"])

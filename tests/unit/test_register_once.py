@@ -120,15 +120,6 @@ def test_only_a_new_task_is_registered_and_counted(set_metrics: Callable[[Any], 
     counter.increment.assert_called_once_with("outbox.registered_task_count", 1, ["topic:orders"])
 
 
-def test_a_task_registered_in_the_same_transaction_exists() -> None:
-    """A read would not see buffered inserts, so `register_once` knows these ids without one."""
-    transaction = Transaction(mock.Mock())
-    with mock.patch.object(Transaction, "read", return_value=[]) as read:
-        outbox.register(transaction, "orders", b"", task_id="s")
-        assert [once(transaction, id) for id in ("s", "t", "t", "u")] == [False, True, False, True]
-    assert read.call_count == 2
-
-
 def test_given_ids_are_forgotten_with_their_transaction() -> None:
     """An application that runs for years keeps nothing; random ids are not kept at all."""
     gc.collect()  # of transactions of other tests

@@ -59,19 +59,6 @@ def watch(caplog: pytest.LogCaptureFixture) -> Watch:
     return Watch(caplog)
 
 
-def test_an_opened_and_a_closed_circuit_are_logged_once_each(watch: Watch) -> None:
-    """However many probes fail in between. If a circuit closed without a probe, the next opening is logged."""
-    watch.change(AWAY)
-    watch.keep_failing(300)
-    assert watch.actions() == [OPENED]
-    watch.change(None, 300)
-    assert watch.actions() == [CLOSED]
-    for _ in range(2):
-        watch.seconds += 1000
-        watch.change(AWAY)
-        assert watch.actions() == [OPENED]
-
-
 def test_a_flapping_circuit_is_logged_once_a_minute_and_in_pairs(watch: Watch) -> None:
     """It opens and closes every second for ten minutes: no closing is logged without its opening."""
     for _ in range(300):

@@ -3,15 +3,12 @@
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import TopicHints
-from publishworker.delivery.rules import last_error, should_record
+from publishworker.delivery.rules import should_record
 from publishworker.types import Failed, LockedRow, NotSent
 from tests.support.parts import policy
 
@@ -57,16 +54,6 @@ def test_backoff_doubles_up_to_its_max_with_jitter(attempts: int, full: float) -
     assert sum(waits) / 300 == pytest.approx(full * 0.75, rel=0.05)
 
 
-def test_the_backoff_is_a_random_part_of_the_full_wait() -> None:
-    for part, seconds in ((0.5, 4), (0.75, 6), (1.0, 8)):
-        drawn = Mock(uniform=Mock(return_value=part))
-        assert record(UNKNOWN, 2, initial=2, random=drawn).available_at == NOW + timedelta(seconds=seconds)
-        drawn.uniform.assert_called_once_with(0.5, 1)
-    assert 1.5 <= wait(record(UNKNOWN, initial=500, longest=3)) <= 3
-    random = Random(1)
-    assert len({wait(record(UNKNOWN, 5, random=random)) for _ in range(20)}) == 20
-
-
 def test_a_content_error_is_dead_at_once() -> None:
     for attempts, age in ((0, 0 * HOUR), (5, OLD), (500, 0 * HOUR), (0, OLD)):
         recorded = record(CONTENT, attempts, age)
@@ -95,17 +82,6 @@ def test_a_missing_topic_makes_no_young_task_dead(reason: str) -> None:
     assert 1800 <= wait(record(Failed(reason, "no"), 500)) <= 3600
 
 
-@pytest.mark.parametrize("now", [datetime(1, 1, 2, tzinfo=UTC), NOW, datetime(9990, 1, 1, tzinfo=UTC)])
-@pytest.mark.parametrize("failure", [TARGET, OUTAGE, UNKNOWN])
-def test_times_follow_the_databases_clock_alone(now: datetime, failure: Failed) -> None:
-    """A worker with a wrong clock delays nothing and hurries nothing."""
-    young, old = timedelta(seconds=59), timedelta(seconds=60)
-    fixed: dict[str, Any] = {"now": now, "initial": 8, "longest": 8, "dead_after": 60}
-    assert record(failure, 1, old, max_attempts=3, **fixed).available_at - now <= timedelta(seconds=8)
-    assert record(failure, 1, young, max_attempts=2, **fixed).dead is (failure is not TARGET)
-    assert record(failure, 1, old, max_attempts=2, **fixed).dead
-
-
 @pytest.mark.parametrize("failure", [CONTENT, TARGET, OUTAGE, UNKNOWN])
 def test_the_expiry_is_carried_over(failure: Failed) -> None:
     """A mark before publishing removed it from the row; a failure restores it."""
@@ -121,14 +97,6 @@ def test_last_error_has_at_most_a_thousand_characters(character: str, length: in
     assert len(text) == expected
     assert text.startswith("not_found: ")
     assert len(text.encode()) <= 4 * expected
-
-
-@given(st.text(st.characters(), max_size=30), st.integers(0, 40))
-def test_last_error_fits_its_column(error: str, copies: int) -> None:
-    text = last_error(Failed("internal", error * copies))
-    expected = "".join("?" if 0xD800 <= ord(each) < 0xE000 else each for each in f"internal: {error * copies}")
-    assert text == expected[:1000]
-    assert text.encode().decode() == text
 
 
 @pytest.mark.parametrize("probe", [False, True])

@@ -1,16 +1,18 @@
-"""From protobuf values to tasks: NULL, and times at the edges."""
+"""From protobuf values to tasks: NULL, and times at the edges. And the state of an unsent task."""
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from google.protobuf.struct_pb2 import ListValue, Value
 
+from outbox.table.states import LEFT_TO_SEND, NEVER, RANGES, STATES, UNSENT, is_dead, unsent_state
 from publishworker.spanner import statements
 from publishworker.types import LockedRow
 
 AT = "2026-01-01T12:00:00.123456Z"
 NOON = datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
+MICROSECOND = timedelta(microseconds=1)
 
 
 def values(*row: Any) -> list[Value]:
@@ -40,8 +42,42 @@ def test_a_task_in_two_ranges_is_one_candidate() -> None:
 
 
 def test_a_task_is_due_or_expired_exactly_at_its_time() -> None:
-    before = NOON - timedelta(microseconds=1)
+    before = NOON - MICROSECOND
     task = LockedRow("a", "orders", b"", None, NOON, available_at=NOON, sent_at=None, expires_at=NOON)
     assert (task.is_due(before), task.is_due(NOON), task.is_expired(before), task.is_expired(NOON)) == (False, True) * 2
     always = task._replace(available_at=None, expires_at=None)
     assert (always.is_due(before), always.is_expired(NOON)) == (True, False)
+
+
+class Row(NamedTuple):
+    available_at: datetime | None
+    attempts: int = 0
+    is_blocked: bool = False
+
+
+@pytest.mark.parametrize(
+    ("row", "state"),
+    [
+        (Row(None), "pending"),
+        (Row(NOON, attempts=3), "pending"),
+        (Row(NOON, is_blocked=True), "pending"),
+        (Row(NOON + MICROSECOND), "scheduled"),
+        (Row(NOON + MICROSECOND, attempts=-1), "scheduled"),
+        (Row(NOON + MICROSECOND, attempts=1), "retrying"),
+        (Row(NEVER - MICROSECOND, attempts=1), "retrying"),
+        (Row(NOON + MICROSECOND, attempts=1, is_blocked=True), "blocked"),
+        (Row(NOON + MICROSECOND, is_blocked=True), "blocked"),
+        (Row(NEVER, attempts=1, is_blocked=True), "dead"),
+        (Row(NEVER + MICROSECOND), "dead"),
+    ],
+)
+def test_a_task_is_in_one_state(row: Row, state: str) -> None:
+    """The rule in Python. Other tests compare SQL and Arrow with it."""
+    assert unsent_state(row, NOON) == state
+    assert is_dead(row.available_at) == (state == "dead")
+
+
+def test_all_lists_name_the_same_states() -> None:
+    assert STATES == ("pending", "retrying", "scheduled", "blocked", "dead", "sent")
+    assert tuple(RANGES) == UNSENT
+    assert set(LEFT_TO_SEND) < set(UNSENT)

@@ -15,7 +15,7 @@ from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import ResolvedKeys
 from publishworker.turn.poller import Polled
 from publishworker.turn.selection import Selection, Selector
-from publishworker.types import Candidate, Failed, Skipped, TopicLimit
+from publishworker.types import Candidate, Skipped, TopicLimit
 from tests.support.parts import claim_of, in_flight_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -124,6 +124,7 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     """The limit is that of four batches. A single batch may be larger."""
     bench = Bench(batches=8)
     max_bytes = bench.in_flight.limits.max_bytes_in_flight
+    assert bench.selector.wanted().tasks == 8 * 10
     assert len(bench.select(tasks(40, bytes=max_bytes // 20))) == 4
     bench.start(claim_of("invoices", "a", bytes=max_bytes - 1))
     assert bench.choose(tasks(1, bytes=2)) == Selection([], tasks_left=True, waits=True)
@@ -142,15 +143,6 @@ def test_deferrals_and_at_most_once_tasks_get_no_more_than_the_free_places() -> 
         assert len(bench.select(candidates, blocked=20)) == 1
     found = [Delivered(claim_of("orders", id), skipped={id: Skipped("at_most_once")}) for id in "ab"]
     assert [claim.ids for claim in bench.selector.follow_ups(found)] == [("a",)]
-
-
-def test_a_topic_with_an_open_circuit_gets_a_probe() -> None:
-    bench = Bench(size=50)
-    failed = Delivered(claim_of("orders", "a"), answers={"a": Failed("not_found", "no such topic")})
-    bench.topics.observe(failed)
-    [batch] = bench.select(tasks(30))
-    assert len(batch.ids) == 10
-    assert bench.topics.permit(batch).hints.probe
 
 
 def test_the_fair_share_counts_towards_the_limit_of_its_topic() -> None:

@@ -115,8 +115,9 @@ def test_a_full_disk_for_all_output_has_the_same_exit_code(words: str) -> None:
     assert subprocess.run(["bash", "-c", line], cwd=ROOT, check=False, timeout=60).returncode == 3
 
 
-@pytest.mark.parametrize("closed", ["0", "1", "2"])
-@pytest.mark.parametrize("command", ["outbox status", "publishworker run", "outbox_pipeline drain"])
+@pytest.mark.parametrize(
+    ("command", "closed"), [("outbox status", "0"), ("publishworker run", "1"), ("outbox_pipeline drain", "2")]
+)
 def test_a_command_runs_without_one_of_its_streams(command: str, closed: str) -> None:
     """As a service manager may start it."""
     line = f"{sys.executable} -m {command} {closed}>&-"

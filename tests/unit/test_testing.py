@@ -1,7 +1,6 @@
 """`outbox.testing`: a transaction that records, and assertions about registered tasks."""
 
 import inspect
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from google.cloud.spanner_v1.transaction import Transaction
 import outbox
 from outbox.testing import RecordingTransaction, assert_registered
 
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
 RECORDED = ["insert", "update", "insert_or_update", "replace", "delete", "read", "execute_sql", "execute_update"]
 
 
@@ -25,18 +23,6 @@ def test_a_method_has_the_parameters_of_the_client(method: str) -> None:
     call(**options)
     with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'"):
         call(**options, wrong=1)
-
-
-def test_registered_tasks_are_shown() -> None:
-    transaction = RecordingTransaction()
-    transaction.insert("Orders", ("Id",), [("1",)])
-    first = outbox.register(transaction, "orders", b"one", {"a": "b"}, priority=outbox.Priority.HIGH)
-    outbox.register(transaction, "invoices", b"two", ordering_key="k", available_at=NOW)
-    [one, two] = transaction.tasks
-    assert (one.id, one.topic, one.message.data, one.priority) == (first, "orders", b"one", 100)
-    assert one.message.attributes["a"] == "b"
-    assert (two.topic, two.ordering_key, two.available_at, two.expires_at) == ("invoices", "k", NOW, None)
-    assert transaction.inserts[0] == ("Orders", ("Id",), [("1",)])
 
 
 def test_register_once_finds_given_and_registered_tasks() -> None:

@@ -47,14 +47,6 @@ def test_messages_of_a_routed_topic_go_to_its_destination(bench: Bench) -> None:
     assert bench.publisher.published[-1][:2] == ("projects/test-project/topics/orders", "later")
 
 
-def test_an_at_most_once_task_follows_the_route(bench: Bench) -> None:
-    bench.publisher.topics.add(NEW)
-    bench.store.routes = {"orders": NEW}
-    bench.insert("once", at_most_once=True)
-    bench.turns()
-    assert [(name, id) for name, id, _ in bench.publisher.published] == [(NEW, "once")]
-
-
 def test_an_invalid_route_pauses_the_topic_until_it_is_repaired(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """Its messages must not go to the wrong topic, and its tasks must not become dead."""
     bench.store.routes = {"orders": "not a topic"}
@@ -129,18 +121,6 @@ def test_a_topic_replaces_only_the_values_that_it_has() -> None:
     changed = worker.for_topic(TopicPolicy(max_attempts=3, longest=60.0))
     assert (changed.max_attempts, changed.longest) == (3, 60.0)
     assert (changed.initial, changed.dead_after, changed.random) == (1, 86_400, worker.random)
-
-
-def test_a_task_is_dead_after_the_attempts_of_its_topic(bench: Bench) -> None:
-    """A task of another topic is retried with the worker's policy."""
-    unknown = Failed("of no known kind", "no")
-    bench.publisher.failing = {"a": unknown, "b": unknown}
-    bench.store.policies = {"orders": TopicPolicy(max_attempts=1)}
-    bench.insert("a")
-    bench.insert("b", topic="invoices")
-    bench.turns()
-    assert bench.store.is_dead(bench.store.rows["a"])
-    assert not bench.store.is_dead(bench.store.rows["b"])
 
 
 def test_a_deferral_ends_within_the_max_backoff_of_its_topic(bench: Bench) -> None:

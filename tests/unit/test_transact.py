@@ -1,12 +1,15 @@
-"""A failed transaction is rolled back, because the client would leave its locks open."""
+"""Requests of the Spanner client: the time limit of a read, the rollback of a failed transaction, and lost sessions."""
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.api_core.exceptions import Aborted, DeadlineExceeded, InvalidArgument, ServiceUnavailable
 
+from outbox.table.connection import Deadline, LimitedDatabase
 from outbox.table.transact import transact
 
 
@@ -59,6 +62,7 @@ def test_the_result_and_the_options_are_passed_on() -> None:
     ],
 )
 def test_a_function_that_fails_is_rolled_back(error: Exception, rollbacks: int) -> None:
+    """The client would leave its locks open."""
     transaction = Transaction()
     with pytest.raises(type(error)) as raised:
         transact(Database(transaction), failing(error))
@@ -108,3 +112,31 @@ def test_a_thread_without_a_session_can_try_again() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError):
             transact(database, lambda _begun: None)
+
+
+def test_a_deadline_includes_all_restarts_of_a_stream() -> None:
+    """The client restarts a broken stream with the full timeout; the deadline passes only the time that remains."""
+    now, seen = [0.0], []
+    deadline = Deadline(10, lambda: now[0])
+
+    def note(timeout: float) -> None:
+        seen.append(timeout)
+
+    call = deadline(note)
+    call()
+    now[0] = 9.999
+    call()
+    now[0] = 10.0
+    with pytest.raises(DeadlineExceeded):
+        call()
+    with pytest.raises(DeadlineExceeded):
+        deadline(note)()
+    assert seen == [10.0, pytest.approx(0.001)]
+
+
+def test_the_thread_of_a_lost_session_ends() -> None:
+    """The client's thread would keep the database and its sessions in memory, one for each lost session."""
+    database = LimitedDatabase("database", mock.Mock(), mock.Mock())
+    ended = database._sessions_manager._multiplexed_session_terminate_event = threading.Event()
+    assert database.renewed() is not database
+    assert ended.is_set()
