@@ -114,7 +114,7 @@ docs-serve: docs ## show the site on http://127.0.0.1:8000
 bench: $(STAMP) ## measure the relay on the emulators, in ten minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks
 
-bench-simulation: $(STAMP) ## print the figures of the simulation, in about 15 minutes; writes docs/architecture/scale.md
+bench-simulation: $(STAMP) ## print the figures of the simulation; writes docs/architecture/scale.md
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.bench
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.scale
 

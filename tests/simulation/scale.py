@@ -1,41 +1,30 @@
-"""The numbers at scale: simulated loads, checked against measured runs. Writes docs/architecture/scale.md."""
+"""The numbers at scale: simulated loads and the autoscaler. Writes docs/architecture/scale.md."""
 
 import argparse
-import contextlib
 import functools
-import io
-import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import ceil, inf
 from pathlib import Path
 from random import Random
-from typing import Any
-from unittest import mock
 from zlib import crc32
 
 from matplotlib import pyplot as plt
 from tqdm import tqdm
 
-from outbox.devtools import emulators
 from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS
-from tests.benchmarks.bench import Bench
 from tests.benchmarks.cost import INSERT, MARK, TTL_DELETE
 from tests.benchmarks.page import grid, markdown
 from tests.benchmarks.results import ROOT, Figure, Section, circumstances, figures, load, save
-from tests.simulation import measured
 from tests.simulation.audit import Known
 from tests.simulation.autoscaler import Autoscaler, Durations, commit_limit
 from tests.simulation.bench import BASE, DIVIDED
-from tests.simulation.emulator import Emulator
 from tests.simulation.faults import ANSWERS
-from tests.simulation.measured import Costs
-from tests.simulation.spanner import Cpu, Latencies
+from tests.simulation.spanner import Cpu
 from tests.simulation.world import GOOD, World, quiet
 
 #: What 1,000 processing units carry each second at 100 % CPU, rows of 1 KB, one region, SSD; and the part to stay
@@ -48,6 +37,8 @@ WORK = {"insert": (0, INSERT[0]), "commit": (0, MARK[0]), "lock": (0, READ), "po
 TAIL = 2
 #: What the server of that range carries, at most: as much as 1,000 processing units.
 TAIL_WRITES = ROW_WRITES * RECOMMENDED
+#: Of a worker in the loads. With full batches it is about what `python -m tests.benchmarks --only costs` measures.
+CPU = Cpu(request=1341e-6, task=42.629e-6)
 #: Of the latencies, in rows that show what they do.
 SLOW = 3
 #: Tasks of each shard that are sent before a run.
@@ -68,26 +59,16 @@ def work(kind: str, rows: int) -> float:
     return fixed + each * rows
 
 
-def arrive(world: World, rate: float, seconds: float, *, retries: bool = False) -> None:
-    """Register single tasks for so many seconds. With `retries` each waits for its commit, as on the emulator."""
+def arrive(world: World, rate: float, seconds: float) -> None:
+    """Register single tasks for so many seconds."""
     spanner, end = world.spanner, world.clockwork.now + seconds
     random = Random(f"{world.plan.seed}/arrivals/{end}")
-
-    def register() -> None:
-        if retries:
-            spanner.serve("insert", 1, urgent=True)
-        else:
-            spanner.book("insert", 1, urgent=True)
+    while world.clockwork.now + (pause := random.expovariate(rate)) < end:
+        world.clockwork.sleep(pause)
+        spanner.book("insert", 1, urgent=True)
         id, now = f"{random.randrange(10**9):09}-{len(world.audit.tasks)}", world.clockwork.now
         spanner.table.insert(id, "orders", GOOD, created_at=spanner.table.commit_time())
         world.audit.committed(id, Known("orders", "", now, now))
-
-    while world.clockwork.now + (pause := random.expovariate(rate)) < end:
-        world.clockwork.sleep(pause)
-        if retries:
-            world.clockwork.spawn(world.application, register)
-        else:
-            register()
 
 
 def warm(world: World, tasks: int) -> float:
@@ -105,54 +86,6 @@ def waits(world: World, since: float) -> list[float]:
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     cuts = statistics.quantiles(values, n=100, method="inclusive")
     return {f"p{share} ms": 1000 * cuts[share - 1] for share in (50, 95, 99)}
-
-
-# --- the check
-
-
-def on_emulator(costs: Costs, workers: int, seed: int) -> World:
-    plan = replace(BASE, seed=seed, workers=workers, cpu=costs.cpu, batch_size=measured.BATCH_SIZE)
-    latencies = Latencies(read=0, lock=0, commit=0, participant=0, publish=costs.publish, sigma=0)
-    plan = replace(plan, latencies=latencies)
-    times = {**costs.times, **dict.fromkeys(("key_heads", "next_due", "has_work"), costs.times["discover"])}
-    return World(plan, functools.partial(Emulator, times=times))
-
-
-def drained(costs: Costs, workers: int, tasks: int, seed: int) -> dict[str, float]:
-    """Do in the simulation what `measured.drained` does on the emulator."""
-    world = on_emulator(costs, workers, seed)
-    with quiet():
-        world.clockwork.run(warm(world, WARMING * world.plan.shards) + 1)
-        world.load(tasks)
-        requests = sum(world.spanner.requests.values())
-        worked = sum(node.process.worked for node in world.nodes)
-        for node in world.nodes:  # they begin together, as in `measured`
-            node.relay.wake()
-        began = world.clockwork.now
-        first = world.run_until(unsent=round(0.9 * tasks))
-        seconds = world.run_until(unsent=round(0.2 * tasks)) - first
-        checks_at = began
-        while checks_at < world.clockwork.now or world.spanner.table.unsent_count:
-            checks_at += measured.CHECK_SECONDS
-            world.clockwork.run(checks_at)
-        requests = sum(world.spanner.requests.values()) - requests
-        worked = sum(node.process.worked for node in world.nodes) - worked
-        world.clockwork.close()
-    return {
-        "tasks/s": 0.7 * tasks / seconds,
-        "requests/1,000 tasks": 1000 * requests / tasks,
-        "CPU us/task": 1e6 * worked / tasks,
-    }
-
-
-def received(costs: Costs, rate: float, seconds: float, seed: int) -> list[float]:
-    world = on_emulator(costs, 1, seed)
-    with quiet():
-        begin = warm(world, 1)
-        world.clockwork.spawn(world.application, lambda: arrive(world, rate, seconds, retries=True))
-        world.clockwork.run(begin + seconds + 5)
-        world.clockwork.close()
-    return [each + costs.delivery for each in waits(world, begin)]
 
 
 # --- loads
@@ -174,10 +107,10 @@ class Load:
         return self.units / 1000 * ROW_WRITES - TTL_DELETE[0] * self.rate
 
 
-def carried(load: Load, cpu: Cpu, seed: int = 1, factor: float = 1.0) -> dict[str, float]:
+def carried(load: Load, factor: float = 1.0) -> dict[str, float]:
     """Register tasks at the rate while the workers send them. `factor` is that of all latencies."""
     latencies = BASE.latencies.times(factor)
-    plan = replace(BASE, seed=seed, workers=load.workers, shards=load.shards, cpu=cpu, latencies=latencies)
+    plan = replace(BASE, seed=1, workers=load.workers, shards=load.shards, cpu=CPU, latencies=latencies)
     world = World(plan)
     spanner, clockwork = world.spanner, world.clockwork
     spanner.capacity, spanner.work = load.capacity, work
@@ -235,10 +168,10 @@ class Episode:
     limit: float = inf
 
 
-def scaled(episode: Episode, seed: int = 1) -> Autoscaler:
+def scaled(episode: Episode) -> Autoscaler:
     """Play 40 minutes."""
     cpu = Cpu(task=SCALE / OF_A_WORKER)
-    plan = replace(BASE, seed=seed, workers=2, batch_size=BASE.batch_size // SCALE, cpu=cpu)
+    plan = replace(BASE, seed=1, workers=2, batch_size=BASE.batch_size // SCALE, cpu=cpu)
     durations = Durations()
     world = World(plan, metrics=durations)
     clockwork, spanner = world.clockwork, world.spanner
@@ -268,23 +201,12 @@ def _break(world: World, service: str, seconds: float) -> None:
 # --- the page
 
 PAGE = ROOT / "docs/architecture/scale.md"
-FOLDER = PAGE.with_suffix("")
-FILE = FOLDER / "results.json"
+FILE, PICTURE = (PAGE.with_suffix("") / name for name in ("results.json", "autoscaler.png"))
 
-#: Workers and tasks of the measured backlogs.
-BACKLOGS = {"1 worker, 2,000 tasks": (1, 2_000), "2 workers, 2,000 tasks": (2, 2_000)}
-#: Tasks per second of the measured arrivals, and seconds.
-ARRIVALS, SECONDS = {"1 worker, 10 tasks/s": 10, "1 worker, 20 tasks/s": 20}, 20
-#: How often each is measured.
-ROUNDS = 5
-#: Simulated figures are medians of the histories with these seeds.
-SEEDS = range(1, 16)
 LOADS = {
     rate: Load(rate, workers, shards, units(rate), seconds)
     for rate, workers, shards, seconds in ((1_000, 2, 10, 20.0), (10_000, 4, 20, 10.0), (100_000, 40, 200, 4.0))
 }
-#: Parts of the largest load with their shares of everything.
-SLICES = {f"1/{part} of 100,000/s": part for part in (40, 20, 10, 5)}
 EPISODES = {
     "burst: 6,000 tasks/s for 5 minutes": Episode(6_000, 5),
     "Pub/Sub fails for 10 minutes, 1,500 tasks/s": Episode(1_500, 10, broken="pubsub"),
@@ -295,69 +217,17 @@ EPISODES = {
 Rows = list[tuple[str, str, float]]
 
 
-def measure() -> tuple[Costs, Rows]:
-    """Measure on the emulators, and repeat it in the simulation with the measured costs."""
-    rows: Rows = []
-
-    def compare(case: str, real: Sequence[dict[str, float]], simulated: Sequence[dict[str, float]]) -> None:
-        for column, value in _medians(real).items():
-            name, other = f"{case}: {column}", _medians(simulated)[column]
-            rows.extend([(name, "measured", value), (name, "simulated", other)])
-            rows.append((name, "deviation, %", 100 * (other / value - 1)))
-            values = [each[column] for each in real]
-            rows.extend([(name, "min", min(values)), (name, "max", max(values))])
-
-    with emulators.running() as hosts, mock.patch.dict(os.environ, hosts.environment()):
-        bench = Bench(hosts, 1, quick=False)
-        samples = measured.Samples(bench)
-        runs: dict[str, list[dict[str, float]]] = defaultdict(list)
-        with contextlib.redirect_stdout(io.StringIO()):  # processes of tests.support print a report at their end
-            for _ in range(ROUNDS):
-                samples.add_round()
-                for name, backlog in BACKLOGS.items():
-                    runs[name].append(measured.drained(bench, *backlog))
-                for name, rate in ARRIVALS.items():
-                    runs[name].append(percentiles(measured.received(bench, rate, SECONDS)))
-    costs = samples.costs()
-    for name, backlog in BACKLOGS.items():
-        compare(name, runs[name], [drained(costs, *backlog, seed) for seed in SEEDS])
-    for name, rate in ARRIVALS.items():
-        compare(name, runs[name], [percentiles(received(costs, rate, SECONDS, seed)) for seed in SEEDS])
-    return costs, rows
-
-
-def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {column: statistics.median(each[column] for each in runs) for column in runs[0]}
-
-
-def checked() -> dict[str, Section]:
-    costs, rows = measure()
-    kinds = [("client CPU, each request", costs.cpu.request), ("client CPU, each task", costs.cpu.task)]
-    found = [(name, "us", 1e6 * seconds) for name, seconds in kinds]
-    for kind, cost in costs.times.items():
-        found.append((kind, "us", 1e6 * cost.fixed))
-        found.append((kind, "us for each row of the table", 1e6 * cost.of_table))
-        found.append((kind, "us for each row of the request", 1e6 * cost.of_request))
-    found.append(("delivery to the subscriber", "us", 1e6 * costs.delivery))
-    return {"costs": section("Costs", found), "check": section("Check", rows)}
-
-
-def kept_cpu() -> Cpu:
-    costs = load(FILE)["costs"]
-    return Cpu(*(1e-6 * costs.value(f"client CPU, each {each}", "us") for each in ("request", "task")))
-
-
 def section(title: str, rows: Rows) -> Section:
     return Section(title, figures(rows), conditions="", transfers="")
 
 
 def loads() -> dict[str, Section]:
     """Simulate each load, also with all latencies three times as long, and calculate what else it needs."""
-    cpu, rows, needs = kept_cpu(), Rows(), Rows()
+    rows, needs = Rows(), Rows()
     for rate, load_ in tqdm(LOADS.items(), desc="loads", disable=None):
         column = f"{rate:,}/s"
-        found = carried(load_, cpu)
-        slow = carried(load_, cpu, factor=SLOW) if rate < 100_000 else {}
+        found = carried(load_)
+        slow = carried(load_, factor=SLOW) if rate < 100_000 else {}
         values = {
             "workers": load_.workers,
             "shards": load_.shards,
@@ -386,19 +256,6 @@ def loads() -> dict[str, Section]:
     return {"loads": section("Loads", rows), "needs": section("Needs", needs)}
 
 
-def slices() -> dict[str, Section]:
-    """Simulate parts of the largest load, to be compared with all of it."""
-    whole, cpu, rows = LOADS[100_000], kept_cpu(), Rows()
-    columns = ("p50 ms", "p95 ms", "p99 ms", "requests/1,000 tasks", "CPU of the busiest worker, %")
-    for name, part in tqdm(SLICES.items(), desc="slices", disable=None):
-        units_ = whole.units // part
-        share = Load(whole.rate / part, whole.workers // part, whole.shards // part, units_, whole.seconds)
-        found = carried(share, cpu)
-        rows += [(name, column, found[column]) for column in columns]
-    rows += [("all of it", column, load(FILE)["loads"].value(column, "100,000/s")) for column in columns]
-    return {"slices": section("Slices", rows)}
-
-
 def episodes() -> dict[str, Section]:
     rows, series = Rows(), []
     for name, episode in tqdm(EPISODES.items(), desc="autoscaler", disable=None):
@@ -419,26 +276,8 @@ def episodes() -> dict[str, Section]:
     return {"autoscaler": section("Autoscaler", rows), "series": Section("Series", series, "", "")}
 
 
-def draw(results: dict[str, Section], folder: Path) -> None:
-    """Draw the check, the latencies and the autoscaler."""
-    check = results["check"]
-    names = list(dict.fromkeys(each.row for each in check.figures))
-    figure, axis = plt.subplots(figsize=(7, 0.3 * len(names) + 1), layout="constrained")
-    axis.barh(names, [check.value(name, "deviation, %") for name in names], color="tab:blue")
-    axis.axvspan(-20, 20, color="0.9", zorder=0)
-    axis.invert_yaxis()
-    axis.set_xlabel("simulated against measured, %")
-    _save(figure, folder / "check.png")
-
-    figure, axis = plt.subplots(figsize=(6, 3), layout="constrained")
-    for column in ("p50 ms", "p95 ms", "p99 ms"):
-        values = [results["loads"].value(column, f"{rate:,}/s") for rate in LOADS]
-        axis.plot([f"{rate:,}/s" for rate in LOADS], values, marker="o", label=column.removesuffix(" ms"))
-    axis.set_ylabel("ms from commit to receipt")
-    axis.set_ylim(0)
-    axis.legend()
-    _save(figure, folder / "latency.png")
-
+def draw(results: dict[str, Section], file: Path) -> None:
+    """Draw the autoscaler."""
     figure, axes = plt.subplots(len(EPISODES), 1, figsize=(7, 2 * len(EPISODES)), sharex=True, layout="constrained")
     series = {(each.row, each.column): each.values for each in results["series"].figures}
     for axis, name in zip(axes, EPISODES, strict=True):
@@ -451,11 +290,6 @@ def draw(results: dict[str, Section], folder: Path) -> None:
         right.set_yticks((0, 5, 10))
         right.set_ylabel("workers")
     axes[-1].set_xlabel("minutes")
-    _save(figure, folder / "autoscaler.png")
-
-
-def _save(figure: Any, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110, metadata={"Software": None})
     plt.close(figure)
 
@@ -472,13 +306,8 @@ def text(results: dict[str, Section], page: str) -> str:
     return page
 
 
-TABLES = ("check", "loads", "needs", "autoscaler")
-SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {
-    "check": checked,
-    "loads": loads,
-    "slices": slices,
-    "autoscaler": episodes,
-}
+TABLES = ("loads", "needs", "autoscaler")
+SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {"loads": loads, "autoscaler": episodes}
 
 
 def main() -> None:
@@ -498,7 +327,7 @@ def main() -> None:
             each.ran.update(ran)
         save(load(FILE) | found, FILE)
     results = load(FILE)
-    draw(results, FOLDER)
+    draw(results, PICTURE)
     PAGE.write_text(text(results, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}, {FILE.relative_to(ROOT)}")
 

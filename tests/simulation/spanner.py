@@ -4,7 +4,6 @@ What it does not model: plans, splits that move, replicas, leader changes, and t
 participants takes beyond a constant for each.
 """
 
-import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -88,7 +87,6 @@ class Transaction:
     wounded: bool = False
     commits: bool = False
     asked_at: float = 0.0
-    locked_at: float = 0.0
 
 
 class Locks:
@@ -98,10 +96,7 @@ class Locks:
         self._clockwork = clockwork
         self._holders: dict[str, dict[Transaction, Mode]] = defaultdict(dict)
         self._waiters: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
-        self.waits = 0
         self.wounds = 0
-        #: How long each committed transaction held its locks.
-        self.held_seconds: list[float] = []
 
     def acquire(self, transaction: Transaction, id: str, mode: Mode) -> None:
         """Wait for the lock. Raises Aborted."""
@@ -112,7 +107,6 @@ class Locks:
                     self.wound(other)
             if not (others := self._in_the_way(transaction, id, mode)):
                 break
-            self.waits += 1
             self._waiters[id].append(self._clockwork.waiter())
             self._clockwork.park(min(IDLE_SECONDS - (self._clockwork.now - other.asked_at) for other in others) + 0.001)
             if transaction.wounded:
@@ -321,20 +315,12 @@ class Spanner:
     def age(self) -> tuple[float, int]:
         return self.clockwork.now, next(self._ages)
 
-    def ways(self, median: float) -> tuple[float, float]:
-        """Return the seconds of a request to the service and back."""
-        return self.drawn(median / 2), self.drawn(median / 2)
-
     def begin(self, kind: str, serve: Callable[[], None]) -> None:
-        """Serve a request, in a fiber if it may have to wait. Fibers cost time."""
-        if self.may_wait(kind):
+        """Serve a request, in a fiber if it may have to wait for a lock or for capacity. Fibers cost time."""
+        if kind in ("lock", "commit") or self.capacity is not None:
             self.clockwork.spawn(self.process, serve)
         else:
             serve()
-
-    def may_wait(self, kind: str) -> bool:
-        """Tell whether a request can wait for a lock or for capacity."""
-        return kind in ("lock", "commit") or self.capacity is not None
 
     def serve(self, kind: str, rows: int = 0, *, urgent: bool) -> None:
         """Wait for capacity. Raises Aborted if that would take long."""
@@ -357,17 +343,11 @@ class Spanner:
             self._busy_until = end
         return end - now
 
-    def use_cpu(self, process: Process, seconds: float) -> None:
-        """Let a process work. Its machine has a core for it."""
-        process.worked += seconds
-        process.busy_until = max(self.clockwork.now, process.busy_until) + seconds
-        self.clockwork.sleep(process.busy_until - self.clockwork.now)
-
     def lock(self, transaction: Transaction, ids: Sequence[str]) -> list[Any]:
         transaction.asked_at = self.clockwork.now
         for id in ids:
             self.locks.acquire(transaction, id, Mode.EXCLUSIVE if transaction.exclusive else Mode.SHARED)
-        transaction.asked_at = transaction.locked_at = self.clockwork.now
+        transaction.asked_at = self.clockwork.now
         self.table.time()
         return [self.table.as_locked(self.table.rows[id]) for id in ids if id in self.table.rows]
 
@@ -384,17 +364,12 @@ class Spanner:
         committed = self.table.commit_time()
         self.table.apply(marks, committed)
         self.locks.release(transaction)
-        self.locks.held_seconds.append(self.clockwork.now - transaction.locked_at)
         return committed
 
     def roll_back(self, transaction: Transaction) -> None:
         if not transaction.commits:
             transaction.wounded = True  # a lock query that still waits must not get the locks
             self.locks.release(transaction)
-
-    def slot(self, _process: Process) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which a worker runs a transaction."""
-        return contextlib.nullcontext()
 
 
 class Connection:
@@ -426,7 +401,7 @@ class Connection:
     ) -> Any:
         """Send a request, wait for its answer. Raises StoreError, Aborted."""
         clockwork, spanner = self._clockwork, self._spanner
-        fate, (there, back) = self._fate(kind), spanner.ways(median)
+        fate, there, back = self._fate(kind), spanner.drawn(median / 2), spanner.drawn(median / 2)
         spanner.requests[kind] += 1
         wake = clockwork.waiter()
 
@@ -515,10 +490,6 @@ class Connection:
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store: the transaction attempts of the client, with its limits."""
-        with self._spanner.slot(self._process):
-            return self._claim(ids, decide)
-
-    def _claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         clockwork, spanner = self._clockwork, self._spanner
         age, end = spanner.age(), clockwork.now + product.ABORTED_SECONDS
         while True:
@@ -562,7 +533,10 @@ class Connection:
     def _work(self, seconds: float) -> None:
         """Use the CPU of the process: one core, which all its fibers share."""
         if seconds:
-            self._spanner.use_cpu(self._process, seconds)
+            process, clockwork = self._process, self._clockwork
+            process.worked += seconds
+            process.busy_until = max(clockwork.now, process.busy_until) + seconds
+            clockwork.sleep(process.busy_until - clockwork.now)
 
     def _roll_back(self, transaction: Transaction) -> None:
         """Release the locks, unless they are released already or the request is lost: then they stay until idle."""

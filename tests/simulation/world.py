@@ -213,7 +213,6 @@ class World:
     def __init__(
         self,
         plan: Plan,
-        spanner: Callable[[Clockwork, int, Latencies], Spanner] = Spanner,
         metrics: Client | None = None,
         steps: list[dict[str, Any]] | None = None,
     ) -> None:
@@ -222,7 +221,7 @@ class World:
         self.steps = steps
         self.clockwork = Clockwork(plan.seed)
         self.audit = Audit(self.clockwork, plan.skip_dead)
-        self.spanner = spanner(self.clockwork, plan.shards, plan.latencies)
+        self.spanner = Spanner(self.clockwork, plan.shards, plan.latencies)
         self.pubsub = PubSub(self.clockwork, self.audit)
         self.topics = ("orders", "invoices", "refunds")
         #: Which requests fail, the part of them, and how.
@@ -238,14 +237,11 @@ class World:
         self._resharding = bool(plan.reshard)
         #: The workers that were live at the last change of what is polled.
         self._known: frozenset[str] | None = None
-        self.rate = lambda: plan.rate
-        #: Seconds of each registration.
-        self.registered_in: list[float] = []
 
     def register(self, random: Random) -> None:
         """One transaction of an application: one to four tasks, sometimes rolled back."""
         tasks = [self._drawn(random) for _ in range(random.choice([1, 1, 2, 4]))]
-        priority, began = random.choice([50, 50, 50, 0, 100]), self.clockwork.now
+        priority = random.choice([50, 50, 50, 0, 100])
         self.clockwork.sleep(self.spanner.drawn(self.plan.latencies.commit))
         try:
             self.spanner.serve("insert", len(tasks), urgent=True)
@@ -253,7 +249,6 @@ class World:
             return  # the caller gives up
         if random.random() < 0.1:
             return  # it is rolled back
-        self.registered_in.append(self.clockwork.now - began)
         created_at, now = self.spanner.table.commit_time(), self.clockwork.now
         for sequence, (id, task) in enumerate(tasks):
             delay, lifetime = task.available_at, task.expires_at
@@ -307,7 +302,7 @@ class World:
     def applications(self) -> None:
         """Register until the end of the history."""
         random = Random(f"{self.plan.seed}/application")
-        while self.clockwork.now + (pause := random.expovariate(self.rate())) < self.plan.seconds:
+        while self.clockwork.now + (pause := random.expovariate(self.plan.rate)) < self.plan.seconds:
             self.clockwork.sleep(pause)
             self.clockwork.spawn(self.application, lambda: self.register(random))
 
