@@ -22,18 +22,14 @@ TASKS = 100
 
 
 def test_register_on_a_cluster(spark_cluster: Cluster, database: Database, variables: dict[str, str], tmp_path: Path):
-    """Spark's log is on stderr, because a cluster has a log configuration of its own. stdout has the summary only."""
-    flags = (
-        "--input",
-        str(write_lines(tmp_path / "in.jsonl", keyed_rows("orders", 300))),
-        "--rejects",
-        str(tmp_path / "rejects"),
-        "--json",
-    )
+    """Stdout has the summary only. On stderr are our log and Spark's: a cluster has a log configuration of its own."""
+    lines = write_lines(tmp_path / "in.jsonl", [*keyed_rows("orders", 300), {"topic": "goog", "data": "refused"}])
+    flags = ("--input", str(lines), "--rejects", str(tmp_path / "rejects"), "--json")
     done = spark_cluster.submit("register", *flags, variables=variables, conf={"spark.cores.max": "1"})
-    assert done.code == 0, done.stderr
+    assert done.code == 1, done.stderr
     assert json.loads(done.stdout)["registered"] == len(rows_of(database)) == 300
     assert "INFO TaskSetManager: Finished task" in done.stderr
+    assert '"action": "rejected"' in done.stderr
 
 
 @pytest.mark.extended
@@ -85,12 +81,8 @@ def test_what_an_executor_lacks_is_one_sentence(
 ):
     """The driver has it. The exit code says that something is missing."""
     wanted = {f"spark.{name}": value for name, value in conf.items()} | {"spark.task.maxFailures": "1"}
-    flags = (
-        "--input",
-        str(write_lines(tmp_path / "in.jsonl", keyed_rows("orders", 10))),
-        "--rejects",
-        str(tmp_path / "rejects"),
-    )
+    lines = write_lines(tmp_path / "in.jsonl", keyed_rows("orders", 10))
+    flags = ("--input", str(lines), "--rejects", str(tmp_path / "rejects"))
     done = spark_cluster.submit("register", *flags, variables=variables, conf=wanted)
     [error] = re.findall(r"^outbox-pipeline: (.*)$", done.stderr, re.MULTILINE)
     assert sentence in error

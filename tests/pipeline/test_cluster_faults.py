@@ -1,17 +1,13 @@
 """Faults in the middle of the jobs on a standalone cluster. Each test ends with an audit of what the job changed."""
 
 import base64
-import gzip
 import json
 import os
 import re
-import shutil
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -21,25 +17,22 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from tests.support import cluster, spanner
+from tests.support import spanner
 from tests.support.archives import DAY, NEXT_DAY, manifests, purges, sent
 from tests.support.cluster import Cluster
-from tests.support.operations import COLUMNS, insert, limit, rows_of, update
+from tests.support.operations import COLUMNS, insert, rows_of
 from tests.support.pipeline import keyed_rows, write_lines
 from tests.support.processes import Finished, Process, kill_family
 from tests.support.proxy import Proxy
-from tests.support.pubsub import PubSub, Subscription
-from tests.support.relays import first_deliveries, key_orders
+from tests.support.relays import key_orders
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.long("jobs that are slow enough to fail in the middle")]
 
-#: Tasks, and the tasks per second of the jobs that have a limit.
-ROWS, RATE = 600, 40
+#: Tasks, their topic, and those that a slow job registers per second.
+ROWS, TOPIC, RATE = 600, "orders", 40
 #: Windows of the archived day.
 WINDOWS = 4
-#: Max in-flight tasks of the two workers of a drain.
-IN_FLIGHT = 2 * 2 * 20
 OUTAGE_SECONDS = 60
 #: Zones whose clocks have changed within the days of the tests. An archive is in UTC.
 ZONES = {"TZ": "America/New_York"}
@@ -47,11 +40,9 @@ ZONES = {"TZ": "America/New_York"}
 
 @dataclass(frozen=True)
 class Shop:
-    """A database, a topic with a subscriber, a folder, and the cluster that runs its jobs."""
+    """A database, a folder, and the cluster that runs its jobs."""
 
     database: Database
-    topic: str
-    subscription: Subscription
     folder: Path
     cluster: Cluster
     variables: dict[str, str]
@@ -71,18 +62,11 @@ class Shop:
 
 
 @pytest.fixture
-def shop(  # noqa: PLR0917 - pytest names them
-    spark_cluster: Cluster,
-    database: Database,
-    emulators: Emulators,
-    variables: dict[str, str],
-    pubsub: PubSub,
-    tmp_path: Path,
+def shop(
+    spark_cluster: Cluster, database: Database, emulators: Emulators, variables: dict[str, str], tmp_path: Path
 ) -> Iterator[Shop]:
-    topic = pubsub.new_topic()
-    subscription = pubsub.new_subscription(topic, ordered=True)
     with Proxy(emulators.spanner_host) as proxy:
-        yield Shop(database, topic, subscription, tmp_path, spark_cluster, variables, proxy)
+        yield Shop(database, tmp_path, spark_cluster, variables, proxy)
 
 
 class Job(Protocol):
@@ -107,7 +91,7 @@ class Register(Job):
 
     def __init__(self, shop: Shop) -> None:
         self.shop = shop
-        file = write_lines(shop.folder / "in.jsonl", keyed_rows(shop.topic, ROWS))
+        file = write_lines(shop.folder / "in.jsonl", keyed_rows(TOPIC, ROWS))
         self.command = ("register", "--input", str(file), "--rejects", str(shop.folder / "rejects"))
 
     def has_begun(self, _log: str) -> bool:
@@ -116,28 +100,8 @@ class Register(Job):
     def audit(self, summary: dict[str, Any]) -> None:
         assert (summary["registered"] + summary["existing"], summary["rejected"]) == (ROWS, 0)
         assert self.shop.count() == ROWS
-        order = key_orders(self.shop.database, self.shop.topic)
+        order = key_orders(self.shop.database, TOPIC)
         assert all(sorted(ids) == ids for ids in order.values()), "in the order of `sequence`"
-
-
-class Drain(Job):
-    command = ("drain", "--batch-size", "20", "--concurrency", "2")
-
-    def __init__(self, shop: Shop) -> None:
-        self.shop = shop
-        insert(shop.database, tasks(shop.topic, SentAt=None))
-        limit(shop.database, shop.topic, float(RATE))
-
-    def has_begun(self, _log: str) -> bool:
-        return ROWS // 8 < self.shop.count("SentAt IS NOT NULL") < ROWS
-
-    def audit(self, summary: dict[str, Any]) -> None:
-        assert (summary["work_left"], self.shop.count("SentAt IS NULL OR TimesSent != 1")) == (False, 0)
-        received = self.shop.subscription.drain(0.5)
-        came = Counter(each.attributes[outbox.TASK_ID_ATTRIBUTE] for each in received)
-        assert came.keys() == rows_of(self.shop.database).keys()
-        assert came.total() - ROWS <= IN_FLIGHT
-        assert first_deliveries(received) == key_orders(self.shop.database, self.shop.topic)
 
 
 class Archive(Job):
@@ -146,7 +110,7 @@ class Archive(Job):
     def __init__(self, shop: Shop) -> None:
         self.shop = shop
         self.folder = shop.folder / "archive"
-        insert(shop.database, tasks(shop.topic))
+        insert(shop.database, tasks())
         self.rows = archivable_rows(shop.database)
         flags = ("--window", "6h", "--since", DAY.isoformat(), "--until", NEXT_DAY.isoformat(), "--read-late")
         self.command = ("archive", "--archive", str(self.folder), *flags, *self.purge)
@@ -173,32 +137,6 @@ class Purge(Archive):
         assert (sum(counts), len(counts), self.shop.count()) == (ROWS, WINDOWS, 0)
 
 
-class Replay(Job):
-    command = ("replay", "--where", "true")
-    slow = ("--max-rows-per-second", str(RATE))
-
-    def __init__(self, shop: Shop) -> None:
-        self.shop = shop
-        insert(shop.database, tasks(shop.topic))
-        self.resent: list[str] = []
-
-    def has_begun(self, _log: str) -> bool:
-        """Let a worker send some of the tasks that the replay has reset."""
-        unsent = [id for id, each in rows_of(self.shop.database).items() if each["SentAt"] is None]
-        if len(unsent) < ROWS // 8:
-            return False
-        self.resent = unsent[:10]
-        for id in self.resent:
-            update(self.shop.database, id, SentAt=datetime.now(UTC))
-        return len(unsent) < ROWS
-
-    def audit(self, summary: dict[str, Any]) -> None:
-        assert summary["selected"] == ROWS
-        rows = rows_of(self.shop.database)
-        assert sorted(id for id, each in rows.items() if each["SentAt"]) == sorted(self.resent), "replayed once"
-        assert len(rows) == ROWS
-
-
 class Audit(Job):
     #: Of each hundred tasks, the first is lost, the second redelivered, and the third published again. The message
     #: of the fourth has no task ID.
@@ -208,7 +146,7 @@ class Audit(Job):
 
     def __init__(self, shop: Shop) -> None:
         self.shop = shop
-        insert(shop.database, tasks(shop.topic, CreatedAt=DAY))
+        insert(shop.database, tasks(CreatedAt=DAY))
         self.output = shop.folder / "audit"
         file = write_lines(shop.folder / "received.jsonl", self.received(shop))
         flags = ("--received", str(file), "--until", NEXT_DAY.isoformat(), "--output", str(self.output))
@@ -238,12 +176,12 @@ class ReadingAudit(Audit):
         return "Starting task 0.0 in stage" in log
 
 
-def tasks(topic: str, **columns: Any) -> list[dict[str, Any]]:
+def tasks(**columns: Any) -> list[dict[str, Any]]:
     """Return tasks that were sent during a day. Half of them have an ordering key."""
-    given = enumerate(keyed_rows(topic, ROWS))
+    given = enumerate(keyed_rows(TOPIC, ROWS))
     names = {"OrderingKey": "ordering_key", "Sequence": "sequence"}
     return [
-        sent(each["task_id"], DAY + number * (NEXT_DAY - DAY) / ROWS, Topic=topic)
+        sent(each["task_id"], DAY + number * (NEXT_DAY - DAY) / ROWS, Topic=TOPIC)
         | {column: each.get(name) for column, name in names.items()}
         | columns
         for number, each in given
@@ -277,11 +215,6 @@ def kill_all_executors(shop: Shop, _driver: Process) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def kill_a_worker(shop: Shop, _driver: Process) -> None:
-    """The executor of a Spark worker ends with it."""
-    os.kill(shop.cluster.workers[0].process.pid, signal.SIGKILL)
-
-
 def kill_the_driver(_shop: Shop, driver: Process) -> None:
     kill_family(driver.pid)
 
@@ -302,20 +235,19 @@ def play(shop: Shop, kind: type[Job], fault: Fault) -> None:
         driver.wait(600)
         stdout, stderr = driver.stdout, driver.stderr
     if fault is kill_the_driver:
-        replay = re.search(r"continue it with --resume (\S+?)\"", stderr)
-        again = shop.run(*(("replay", "--resume", replay[1]) if replay else job.command))
+        again = shop.run(*job.command)
         stdout, stderr = again.stdout, again.stderr
     assert stdout, stderr
     job.audit(json.loads(stdout))
 
 
 @pytest.mark.parametrize("fault", [kill_an_executor, kill_the_driver])
-@pytest.mark.parametrize("job", [Register, Drain, Archive, Purge, Replay])
+@pytest.mark.parametrize("job", [Register, Archive, Purge])
 def test_no_killed_process_costs_or_repeats_work(shop: Shop, job: type[Job], fault: Fault):
     play(shop, job, fault)
 
 
-@pytest.mark.parametrize("job", [Register, Drain, Archive, Purge, Replay, ReadingAudit])
+@pytest.mark.parametrize("job", [Register, Archive, Purge, ReadingAudit])
 def test_a_job_survives_a_minute_without_spanner(shop: Shop, job: type[Job]):
     play(shop, job, lose_spanner)
 
@@ -323,24 +255,6 @@ def test_a_job_survives_a_minute_without_spanner(shop: Shop, job: type[Job]):
 def test_an_audit_counts_each_message_once_although_executors_are_killed(shop: Shop):
     """A killed audit changes nothing. It is run again with another folder."""
     play(shop, Audit, kill_all_executors)
-
-
-def test_an_archive_goes_on_without_a_killed_spark_worker(shop: Shop, tmp_path: Path):
-    with cluster.running(tmp_path / "cluster") as own:
-        play(replace(shop, cluster=own), Purge, kill_a_worker)
-
-
-def test_one_of_two_archives_at_once_finishes_and_the_other_says_why(shop: Shop):
-    job = Purge(shop)
-    options = shop.options
-    options["conf"] |= {"spark.cores.max": "1"}
-    with ExitStack() as stack:
-        drivers = [stack.enter_context(shop.cluster.started(*job.command, "--json", **options)) for _ in range(2)]
-        codes = [driver.wait(600) for driver in drivers]
-        winner, loser = sorted(zip(codes, drivers, strict=True), key=lambda each: each[0])
-        assert (winner[0], loser[0]) == (0, 1)
-        job.audit(json.loads(winner[1].stdout))
-        assert re.search(r"^Another run finished \S+ first. Run only one archive job", sentence(loser[1].stderr))
 
 
 #: A program of a user, whose session copies slow Spark tasks.
@@ -368,42 +282,3 @@ def test_a_copy_of_a_spark_task_registers_no_row_twice(shop: Shop):
         assert driver.wait(600) == 0, driver.stderr
         assert "as speculatable because it ran more than" in driver.stderr
         job.audit({"registered": int(driver.stdout.splitlines()[-1]), "existing": 0, "rejected": 0})
-
-
-def with_path(command: tuple[str, ...], flag: str, path: str) -> list[str]:
-    words = [*command]
-    words[words.index(flag) + 1] = path
-    return words
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence(shop: Shop):
-    """Not even root may write to /sys. The next run, with another folder, does what is left."""
-    running = Archive(shop)
-    done = shop.run(*with_path(running.command, "--archive", "/sys/outbox"))
-    assert done.code == 1
-    assert re.search("/sys/outbox.*Give the user of the Spark tasks the permission for this", sentence(done.stderr))
-    running.audit(json.loads(shop.run(*running.command).stdout))
-
-
-@pytest.mark.parametrize(("job", "flag"), [(Register, "--input"), (Audit, "--received")])
-def test_a_truncated_file_is_one_sentence(shop: Shop, job: type[Job], flag: str):
-    """The next run, with the whole file, does what is left."""
-    running = job(shop)
-    whole = running.command[running.command.index(flag) + 1]
-    file = shop.folder / "truncated.jsonl.gz"
-    file.write_bytes(gzip.compress(Path(whole).read_bytes())[:-100])
-    done = shop.run(*with_path(running.command, flag, str(file)))
-    assert done.code == 1
-    assert re.search(
-        rf"{file.name}.*Cause: Unexpected end of input stream\. The file is damaged", sentence(done.stderr)
-    )
-    if job is Audit:
-        shutil.rmtree(shop.folder / "audit", ignore_errors=True)
-    running.audit(json.loads(shop.run(*running.command).stdout))
-
-
-def sentence(stderr: str) -> str:
-    """Return the only sentence of a job that failed."""
-    [found] = re.findall(r"^outbox-pipeline: (.*)$", stderr, re.MULTILINE)
-    assert "Traceback" not in stderr.partition(found)[2]
-    return str(found)

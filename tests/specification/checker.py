@@ -15,7 +15,6 @@ A file has one JSON object for each line, in the order in which it happened: {"e
 Other events are ignored. A task is recovered if it was received although its commit was not acknowledged.
 """
 
-import gzip
 import json
 import sys
 from collections import Counter, defaultdict
@@ -86,9 +85,7 @@ def _is_head(
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read a file, which may be compressed."""
-    data = path.read_bytes()
-    return [json.loads(line) for line in (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":
