@@ -5,7 +5,7 @@ participants takes beyond a constant for each.
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -22,7 +22,7 @@ from publishworker.spanner.store import Decide
 from publishworker.types import Candidate, Discovery, Heartbeat, Key, KeyHeads, Mark, PollRequest, QueuedTask
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process
-from tests.support.fakes import NO_SEQUENCE, FakeStore, StoredTask, candidate
+from tests.support.fakes import FakeStore, StoredTask, candidate, place_in_key
 
 #: Seconds without a request after which Spanner may abort a transaction.
 #: https://cloud.google.com/spanner/docs/reference/rest/v1/TransactionOptions
@@ -149,7 +149,7 @@ class Table(FakeStore):
         self._ready: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
         self._due: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
         self._unsent_of_key: dict[Key, SortedList[Any]] = defaultdict(SortedList)
-        self._unsent_topics: dict[int, dict[str, int]] = defaultdict(dict)
+        self._unsent_topics: dict[int, Counter[str]] = defaultdict(Counter)
         self.unsent_count = 0
 
     def polled_by_live(self) -> dict[str, frozenset[str]]:
@@ -173,61 +173,45 @@ class Table(FakeStore):
         self._index(self.rows[id])
 
     def delete(self, id: str) -> None:
-        self._unindex(self.rows.pop(id))
+        self._index(self.rows.pop(id), remove=True)
 
     def build(self, *layouts: Layout) -> None:
         """Give the table these layouts and no others."""
         for row in self.rows.values():
-            self._unindex(row)
+            self._index(row, remove=True)
         super().build(*layouts)
         for row in self.rows.values():
             self._index(row)
 
     def change(self, id: str, **columns: Any) -> None:
         row = self.rows[id]
-        self._unindex(row)
+        self._index(row, remove=True)
         for name, value in columns.items():
             setattr(row, name, value)
         self._index(row)
 
     def apply(self, marks: Mapping[str, Mark], committed: datetime) -> None:
         for id in marks:
-            self._unindex(self.rows[id])
+            self._index(self.rows[id], remove=True)
         super().apply(marks, committed)
         for id in marks:
             self._index(self.rows[id])
 
-    def _index(self, row: StoredTask) -> None:
+    def _index(self, row: StoredTask, *, remove: bool = False) -> None:
+        """Add the entries of an unsent row to the ranges, or remove them."""
         if row.sent_at is not None:
             return
+        change, number = (SortedList.remove, -1) if remove else (SortedList.add, 1)
         for place in ((shard, row.topic) for shard in row.shards):
             if row.available_at is None:
-                self._ready[place].add((-row.priority, row.created_at, row.id))
+                change(self._ready[place], (-row.priority, row.created_at, row.id))
             else:
-                self._due[place].add((row.available_at, -row.priority, row.created_at, row.id))
+                change(self._due[place], (row.available_at, -row.priority, row.created_at, row.id))
         if row.ordering_key is not None:
-            self._unsent_of_key[Key(row.topic, row.ordering_key)].add(_place(row))
+            change(self._unsent_of_key[Key(row.topic, row.ordering_key)], place_in_key(row))
         for shard in row.shards:
-            topics = self._unsent_topics[shard]
-            topics[row.topic] = topics.get(row.topic, 0) + 1
-        self.unsent_count += 1
-
-    def _unindex(self, row: StoredTask) -> None:
-        if row.sent_at is not None:
-            return
-        for place in ((shard, row.topic) for shard in row.shards):
-            if row.available_at is None:
-                self._ready[place].remove((-row.priority, row.created_at, row.id))
-            else:
-                self._due[place].remove((row.available_at, -row.priority, row.created_at, row.id))
-        if row.ordering_key is not None:
-            self._unsent_of_key[Key(row.topic, row.ordering_key)].remove(_place(row))
-        for shard in row.shards:
-            topics = self._unsent_topics[shard]
-            topics[row.topic] -= 1
-            if not topics[row.topic]:
-                del topics[row.topic]
-        self.unsent_count -= 1
+            self._unsent_topics[shard][row.topic] += number
+        self.unsent_count += number
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         self.require(request.shards)
@@ -245,7 +229,8 @@ class Table(FakeStore):
 
     def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         self.require(shards)
-        return frozenset(topic for shard in shards for topic in self._unsent_topics[shard]).difference(known)
+        found = (topic for shard in shards for topic, number in self._unsent_topics[shard].items() if number)
+        return frozenset(found).difference(known)
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         self.time()
@@ -282,10 +267,6 @@ class Table(FakeStore):
 
     def unsent_rows(self) -> list[StoredTask]:
         return [row for row in self.rows.values() if row.sent_at is None]
-
-
-def _place(row: StoredTask) -> tuple[datetime, int, str]:
-    return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence, row.id
 
 
 class Spanner:

@@ -194,7 +194,7 @@ class FakeStore:
         self._answer()
         self.require(keys.values())
         found: dict[Key, list[QueuedTask]] = {}
-        for row in sorted(self._unsent(), key=_place):
+        for row in sorted(self._unsent(), key=place_in_key):
             key = Key(row.topic, row.ordering_key or "")
             if keys.get(key) in row.shards and not (skip_dead and self.is_dead(row)):
                 found.setdefault(key, []).append(self.waiting(row))
@@ -295,7 +295,7 @@ def _is_in(row: StoredTask, shards: Collection[int]) -> bool:
     return any(shard in shards for shard in row.shards)
 
 
-def _place(row: StoredTask) -> tuple[datetime, int, str]:
+def place_in_key(row: StoredTask) -> tuple[datetime, int, str]:
     return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence, row.id
 
 
