@@ -19,7 +19,7 @@ from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.tools import Tools
 from publishworker.delivery.trace import Trace, TracedTools
 from publishworker.host import Host
-from publishworker.telemetry.metrics import Client, Metrics
+from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.membership import Membership
@@ -213,7 +213,6 @@ class World:
     def __init__(
         self,
         plan: Plan,
-        metrics: Client | None = None,
         steps: list[dict[str, Any]] | None = None,
     ) -> None:
         self.plan = plan
@@ -229,7 +228,7 @@ class World:
         #: More than 0 while the readers of the change stream are stopped.
         self.silent = 0
         self.application = Process("application")
-        self.metrics = Metrics(metrics)
+        self.metrics = Metrics()
         #: Workers so far, not counting restarts.
         self.started = 0
         self.nodes = [Node(self, number) for number in range(plan.workers)]
