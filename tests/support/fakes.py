@@ -41,9 +41,6 @@ from publishworker.types import (
     Workers,
 )
 
-#: Where a row without Sequence comes in the order of its key.
-NO_SEQUENCE = -(2**63)
-
 
 @dataclasses.dataclass(slots=True)
 class StoredTask:
@@ -296,7 +293,8 @@ def _is_in(row: StoredTask, shards: Collection[int]) -> bool:
 
 
 def place_in_key(row: StoredTask) -> tuple[datetime, int, str]:
-    return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence, row.id
+    """Return what orders the rows of a key. A row without Sequence comes first."""
+    return row.created_at, -(2**63) if row.sequence is None else row.sequence, row.id
 
 
 def candidate(row: StoredTask, shard: int) -> Candidate:

@@ -149,19 +149,17 @@ class Trial:
             yield process
 
     @contextlib.contextmanager
-    def workers(
-        self, count: int, *flags: str, module: str = "publishworker", **environment: str
-    ) -> Iterator[list[Process]]:
+    def workers(self, count: int, *flags: str, **environment: str) -> Iterator[list[Process]]:
         """Run workers, and return when all of them poll, their parts of the shards; they are killed at the end.
 
         While shards change hands two workers may meet, and the emulator may abort the one that has published: then a
         batch comes twice.
         """
         with contextlib.ExitStack() as stack:
-            created = [stack.enter_context(self.worker(*flags, module=module, **environment)) for _ in range(count)]
+            created = [stack.enter_context(self.worker(*flags, **environment)) for _ in range(count)]
             for each in created:
                 each.wait_for_text("relaying")
-            if count > 1 and module == "publishworker":
+            if count > 1:
                 eventually(lambda: divided(created), seconds=40, message="the workers divide the shards")
             yield created
 
