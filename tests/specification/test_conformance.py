@@ -18,8 +18,9 @@ from publishworker.delivery.tools import Tools
 from publishworker.delivery.trace import File, Trace
 from publishworker.host import Host
 from publishworker.turn.in_flight import delivery_of
+from tests.simulation.plan import Plan
 from tests.simulation.seeded_faults import DEFECTS
-from tests.simulation.world import Plan, World
+from tests.simulation.world import World
 from tests.support.fakes import FakePublisher, FakeStore
 from tests.support.parts import claim_of, policy
 from tests.support.relay_bench import Bench
