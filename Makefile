@@ -114,13 +114,14 @@ docs-serve: docs ## show the site on http://127.0.0.1:8000
 bench: $(STAMP) ## measure the relay on the emulators, in ten minutes; writes docs/benchmarks.md
 	@$(BIN)/python -m tests.benchmarks
 
-bench-simulation: $(STAMP) ## print the figures of the simulation, in about 15 minutes; writes docs/architecture/scale.md
+bench-simulation: $(STAMP) ## print the figures of the simulation; writes docs/architecture/scale.md
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.bench
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation.scale
 
-bench-pipeline: $(STAMP) ## compare the Spark jobs with plain loops, and run them on real input, in an hour; writes docs/benchmarks.md
+bench-pipeline: $(STAMP) ## run the Spark jobs on real input, and print how they grow, in two hours; writes docs/benchmarks.md
 	@$(call INSTALL,$(BIN)/python,--group flights)
-	@$(BIN)/python -m tests.benchmarks --rounds 3 --only spark-read spark-archive spark-audit spark-register flights
+	@$(BIN)/python -m tests.benchmarks --only flights
+	@$(BIN)/python -m tests.benchmarks.spark_growth
 
 # Not part of CI. It also needs Chromium: apt-get install chromium.
 pictures: $(STAMP) ## take the pictures of the documentation from runs on the emulators; writes docs/pictures

@@ -22,8 +22,6 @@ from tests.benchmarks import (
     receiving,
     registering,
     results,
-    spark,
-    spark_audit,
     throughput,
 )
 from tests.benchmarks.bench import Bench
@@ -40,20 +38,12 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "memory": memory.run,
 }
 
-#: Of the pipeline, which `make bench-pipeline` runs. Registering comes last: many commits that the emulator aborts put
-#: its clock ahead, and then each strong read afterwards waits for a third of a second.
-PIPELINE: dict[str, Callable[[Bench], results.Section]] = {
-    "spark-read": spark.read,
-    "spark-archive": spark.archiving,
-    "spark-audit": spark_audit.auditing,
-    "spark-register": spark.registering,
-    "flights": flights.run,
-}
-ALL = SECTIONS | PIPELINE
+#: With the pipeline, which `make bench-pipeline` runs.
+ALL = SECTIONS | {"flights": flights.run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print each section's table as soon as it is there; write the page at the end."""
+    """Print each section as soon as it is there; write the page at the end."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=ALL, default=list(SECTIONS), metavar="SECTION")
     parser.add_argument("--rounds", type=int, help="how often each figure is taken (default 5, quick 2)")
@@ -64,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ |= created.environment()
         for name in options.only:
             section = _run(ALL[name], Bench(created, rounds, options.quick))
-            print(page.text(section), flush=True)
+            print(page.text(name, section), flush=True)
             if not options.quick:
                 kept = results.load() | {name: section}
                 results.save({each: kept[each] for each in ALL if each in kept})

@@ -9,7 +9,6 @@ and has sent its first tasks, memory from before that.
 import argparse
 import json
 import os
-import resource
 import signal
 import tracemalloc
 from pathlib import Path
@@ -51,10 +50,8 @@ def main() -> None:
 
 def peak_rss() -> int:
     """Return the largest size of this process in memory so far, in bytes."""
-    status = Path("/proc/self/status")
-    if status.exists():  # not getrusage, which begins with the size of the process that started this one
-        return int(next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM"))) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    lines = Path("/proc/self/status").read_text().splitlines()  # getrusage begins with the size of the parent
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 
 if __name__ == "__main__":

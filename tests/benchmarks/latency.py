@@ -52,7 +52,6 @@ class Offer:
 
     rate: float | None
     seconds: int = 0
-    quick_seconds: int = 3
     workers: int = 1
     wake: bool = True
 
@@ -65,12 +64,12 @@ class Offer:
     def arrivals(self, bench: Bench) -> Iterator[None]:
         """Yield when a task arrives."""
         if self.rate is not None:
-            return arrivals(self.rate, bench.choose(self.seconds, self.quick_seconds))
+            return arrivals(self.rate, bench.choose(self.seconds, 3))
         return seldom(bench.choose(*SELDOM_TASKS))
 
 
 ONE, TEN, FOUR, FIRST = Offer(1, 100), Offer(10, 40), Offer(1, 100, workers=4), Offer(None, workers=4)
-OFFERS = (Offer(1, 100, wake=False), Offer(10, 45, wake=False), Offer(100, 20, 2, wake=False), ONE, TEN, FOUR, FIRST)
+OFFERS = (Offer(1, 100, wake=False), Offer(10, 45, wake=False), Offer(100, 20, wake=False), ONE, TEN, FOUR, FIRST)
 
 
 def run(bench: Bench) -> Section:

@@ -1,4 +1,4 @@
-"""From results to a table on stdout, and to the page docs/benchmarks.md."""
+"""From results to the page docs/benchmarks.md, and to its sections on stdout."""
 
 from collections import Counter
 from pathlib import Path
@@ -20,28 +20,25 @@ Pub/Sub. Requests, rows, bytes and client CPU of a task are valid for them, too,
 | How much is that compared with one transaction for each task? | a {ratio}th of the CPU ([throughput](#throughput)) |
 | How long does a task wait at 10 tasks/s? | {p50} ms (p50), {p99} ms (p99) on the emulators ([latency](#latency)) |
 | Does memory grow with the backlog? | no: {small} MB with 5,000 tasks, {large} MB with 100,000 ([memory](#memory)) |
-| What does Spark cost? | between {least} and {most} times the CPU of a loop in one process |
+| How do CPU time and memory of Spark grow? | see [the sizes of the executors](operations/pipeline-deploy.md#memory) |
 
 `make bench` and `make bench-pipeline` write this page. `python -m tests.benchmarks` with the flag at the end of a
 section runs this section alone. The tables show medians. [results.json](benchmarks/results.json) has the values of each
 round, and the limits that the figures should keep. A section names each limit that is not kept.
 
 Unless a section says otherwise: {where}.
-CPU is that of the process, and for Spark also of the JVM and its Python workers. The loop uses one core, and Spark all
-of them.
 """
 
 
 def write(sections: dict[str, Section], page: Path = PAGE) -> None:
     where, _ = Counter(_where(section) for section in sections.values()).most_common(1)[0]
     parts = [HEAD.format(where=where, **_results(sections))]
-    parts += [_text(name, section, where) for name, section in sections.items()]
+    parts += [text(name, section, where) for name, section in sections.items()]
     page.write_text("\n".join(parts), encoding="utf-8")
 
 
 def _results(sections: dict[str, Section]) -> dict[str, str]:
     costs, memory, latency = (sections[name] for name in ("costs", "memory", "latency"))
-    spark = [bar.value for section in sections.values() for bar in section.bars if bar.what.startswith("CPU of Spark")]
     sizes = [figure.median for figure in memory.figures if figure.column.startswith("peak RSS")]
     found = {
         "cpu": costs.value("all of it", "client CPU us/task"),
@@ -50,8 +47,6 @@ def _results(sections: dict[str, Section]) -> dict[str, str]:
         "p99": latency.value("10 tasks/s", "p99 ms"),
         "small": sizes[0],
         "large": sizes[-1],
-        "least": min(spark),
-        "most": max(spark),
     }
     ratio = sections["throughput"].bars[0].value
     return {name: number(value) for name, value in found.items()} | {"ratio": f"{ratio:.0f}"}
@@ -59,16 +54,6 @@ def _results(sections: dict[str, Section]) -> dict[str, str]:
 
 def _where(section: Section) -> str:
     return "; ".join(section.ran[name] for name in SAME)
-
-
-def text(section: Section) -> str:
-    header, rows = grid(section.figures)
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for first, *others in [header, *rows]:
-        lines.append("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
-    lines += [f"{_bar(bar)}, {'reached' if bar.reached else 'not reached'}" for bar in section.bars]
-    return "\n".join([f"{section.title}", *(f"  {line}" for line in lines), ""])
 
 
 def grid(figures: list[Figure]) -> tuple[list[str], list[list[str]]]:
@@ -83,7 +68,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _text(name: str, section: Section, where: str) -> str:
+def text(name: str, section: Section, where: str = "") -> str:
+    """Return a section, with what differs from `where`, the circumstances of most sections."""
     ran = section.ran
     parts = [f"## {section.title}", markdown(*grid(section.figures)).rstrip(), section.conditions]
     if missed := "; ".join(_bar(bar) for bar in section.bars if not bar.reached):

@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +20,14 @@ from unittest import mock
 
 from pyspark.sql import SparkSession
 
+from outbox.program.times import shown
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.spark.session import session
-from tests.benchmarks.spark import cpu_of
-from tests.benchmarks.spark_audit import GRACE, UNTIL, archive, expected, flags, receive
+from tests.benchmarks.generated import DAY, GRACE, UNTIL, archive, expected, receive
 from tests.support import cluster
 from tests.support.cluster import Cluster
+from tests.support.processes import children
 
 #: Spark writes a file of events with the metrics of each Spark task and the memory of each process.
 CONF = {
@@ -76,10 +77,28 @@ def archived(engine: SparkSession, folder: Path, size: int) -> None:
 
 def audited(engine: SparkSession, folder: Path, size: int) -> None:
     table = SimpleNamespace(name=NAME, now=lambda: UNTIL + GRACE)
+    flags = {
+        "project": "p", "instance": "i", "database": "generated", "tasks": "archive",
+        "archive": str(folder / "archive"), "received": str(folder / "received"), "grace": f"{GRACE.total_seconds():g}",
+        "since": shown(DAY), "until": shown(UNTIL), "output": str(folder / "report"),
+    }  # fmt: skip
     with mock.patch.object(audit, "open_table", return_value=table):
-        done = audit.run(engine, AuditSettings.read(flags("generated", folder, 0), {}))
+        done = audit.run(engine, AuditSettings.read(flags, {}))
     found = (done.lost, done.republished, done.unknown, done.mismatched)
     assert found == expected(size), done
+
+
+def cpu_of(processes: Iterable[int]) -> float:
+    """Return the CPU seconds of processes and of all below them."""
+    family = [*processes]
+    for pid in family:
+        family += children(pid)
+    ticks = 0
+    for pid in family:
+        with contextlib.suppress(FileNotFoundError):
+            # utime, stime, and those of children that have ended: proc(5), fields 14 to 17
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager

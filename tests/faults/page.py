@@ -121,10 +121,11 @@ def text(results: dict[str, Any]) -> str:
             parts.append(_ran(results["more_ran"], command))
     if line := results.get(INBOX):
         command = f"python -m pytest --long --seed {line['seed']} tests/faults/test_subscriber_faults.py"
-        parts += ["## Effects of subscribers\n", INBOX_SAYS, _effects(line), _ran(results["inbox_ran"], command)]
+        parts += ["## Effects of subscribers\n", INBOX_SAYS, _table(line, EFFECTS), _ran(results["inbox_ran"], command)]
     if soak := results.get("soak"):
         command = f"python -m tests.faults.soak --minutes {soak['minutes']:g} --seed {soak['seed']}"
-        parts += ["## Soak\n", SOAK_SAYS, _soak(soak), _ran(results["soak_ran"], command)]
+        figures = soak | soak["grown"] | {"faults": sum(soak["faults"].values())}
+        parts += ["## Soak\n", SOAK_SAYS, _table(figures, SOAK), _ran(results["soak_ran"], command)]
     return "\n".join(parts)
 
 
@@ -183,37 +184,34 @@ def _load(lines: Iterable[dict[str, Any]]) -> str:
     return textwrap.fill(paragraph, 120) + "\n"
 
 
-def _effects(line: dict[str, Any]) -> str:
-    names = {
-        "registered": "committed tasks",
-        "effects": "effects in the subscriber's database",
-        "without_effect": "tasks without an effect",
-        "second_effects": "second effects of a task",
-        "duplicates": "messages published again after a kill, or because the test asked for it",
-        "duplicate_deliveries": "deliveries that the inbox recognized as duplicates",
-    }
-    return markdown(["figure", ""], [[label, f"{line[name]:,}"] for name, label in names.items()])
+def _table(line: dict[str, Any], names: dict[str, str]) -> str:
+    shown = {name: f"{line[name]:,}" if isinstance(line[name], int) else f"{line[name]:g}" for name in names}
+    return markdown(["figure", ""], [[label, shown[name]] for name, label in names.items()])
 
 
-#: What a soak measures of one worker, by its name in the results.
-GROWN = {"rss_mb": "memory", "descriptors": "open files", "threads": "threads"}
-
-
-def _soak(soak: dict[str, Any]) -> str:
-    rows = [
-        ["random faults", f"{sum(soak['faults'].values())}"],
-        ["minutes", f"{soak['minutes']:g}"],
-        ["committed tasks", f"{soak['registered']:,}"],
-        ["further tasks, whose transactions were rolled back on purpose", f"{soak['rolled_back']:,}"],
-        ["lost tasks", f"{soak['lost']}"],
-        ["tasks out of order", f"{soak['out_of_order']}"],
-        ["tasks sent although rolled back", f"{soak['sent_though_rolled_back']}"],
-        ["duplicates", f"{soak['duplicates']}"],
-        ["allowed duplicates", f"{soak['duplicates_allowed']:,}"],
-        ["longest time to recover from a fault, seconds", f"{soak['recovery_longest']:g}"],
-        *([f"growth factor of {GROWN[name]}", f"{value:g}"] for name, value in soak["grown"].items()),
-    ]
-    return markdown(["figure", ""], rows)
+EFFECTS = {
+    "registered": "committed tasks",
+    "effects": "effects in the subscriber's database",
+    "without_effect": "tasks without an effect",
+    "second_effects": "second effects of a task",
+    "duplicates": "messages published again after a kill, or because the test asked for it",
+    "duplicate_deliveries": "deliveries that the inbox recognized as duplicates",
+}
+SOAK = {
+    "faults": "random faults",
+    "minutes": "minutes",
+    "registered": "committed tasks",
+    "rolled_back": "further tasks, whose transactions were rolled back on purpose",
+    "lost": "lost tasks",
+    "out_of_order": "tasks out of order",
+    "sent_though_rolled_back": "tasks sent although rolled back",
+    "duplicates": "duplicates",
+    "duplicates_allowed": "allowed duplicates",
+    "recovery_longest": "longest time to recover from a fault, seconds",
+    "rss_mb": "growth factor of memory",
+    "descriptors": "growth factor of open files",
+    "threads": "growth factor of threads",
+}
 
 
 if __name__ == "__main__":

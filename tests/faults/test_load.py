@@ -1,4 +1,4 @@
-"""Load: more than one worker can send, many databases, operators and another service at work."""
+"""Load: more than one worker can send, and rows of another service."""
 
 import base64
 import statistics
@@ -13,9 +13,8 @@ from google.cloud.spanner_v1.param_types import BYTES, STRING
 import outbox
 from outbox.message import RawPubsubMessage
 from tests.support.counting import Counting
-from tests.support.outages import CHECK_SECONDS, lasting
+from tests.support.outages import lasting
 from tests.support.trial import IN_FLIGHT, Trial, id_of, in_background, rss_mb
-from tests.support.waiting import eventually
 
 INSERT = """
 INSERT INTO AsynchronousTasks (Id, Topic, Data, Priority, CreatedAt)
@@ -93,27 +92,6 @@ def test_arrivals_above_capacity(trial: Trial, long: bool) -> None:
     print(trial.notes)
     assert max(backlogs) > 100  # it was above the capacity
     assert statistics.median(waits) < statistics.median(others)
-
-
-@pytest.mark.extended
-def test_operators_at_work(trial: Trial, fault_seconds: float) -> None:
-    """Operators send tasks again and purge sent ones under load, twice a second.
-
-    Promised: No task is lost. Only the tasks that the operators asked for are published again.
-    """
-    again = purged = 0
-
-    def operate() -> None:
-        nonlocal again, purged
-        again += trial.send_again(10)
-        purged += len(trial.delete_sent(older_than=1))
-
-    with trial.workers(2):
-        with trial.load(), in_background(operate, every=CHECK_SECONDS):
-            lasting(fault_seconds)
-            eventually(lambda: again and purged, seconds=30, message="tasks are sent again, and purged")
-        trial.settle()
-    assert trial.audit(duplicates=again).kept()
 
 
 def test_rows_of_another_service(trial: Trial, long: bool) -> None:

@@ -22,8 +22,7 @@ from outbox_pipeline.settings import AuditSettings
 from tests.support.archives import DAY, remove, rewrite, sent, settings_of
 from tests.support.fakes import serialized
 from tests.support.operations import insert, rows_of
-from tests.support.pipeline import options, write_lines
-from tests.support.replays import replay_settings
+from tests.support.pipeline import options, replay_settings, write_lines
 
 AT = DAY + timedelta(hours=1)
 #: Later columns than those without which there is no task. In the table, one has a default and the other may be NULL.

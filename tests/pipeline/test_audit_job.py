@@ -26,7 +26,7 @@ from outbox_pipeline.spark.errors import spark_errors
 from tests.support.archives import DAY, NEXT_DAY, settings_of
 from tests.support.avro import SCHEMA, avro_message, write_avro
 from tests.support.operations import insert, row
-from tests.support.pipeline import options
+from tests.support.pipeline import options, write_lines
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 AT = DAY + HOUR  # in the middle of the window
@@ -48,8 +48,7 @@ def message(id: str, at: datetime, data: bytes = b"data", **columns: Any) -> dic
 
 
 def receive(folder: Path, messages: Sequence[dict[str, Any]]) -> None:
-    text = "".join(json.dumps(each) + "\n" for each in messages)
-    (folder / "received.jsonl").write_text(text, encoding="utf-8")
+    write_lines(folder / "received.jsonl", messages)
 
 
 def test_tasks_of_table_and_archive_are_compared_with_files(

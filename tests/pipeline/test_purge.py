@@ -17,8 +17,7 @@ from outbox_pipeline.jobs.archive.job import purge_chunk, run
 from outbox_pipeline.spanner import Table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, archived, purges, sent, settings_of
 from tests.support.operations import Watch, insert, row, rows_of, update
-from tests.support.pipeline import meddle, purge_half_and_fail
-from tests.support.replays import noted
+from tests.support.pipeline import meddle, noted, purge_half_and_fail
 
 
 def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database):

@@ -1,6 +1,7 @@
 """`register`, on Spark and the emulator: what becomes of rows, also when Spark tasks fail or the job is killed."""
 
 import base64
+import dataclasses
 import enum
 import json
 import random
@@ -19,11 +20,17 @@ from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.jobs.register import job
 from outbox_pipeline.jobs.register.ids import task_id
+from outbox_pipeline.settings import RegisterSettings
 from tests.support.operations import rows_of
 from tests.support.pipeline import counts, register_rows_and_fail, registered, rows
-from tests.support.pipeline_job import settings
+from tests.support.spanner import INSTANCE, PROJECT
 
 AT = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
+
+
+def settings(input: str, rejects: str, database: str, **others: Any) -> RegisterSettings:
+    given = {"project": PROJECT, "instance": INSTANCE, "database": database, "input": input, "rejects": rejects}
+    return dataclasses.replace(RegisterSettings.read(given, {}), **others)
 
 
 def refused(folder: object) -> list[dict[str, Any]]:
@@ -68,40 +75,6 @@ def test_rows_become_tasks_and_a_second_run_adds_none(
     assert list(tmp_path.iterdir()) == [], "a folder of rejects is left, and there are none"
 
 
-@pytest.mark.usefixtures("many_partitions")
-def test_repeated_rows_are_counted_and_different_tasks_of_an_id_are_rejected(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
-    keyed = [
-        {"task_id": f"k{number:03}", "data": b"k", "ordering_key": "k", "sequence": number} for number in range(250)
-    ]
-    again = [{**keyed[0], "sequence": 249}, {**keyed[120], "sequence": None}, keyed[249]]
-    base = {"task_id": "one", "data": b"d", "attributes": {"a": "1"}}
-    given = [*keyed, *again, base, base, {**base, "data": b"other"}, {**base, "ordering_key": "elsewhere"}]
-    done = registered(rows(spark, given, 3), target, tmp_path, topic="orders")
-    assert (done.read, done.registered, done.existing) == (257, 251, 0)
-    assert done.repeated == 3 + (done.rejected == 2)
-    stored = rows_of(database)
-    assert len(stored) == 251
-    of_key = sorted(
-        (each["CreatedAt"], each["Sequence"], id) for id, each in stored.items() if each["OrderingKey"] == "k"
-    )
-    assert [id for *_, id in of_key] == [each["task_id"] for each in keyed]
-    assert {each["reason"].partition(",")[0] for each in refused(done.rejects)} <= {
-        "task ID 'one' occurs twice", "task 'one' exists with another message"
-    }  # fmt: skip
-    assert done.rejects is not None
-    assert Path(done.rejects).parent == tmp_path
-    # Whichever of the four rows was first, the others are rejected again, and no row of the table changes.
-    second = registered(rows(spark, given), target, tmp_path, topic="orders")
-    assert (second.read, second.registered) == (257, 0)
-    assert second.existing + second.repeated + second.rejected == 257
-    assert second.rejected >= 2
-    assert rows_of(database) == stored
-    others = registered(rows(spark, [{**base, "topic": "others"}, base | {"attributes": {"a": "2"}}]), target, tmp_path)
-    assert (others.registered, others.existing) == (0, 0)
-
-
 def test_rejected_rows_can_be_corrected_and_registered(
     spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
 ):
@@ -142,24 +115,6 @@ def test_rejected_rows_can_be_corrected_and_registered(
     assert message_of(one).attributes["a"] == "é\n"
     assert one["AvailableAt"] == datetime(2090, 1, 1, 0, 0, 0, 1, UTC)
     assert one["ExpiresAt"] == datetime(2090, 1, 1, 0, 0, 0, 2, UTC)
-
-
-def test_files_of_every_format_become_tasks(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
-):
-    (tmp_path / "rows.csv").write_text('data,topic,ordering_key,n\n"a,\n",orders,,1\n"",orders,k,2\n')
-    spark.sql(
-        "SELECT * FROM VALUES (X'612c0a', 'orders', NULL, 1L), (X'', 'orders', 'k', 2L), (X'ff', 'orders', 'k', 3L) "
-        "AS t(data, topic, ordering_key, n)"
-    ).write.parquet(str(tmp_path / "rows.parquet"))
-    done = [
-        counts(job.run(spark, settings(str(tmp_path / name), str(tmp_path / "no"), target.database, key="n")))
-        for name in ("rows.csv", "rows.parquet")
-    ]
-    assert done == [(2, 2, 0, 0, 0), (3, 1, 2, 0, 0)]
-    assert {id: message_of(each).data for id, each in rows_of(database).items()} == {
-        task_id("orders", "1"): b"a,\n", task_id("orders", "2"): b"", task_id("orders", "3"): b"\xff"
-    }  # fmt: skip
 
 
 def test_an_id_derives_from_the_text_of_a_value() -> None:

@@ -29,11 +29,10 @@ from outbox_pipeline.spanner import Table, open_table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, delete, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, insert, opened, row, rows_of, update
-from tests.support.pipeline import meddle, replay_rows_and_fail
+from tests.support.pipeline import meddle, noted, replay_rows_and_fail, replay_settings
 from tests.support.processes import kill_family, started
 from tests.support.pubsub import Subscription
 from tests.support.relays import first_deliveries, unsent, worker
-from tests.support.replays import noted, replay_settings
 from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
 

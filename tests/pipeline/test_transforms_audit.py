@@ -307,6 +307,39 @@ def test_texts_are_parsed_as_bigquery_writes_them(spark: SparkSession):
     assert text.digest == undecoded
 
 
+GOOD = json.dumps({TASK_ID_ATTRIBUTE: "a", "x": "🎉"})
+#: Texts of attributes that have a task ID, though other values may be no texts, and texts that have none.
+WITH_ID = (GOOD, f" {GOOD} ", *(f'{{"n": {value}, {GOOD[1:]}' for value in ("1", "null", "[1]", '{"b": {}}', "1.5")))
+WITHOUT_ID = (
+    GOOD[:20], f"[{GOOD}]", f"\ufeff{GOOD}", '{"a": "1", "a": "2"}', '{"a": ' * 5, '{"a": ' * 2000, None, "", "\x00",
+    "null", "{}", "[]", "1e999", "NaN", "x" * 5000, '"', "\\", "\u2028",
+)  # fmt: skip
+TIMES = {
+    "2026-11-20T12:00:00Z": NOON, "2026-11-20T12:00:00+14:00": NOON - 14 * HOUR,
+    **dict.fromkeys((
+        "9999-12-31T23:59:59.999999999Z", "0001-01-01T00:00:00Z", "2026-02-30T00:00:00Z", "yesterday", "-1", "1e9", "",
+        "+294247-01-10T04:00:54.775807Z", None,
+    )),
+}  # fmt: skip
+
+
+def test_every_odd_text_is_read_or_counted_as_unreadable(spark: SparkSession):
+    """None of them ends the job. A time outside of 1970 to 9000 is unreadable."""
+    at, expected = "2026-11-20T12:00:00Z", dict.fromkeys(WITH_ID, "a") | dict.fromkeys(WITHOUT_ID)
+    rows = [(f"{number}", at, text, "no base64!") for number, text in enumerate(expected)]
+    found = received(spark.createDataFrame(rows, LINES), base64=True).collect()
+    assert {row.message_id: row.task_id for row in found} == {
+        f"{number}": id for number, id in enumerate(expected.values())
+    }
+    rows = [(f"{number}", time, GOOD, None) for number, time in enumerate(TIMES)]
+    found = received(spark.createDataFrame(rows, LINES), base64=True)
+    times = found.select("message_id", "readable", f.unix_micros("publish_time")).collect()
+    assert [row.readable for row in times] == [time is not None for time in TIMES.values()]
+    assert [row[2] for row in times if row.readable] == [
+        time.timestamp() * 1_000_000 for time in TIMES.values() if time
+    ]
+
+
 @pytest.mark.parametrize(
     ("columns", "said"),
     [

@@ -12,7 +12,8 @@ from outbox.admin.reshard import POLLED
 from outbox.table.layouts import Layout
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Fault, Node, World
+    from tests.simulation.plan import Fault
+    from tests.simulation.world import Node, World
 
 End = Callable[[], object]
 #: What a broken topic answers. DATA_LOSS is recorded as a failed attempt of each task.

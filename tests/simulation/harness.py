@@ -5,7 +5,8 @@ from typing import Any
 
 from publishworker.spanner.store import Store
 from tests.simulation.clockwork import Clockwork, Process
-from tests.simulation.spanner import DEFAULT_LATENCIES, Connection, Spanner, Table
+from tests.simulation.spanner import DEFAULT_LATENCIES, Connection, Spanner
+from tests.simulation.table import Table
 from tests.support.store_harness import FakeHarness
 
 #: Virtual seconds within which each call must end.

@@ -22,7 +22,6 @@ class PubSub:
         self.broken: dict[str, grpc.StatusCode] = {}
         #: Seconds that each request takes longer.
         self.slow = 0.0
-        self.requests = 0
 
     def publisher(
         self, process: Process, clock: Callable[[], float], median: float, fate: Callable[[str], str | None]
@@ -56,7 +55,6 @@ class _Channel:
         """Send a request. Its answer comes within `timeout`, but an unanswered request may be executed later."""
         ids = [each.attributes[TASK_ID_ATTRIBUTE] for each in request.messages]
         clockwork, pubsub, answer = self._pubsub.clockwork, self._pubsub, _Answer(request.topic, ids)
-        pubsub.requests += 1
         pubsub.audit.requested(self._process, answer.topic, ids)
         fate = self._fate("publish")
         latency = self._median * clockwork.random.uniform(0.7, 1.6) + pubsub.slow

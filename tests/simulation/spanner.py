@@ -1,10 +1,9 @@
-"""A model of Spanner: rows with the outbox's index ranges, row locks with wound-wait, latency, capacity, lost answers.
+"""A model of Spanner: the table, row locks with wound-wait, latency, capacity, lost answers.
 
 What it does not model: plans, splits that move, replicas, leader changes, and the time that a transaction of many
 participants takes beyond a constant for each.
 """
 
-import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,18 +11,17 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import IntEnum
 from math import exp
-from typing import Any
-
-from sortedcontainers import SortedList
+from typing import Any, TypeVar
 
 from outbox.table.layouts import Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.errors import NotWritten, StoreError, TimedOut
 from publishworker.spanner.store import Decide
-from publishworker.types import Candidate, Discovery, Heartbeat, Key, KeyHeads, Mark, PollRequest, QueuedTask
+from publishworker.types import Candidate, Discovery, Heartbeat, Key, KeyHeads, Mark, PollRequest
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process
-from tests.support.fakes import NO_SEQUENCE, FakeStore, StoredTask, candidate
+from tests.simulation.table import Table
+from tests.support.fakes import StoredTask
 
 #: Seconds without a request after which Spanner may abort a transaction.
 #: https://cloud.google.com/spanner/docs/reference/rest/v1/TransactionOptions
@@ -32,6 +30,9 @@ IDLE_SECONDS = 10.0
 ABORTED_REQUESTS = 1.3
 #: Seconds that a request may wait for capacity. Then Spanner pushes back with ABORTED.
 MAX_QUEUE_SECONDS = 2.0
+
+
+Answer = TypeVar("Answer")
 
 
 class Mode(IntEnum):
@@ -88,7 +89,6 @@ class Transaction:
     wounded: bool = False
     commits: bool = False
     asked_at: float = 0.0
-    locked_at: float = 0.0
 
 
 class Locks:
@@ -98,10 +98,7 @@ class Locks:
         self._clockwork = clockwork
         self._holders: dict[str, dict[Transaction, Mode]] = defaultdict(dict)
         self._waiters: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
-        self.waits = 0
         self.wounds = 0
-        #: How long each committed transaction held its locks.
-        self.held_seconds: list[float] = []
 
     def acquire(self, transaction: Transaction, id: str, mode: Mode) -> None:
         """Wait for the lock. Raises Aborted."""
@@ -112,7 +109,6 @@ class Locks:
                     self.wound(other)
             if not (others := self._in_the_way(transaction, id, mode)):
                 break
-            self.waits += 1
             self._waiters[id].append(self._clockwork.waiter())
             self._clockwork.park(min(IDLE_SECONDS - (self._clockwork.now - other.asked_at) for other in others) + 0.001)
             if transaction.wounded:
@@ -146,154 +142,6 @@ class Locks:
         transaction.held = {}
 
 
-class Table(FakeStore):
-    """The rows, with the ranges of both indexes. Every method is one instant."""
-
-    def __init__(self, clockwork: Clockwork, shards: int) -> None:
-        super().__init__(shards)
-        self._clockwork, self._epoch, self._last = clockwork, self.now, self.now
-        self._ready: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
-        self._due: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
-        self._unsent_of_key: dict[Key, SortedList[Any]] = defaultdict(SortedList)
-        self._unsent_topics: dict[int, dict[str, int]] = defaultdict(dict)
-        self.unsent_count = 0
-
-    def polled_by_live(self) -> dict[str, frozenset[str]]:
-        """Return the columns that live workers poll, as `outbox schema reshard` reads them: for twice the timeout."""
-        self.time()
-        ages = {worker: (self.now - at).total_seconds() for worker, at in self.seen_at.items()}
-        live = [worker for worker, age in ages.items() if age < 2 * self.live_for(worker)]
-        return {worker: frozenset(each.column for each in self.polled_by[worker]) for worker in live}
-
-    def time(self) -> datetime:
-        self.now = self._epoch + timedelta(seconds=self._clockwork.now)
-        return self.now
-
-    def commit_time(self) -> datetime:
-        """Return a commit timestamp: later than all before."""
-        self._last = max(self.time(), self._last + timedelta(microseconds=1))
-        return self._last
-
-    def insert(self, id: str, topic: str, data: bytes = b"", **columns: Any) -> None:
-        super().insert(id, topic, data, **columns)
-        self._index(self.rows[id])
-
-    def delete(self, id: str) -> None:
-        self._unindex(self.rows.pop(id))
-
-    def build(self, *layouts: Layout) -> None:
-        """Give the table these layouts and no others."""
-        for row in self.rows.values():
-            self._unindex(row)
-        super().build(*layouts)
-        for row in self.rows.values():
-            self._index(row)
-
-    def change(self, id: str, **columns: Any) -> None:
-        row = self.rows[id]
-        self._unindex(row)
-        for name, value in columns.items():
-            setattr(row, name, value)
-        self._index(row)
-
-    def apply(self, marks: Mapping[str, Mark], committed: datetime) -> None:
-        for id in marks:
-            self._unindex(self.rows[id])
-        super().apply(marks, committed)
-        for id in marks:
-            self._index(self.rows[id])
-
-    def _index(self, row: StoredTask) -> None:
-        if row.sent_at is not None:
-            return
-        for place in ((shard, row.topic) for shard in row.shards):
-            if row.available_at is None:
-                self._ready[place].add((-row.priority, row.created_at, row.id))
-            else:
-                self._due[place].add((row.available_at, -row.priority, row.created_at, row.id))
-        if row.ordering_key is not None:
-            self._unsent_of_key[Key(row.topic, row.ordering_key)].add(_place(row))
-        for shard in row.shards:
-            topics = self._unsent_topics[shard]
-            topics[row.topic] = topics.get(row.topic, 0) + 1
-        self.unsent_count += 1
-
-    def _unindex(self, row: StoredTask) -> None:
-        if row.sent_at is not None:
-            return
-        for place in ((shard, row.topic) for shard in row.shards):
-            if row.available_at is None:
-                self._ready[place].remove((-row.priority, row.created_at, row.id))
-            else:
-                self._due[place].remove((row.available_at, -row.priority, row.created_at, row.id))
-        if row.ordering_key is not None:
-            self._unsent_of_key[Key(row.topic, row.ordering_key)].remove(_place(row))
-        for shard in row.shards:
-            topics = self._unsent_topics[shard]
-            topics[row.topic] -= 1
-            if not topics[row.topic]:
-                del topics[row.topic]
-        self.unsent_count -= 1
-
-    def poll(self, request: PollRequest) -> Sequence[Candidate]:
-        self.require(request.shards)
-        now, found = self.time(), dict[str, Candidate]()
-        for place in itertools.product(request.shards, sorted(request.topics)):
-            ids = [each[-1] for each in self._ready[place].islice(stop=request.per_range)]
-            if request.below_priority is not None:
-                lower = self._ready[place].irange(minimum=(1 - request.below_priority,))
-                ids += [each[-1] for each in itertools.islice(lower, request.per_range)]
-            if request.due:
-                due = itertools.takewhile(lambda each: each[0] <= now, self._due[place])
-                ids += [each[-1] for each in itertools.islice(due, request.per_range)]
-            found |= {id: candidate(self.rows[id], place[0]) for id in ids}
-        return tuple(found.values())
-
-    def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
-        self.require(shards)
-        return frozenset(topic for shard in shards for topic in self._unsent_topics[shard]).difference(known)
-
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        self.time()
-        self.require(keys.values())
-        found: dict[Key, list[QueuedTask]] = {}
-        for key in keys:
-            rows = (self.rows[id] for _, _, id in self._unsent_of_key[key])
-            wanted = (row for row in rows if not (skip_dead and self.is_dead(row)))
-            if first := [self.waiting(row) for row in itertools.islice(wanted, per_key)]:
-                found[key] = first
-        return found
-
-    def deferred_heads(self, *, skip_dead: bool) -> dict[Key, str]:
-        """Return the keys whose first task that may block is deferred until later, each with this task."""
-        now, found = self.time(), {}
-        for key, queue in self._unsent_of_key.items():
-            rows = (self.rows[id] for _, _, id in queue)
-            blocking = (
-                row for row in rows if not (self.waiting(row).expired_before_due or (skip_dead and self.is_dead(row)))
-            )
-            head = next(blocking, None)
-            if head is not None and head.blocked_by is not None and head.available_at and head.available_at > now:
-                found[key] = head.id
-        return found
-
-    def next_of_key(self, row: StoredTask) -> list[str]:
-        """Return the task that becomes ready when `row` is cancelled, as NEXT_OF_KEYS does."""
-        now = self.time()
-        queue = self._unsent_of_key[Key(row.topic, row.ordering_key)] if row.ordering_key is not None else ()
-        rows = (self.rows[id] for _, _, id in queue if id != row.id and not self.is_dead(self.rows[id]))
-        others = (each for each in rows if each.blocked_by or not self.waiting(each).expired_before_due)
-        head = next(others, None) if now else None
-        return [head.id] if head is not None and head.blocked_by else []
-
-    def unsent_rows(self) -> list[StoredTask]:
-        return [row for row in self.rows.values() if row.sent_at is None]
-
-
-def _place(row: StoredTask) -> tuple[datetime, int, str]:
-    return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence, row.id
-
-
 class Spanner:
     """The service: one table, its locks, and as many requests a second as its capacity allows."""
 
@@ -321,20 +169,12 @@ class Spanner:
     def age(self) -> tuple[float, int]:
         return self.clockwork.now, next(self._ages)
 
-    def ways(self, median: float) -> tuple[float, float]:
-        """Return the seconds of a request to the service and back."""
-        return self.drawn(median / 2), self.drawn(median / 2)
-
     def begin(self, kind: str, serve: Callable[[], None]) -> None:
-        """Serve a request, in a fiber if it may have to wait. Fibers cost time."""
-        if self.may_wait(kind):
+        """Serve a request, in a fiber if it may have to wait for a lock or for capacity. Fibers cost time."""
+        if kind in ("lock", "commit") or self.capacity is not None:
             self.clockwork.spawn(self.process, serve)
         else:
             serve()
-
-    def may_wait(self, kind: str) -> bool:
-        """Tell whether a request can wait for a lock or for capacity."""
-        return kind in ("lock", "commit") or self.capacity is not None
 
     def serve(self, kind: str, rows: int = 0, *, urgent: bool) -> None:
         """Wait for capacity. Raises Aborted if that would take long."""
@@ -357,17 +197,11 @@ class Spanner:
             self._busy_until = end
         return end - now
 
-    def use_cpu(self, process: Process, seconds: float) -> None:
-        """Let a process work. Its machine has a core for it."""
-        process.worked += seconds
-        process.busy_until = max(self.clockwork.now, process.busy_until) + seconds
-        self.clockwork.sleep(process.busy_until - self.clockwork.now)
-
     def lock(self, transaction: Transaction, ids: Sequence[str]) -> list[Any]:
         transaction.asked_at = self.clockwork.now
         for id in ids:
             self.locks.acquire(transaction, id, Mode.EXCLUSIVE if transaction.exclusive else Mode.SHARED)
-        transaction.asked_at = transaction.locked_at = self.clockwork.now
+        transaction.asked_at = self.clockwork.now
         self.table.time()
         return [self.table.as_locked(self.table.rows[id]) for id in ids if id in self.table.rows]
 
@@ -384,17 +218,12 @@ class Spanner:
         committed = self.table.commit_time()
         self.table.apply(marks, committed)
         self.locks.release(transaction)
-        self.locks.held_seconds.append(self.clockwork.now - transaction.locked_at)
         return committed
 
     def roll_back(self, transaction: Transaction) -> None:
         if not transaction.commits:
             transaction.wounded = True  # a lock query that still waits must not get the locks
             self.locks.release(transaction)
-
-    def slot(self, _process: Process) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which a worker runs a transaction."""
-        return contextlib.nullcontext()
 
 
 class Connection:
@@ -426,13 +255,14 @@ class Connection:
     ) -> Any:
         """Send a request, wait for its answer. Raises StoreError, Aborted."""
         clockwork, spanner = self._clockwork, self._spanner
-        fate, (there, back) = self._fate(kind), spanner.ways(median)
+        fate, there, back = self._fate(kind), spanner.drawn(median / 2), spanner.drawn(median / 2)
         spanner.requests[kind] += 1
         wake = clockwork.waiter()
 
         def serve() -> None:
             try:
                 spanner.serve(kind, rows, urgent=urgent)
+                spanner.table.time()
                 answer = execute()
             except (Aborted, StoreError) as error:
                 answer = error
@@ -453,12 +283,13 @@ class Connection:
             raise result
         return result
 
-    def _read(self, kind: str, execute: Callable[[], Any], scans: int = 1) -> Any:
+    def _read(self, kind: str, execute: Callable[[], Answer], scans: int = 1) -> Answer:
         self._work(self._cpu.request)
         try:
-            return self._call(kind, self._spanner.latencies.read, execute, product.READ_SECONDS, rows=scans)
+            found: Answer = self._call(kind, self._spanner.latencies.read, execute, product.READ_SECONDS, rows=scans)
         except Aborted as error:
             raise StoreError(str(error)) from error
+        return found
 
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         def execute() -> Sequence[Candidate]:
@@ -466,42 +297,23 @@ class Connection:
             self._spanner.book("rows", len(found), urgent=False)
             return found
 
-        scans = 1 + request.due + (request.below_priority is not None)
-        found: Sequence[Candidate] = self._read("poll", execute, scans)
-        return found
+        return self._read("poll", execute, scans=1 + request.due + (request.below_priority is not None))
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
-        def execute() -> Discovery:
-            self._spanner.table.time()
-            return self._spanner.table.discover(shards, known)
-
-        found: Discovery = self._read("discover", execute)
+        found = self._read("discover", lambda: self._spanner.table.discover(shards, known))
         if self._only:
             return replace(found, workers=replace(found.workers, layouts=()))
         self.layouts = found.workers.layouts or self.layouts
         return found
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
-        table = self._spanner.table
-
-        def execute() -> float | None:
-            table.time()
-            return table.seconds_until_due(shards, topics)
-
-        found: float | None = self._read("next_due", execute)
-        return found
+        return self._read("next_due", lambda: self._spanner.table.seconds_until_due(shards, topics))
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        table = self._spanner.table
-        found: KeyHeads = self._read("key_heads", lambda: table.key_heads(keys, per_key, skip_dead=skip_dead))
-        return found
+        return self._read("key_heads", lambda: self._spanner.table.key_heads(keys, per_key, skip_dead=skip_dead))
 
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
-        def execute() -> None:
-            self._spanner.table.time()
-            self._spanner.table.heartbeat(heartbeat, remove)
-
-        self._write("heartbeat", execute)
+        self._write("heartbeat", lambda: self._spanner.table.heartbeat(heartbeat, remove))
 
     def delete_heartbeat(self, worker: str) -> None:
         self._write("heartbeat", lambda: self._spanner.table.delete_heartbeat(worker))
@@ -515,10 +327,6 @@ class Connection:
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         """See Store: the transaction attempts of the client, with its limits."""
-        with self._spanner.slot(self._process):
-            return self._claim(ids, decide)
-
-    def _claim(self, ids: Sequence[str], decide: Decide) -> datetime:
         clockwork, spanner = self._clockwork, self._spanner
         age, end = spanner.age(), clockwork.now + product.ABORTED_SECONDS
         while True:
@@ -562,7 +370,10 @@ class Connection:
     def _work(self, seconds: float) -> None:
         """Use the CPU of the process: one core, which all its fibers share."""
         if seconds:
-            self._spanner.use_cpu(self._process, seconds)
+            process, clockwork = self._process, self._clockwork
+            process.worked += seconds
+            process.busy_until = max(clockwork.now, process.busy_until) + seconds
+            clockwork.sleep(process.busy_until - clockwork.now)
 
     def _roll_back(self, transaction: Transaction) -> None:
         """Release the locks, unless they are released already or the request is lost: then they stay until idle."""

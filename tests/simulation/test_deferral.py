@@ -3,7 +3,8 @@
 import grpc
 
 from tests.simulation.audit import FEW_TURNS, Known
-from tests.simulation.world import GOOD, Plan, World, quiet
+from tests.simulation.plan import Plan
+from tests.simulation.world import GOOD, World, quiet
 
 
 def test_a_task_that_was_deferred_while_its_head_was_in_doubt_is_sent_soon() -> None:

@@ -15,9 +15,10 @@ from unittest import mock
 
 import pytest
 
+from tests.simulation.plan import Plan
 from tests.simulation.seeded_faults import DEFECTS
-from tests.simulation.spanner import Table
-from tests.simulation.world import Plan, World, shortest
+from tests.simulation.table import Table
+from tests.simulation.world import World, shortest
 from tests.support.processes import ROOT
 
 #: CPU seconds of histories.

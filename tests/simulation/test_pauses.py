@@ -5,7 +5,8 @@ from random import Random
 import pytest
 
 from tests.simulation.audit import PAUSE_SECONDS
-from tests.simulation.world import Plan, World, quiet
+from tests.simulation.plan import Plan
+from tests.simulation.world import World, quiet
 
 SLOW = {"poll_interval": 30.0}
 WAKES = {"wake": True}

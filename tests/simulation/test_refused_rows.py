@@ -5,7 +5,8 @@ from unittest import mock
 
 import pytest
 
-from tests.simulation.world import Plan, World
+from tests.simulation.plan import Plan
+from tests.simulation.world import World
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(2, 8))])

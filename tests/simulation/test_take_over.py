@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 
-from tests.simulation.world import Plan, World, quiet
+from tests.simulation.plan import Plan
+from tests.simulation.world import World, quiet
 
 
 @pytest.mark.parametrize(("wake", "busy", "seconds"), [(False, False, 15.0), (True, False, 30.0), (True, True, 15.0)])

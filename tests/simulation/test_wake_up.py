@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.simulation.world import Plan, World, quiet
+from tests.simulation.plan import Plan
+from tests.simulation.world import World, quiet
 
 
 @pytest.mark.parametrize(

@@ -14,116 +14,28 @@ from unittest import mock
 
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.layouts import Layout
-from publishworker.delivery.marking import Marking
-from publishworker.delivery.rules import RetryPolicy
-from publishworker.delivery.tools import Tools
-from publishworker.delivery.trace import Trace, TracedTools
-from publishworker.host import Host
-from publishworker.telemetry.metrics import Client, Metrics
-from publishworker.telemetry.reporter import Reporter
-from publishworker.turn.in_flight import Limits
+from publishworker.delivery.trace import Trace
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.turn.worker import Worker
 from tests.simulation.audit import Audit, Known
 from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
 from tests.simulation.faults import FAULTS
+from tests.simulation.plan import Fault, Plan
 from tests.simulation.pubsub import PubSub
 from tests.simulation.spanner import (
-    DEFAULT_LATENCIES,
     MAX_QUEUE_SECONDS,
-    NO_CPU,
     Aborted,
     Connection,
-    Cpu,
-    Latencies,
     Spanner,
     Transaction,
 )
 from tests.support.fakes import serialized
+from tests.support.parts import relay_of
 
 #: The indexes of a layout that has all tasks.
 COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}
 GOOD, BAD = serialized(), serialized(attributes={"bad": "yes"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Fault:
-    """`kind` begins at `at` and lasts `seconds`; `which` is the number of a worker or of a topic."""
-
-    at: float
-    kind: str
-    which: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """All that a history depends on."""
-
-    seed: int
-    workers: int = 2
-    shards: int = 4
-    batch_size: int = 10
-    concurrency: int = 2
-    fair_share: float = 0.1
-    rate: float = 20.0  # transactions of the applications, per second
-    seconds: float = 60.0  # of registrations and faults
-    keys: float = 0.3  # part of the tasks with an ordering key
-    bad: float = 0.0  # part that Pub/Sub refuses
-    once: float = 0.0  # part of those without a key that are at-most-once
-    lifetimes: tuple[float | None, ...] = (None,)  # seconds until a task expires
-    skip_dead: bool = False
-    faults: tuple[Fault, ...] = ()
-    latencies: Latencies = DEFAULT_LATENCIES
-    exclusive: bool = True
-    cpu: Cpu = NO_CPU
-    reshard: int = 0  # new number of shards, while the applications register
-    wake: bool = False  # a change stream starts polls, and idle workers poll seldom
-    refused: float = 0.0  # part of the tasks whose rows Spanner refuses to change, until the registrations end
-    routes: bool = False  # an operator routes topics and ends routes
-    longest_backoff: float = 60.0  # seconds between two attempts
-    poll_interval: float = 1.0
-    idle_interval: float = 15.0
-    cancels: float = 0.0  # attempts to cancel a task, per second
-
-    @classmethod
-    def of(cls, seed: int) -> "Plan":
-        """Draw a plan."""
-        random = Random(seed)
-        workers, seconds = random.choice([1, 2, 2, 3, 4]), random.choice([5.0, 10.0, 20.0, 60.0])
-        faults = [
-            Fault(random.uniform(0, seconds), random.choice(list(FAULTS)), random.randrange(8), _duration(random))
-            for _ in range(random.choice([0, 1, 3, 6, 10]))
-        ]
-        return cls(
-            seed,
-            workers=workers,
-            shards=random.choice([1, 2, 4, 10]),
-            batch_size=random.choice([1, 3, 10, 100]),
-            concurrency=random.choice([1, 2, 4, 8]),
-            fair_share=random.choice([0.0, 0.1, 0.5]),
-            rate=random.choice([1.0, 5.0, 20.0]),
-            seconds=seconds,
-            keys=random.choice([0.0, 0.3, 1.0]),
-            bad=random.choice([0.0, 0.0, 0.05, 0.2]),
-            once=random.choice([0.0, 0.0, 0.2]),
-            lifetimes=random.choice([(None,), (None,) * 9 + (1.0, 30.0)]),
-            skip_dead=random.random() < 0.3,
-            faults=tuple(sorted(faults)),
-            latencies=DEFAULT_LATENCIES.times(random.choice([0.3, 1, 1, 3, 10])),
-            reshard=random.choice([0, 0, 0, 2, 5]),
-            wake=random.random() < 0.5,
-            longest_backoff=random.choice([60.0, 300.0, 900.0]),
-            poll_interval=random.choice([1.0, 1.0, 1.0, 10.0, 30.0]),
-            idle_interval=random.choice([15.0, 15.0, 60.0, 300.0]),
-            routes=random.random() < 0.3,
-            cancels=random.choice([0.0, 0.0, 0.5, 5.0]),
-        )
-
-
-def _duration(random: Random) -> float:
-    return min(random.expovariate(1 / 12), 120.0)
 
 
 class Node:
@@ -155,30 +67,23 @@ class Node:
         )  # fmt: skip
         publisher = world.pubsub.publisher(process, self.clock, plan.latencies.publish, self._fate("pubsub"))
         membership = self.membership = Membership(store, process.name, clock=self.clock, wall_clock=self.clock)
-        policy = RetryPolicy(
-            initial=1,
-            longest=plan.longest_backoff,
-            max_attempts=10,
-            dead_after=86_400,
-            random=random,
+        relay = self.relay = relay_of(
+            store,  # type: ignore[arg-type]  # as the real store
+            publisher,
+            size=plan.batch_size,
+            batches=plan.concurrency,
+            batch_bytes=8_000_000,
+            stragglers=plan.concurrency // 8,
+            fair_share=plan.fair_share,
+            membership=membership,
+            retries={"longest": plan.longest_backoff},
             skip_dead=plan.skip_dead,
-        )  # fmt: skip
-        host = Host(clock=self.clock, random=random, threads=VirtualThreads(world.clockwork, process))  # type: ignore[arg-type]  # as real threads
-        trace = None if world.steps is None else Trace(world.steps.append, process.name)
-        tools = Tools if trace is None else functools.partial(TracedTools, trace=trace)
-        relay = self.relay = Relay(
-            tools(
-                store=store,  # type: ignore[arg-type]  # as the real store
-                publisher=publisher,
-                policy=policy,
-                publish_seconds=5.0,
-                marking=Marking(host, 20.0),
-                host=host,
-            ),
-            Limits(plan.batch_size, 8_000_000, plan.concurrency, plan.concurrency // 8, plan.fair_share),
-            membership,
-            Reporter(world.metrics, self.clock, trace),
+            shutdown_seconds=20.0,
             discovery_seconds=min(plan.poll_interval / 2, 1.0),
+            clock=self.clock,
+            random=random,
+            threads=VirtualThreads(world.clockwork, process),
+            trace=None if world.steps is None else Trace(world.steps.append, process.name),
         )
         idle_interval = (lambda: max(plan.poll_interval, plan.idle_interval)) if plan.wake else None
         worker = Worker(
@@ -213,8 +118,6 @@ class World:
     def __init__(
         self,
         plan: Plan,
-        spanner: Callable[[Clockwork, int, Latencies], Spanner] = Spanner,
-        metrics: Client | None = None,
         steps: list[dict[str, Any]] | None = None,
     ) -> None:
         self.plan = plan
@@ -222,7 +125,7 @@ class World:
         self.steps = steps
         self.clockwork = Clockwork(plan.seed)
         self.audit = Audit(self.clockwork, plan.skip_dead)
-        self.spanner = spanner(self.clockwork, plan.shards, plan.latencies)
+        self.spanner = Spanner(self.clockwork, plan.shards, plan.latencies)
         self.pubsub = PubSub(self.clockwork, self.audit)
         self.topics = ("orders", "invoices", "refunds")
         #: Which requests fail, the part of them, and how.
@@ -230,7 +133,6 @@ class World:
         #: More than 0 while the readers of the change stream are stopped.
         self.silent = 0
         self.application = Process("application")
-        self.metrics = Metrics(metrics)
         #: Workers so far, not counting restarts.
         self.started = 0
         self.nodes = [Node(self, number) for number in range(plan.workers)]
@@ -238,14 +140,11 @@ class World:
         self._resharding = bool(plan.reshard)
         #: The workers that were live at the last change of what is polled.
         self._known: frozenset[str] | None = None
-        self.rate = lambda: plan.rate
-        #: Seconds of each registration.
-        self.registered_in: list[float] = []
 
     def register(self, random: Random) -> None:
         """One transaction of an application: one to four tasks, sometimes rolled back."""
         tasks = [self._drawn(random) for _ in range(random.choice([1, 1, 2, 4]))]
-        priority, began = random.choice([50, 50, 50, 0, 100]), self.clockwork.now
+        priority = random.choice([50, 50, 50, 0, 100])
         self.clockwork.sleep(self.spanner.drawn(self.plan.latencies.commit))
         try:
             self.spanner.serve("insert", len(tasks), urgent=True)
@@ -253,7 +152,6 @@ class World:
             return  # the caller gives up
         if random.random() < 0.1:
             return  # it is rolled back
-        self.registered_in.append(self.clockwork.now - began)
         created_at, now = self.spanner.table.commit_time(), self.clockwork.now
         for sequence, (id, task) in enumerate(tasks):
             delay, lifetime = task.available_at, task.expires_at
@@ -307,7 +205,7 @@ class World:
     def applications(self) -> None:
         """Register until the end of the history."""
         random = Random(f"{self.plan.seed}/application")
-        while self.clockwork.now + (pause := random.expovariate(self.rate())) < self.plan.seconds:
+        while self.clockwork.now + (pause := random.expovariate(self.plan.rate)) < self.plan.seconds:
             self.clockwork.sleep(pause)
             self.clockwork.spawn(self.application, lambda: self.register(random))
 

@@ -17,6 +17,7 @@ from outbox.program.times import shown
 from outbox_pipeline.jobs.archive.windows import read_archive
 from outbox_pipeline.settings import ArchiveSettings
 from tests.support.operations import row
+from tests.support.pipeline import options
 
 #: The day of most tests. It is older than Spanner's versions, so that its windows are read late.
 DAY = datetime(2026, 10, 20, tzinfo=UTC)
@@ -37,14 +38,7 @@ def delete(database: Database, *ids: str) -> None:
 
 
 def settings_of(target: DatabaseSettings, archive: Path | str, **given: str) -> ArchiveSettings:
-    flags = {
-        "project": target.project,
-        "instance": target.instance,
-        "database": target.database,
-        "archive": str(archive),
-        "until": shown(NEXT_DAY),
-    }
-    return ArchiveSettings.read(flags | given, {})
+    return ArchiveSettings.read(options(target, archive=str(archive), until=shown(NEXT_DAY)) | given, {})
 
 
 def sent_of(tasks: DataFrame) -> list[Sent]:

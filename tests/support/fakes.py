@@ -41,9 +41,6 @@ from publishworker.types import (
     Workers,
 )
 
-#: Where a row without Sequence comes in the order of its key.
-NO_SEQUENCE = -(2**63)
-
 
 @dataclasses.dataclass(slots=True)
 class StoredTask:
@@ -194,7 +191,7 @@ class FakeStore:
         self._answer()
         self.require(keys.values())
         found: dict[Key, list[QueuedTask]] = {}
-        for row in sorted(self._unsent(), key=_place):
+        for row in sorted(self._unsent(), key=place_in_key):
             key = Key(row.topic, row.ordering_key or "")
             if keys.get(key) in row.shards and not (skip_dead and self.is_dead(row)):
                 found.setdefault(key, []).append(self.waiting(row))
@@ -295,8 +292,9 @@ def _is_in(row: StoredTask, shards: Collection[int]) -> bool:
     return any(shard in shards for shard in row.shards)
 
 
-def _place(row: StoredTask) -> tuple[datetime, int, str]:
-    return row.created_at, NO_SEQUENCE if row.sequence is None else row.sequence, row.id
+def place_in_key(row: StoredTask) -> tuple[datetime, int, str]:
+    """Return what orders the rows of a key. A row without Sequence comes first."""
+    return row.created_at, -(2**63) if row.sequence is None else row.sequence, row.id
 
 
 def candidate(row: StoredTask, shard: int) -> Candidate:

@@ -26,7 +26,7 @@ from publishworker.turn.poller import Poller
 from publishworker.turn.relay import Relay
 from publishworker.types import PollRequest
 
-HOST, SHARES = {"clock", "threads", "progress"}, {"stragglers", "fair_share"}
+HOST, SHARES = {"clock", "random", "threads", "progress"}, {"stragglers", "fair_share"}
 
 
 def policy(**values: Any) -> RetryPolicy:
@@ -47,7 +47,7 @@ def relay_of(
     retries: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Relay:
-    host = Host(random=Random(1), **{name: options.pop(name) for name in HOST & options.keys()})
+    host = Host(**{"random": Random(1)} | {name: options.pop(name) for name in HOST & options.keys()})
     trace = options.pop("trace", None)
     shares = {name: options.pop(name) for name in SHARES & options.keys()}
     tools = Tools if trace is None else partial(TracedTools, trace=trace)

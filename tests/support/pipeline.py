@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+from google.cloud.spanner_v1.database import Database
 from pyspark import TaskContext
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StructType
@@ -21,8 +22,10 @@ from outbox_pipeline.jobs.archive.job import purge_rows
 from outbox_pipeline.jobs.register.executor import register_rows
 from outbox_pipeline.jobs.register.job import Registered, register
 from outbox_pipeline.jobs.replay.job import replay_rows
+from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.spanner import Table
 from outbox_pipeline.spark.tasks import Rows
+from tests.support.spanner import query
 
 #: A user's columns, in the types that Spark reads from Parquet.
 ROWS = StructType([field for field in schemas.INPUT if field.name not in ("line", "reason")])
@@ -41,6 +44,17 @@ def rows(spark: SparkSession, given: Iterable[dict[str, Any]], partitions: int =
 
 def options(target: DatabaseSettings, **more: str) -> dict[str, Any]:
     return {"project": target.project, "instance": target.instance, "database": target.database, **more}
+
+
+def replay_settings(target: DatabaseSettings, **given: str) -> ReplaySettings:
+    return ReplaySettings.read(options(target, **given), {})
+
+
+def noted(database: Database) -> list[dict[str, Any]]:
+    """Return the records of operations, in the order in which they began."""
+    names = ("OperationId", "Operation", "StartedAt", "FinishedAt", "Principal", "Reason", "Selection", "Tasks")
+    found = query(database, f"SELECT {', '.join(names)} FROM AsynchronousTaskOperations ORDER BY StartedAt")
+    return [dict(zip(names, each, strict=True)) for each in found]
 
 
 def registered(dataframe: Any, target: DatabaseSettings, rejects: object, **more: Any) -> Registered:
