@@ -40,14 +40,6 @@ def test_the_target_follows_from_the_figures_and_the_examples_from_the_target() 
     assert "fewer workers for ten minutes, the autoscaler removes one per minute" in PROSE
 
 
-def test_the_query_has_no_value_while_commits_are_slow() -> None:
-    """The overlay of production repeats the query of the component."""
-    for file in ("components/autoscaling/datadogmetric.yaml", "overlays/production/kustomization.yaml"):
-        text = (ROOT / "k8s" / file).read_text(encoding="utf-8")
-        [seconds] = re.findall(r"\+ 0 \* cutoff_max\(.*,phase:commit\}.*, ([\d.]+)\)", text)
-        assert f"while commits take more than {seconds} s on average" in PROSE
-
-
 def test_the_patch_replaces_values_that_the_autoscaler_has() -> None:
     """The page's patch fits production's autoscaler; its values are those of the example of the page about sizing."""
     [patch] = yaml.safe_load(BLOCKS[0])["patches"]

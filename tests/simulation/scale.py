@@ -1,22 +1,29 @@
-"""The numbers at scale: simulated loads. Writes docs/architecture/scale.md."""
+"""The numbers at scale: simulated loads and the autoscaler. Writes docs/architecture/scale.md."""
 
+import argparse
+import functools
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import ceil
+from math import ceil, inf
+from pathlib import Path
 from random import Random
 from zlib import crc32
 
+from matplotlib import pyplot as plt
 from tqdm import tqdm
 
 from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS
 from tests.benchmarks.cost import INSERT, MARK, TTL_DELETE
 from tests.benchmarks.page import grid, markdown
-from tests.benchmarks.results import ROOT, Section, circumstances, figures, save
+from tests.benchmarks.results import ROOT, Figure, Section, circumstances, figures, load, save
 from tests.simulation.audit import Known
+from tests.simulation.autoscaler import Autoscaler, Durations, commit_limit
 from tests.simulation.bench import BASE, DIVIDED
+from tests.simulation.faults import ANSWERS
 from tests.simulation.spanner import Cpu
 from tests.simulation.world import GOOD, World, quiet
 
@@ -41,6 +48,9 @@ BEGINNING = 1.0
 #: As docs/operations/scaling.md assumes: bytes of a message and of a row with its index entries, days that rows are
 #: stored, and the price of Pub/Sub. Hours of a month.
 MESSAGE_BYTES, ROW_BYTES, STORED_DAYS, DOLLARS_PER_TIB, HOURS = 300, 700, 10, 40, 730
+#: Dollars for a node and an hour, and for a GB and a month: the example of
+#: https://kindatechnical.com/google-cloud-spanner-guide/understanding-pricing-models.html, undated.
+DOLLARS_PER_NODE, DOLLARS_PER_GB = 0.90, 0.30
 
 
 def work(kind: str, rows: int) -> float:
@@ -137,16 +147,78 @@ def units(rate: float) -> int:
     return 1000 * ceil(writes / (ROW_WRITES * RECOMMENDED))
 
 
+# --- the autoscaler
+
+#: All numbers of tasks, batches and row writes are divided by this, and the CPU of a task is multiplied.
+SCALE = 20
+#: Tasks per second that a worker can send, as docs/operations/scaling.md assumes.
+OF_A_WORKER = 1_000
+#: Tasks per second before and after.
+CALM = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """`rate` tasks per second arrive from minute 5 on. Spanner carries `capacity` row writes per second."""
+
+    rate: float
+    minutes: float
+    capacity: float = 1e9
+    broken: str = ""  # pubsub or spanner
+    limit: float = inf
+
+
+def scaled(episode: Episode) -> Autoscaler:
+    """Play 40 minutes."""
+    cpu = Cpu(task=SCALE / OF_A_WORKER)
+    plan = replace(BASE, seed=1, workers=2, batch_size=BASE.batch_size // SCALE, cpu=cpu)
+    durations = Durations()
+    world = World(plan, metrics=durations)
+    clockwork, spanner = world.clockwork, world.spanner
+    spanner.capacity, spanner.work = episode.capacity / SCALE, work
+    with quiet():
+        scaler = Autoscaler(world, SCALE, episode.limit, durations)
+        clockwork.run(DIVIDED)
+        for rate, minutes in ((CALM, 5), (episode.rate, episode.minutes), (CALM, 35 - episode.minutes)):
+            end = clockwork.now + 60 * minutes
+            if episode.broken and rate != CALM:
+                _break(world, episode.broken, 60 * minutes)
+            clockwork.spawn(world.application, functools.partial(arrive, world, rate / SCALE, 60 * minutes))
+            clockwork.run(end)
+        clockwork.close()
+    return scaler
+
+
+def _break(world: World, service: str, seconds: float) -> None:
+    if service == "pubsub":
+        world.pubsub.broken["orders"] = ANSWERS["topic away"]
+        world.clockwork.after(seconds, world.pubsub.broken.clear)
+    else:
+        world.troubles.append(("all", 1.0, "refused"))
+        world.clockwork.after(seconds, world.troubles.clear)
+
+
 # --- the page
 
 PAGE = ROOT / "docs/architecture/scale.md"
-FILE = PAGE.with_suffix("") / "results.json"
+FILE, PICTURE = (PAGE.with_suffix("") / name for name in ("results.json", "autoscaler.png"))
 
 LOADS = {
     rate: Load(rate, workers, shards, units(rate), seconds)
     for rate, workers, shards, seconds in ((1_000, 2, 10, 20.0), (10_000, 4, 20, 10.0), (100_000, 40, 200, 4.0))
 }
+EPISODES = {
+    "burst: 6,000 tasks/s for 5 minutes": Episode(6_000, 5),
+    "Pub/Sub fails for 10 minutes, 1,500 tasks/s": Episode(1_500, 10, broken="pubsub"),
+    "Spanner fails for 10 minutes, 1,500 tasks/s": Episode(1_500, 10, broken="spanner"),
+    "Spanner is the limit, 2,000 tasks/s for 15 minutes": Episode(2_000, 15, capacity=8_000, limit=commit_limit()),
+    "the same without the rule": Episode(2_000, 15, capacity=8_000),
+}
 Rows = list[tuple[str, str, float]]
+
+
+def section(title: str, rows: Rows) -> Section:
+    return Section(title, figures(rows), conditions="", transfers="")
 
 
 def loads() -> dict[str, Section]:
@@ -164,25 +236,69 @@ def loads() -> dict[str, Section]:
             **{f"{name}, with latencies three times as long": slow[name] for name in ("p50 ms", "p99 ms") if slow},
         }
         rows += [(name, column, value) for name, value in values.items()]
+        node_hours = load_.units / 1000 * HOURS
+        gigabytes = rate * 86_400 * STORED_DAYS * ROW_BYTES / 1e9
+        pubsub = rate * 3600 * HOURS * MESSAGE_BYTES / 2**40 * DOLLARS_PER_TIB
+        spanner = node_hours * DOLLARS_PER_NODE + gigabytes * DOLLARS_PER_GB
         values = {
             "writes to the tail of a shard, % of a server": 100 * TAIL * rate / load_.shards / TAIL_WRITES,
             "heartbeats/s": load_.workers / HEARTBEAT_INTERVAL_SECONDS,
             "MB/s to Pub/Sub": rate * MESSAGE_BYTES / 1e6,
             "with `--wake change-stream`: records/s that all workers read together": rate * load_.workers,
             "workers: core hours per month": load_.workers * HOURS,
-            "Spanner: node hours per month": load_.units / 1000 * HOURS,
-            "Spanner: TB stored": rate * 86_400 * STORED_DAYS * ROW_BYTES / 1e12,
-            "Pub/Sub: $ per month to publish": rate * 3600 * HOURS * MESSAGE_BYTES / 2**40 * DOLLARS_PER_TIB,
+            "Spanner: node hours per month": node_hours,
+            "Spanner: TB stored": gigabytes / 1000,
+            "Pub/Sub: $ per month to publish": pubsub,
+            "Spanner: $ per month, at the example prices": spanner,
+            "Spanner and Pub/Sub: $ per month": spanner + pubsub,
         }
         needs += [(name, column, value) for name, value in values.items()]
-    return {"loads": Section("Loads", figures(rows), "", ""), "needs": Section("Needs", figures(needs), "", "")}
+    return {"loads": section("Loads", rows), "needs": section("Needs", needs)}
+
+
+def episodes() -> dict[str, Section]:
+    rows, series = Rows(), []
+    for name, episode in tqdm(EPISODES.items(), desc="autoscaler", disable=None):
+        scaler = scaled(episode)
+        history = [(at - DIVIDED, *others) for at, *others in scaler.history]  # tasks arrive from DIVIDED on
+        ends = 60 * (5 + episode.minutes)
+        sent_at = next((at for at, backlog, *_ in history if at > ends and backlog < CALM), inf)
+        rows += [
+            (name, "largest number of workers", max(workers for _, _, workers, _ in history)),
+            (name, "largest backlog", max(backlog for _, backlog, _, _ in history)),
+            (name, "backlog sent after, minutes", (sent_at - ends) / 60),
+            (name, "slowest commits, ms", 1000 * max(commit for *_, commit in history)),
+            (name, "aborted transactions", scaler.world.spanner.aborts),
+            (name, "duplicates", scaler.world.audit.duplicates),
+        ]
+        for column, values in zip(("minute", "backlog", "workers"), zip(*history, strict=True), strict=False):
+            series.append(Figure(name, column, [each / 60 if column == "minute" else each for each in values]))
+    return {"autoscaler": section("Autoscaler", rows), "series": Section("Series", series, "", "")}
+
+
+def draw(results: dict[str, Section], file: Path) -> None:
+    """Draw the autoscaler."""
+    figure, axes = plt.subplots(len(EPISODES), 1, figsize=(7, 2 * len(EPISODES)), sharex=True, layout="constrained")
+    series = {(each.row, each.column): each.values for each in results["series"].figures}
+    for axis, name in zip(axes, EPISODES, strict=True):
+        axis.fill_between(series[name, "minute"], [each / 1000 for each in series[name, "backlog"]], color="0.8")
+        axis.set_ylabel("1,000 tasks")
+        axis.set_title(name, fontsize="small", loc="left")
+        right = axis.twinx()
+        right.step(series[name, "minute"], series[name, "workers"], where="post", color="tab:orange")
+        right.set_ylim(0, 11)
+        right.set_yticks((0, 5, 10))
+        right.set_ylabel("workers")
+    axes[-1].set_xlabel("minutes")
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+    plt.close(figure)
 
 
 def text(results: dict[str, Section], page: str) -> str:
     """Return the page with its tables, and the lines that say when they were made, written from the results."""
-    for name, section in results.items():
-        header, rows = grid(section.figures)
-        ran = section.ran
+    for name in TABLES:
+        header, rows = grid(results[name].figures)
+        ran = results[name].ran
         line = f"{ran['date']}, {ran['machine']}"
         begin, end = f"<!-- {name}: written from results.json -->\n", "<!-- end -->"
         before, _, rest = page.partition(begin)
@@ -190,17 +306,28 @@ def text(results: dict[str, Section], page: str) -> str:
     return page
 
 
+TABLES = ("loads", "needs", "autoscaler")
+SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {"loads": loads, "autoscaler": episodes}
+
+
 def main() -> None:
-    ran, began = circumstances(), time.monotonic()
-    results = loads()
-    ran |= {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "seconds": f"{time.monotonic() - began:.0f}",
-        "command": "python -m tests.simulation.scale",
-    }
-    for each in results.values():
-        each.ran.update(ran)
-    save(results, FILE)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    options = parser.parse_args()
+    for name in options.only:
+        ran = circumstances()
+        began = time.monotonic()
+        found = SECTIONS[name]()
+        ran |= {
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "seconds": f"{time.monotonic() - began:.0f}",
+            "command": " ".join(["python -m tests.simulation.scale", *sys.argv[1:]]),
+        }
+        for each in found.values():
+            each.ran.update(ran)
+        save(load(FILE) | found, FILE)
+    results = load(FILE)
+    draw(results, PICTURE)
     PAGE.write_text(text(results, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}, {FILE.relative_to(ROOT)}")
 

@@ -15,6 +15,7 @@ from unittest import mock
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.layouts import Layout
 from publishworker.delivery.trace import Trace
+from publishworker.telemetry.metrics import Client
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.turn.worker import Worker
@@ -70,6 +71,7 @@ class Node:
         relay = self.relay = relay_of(
             store,  # type: ignore[arg-type]  # as the real store
             publisher,
+            world.metrics,
             size=plan.batch_size,
             batches=plan.concurrency,
             batch_bytes=8_000_000,
@@ -119,8 +121,9 @@ class World:
         self,
         plan: Plan,
         steps: list[dict[str, Any]] | None = None,
+        metrics: Client | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self.metrics = plan, metrics
         #: The trace of all workers, if it is wanted.
         self.steps = steps
         self.clockwork = Clockwork(plan.seed)
