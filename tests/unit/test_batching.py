@@ -250,13 +250,3 @@ def test_a_sendable_prefix_stays_in_order_and_is_cut_only_at_its_end(
         assert all(id.startswith("loose") for id, key in zip(batch.ids, keys, strict=True) if key is None)
     keyed = [key for batch in batches for key in batch.keys]
     assert len(keyed) == len(set(keyed))
-
-
-def test_a_batch_may_have_exactly_the_allowed_bytes() -> None:
-    """It has not one byte more. It knows its bytes, so that those in flight can be summed."""
-    found = [candidate("a", size=60), candidate("b", size=40)]
-    [batch] = choose_batches(found, Limits(5, 100, 9), Random(1))
-    assert (len(batch.ids), batch.bytes) == (2, 100)
-    assert [len(batch.ids) for batch in choose_batches(found, Limits(5, 99, 9), Random(1))] == [1, 1]
-    assert Limits(5, 100, 2).max_bytes_in_flight == 32_000_000
-    assert Limits(5, 10**8, 2).max_bytes_in_flight == 4 * 10**8

@@ -48,18 +48,6 @@ def test_without_lower_priorities_no_fair_share_accumulates() -> None:
     assert fair.below_priority is None
 
 
-def test_ready_and_due_tasks_have_a_share_and_what_is_owed_is_bounded() -> None:
-    """A day of urgent tasks alone is not followed by a day of others."""
-    fair = FairShare(1.0)
-    fair.count(8, 0, highest=100)
-    due = Candidate("due", "orders", 0, 5, NOON, NOON, None, 1)
-    assert priorities(fair.choose([due, *tasks(5, 3)])) == [5, 5]
-    fair = FairShare(0.1)
-    for _ in range(1000):
-        fair.count(8, 0, highest=100)
-    assert fair.owed_batches == 3
-
-
 def test_a_high_priority_task_goes_before_ten_thousand_low_ones() -> None:  # OUT-ORDER-3
     """In all shards, however old the others are. Only batches that are in flight when it is committed go first."""
     bench = Bench(size=50, batches=2)

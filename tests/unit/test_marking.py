@@ -76,13 +76,6 @@ def fail(*ids: str, error: type[StoreError] = StoreError) -> Callable[[str], Sto
 IDS = [f"{number:03}" for number in range(200)]
 
 
-def test_a_batch_is_marked_at_once_when_spanner_commits_again() -> None:
-    batch = Batch(*IDS)
-    assert batch.settle() == []
-    assert [ids for _, ids in batch.tried] == [tuple(IDS)]
-    assert batch.mark_retry.unmarked == frozenset()
-
-
 @pytest.mark.parametrize("error", [StoreError, Refused])
 def test_a_row_that_cannot_be_marked_is_found_and_the_others_are_marked(error: type[StoreError]) -> None:
     """It is reported once, gives its place back, and is tried less and less often, for 15 minutes."""

@@ -55,17 +55,6 @@ def test_a_key_is_read_as_far_as_a_batch_can_send_it(size: int) -> None:
     assert [rows for _, rows in store.asked] == [MAX_KEY_HEAD_ROWS // 100 + 1]
 
 
-def test_a_deferral_knows_the_shard_of_its_tasks() -> None:
-    """It may have to read the head of the key again."""
-    store = Recording({"k": "r"})
-    store.insert("head", "orders", ordering_key="k", available_at=store.now + timedelta(hours=1), sequence=-1)
-    [shard] = store.rows["head"].shards
-    found = store.poll(poll_request("orders"))
-    ordering = Ordering(store, Limits(5, 10_000_000, 2), policy(), Host())
-    [claim] = ordering.resolve(found, frozenset()).deferrals
-    assert ([task.shard for task in claim.tasks], shard > 0) == ([shard] * 2, True)
-
-
 def test_without_ordered_tasks_no_key_head_is_read() -> None:
     store = Recording({"": "r"})
     assert store.sendable(4) == {"": ("00",)}
@@ -76,34 +65,6 @@ def test_without_ordered_tasks_no_key_head_is_read() -> None:
 def bounded() -> Iterator[None]:
     with mock.patch.object(ordering, "MAX_EXPIRED_ROWS", 40):
         yield
-
-
-@pytest.mark.usefixtures("bounded")
-@pytest.mark.parametrize(
-    ("lines", "sendable", "reads"),
-    [
-        (
-            {"all": "x" * 12 + "rr", "few": "rr", "full": "r" * 5},
-            {"all": (12, 13), "few": (0, 1), "full": (0, 1, 2, 3)},
-            [("all few full", 5), ("all", 10), ("all", 20)],
-        ),
-        # By the number of skipped rows, not of sendable ones.
-        ({"k": "r" + "x" * 5 + "rrrr"}, {"k": (0, 6, 7, 8)}, [("k", 5), ("k", 9), ("k", 14)]),
-        # Tasks found before the bound are sent.
-        ({"k": "x" * 10 + "r" + "x" * 40 + "r"}, {"k": (10,)}, [("k", 5), ("k", 10), ("k", 20), ("k", 39)]),
-    ],
-)
-def test_only_keys_with_skipped_tasks_are_read_further(
-    caplog: pytest.LogCaptureFixture,
-    lines: dict[str, str],
-    sendable: dict[str, tuple[int, ...]],
-    reads: list[tuple[str, int]],
-) -> None:
-    """By as many rows as were skipped, until a batch is full or the key has no more."""
-    store = Recording(lines)
-    assert store.sendable(4) == {key: places(key, *numbers) for key, numbers in sendable.items()}
-    assert store.asked == [(set(keys.split()), rows) for keys, rows in reads]
-    assert not caplog.records
 
 
 @pytest.mark.usefixtures("bounded")

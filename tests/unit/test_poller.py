@@ -199,32 +199,6 @@ def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int)
     assert all(200 <= total <= max(800, 2 * ranges) for total in totals[-5:])
 
 
-def test_only_ranges_that_are_cut_off_make_the_next_poll_deeper() -> None:
-    """A range that returned twice its rows, ready and lower ones, is only full. A small backlog says nothing."""
-    size = PollSize(target=100, shards=10)
-    size.adapt({("orders", n, True): 3 for n in range(10)}, 30, 100)
-    assert (size.per_range, size.cut_off) == (10, frozenset())
-    size.adapt(dict.fromkeys([("orders", n, True) for n in range(10)], 2 * size.per_range), 200, 100)
-    assert (size.per_range, size.cut_off) == (10, {"orders"})
-    one = ("orders", 0, True)
-    size.adapt({one: 10, ("invoices", 0, False): 9}, 19, 100)
-    assert (size.per_range, size.cut_off) == (20, {"orders"})
-    for _ in range(9):
-        size.adapt({one: 1000}, size.per_range, 100)
-    assert size.per_range == 100  # never more than the target
-
-
-def test_tasks_in_flight_make_no_poll_deeper() -> None:
-    """A poll returns them again. It is deep enough if its other tasks fill the free places."""
-    size = PollSize(target=100, shards=10)
-    full = {("orders", n, True): 10 for n in range(10)}
-    for _ in range(5):
-        size.adapt(full, startable=75, room=75)
-    assert size.per_range == 10
-    size.adapt(full, startable=74, room=75)
-    assert size.per_range == 20
-
-
 def test_polls_become_deeper_until_urgent_tasks_fill_the_places(watch: Watch) -> None:
     for number in range(30):
         for key, priority in (("one", 100), ("two", 0)):  # in different shards

@@ -83,33 +83,6 @@ def test_unsent_tasks_return_their_tokens_and_overdrafts_are_repaid(throttle: Ti
     assert throttle.allowed() == 1
 
 
-def test_changed_limits_apply_at_once_and_keep_saved_tokens(throttle: Timed) -> None:
-    """Reading limits again neither grants a burst nor clears an overdraft. A smaller burst cuts the saved tokens."""
-    throttle.limit(1, 100)
-    throttle.take("orders", 70)
-    throttle.limit(1, 1000)
-    assert throttle.allowed() == 30
-    throttle.now += 5
-    throttle.limit(50, 1000)  # the five seconds before were at 1 a second
-    assert throttle.allowed() == 35
-    throttle.now += 1
-    assert throttle.allowed() == 85
-    throttle.limit(50, 15)
-    throttle.take("orders", 3)
-    assert throttle.allowed() == 12
-    throttle.limit(50, 1000)
-    assert throttle.allowed() == 12
-    throttle.limit(50, 1000, workers=100)
-    assert throttle.allowed() == 10
-    throttle.now += 1000
-    assert throttle.allowed() == 10
-    throttle.take("orders", 10)
-    throttle.limit(2, 50)
-    assert throttle.allowed() == 0
-    throttle.now += 0.5
-    assert throttle.allowed() == 1
-
-
 def test_tasks_in_flight_count_towards_the_limit(throttle: Timed) -> None:
     throttle.apply({"orders": TopicLimit(None, None, 5), "invoices": TopicLimit(None, None, 5)}, 1)
     assert [throttle.allowed(in_flight) for in_flight in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]

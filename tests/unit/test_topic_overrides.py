@@ -1,6 +1,5 @@
 """Routes and retry policies of topics: where a batch publishes, and how its failures are recorded; on the fakes."""
 
-import logging
 import math
 from datetime import timedelta
 from random import Random
@@ -45,24 +44,6 @@ def test_messages_of_a_routed_topic_go_to_its_destination(bench: Bench) -> None:
     bench.insert("later")
     bench.turns()
     assert bench.publisher.published[-1][:2] == ("projects/test-project/topics/orders", "later")
-
-
-def test_an_invalid_route_pauses_the_topic_until_it_is_repaired(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Its messages must not go to the wrong topic, and its tasks must not become dead."""
-    bench.store.routes = {"orders": "not a topic"}
-    bench.insert("waits")
-    bench.insert("other", topic="invoices")
-    with caplog.at_level(logging.WARNING, "publishworker"):
-        bench.turns()
-        bench.relay.turn()
-    assert bench.publisher.ids() == ["other"]
-    assert (bench.store.rows["waits"].attempts, bench.store.rows["waits"].last_error) == (0, None)
-    [line] = [each for each in caplog.messages if "counts as paused" in each]
-    assert "Topic orders counts as paused: PublishTo is 'not a topic'" in line
-    bench.store.routes = {}
-    bench.relay.turn()  # reads the topic controls
-    bench.turns()
-    assert bench.publisher.ids() == ["other", "waits"]
 
 
 def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench: Bench) -> None:
