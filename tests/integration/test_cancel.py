@@ -34,7 +34,7 @@ from publishworker.turn.relay import Relay
 from tests.support import real
 from tests.support.drivers import STACKS
 from tests.support.fakes import Counted, FakePublisher
-from tests.support.operations import FUTURE, OF_STATES, PAST, SECOND, changed, insert, opened, row, rows_of
+from tests.support.operations import FUTURE, OF_STATES, PAST, changed, insert, line, opened, row, rows_of
 from tests.support.parts import relay_of
 from tests.support.relays import unsent
 from tests.support.spanner import INSTANCE, PROJECT
@@ -70,13 +70,6 @@ def cancel(
                     return answer
 
             yield lambda *ids: [one(id) for id in ids]
-
-
-def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:
-    return [
-        row(f"{key} {n}", OrderingKey=key, Topic=topic, CreatedAt=PAST + n * SECOND, **each)
-        for n, each in enumerate(columns)
-    ]
 
 
 def test_unsent_tasks_of_every_state_are_deleted_and_no_others(cancel: Cancel, database: Database) -> None:

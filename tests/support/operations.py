@@ -55,6 +55,15 @@ def row(id: str, **columns: Any) -> Row:
     return dict.fromkeys(COLUMNS) | usual | columns | {"Id": id, "Data": base64.b64encode(data)}
 
 
+def line(key: str, *columns: dict[str, Any], topic: str = "orders") -> list[dict[str, Any]]:
+    """Return the tasks of an ordering key, the oldest first. The ID of one of `a` is `a 0`, or with another topic."""
+    name = key if topic == "orders" else f"{topic} {key}"
+    return [
+        row(f"{name} {n}", OrderingKey=key, Topic=topic, CreatedAt=PAST + n * SECOND, **each)
+        for n, each in enumerate(columns)
+    ]
+
+
 def insert(database: Database, rows: Iterable[Mapping[str, Any]]) -> None:
     values = [[each[column] for column in COLUMNS] for each in rows]
     for start in range(0, len(values), BATCH):
