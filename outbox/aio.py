@@ -84,7 +84,7 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     _check(transaction, "cancel")
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
-        rows = await transaction.execute_sql(sql, **parameters(values), **cancellation.REQUEST)
+        rows = await transaction.execute_sql(sql, **parameters(values), **cancellation.REQUEST_OPTIONS)
         return [row async for row in rows]
 
     earlier = deleted(transaction)

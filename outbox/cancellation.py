@@ -13,7 +13,7 @@ from outbox.table.transact import retry_and_timeout
 from outbox.table.transactions import READ_SECONDS, SupportsCancel, SupportsDelete, check_transaction, deleted
 
 #: The options of the requests, except for retries and timeouts.
-REQUEST = {"request_options": {"request_tag": "outbox-cancel"}}
+REQUEST_OPTIONS = {"request_options": {"request_tag": "outbox-cancel"}}
 
 #: Runs a statement with its parameters, and returns the rows.
 Query = Callable[[str, Mapping[str, Any]], Sequence[Sequence[Any]]]
@@ -49,7 +49,7 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
 
     def query(sql: str, values: Mapping[str, Any]) -> list[Sequence[Any]]:
         # Read to the end, because until then the client blocks the next statement of the transaction.
-        options = {**REQUEST, **retry_and_timeout(READ_SECONDS)}
+        options = {**REQUEST_OPTIONS, **retry_and_timeout(READ_SECONDS)}
         return list(transaction.execute_sql(sql, **parameters(values), **options))
 
     heads = next_heads(query, task_id, deleted(transaction))
@@ -58,18 +58,18 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
     return heads is not None
 
 
-def next_heads(query: Query, task_id: str, earlier: Collection[str] = ()) -> list[str] | None:
+def next_heads(query: Query, task_id: str, deleted_before: Collection[str] = ()) -> list[str] | None:
     """Lock a task. Return the IDs of the tasks to release when it is deleted, or None if it was sent or does not exist.
 
-    `earlier` are the tasks that the transaction has deleted by mutations, because its reads still return them.
+    `deleted_before` are the tasks that the transaction has deleted by mutations, because its reads still return them.
     """
     [[is_unsent, ordering_key]] = query(LOCK_UNSENT, {"id": check_task_id(task_id)})
-    if not is_unsent or task_id in earlier:
+    if not is_unsent or task_id in deleted_before:
         return None
     if ordering_key is None:
         return []
     layout = Layout.usable(query(LAYOUTS, {}))
-    return [id for (id,) in query(layout.sql(NEXT_OF_KEYS), {"ids": [*earlier, task_id]})]
+    return [id for (id,) in query(layout.sql(NEXT_OF_KEYS), {"ids": [*deleted_before, task_id]})]
 
 
 def delete(transaction: SupportsDelete, task_id: str, heads: Iterable[str]) -> None:

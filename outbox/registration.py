@@ -166,11 +166,11 @@ def register_once(
     return register_with(partial(insert_once, transaction), task)
 
 
-def register_with(insert_once: Callable[..., bool], task: Task) -> bool:
+def register_with(insert: Callable[..., bool], task: Task) -> bool:
     """Register the task with a function that inserts a row unless its key exists. Return whether it did."""
     messages.check_task_id(task.task_id)  # type: ignore[arg-type]  # `task_row` would replace None with a random ID
     row = task_row(task)
-    is_new = insert_once(TABLE, COLUMNS, row, key=row[:1], tag="outbox-register-once")
+    is_new = insert(TABLE, COLUMNS, row, key=row[:1], tag="outbox-register-once")
     if is_new:
         count_registered(row[1])
     return is_new

@@ -129,7 +129,7 @@ NO_POLICY = TopicPolicy()
 class TopicControls:
     """The rows of AsynchronousTaskTopics: paused topics, and limits, routes and policies by topic.
 
-    Any program may write them, so values from Spanner may be invalid: see `valid` in topics/availability.py.
+    Any program may write them, so values from Spanner may be invalid: see `split_valid` in topics/availability.py.
     """
 
     paused: frozenset[str] = frozenset()
@@ -151,7 +151,7 @@ class Heartbeat:
     worker: str
     started_at: datetime
     #: The layouts that the worker polls.
-    polls: Sequence[Layout]
+    layouts: Sequence[Layout]
     liveness_timeout: int = LIVENESS_TIMEOUT_SECONDS
     #: What the worker says about itself, for operators (`process.info`).
     info: Mapping[str, object] | None = None
@@ -231,14 +231,14 @@ class Version(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """Pub/Sub has accepted the message and returned this message ID."""
+class Published:
+    """Pub/Sub has accepted the message and returned this message ID. As a RowChange, it is the mark."""
 
     message_id: str
 
 
-#: A mark without a message ID. Rows do not store message IDs, so a mark needs none.
-MARKED = Sent("")
+#: A mark without a message ID, which rows do not store.
+MARKED = Published("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +269,14 @@ class Failed:
 
 
 #: The result of an attempt to publish a task: Pub/Sub's answer, or a failure without a request.
-Answer = Sent | Failed
+Answer = Published | Failed
 
 
 class CircuitState(NamedTuple):
     """A circuit that is not closed: why, the seconds since it opened, and the seconds until the next probe."""
 
     failure: Failed
-    seconds: float
+    seconds_open: float
     seconds_to_probe: float
 
     @property
@@ -309,8 +309,8 @@ class Deferred:
     head: str
 
 
-#: What a commit writes to a locked row. A row without a mark is not written.
-Mark = Sent | NotSent | Deferred
+#: What a commit writes to a locked row: a mark (a Published sets SentAt), or new values. Other rows are not written.
+RowChange = Published | NotSent | Deferred
 
 
 class Next(Enum):

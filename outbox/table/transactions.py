@@ -74,7 +74,7 @@ class SupportsCancel(SupportsDelete, Protocol):
 
 
 #: By function, how the error ends for a transaction that cannot read.
-_INSTEAD = {
+_ALTERNATIVES = {
     "register_once": ", or use register. For the transaction of an AsyncClient, await outbox.aio.register_once",
     "cancel": ". For the transaction of an AsyncClient, await outbox.aio.cancel",
 }
@@ -91,7 +91,8 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
     if reads and (not callable(read) or not callable(insert) or inspect.iscoroutinefunction(read)):
         raise TypeError(
             f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, because {function} reads "
-            f"before it writes: call it in a function given to database.run_in_transaction{_INSTEAD.get(function, '')}"
+            "before it writes: call it in a function given to database.run_in_transaction"
+            + _ALTERNATIVES.get(function, "")
         )
     if not callable(insert):
         raise TypeError(

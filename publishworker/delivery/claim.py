@@ -17,7 +17,7 @@ from publishworker.types import (
     Key,
     KeyHeads,
     NotSent,
-    Sent,
+    Published,
     Skipped,
     TopicPolicy,
     Turn,
@@ -173,7 +173,7 @@ class Delivered:
 
     def published(self) -> list[str]:
         """Return the IDs of the published tasks, whether or not they are marked."""
-        return [id for id, outcome in self.answers.items() if isinstance(outcome, Sent)]
+        return [id for id, answer in self.answers.items() if isinstance(answer, Published)]
 
     def uncommitted(self) -> list[str]:
         """Return the IDs of published tasks whose marks are not written, or whose rows were deleted after an abort."""
@@ -190,7 +190,7 @@ class Delivered:
 
     def failed(self) -> dict[str, Failed]:
         """Return the failures by ID."""
-        return {id: outcome for id, outcome in self.answers.items() if isinstance(outcome, Failed)}
+        return {id: answer for id, answer in self.answers.items() if isinstance(answer, Failed)}
 
     def recorded_later(self, ids: Collection[str]) -> "Recorded":
         """Return the failed attempts of these tasks, which were written after the first report."""
@@ -200,8 +200,8 @@ class Delivered:
         """Return a claim of the skipped at-most-once tasks that are behind no failure, or None if there are none."""
         if not (skipped := self._skipped("at_most_once")):
             return None
-        tried = {*self.published(), *self.skipped}.difference(self.failed())
-        stopped = {task.ordering_key for task in self.claim.tasks if task.id not in tried} - {None}
+        passed = {*self.published(), *self.skipped}.difference(self.failed())
+        stopped = {task.ordering_key for task in self.claim.tasks if task.id not in passed} - {None}
         once = {task.id for task in self.claim.tasks if task.id in skipped and task.ordering_key not in stopped}
         return self.claim.part(once, Kind.MARK_FIRST) if once else None
 

@@ -14,7 +14,7 @@ from publishworker.delivery.timing import Timing
 from publishworker.delivery.tools import Tools
 from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide
-from publishworker.types import Deferred, LockedRow, Mark, NotSent, Sent, Skipped
+from publishworker.types import Deferred, LockedRow, NotSent, Published, RowChange, Skipped
 
 
 class Delivery:
@@ -39,7 +39,7 @@ class Delivery:
         """Claim, publish and mark, in one transaction."""
         try:
             self._transact(self.claim, self._decide)
-            self.mark_retry.done()  # nothing is left to mark
+            self.mark_retry.set_all_written()  # nothing is left to mark
             if self.timing.aborted:  # without these locks, other workers may have deferred key heads
                 self._release_heads()
         except StoreError as error:
@@ -63,40 +63,40 @@ class Delivery:
 
     def write_again(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
-        self._transact(claim, lambda rows, _now: self._results.missing_marks(claim.locks, rows))
+        self._transact(claim, lambda rows, _now: self._results.missing_changes(claim.locks, rows))
 
     def state_of(self, id: str) -> State:
         """Return what has happened to a task whose mark is not written."""
-        return "published" if isinstance(self._results.answers.get(id), Sent) else "unpublished"
+        return "published" if isinstance(self._results.answers.get(id), Published) else "unpublished"
 
     def _transact(self, claim: Claim, decide: Decide) -> datetime:
-        """Lock the rows of `claim`, write the marks of `decide` and return the commit timestamp. Raises StoreError.
+        """Lock the rows of `claim`, write what `decide` returns, and return the commit timestamp. Raises StoreError.
 
         The commit also releases the deferred tasks that it makes key heads.
         """
 
-        def locked(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+        def locked(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
             self.timing.locked()
             decided = decide(rows, now)
-            marks = {**decided, **rules.release_marks(claim, rows, decided, now, self._policy)}
-            self.timing.decided(marks)
-            return marks
+            changes = {**decided, **rules.release_changes(claim, rows, decided, now, self._policy)}
+            self.timing.committing(changes)
+            return changes
 
         with self.timing.transaction():
             committed = self._tools.store.claim(claim.locks, locked)
-        if self.timing.marks:
+        if self.timing.changes:
             self._tools.marking.committed()
         return committed
 
     def _release_heads(self) -> None:
         release_heads(self.claim, self._tools.store, skip_dead=self._policy.skip_dead, transact=self._transact)
 
-    def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Publish the locked rows that may be sent, and return the marks. After an abort, it runs again."""
+    def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
+        """Publish the locked rows that may be sent, and return what to write. After an abort, it runs again."""
         eligible = self._eligible(self.claim, rows, now)
         self._expire(rules.to_publish(eligible, self._results.answers), now)
         self._publish(rules.to_publish(eligible, self._results.answers), now)
-        return self._marks([*eligible, *rules.deferred_behind(self.claim, rows)], now)
+        return self._row_changes([*eligible, *rules.deferred_behind(self.claim, rows)], now)
 
     def _eligible(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
         """Return the rows that this transaction may publish or mark. Keep the order of each ordering key.
@@ -111,7 +111,7 @@ class Delivery:
         return [row for row in rules.in_key_order(claim, rows) if row.id not in excluded]
 
     def _expire(self, rows: Sequence[LockedRow], now: datetime) -> None:
-        self._results.answers |= {row.id: rules.expired(row) for row in rows if row.is_expired(now)}
+        self._results.answers |= {row.id: rules.expiry_failure(row) for row in rows if row.is_expired(now)}
 
     def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
         """Publish rows that were locked at `now`."""
@@ -120,11 +120,11 @@ class Delivery:
             self.timing.published(rows, answers, now)
             self._results.answers |= answers
 
-    def _marks(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return the marks that follow from the answers, and keep them in the results."""
-        marks = rules.marks_of(self.claim, rows, self._results.answers, now, self._policy)
-        self._results.decide(marks)
-        return marks
+    def _row_changes(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
+        """Return what to write because of the answers, and keep it in the results."""
+        changes = rules.row_changes(self.claim, rows, self._results.answers, now, self._policy)
+        self._results.decide(changes)
+        return changes
 
     def _begin_marking(self, error: StoreError) -> None:
         """Prepare to mark again.

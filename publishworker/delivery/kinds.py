@@ -12,7 +12,7 @@ from publishworker.delivery.marking import MAX_REFUSED
 from publishworker.delivery.tools import Tools
 from publishworker.pubsub.errors import is_refused
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
-from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Skipped
+from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, NotSent, Published, RowChange, Skipped
 
 #: If Spanner refuses the mark of a task, the worker leaves the task alone for this many seconds.
 HOLD_SECONDS = 60.0
@@ -69,7 +69,7 @@ class MarkFirst(Delivery):
         marked: dict[str, LockedRow] = {}
         locked_time: datetime
 
-        def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+        def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
             nonlocal marked, locked_time
             locked_time = now
             eligible = [row for row in self._eligible(part, rows, now) if row.ordering_key not in self._stopped]
@@ -77,7 +77,7 @@ class MarkFirst(Delivery):
             publishable = [row for row in eligible if row.id not in self._results.answers]
             self._results.answers |= self._tools.publisher.refusals(part.destination, publishable)
             marked = {row.id: row for row in rules.to_publish(eligible, self._results.answers)}
-            return self._marks(eligible, now) | dict.fromkeys(marked, MARKED)
+            return self._row_changes(eligible, now) | dict.fromkeys(marked, MARKED)
 
         try:
             committed = self._transact(part, decide)
@@ -99,7 +99,7 @@ class MarkFirst(Delivery):
     def _undo(self) -> None:
         """Undo the marks of messages that Pub/Sub certainly has not accepted: not requested, or refused."""
         answers = self._results.answers
-        not_sent = {id: answer for id in self._marked if not isinstance(answer := answers.get(id), Sent)}
+        not_sent = {id: answer for id in self._marked if not isinstance(answer := answers.get(id), Published)}
         to_undo = {id for id, answer in not_sent.items() if answer is None or is_refused(answer.reason)}
         self._unconfirmed += [id for id in not_sent if id not in to_undo]
         self._marked = {id: marked for id, marked in self._marked.items() if id in to_undo}
@@ -107,24 +107,27 @@ class MarkFirst(Delivery):
         self.mark_retry.begin(self, (self.claim.part(to_undo), *self._held), self._held)
         self.mark_retry.search()
 
-    def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
-        """Return marks that clear SentAt of rows that still have the mark of this batch, and record failures."""
+    def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
+        """Return changes that clear SentAt of rows that still have the mark of this batch, and record failures."""
         before = [
             self._marked[row.id][0]
             for row in rules.in_key_order(claim, rows)
             if row.id in self._marked and row.sent_at == self._marked[row.id][1]
         ]
-        recorded = {id: mark for id, mark in self._marks(before, now).items() if isinstance(mark, NotSent)}
+        recorded = {id: change for id, change in self._row_changes(before, now).items() if isinstance(change, NotSent)}
         self._results.forget_unwritten(claim.locks)
         self._results.decide(recorded)
-        marks: dict[str, Mark] = {
+        changes: dict[str, RowChange] = {
             row.id: recorded.get(row.id) or _restored(row, self._results.answers.get(row.id)) for row in before
         }
-        return marks
+        return changes
 
 
 def _restored(row: LockedRow, outcome: Answer | None) -> NotSent:
-    """Return the mark that restores the row, with a LastError that says what happened. A deferred row becomes ready."""
+    """Return the change that restores the row, with a LastError that says what happened.
+
+    A deferred row becomes ready.
+    """
     error = rules.last_error(outcome) if isinstance(outcome, Failed) else None
     return NotSent(row.attempts, None if row.deferred else row.available_at, row.expires_at, error)
 
@@ -132,7 +135,7 @@ def _restored(row: LockedRow, outcome: Answer | None) -> NotSent:
 class Deferral(Delivery):
     """The first task of the claim is a key head. If it is unsent and not due, the others are deferred."""
 
-    def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, Mark]:
+    def _decide(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         self._results.begin_run(self.claim.locks, rows)
         reasons = rules.skip_reasons(self.claim, rows, now, {}, self._policy)
         blocked = [row for row in rules.in_key_order(self.claim, rows) if reasons.get(row.id) == Skipped("blocked")]

@@ -31,18 +31,18 @@ MAX_PARTS = 10
 class Marking:
     """What the batches of a worker share: whether transactions commit now, and how long to mark at exit."""
 
-    def __init__(self, host: Host, exit_seconds: float = 0.0) -> None:
-        """After `shut_down`, batches mark for at most `exit_seconds` more."""
+    def __init__(self, host: Host, shutdown_seconds: float = 0.0) -> None:
+        """After `shut_down`, batches mark for at most `shutdown_seconds` more."""
         self.random, self.clock = host.random, host.clock
-        self._exit_seconds = exit_seconds
+        self._shutdown_seconds = shutdown_seconds
         #: Committed transactions. If two threads count at once, one count is lost. It matters only whether the number
         #: changes.
         self.commits = 0
         #: The number of rows that Spanner has refused to write since the last commit.
         self.refused = 0
         self._threads = host.threads
-        self._exit = host.threads.event()
-        self._exit_until = float("inf")
+        self._shutting_down = host.threads.event()
+        self._shutdown_until = float("inf")
 
     def committed(self) -> None:
         """Count a commit with marks. It shows that Spanner accepts writes."""
@@ -51,20 +51,22 @@ class Marking:
 
     def wait(self, seconds: float) -> None:
         """Let a batch wait. At exit the wait ends at once, and later ones are short."""
-        if self._exit.is_set():
+        if self._shutting_down.is_set():
             self._threads.sleep(min(seconds, EXIT_PAUSE_SECONDS))
         else:
-            self._exit.wait(seconds)
+            self._shutting_down.wait(seconds)
 
     def shut_down(self) -> None:
-        """Let each batch try to mark at least once more, and give up after `exit_seconds`. Callable on any thread."""
-        if not self._exit.is_set():
-            self._exit_until = self.clock() + self._exit_seconds
-            self._exit.set()
+        """Let each batch try to mark at least once more, and then give up in time. Callable on any thread."""
+        if not self._shutting_down.is_set():
+            self._shutdown_until = self.clock() + self._shutdown_seconds
+            self._shutting_down.set()
 
     def is_over(self, since: float) -> bool:
         """Tell whether a batch that began to mark again at `since` must give up."""
-        return self.clock() - since >= MAX_MARKING_SECONDS or (self._exit.is_set() and self.clock() >= self._exit_until)
+        return self.clock() - since >= MAX_MARKING_SECONDS or (
+            self._shutting_down.is_set() and self.clock() >= self._shutdown_until
+        )
 
 
 class Markable(Protocol):
@@ -95,7 +97,7 @@ class MarkRetry:
         self._failed: set[Claim] = set()
         self._to_report: list[Unmarked] = []
 
-    def done(self) -> None:
+    def set_all_written(self) -> None:
         """Record that all marks are written."""
         self._set_parts(())
 

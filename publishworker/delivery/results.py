@@ -3,7 +3,18 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
-from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Skipped, Version
+from publishworker.types import (
+    MARKED,
+    Answer,
+    Deferred,
+    Failed,
+    LockedRow,
+    NotSent,
+    Published,
+    RowChange,
+    Skipped,
+    Version,
+)
 
 _T = TypeVar("_T", Skipped, NotSent, Deferred)
 
@@ -31,9 +42,9 @@ class Results:
                 del self.answers[row.id]
         self._versions |= {row.id: Version.of(row) for row in rows if row.id not in self.answers}
 
-    def decide(self, decisions: Mapping[str, Skipped | Mark]) -> None:
+    def decide(self, decisions: Mapping[str, Skipped | RowChange]) -> None:
         """Record decisions. A task that is marked as sent needs none, because it has an answer."""
-        self._decided |= {id: each for id, each in decisions.items() if not isinstance(each, Sent)}
+        self._decided |= {id: each for id, each in decisions.items() if not isinstance(each, Published)}
 
     def decided(self, kind: type[_T], *, without: Collection[str] = ()) -> dict[str, _T]:
         """Return the decisions of a kind, except those about the tasks in `without`."""
@@ -41,13 +52,13 @@ class Results:
 
     def published(self) -> dict[str, Version]:
         """Return the published tasks, each with the version that was published."""
-        return {id: self._versions[id] for id, answer in self.answers.items() if isinstance(answer, Sent)}
+        return {id: self._versions[id] for id, answer in self.answers.items() if isinstance(answer, Published)}
 
     def to_write(self) -> set[str]:
         """Return the tasks whose rows must be written: those that are published, tried in vain, or deferred."""
         return {*self.published(), *self._unwritten()}
 
-    def missing_marks(self, ids: Collection[str], rows: Sequence[LockedRow]) -> dict[str, Mark]:
+    def missing_changes(self, ids: Collection[str], rows: Sequence[LockedRow]) -> dict[str, RowChange]:
         """Return what is missing in the locked rows of `ids`, if their tasks are unsent.
 
         A published task is marked if the row still holds its message. A failed attempt or a deferral is written only

@@ -20,7 +20,7 @@ from random import Random
 from outbox.program.times import shown
 from outbox.table.states import NEVER, is_dead
 from publishworker.delivery.claim import Claim, Kind, TopicHints
-from publishworker.pubsub.errors import FailureKind, is_refused, kind_of
+from publishworker.pubsub.errors import FailureKind, failure_kind, is_refused
 from publishworker.pubsub.messages import trace_id
 from publishworker.types import (
     MAX_INT64,
@@ -28,9 +28,9 @@ from publishworker.types import (
     Deferred,
     Failed,
     LockedRow,
-    Mark,
     NotSent,
-    Sent,
+    Published,
+    RowChange,
     Skipped,
     TopicPolicy,
     Version,
@@ -68,7 +68,7 @@ class RetryPolicy:
     def failed_attempt(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Return the values to write to the row of a task that failed at `now`, the database's time."""
         attempts = min(max(row.attempts, 0) + 1, MAX_INT64)  # another writer may have set the column to any number
-        kind, age = kind_of(failure.reason), now - row.created_at
+        kind, age = failure_kind(failure.reason), now - row.created_at
         may_die = kind is not FailureKind.TARGET or age >= timedelta(seconds=self.dead_after)
         if kind is FailureKind.CONTENT or (may_die and attempts >= self.max_attempts):
             return NotSent(attempts, NEVER, row.expires_at, last_error(failure), trace_id(row.data))  # dead
@@ -156,28 +156,28 @@ def to_publish(rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> list
     return unanswered
 
 
-def sent_alone(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
+def published_alone(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
     """Return the IDs of the tasks that share no request: those that failed before, and the topic's suspects."""
     return {row.id for row in rows if row.attempts or row.id in claim.hints.suspects}  # OUT-DELAY-1
 
 
-def release_marks(
-    claim: Claim, rows: Sequence[LockedRow], marks: Mapping[str, Mark], now: datetime, policy: RetryPolicy
-) -> dict[str, Mark]:
-    """Return a mark for each deferred task that this commit makes the head of its key. The mark makes it ready.
+def release_changes(
+    claim: Claim, rows: Sequence[LockedRow], changes: Mapping[str, RowChange], now: datetime, policy: RetryPolicy
+) -> dict[str, RowChange]:
+    """Return the change that makes each deferred task ready that becomes the head of its key by this commit.
 
     No poll reads a deferred task until its deferral ends, so the key would wait. One ready task is enough for a poll to
     find it. A head that has expired blocks no task, so the one behind it is released, too.
     """
-    released: dict[str, Mark] = {}
+    released: dict[str, RowChange] = {}
     keys = {task.ordering_key for task in claim.tasks} - {None}
     for row in in_key_order(claim, rows) if keys else ():
-        key, mark = row.ordering_key, marks.get(row.id)
-        if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(mark, Sent):
+        key, change = row.ordering_key, changes.get(row.id)
+        if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(change, Published):
             continue
-        if row.deferred and mark is None:
+        if row.deferred and change is None:
             released[row.id] = NotSent(row.attempts, None, row.expires_at, error=None)
-        dead = isinstance(mark, NotSent) and mark.dead
+        dead = isinstance(change, NotSent) and change.dead
         if _blocks_key(row, now, policy) and not (dead and policy.skip_dead):
             keys.remove(key)
     return released
@@ -189,12 +189,12 @@ def deferred_behind(claim: Claim, rows: Sequence[LockedRow]) -> list[LockedRow]:
     return [row for row in rows if row.id in releases and row.deferred and row.topic == claim.topic]
 
 
-def stops_key(outcome: Answer | None) -> bool:
+def stops_key(answer: Answer | None) -> bool:
     """Tell whether this outcome stops the later tasks of its key: true for every failure except expiry."""
-    return isinstance(outcome, Failed) and outcome.reason != "expired"
+    return isinstance(answer, Failed) and answer.reason != "expired"
 
 
-def expired(row: LockedRow) -> Failed:
+def expiry_failure(row: LockedRow) -> Failed:
     """Return the failure of a task whose ExpiresAt has passed."""
     return Failed("expired", f"ExpiresAt was {shown(row.expires_at or NEVER)}")
 
@@ -207,39 +207,39 @@ def _blocks_key(row: LockedRow, now: datetime, policy: RetryPolicy) -> bool:
     return not (row.is_expired(now) or (policy.skip_dead and is_dead(row.available_at)))
 
 
-def marks_of(
+def row_changes(
     claim: Claim,
     rows: Sequence[LockedRow],
     answers: Mapping[str, Answer],
     now: datetime,
     policy: RetryPolicy,
-) -> dict[str, Mark]:
-    """Return the marks: published tasks, failed attempts, and deferrals of tasks behind failed ones.
+) -> dict[str, RowChange]:
+    """Return what to write: marks of published tasks, failed attempts, and deferrals of tasks behind failed ones.
 
     `rows` keep the order of each ordering key.
     """
-    topic_accepts = claim.hints.accepts or any(isinstance(each, Sent) for each in answers.values())
-    marks: dict[str, Mark] = {}
+    topic_accepts = claim.hints.accepts or any(isinstance(each, Published) for each in answers.values())
+    changes: dict[str, RowChange] = {}
     #: The ordering keys that a failed task stops, each with the deferrals for the tasks behind it, if any.
     stopped: dict[str, Iterator[Deferred]] = {}
     for row in rows:
         answer = answers.get(row.id)
-        if isinstance(answer, Sent):  # OUT-LOSS-3
-            marks[row.id] = answer
+        if isinstance(answer, Published):  # OUT-LOSS-3
+            changes[row.id] = answer
         elif row.ordering_key in stopped:
             if deferral := next(stopped[row.ordering_key], None):
-                marks[row.id] = deferral
+                changes[row.id] = deferral
         elif answer is not None:
             recorded = None
             if should_record(claim.hints, row.id, answer, topic_accepts=topic_accepts):
-                recorded = marks[row.id] = policy.failed_attempt(row, answer, now)
+                recorded = changes[row.id] = policy.failed_attempt(row, answer, now)
             blocks_nothing = recorded is not None and recorded.dead and policy.skip_dead
-            if blocks_nothing and kind_of(answer.reason) is FailureKind.CONTENT:
+            if blocks_nothing and failure_kind(answer.reason) is FailureKind.CONTENT:
                 continue  # the key goes on: later tasks with an answer are marked, and the others stay as they are
             if row.ordering_key is not None and stops_key(answer):
                 retry_at = None if recorded is None or blocks_nothing else recorded.available_at
                 stopped[row.ordering_key] = iter(()) if retry_at is None else policy.deferrals(row, retry_at, now)
-    return marks
+    return changes
 
 
 def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
@@ -250,7 +250,7 @@ def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts:
     suspect (it failed in the last outage, too), the topic accepts other tasks, and the batch is no probe. It is never
     recorded if no message can cause it, such as an exhausted quota.
     """
-    match kind_of(failure.reason):
+    match failure_kind(failure.reason):
         case FailureKind.TARGET:
             return hints.probe
         case FailureKind.OUTAGE:  # OUT-LOSS-4

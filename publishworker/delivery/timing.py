@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 
-from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, LockedRow, Mark, Sent
+from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, LockedRow, Published, RowChange
 
 
 class Timing:
@@ -19,36 +19,36 @@ class Timing:
         self.transactions = 0
         #: Runs that were aborted after they had decided. Aborts of the query that locks are not counted.
         self.aborted = 0
-        #: The marks of the last run of the transaction, or None before its first run.
-        self.marks: Mapping[str, Mark] | None = None
+        #: What the last run of the transaction writes, or None before its first run.
+        self.changes: Mapping[str, RowChange] | None = None
         self._clock = clock
         self._phase_began = self._locked_at = clock()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Time the transaction in the block. Each run of it calls `locked` and then `decided`."""
+        """Time the transaction in the block. Each run of it calls `locked` and then `committing`."""
         self.transactions += 1
-        self.marks, self._phase_began = None, self._clock()
+        self.changes, self._phase_began = None, self._clock()
         try:
             yield
         finally:
-            self._end(CLAIM if self.marks is None else COMMIT)
+            self._end(CLAIM if self.changes is None else COMMIT)
 
     def locked(self) -> None:
         """Record that the rows are locked."""
-        self.aborted += self.marks is not None  # an earlier run of this transaction had decided, so it was aborted
+        self.aborted += self.changes is not None  # an earlier run of this transaction had decided, so it was aborted
         self._locked_at = self._end(CLAIM)  # after an abort, this includes the commit that failed
 
-    def decided(self, marks: Mapping[str, Mark]) -> None:
-        """Record the marks of this run. Its commit begins."""
-        self.marks = marks
+    def committing(self, changes: Mapping[str, RowChange]) -> None:
+        """Record what this run writes. Its commit begins."""
+        self.changes = changes
         self._phase_began = self._clock()
 
     def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer], now: datetime) -> None:
         """Record the answers for rows that were locked at `now`, the database's time."""
         waited = self._end(PUBLISH) - self._locked_at
         for row in rows:
-            if isinstance(answers.get(row.id), Sent):
+            if isinstance(answers.get(row.id), Published):
                 due = max(row.created_at, row.available_at or row.created_at)
                 self.latencies[row.id] = max(0.0, (now - due).total_seconds() + waited)
 

@@ -36,5 +36,5 @@ class Tools:
 
     def publish(self, claim: Claim, rows: Sequence[LockedRow]) -> dict[str, Answer]:
         """Publish rows of a claim within the time limit. Tasks that failed before share no request."""
-        alone = rules.sent_alone(claim, rows)
+        alone = rules.published_alone(claim, rows)
         return self.publisher.publish(claim.destination, rows, self.publish_seconds, alone)

@@ -31,9 +31,9 @@ from publishworker.types import (
     Key,
     KeyHeads,
     LockedRow,
-    Mark,
+    Published,
     QueuedTask,
-    Sent,
+    RowChange,
     Version,
 )
 
@@ -135,7 +135,7 @@ class _Reading:
 
 class _Store(_Reading):
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        def traced(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+        def traced(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
             self._step("lock", now=now.isoformat(), ids=ids, rows=[_row(row, now) for row in rows])
             marks = decide(rows, now)
             self._step("mark", states={id: _marked(mark) for id, mark in marks.items()})
@@ -161,7 +161,7 @@ class _Publisher:
     ) -> dict[str, Answer]:
         self._step("publish", ids=[row.id for row in rows], to=topic)
         answers = self._publisher.publish(topic, rows, seconds, alone)
-        results = {id: "published" if isinstance(each, Sent) else each.reason for id, each in answers.items()}
+        results = {id: "published" if isinstance(each, Published) else each.reason for id, each in answers.items()}
         self._step("answer", results=results)
         return answers
 
@@ -202,8 +202,8 @@ def _state(row: LockedRow, now: datetime) -> str:
     return DEAD if is_dead(row.available_at) else RETRYING if row.attempts else SCHEDULED
 
 
-def _marked(mark: Mark) -> str:
-    if isinstance(mark, Sent):
+def _marked(mark: RowChange) -> str:
+    if isinstance(mark, Published):
         return SENT
     if isinstance(mark, Deferred):
         return DEFERRED

@@ -215,7 +215,11 @@ def relay_of(
             host=host,
         ),
         Limits(
-            settings.batch_size, settings.batch_bytes, places, stragglers=places // 8, fair_share=settings.fair_share
+            settings.batch_size,
+            settings.batch_bytes,
+            places,
+            max_stragglers=places // 8,
+            fair_share=settings.fair_share,
         ),
         membership,
         Reporter(metrics, host.clock, trace),

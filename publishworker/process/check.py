@@ -22,7 +22,7 @@ from publishworker.spanner.errors import describe
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
-from publishworker.topics.availability import valid
+from publishworker.topics.availability import split_valid
 
 #: Seconds for one request about a topic.
 _TOPIC_SECONDS = 5.0
@@ -79,7 +79,7 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
         names = ", ".join(sorted(ordered))
         yield "warning", f"tasks have ordering keys (topics {names}), but --pubsub-endpoint is not set. {_ONE_REGION}"
     controls = store.discover((), ()).controls
-    right, invalid = valid(controls)
+    right, invalid = split_valid(controls)
     for topic in sorted(controls.paused):
         yield "ok", f"topic {topic} is paused: no task is sent until `outbox resume {topic}`"
     yield from (("wrong", sentence) for sentence in invalid.values())

@@ -26,7 +26,7 @@ INTERVAL = 15.0
 #: waits at most MAX_PAUSE_SECONDS, because the autoscaler treats a value that is five minutes old as unknown.
 PAUSE_FACTOR, MAX_PAUSE_SECONDS = 4, 120.0
 #: Seconds before the first count: by then the workers know which one polls shard 0.
-FIRST_WAIT = 5.0
+FIRST_PAUSE_SECONDS = 5.0
 #: Seconds for which a value that has become 0 is sent as 0. A gauge that is not sent keeps its last value in a graph.
 ZERO_SECONDS = 600.0
 
@@ -168,6 +168,6 @@ class BacklogSampler:
         return max(INTERVAL, min(MAX_PAUSE_SECONDS, PAUSE_FACTOR * (self._clock() - began)))
 
     def _run(self) -> None:
-        wait = FIRST_WAIT
+        wait = FIRST_PAUSE_SECONDS
         while not self._stop.wait(wait):
             wait = self.once()

@@ -43,7 +43,7 @@ def _circuit(topic: str, state: CircuitState) -> dict[str, object]:
         "topic": topic,
         "reason": state.failure.reason,
         "error": state.failure.error[:MAX_CHARACTERS],
-        "open_seconds": round(state.seconds, 1),
+        "open_seconds": round(state.seconds_open, 1),
         "seconds_to_probe": round(state.seconds_to_probe, 1),
     }
 

@@ -71,7 +71,7 @@ REASONS = (
 _BY_NAME = {each.name: each for each in REASONS}
 
 
-def kind_of(reason: str) -> FailureKind:
+def failure_kind(reason: str) -> FailureKind:
     """Return the kind of a reason. A reason that is not in the table is unknown."""
     return _BY_NAME[reason].kind if reason in _BY_NAME else FailureKind.UNKNOWN
 

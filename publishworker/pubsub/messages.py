@@ -51,8 +51,8 @@ def decode(row: LockedRow) -> Any | Failed:
     """Return the row's PubsubMessage, with the ID attribute and the ordering key from the columns."""
     message = parsed(row.data)
     if message is None:
-        crowded = f", or has more than {MAX_FIELDS} fields" if has_too_many_fields(row.data) else ""
-        return Failed("undecodable", f"Data is not a serialized google.pubsub.v1.PubsubMessage{crowded}")
+        too_many = f", or has more than {MAX_FIELDS} fields" if has_too_many_fields(row.data) else ""
+        return Failed("undecodable", f"Data is not a serialized google.pubsub.v1.PubsubMessage{too_many}")
     message.ClearField("message_id")
     message.ClearField("publish_time")
     message.attributes[TASK_ID_ATTRIBUTE] = row.id  # OUT-TWICE-1
@@ -98,7 +98,7 @@ class Lane:
     #: The IDs in this lane that Pub/Sub refused in the last shared request.
     refused: Sequence[str] = ()
 
-    def smaller(self, ids: Sequence[str], request: Any) -> list["Lane"]:
+    def split(self, ids: Sequence[str], request: Any) -> list["Lane"]:
         """Return the lanes for a refused request: single messages, or halves if their order matters."""
         pairs = list(zip(ids, request.messages, strict=True))
         if not self.ordered:
@@ -133,12 +133,12 @@ def too_large(request: Any) -> Failed | None:
 
 
 T = TypeVar("T")
-_failed: set[str] = set()  # classes of errors that were logged
+_logged_errors: set[str] = set()  # classes of errors that were logged
 
 
 @contextlib.contextmanager
-def sending(topic: str, messages: Sequence[Any], outcomes: Mapping[str, Answer]) -> Iterator[None]:
-    """Open a span for the block, which publishes `messages` to the topic and fills `outcomes`."""
+def publish_span(topic: str, messages: Sequence[Any], answers: Mapping[str, Answer]) -> Iterator[None]:
+    """Open a span for the block, which publishes `messages` to the topic and fills `answers`."""
     span = _guarded(lambda: _started(topic, messages))
     if span is None:
         yield
@@ -147,7 +147,7 @@ def sending(topic: str, messages: Sequence[Any], outcomes: Mapping[str, Answer])
         with trace.use_span(span, record_exception=False, set_status_on_exception=False):
             yield
     finally:
-        _guarded(lambda: _end(span, len(messages), outcomes))
+        _guarded(lambda: _end(span, len(messages), answers))
 
 
 def _started(topic: str, messages: Sequence[Any]) -> Span | None:
@@ -167,8 +167,8 @@ def _started(topic: str, messages: Sequence[Any]) -> Span | None:
     return tracer.start_span(name, kind=SpanKind.PRODUCER, attributes=attributes, links=links)
 
 
-def _end(span: Span, count: int, outcomes: Mapping[str, Answer]) -> None:
-    if failures := Counter(each.reason for each in outcomes.values() if isinstance(each, Failed)):
+def _end(span: Span, count: int, answers: Mapping[str, Answer]) -> None:
+    if failures := Counter(each.reason for each in answers.values() if isinstance(each, Failed)):
         reasons = ", ".join(f"{number} {reason}" for reason, number in failures.most_common())
         span.set_attribute("error.type", failures.most_common(1)[0][0])
         span.set_status(Status(StatusCode.ERROR, f"of {count} tasks: {reasons}"))
@@ -180,7 +180,7 @@ def _guarded(work: Callable[[], T]) -> T | None:
     try:
         return work()
     except Exception as error:
-        if (what := type(error).__name__) not in _failed:
-            _failed.add(what)
+        if (what := type(error).__name__) not in _logged_errors:
+            _logged_errors.add(what)
             log.warning("Spans are lost because the tracer provider failed", exc_info=True, extra={"action": "tracing"})
         return None

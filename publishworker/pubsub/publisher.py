@@ -20,11 +20,11 @@ from outbox.message import check_topic
 from publishworker.host import Queue, Threads
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import reason_of
-from publishworker.types import Answer, Failed, LockedRow, Sent
+from publishworker.types import Answer, Failed, LockedRow, Published
 
 #: Max task IDs to remember. If a request of several tasks is refused and no time is left to split it, each of them is
 #: sent alone in its next batch. The oldest IDs are forgotten.
-MAX_REFUSED = 10_000
+MAX_SEND_ALONE = 10_000
 
 
 class Publisher(Protocol):
@@ -62,7 +62,7 @@ class PubSubPublisher:
         self._clock = clock
         self._threads = threads
         self._create_command = create_command
-        self._refused: dict[str, None] = {}  # in order of insertion, see MAX_REFUSED
+        self._send_alone: dict[str, None] = {}  # in order of insertion, see MAX_SEND_ALONE
         self._lock = threading.Lock()
         self._publish = transport.grpc_channel.unary_unary(
             "/google.pubsub.v1.Publisher/Publish",
@@ -81,17 +81,17 @@ class PubSubPublisher:
         name = messages.topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds, self._threads.queue(), self._create_command)
         valid, failed = self._prepared(name, rows)
-        alone = {row.id for row in rows if row.id in self._refused} | {*alone}
-        with messages.sending(name, [message for _, message in valid], call.outcomes):
+        alone = {row.id for row in rows if row.id in self._send_alone} | {*alone}
+        with messages.publish_span(name, [message for _, message in valid], call.answers):
             lanes = messages.lanes(name, valid, alone)
-            in_flight = sum(self._start(lane, call, waits=len(lanes) == 1) for lane in lanes)
+            in_flight = sum(self._start(lane, call, blocking=len(lanes) == 1) for lane in lanes)
             while in_flight:
-                lane, future = call.answers.get()  # each request has an answer by the deadline
+                lane, future = call.responses.get()  # each request has an answer by the deadline
                 in_flight -= 1
-                for next_lane in _answered(lane, future, call):
+                for next_lane in _record_answer(lane, future, call):
                     in_flight += self._start(next_lane, call, min_seconds=seconds / 2)
         self._remember(call)
-        return failed | call.outcomes
+        return failed | call.answers
 
     def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
         """See Publisher."""
@@ -133,39 +133,39 @@ class PubSubPublisher:
     def _remember(self, call: "_Call") -> None:
         """Remember the tasks of refused requests that there was no time to split. Forget those with an answer."""
         with self._lock:
-            self._refused |= dict.fromkeys(call.not_retried)
-            for id in call.outcomes:
-                self._refused.pop(id, None)
-            for id in list(self._refused)[: max(0, len(self._refused) - MAX_REFUSED)]:
-                del self._refused[id]
+            self._send_alone |= dict.fromkeys(call.not_retried)
+            for id in call.answers:
+                self._send_alone.pop(id, None)
+            for id in list(self._send_alone)[: max(0, len(self._send_alone) - MAX_SEND_ALONE)]:
+                del self._send_alone[id]
 
-    def _start(self, lane: messages.Lane, call: "_Call", min_seconds: float = 0.0, *, waits: bool = False) -> bool:
+    def _start(self, lane: messages.Lane, call: "_Call", min_seconds: float = 0.0, *, blocking: bool = False) -> bool:
         """Send the next request of a lane if more than `min_seconds` remain, and return whether it was sent.
 
-        With `waits`, this thread waits for the answer. Otherwise gRPC does, on a thread that costs CPU. Tasks that are
-        not tried get no answer.
+        With `blocking`, this thread waits for the answer. Otherwise gRPC does, on a thread that costs CPU. Tasks that
+        are not tried get no answer.
         """
         ids, request = lane.requests[0]
         if failure := messages.too_large(request):
-            call.outcomes.update(dict.fromkeys(ids, failure))
+            call.answers.update(dict.fromkeys(ids, failure))
             return False
         remaining = call.deadline - self._clock()
         if remaining <= min_seconds:
             call.not_retried += lane.refused
             return False
         header = (("x-goog-request-params", f"topic={quote(call.name, safe='')}"),)
-        if waits:
-            call.answers.put((lane, self._answer(request, remaining, header)))
+        if blocking:
+            call.responses.put((lane, self._send_and_wait(request, remaining, header)))
             return True
         future = self._publish.future(request, timeout=remaining, metadata=header)
-        future.add_done_callback(lambda answered: call.answers.put((lane, answered)))
+        future.add_done_callback(lambda answered: call.responses.put((lane, answered)))
         return True
 
-    def _answer(self, request: Any, seconds: float, header: Any) -> Any:
+    def _send_and_wait(self, request: Any, seconds: float, header: Any) -> Any:
         try:
             _, future = self._publish.with_call(request, timeout=seconds, metadata=header)
         except grpc.RpcError as error:
-            # The error is also the future of the call. Its traceback could be a reference cycle (see `_answered`).
+            # The error is also the future of the call. Its traceback could be a reference cycle (see `_record_answer`).
             return error.with_traceback(None)
         return future
 
@@ -176,13 +176,13 @@ class _Call:
 
     name: str
     deadline: float
-    answers: Queue  # of (lane, future of the answer)
+    responses: Queue  # of (lane, future of the response)
     create_command: Callable[[str], str]
-    outcomes: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
     not_retried: list[str] = field(default_factory=list)  # refused in a shared request, with no time to split it
 
 
-def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
+def _record_answer(lane: messages.Lane, future: Any, call: _Call) -> list[messages.Lane]:
     """Record the answer to a request. Return the lanes to go on with: smaller ones if it was refused."""
     ids, request = lane.requests.popleft()
     # `future.result()` would raise the future itself. Its traceback would be a reference cycle, which keeps the
@@ -191,16 +191,16 @@ def _answered(lane: messages.Lane, future: Any, call: _Call) -> list[messages.La
     if error is None:
         answer = _sent(ids, future.result().message_ids, call.name)
     elif error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
-        return lane.smaller(ids, request)
+        return lane.split(ids, request)
     else:
         answer = dict.fromkeys(ids, failure_of(error, call.name, call.create_command))
-    call.outcomes.update(answer)
-    return [lane] if lane.requests and all(isinstance(each, Sent) for each in answer.values()) else []
+    call.answers.update(answer)
+    return [lane] if lane.requests and all(isinstance(each, Published) for each in answer.values()) else []
 
 
 def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str, Answer]:
     if len(message_ids) == len(ids):
-        return {id: Sent(message_id) for id, message_id in zip(ids, message_ids, strict=True)}
+        return {id: Published(message_id) for id, message_id in zip(ids, message_ids, strict=True)}
     failure = Failed("unknown", f"{name}: Pub/Sub returned {len(message_ids)} message IDs for {len(ids)} messages")
     return dict.fromkeys(ids, failure)
 

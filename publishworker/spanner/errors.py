@@ -36,7 +36,7 @@ class TimedOut(StoreError):
     """Spanner did not answer within the time limit of the request. A read may have asked for too much."""
 
 
-def kind_of(error: Exception) -> type[StoreError]:
+def error_class(error: Exception) -> type[StoreError]:
     """Return the class of StoreError for an error of the client."""
     is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, google.Aborted)
     if is_unanswered or not isinstance(error, _NOT_EXECUTED):

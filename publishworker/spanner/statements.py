@@ -33,7 +33,17 @@ from outbox.table.statements import (
     by_ids,
 )
 from outbox.table.states import NEVER_SQL
-from publishworker.types import MAX_INT64, Candidate, Deferred, Key, LockedRow, Mark, NotSent, QueuedTask, Sent
+from publishworker.types import (
+    MAX_INT64,
+    Candidate,
+    Deferred,
+    Key,
+    LockedRow,
+    NotSent,
+    Published,
+    QueuedTask,
+    RowChange,
+)
 
 
 def _tasks(range_: str) -> str:
@@ -217,16 +227,16 @@ def time_of(value: Any) -> datetime | None:
     return datetime.fromisoformat(text) if text else None
 
 
-def write_marks(transaction: Any, locked: Sequence[LockedRow], marks: Mapping[str, Mark]) -> None:
+def write_changes(transaction: Any, locked: Sequence[LockedRow], changes: Mapping[str, RowChange]) -> None:
     """Buffer the marks of locked rows in the transaction."""
     clean: list[tuple[str, int]] = []
     others: list[tuple[Any, ...]] = []
     deferred: list[tuple[Any, ...]] = []
     for row in locked:
-        match marks.get(row.id):
-            case Sent() if row.clean:
+        match changes.get(row.id):
+            case Published() if row.clean:
                 clean.append((row.id, times_sent(row, sent=True)))
-            case Sent():
+            case Published():
                 others.append((row.id, COMMIT_TIMESTAMP, times_sent(row, sent=True), None, None, None, None, 0))
             case NotSent() as failure:
                 times = failure.available_at, None, failure.expires_at

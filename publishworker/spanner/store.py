@@ -14,7 +14,7 @@ from outbox.table.layouts import Layout, by_layout
 from outbox.table.statements import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transact import PESSIMISTIC, transact
 from publishworker.spanner import statements
-from publishworker.spanner.errors import SERVICE_ERRORS, NotWritten, StoreError, describe, is_lost_session, kind_of
+from publishworker.spanner.errors import SERVICE_ERRORS, NotWritten, StoreError, describe, error_class, is_lost_session
 from publishworker.types import (
     NO_POLICY,
     Candidate,
@@ -23,9 +23,9 @@ from publishworker.types import (
     Key,
     KeyHeads,
     LockedRow,
-    Mark,
     PollRequest,
     QueuedTask,
+    RowChange,
     TopicControls,
     TopicLimit,
     TopicPolicy,
@@ -43,8 +43,8 @@ ABORTED_SECONDS = 20.0
 #: Seconds to wait after ABORTED if Spanner names no delay. The client's default is at least 2 s.
 ABORTED_DELAY_SECONDS = 0.02
 
-#: Called under the lock with the rows and the database's time, and again after an abort. Returns the marks by ID.
-Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, Mark]]
+#: Called under the lock with the rows and the database's time, and again after an abort. Returns the changes by ID.
+Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, RowChange]]
 
 
 class Store(Protocol):
@@ -70,7 +70,7 @@ class Store(Protocol):
         """Return the first unsent tasks of each key (with its shard), at most `per_key`, in order. Takes no locks."""
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        """Lock the rows, call `decide`, write its marks and commit, in one read-write transaction.
+        """Lock the rows, call `decide`, write its changes and commit, in one read-write transaction.
 
         Return the commit timestamp. After an abort, the transaction runs again and calls `decide` again.
         """
@@ -90,15 +90,15 @@ class SpannerStore:
         database: LimitedDatabase,
         layout: Layout,
         priority: str = "medium",
-        heartbeats: LimitedDatabase | None = None,
+        heartbeat_database: LimitedDatabase | None = None,
         before_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """`layout` is that of the table, `heartbeats` the same database on a connection that no batch uses.
+        """`layout` is that of the table, `heartbeat_database` the same database on a connection that no batch uses.
 
         Each read of a turn calls `before_read`, so that the liveness probe does not take a slow turn for a hung one.
         """
         self._database: Any = database  # its methods carry no types
-        self._heartbeats: Any = heartbeats or database
+        self._heartbeat_database: Any = heartbeat_database or database
         self._before_read = before_read
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
         self.layouts: Sequence[Layout] = (layout,)
@@ -163,7 +163,7 @@ class SpannerStore:
 
         def work(transaction: Any) -> Any:
             locked, now = _lock(transaction, ids, self.request("outbox-claim", LOCK_SECONDS))
-            statements.write_marks(transaction, locked, decide(locked, now))
+            statements.write_changes(transaction, locked, decide(locked, now))
             return transaction
 
         with self._store_errors():
@@ -186,7 +186,7 @@ class SpannerStore:
         delay heartbeats, and other workers would take over the shards.
         """
         with self._store_errors(), self._heartbeat_batch() as batch:
-            polls = ",".join(layout.column for layout in heartbeat.polls)
+            polls = ",".join(layout.column for layout in heartbeat.layouts)
             times = (heartbeat.started_at, COMMIT_TIMESTAMP, heartbeat.liveness_timeout)
             row = (heartbeat.worker, *times, polls, JsonObject(heartbeat.info))
             batch.insert_or_update("AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [row])
@@ -225,7 +225,7 @@ class SpannerStore:
         return {"request_options": options, "retry": STREAM_RETRY, "timeout": Deadline(seconds)}
 
     def _heartbeat_batch(self) -> Any:
-        return self._heartbeats.batch(
+        return self._heartbeat_database.batch(
             RequestOptions(transaction_tag="outbox-heartbeat"),
             timeout_secs=HEARTBEAT_TIMEOUT_SECONDS,
             default_retry_delay=ABORTED_DELAY_SECONDS,
@@ -241,10 +241,10 @@ class SpannerStore:
             if self._database is used and is_lost_session(cause):  # otherwise another thread has replaced it
                 # Spanner has deleted the session, or the database was restored. The client would keep using the old
                 # session.
-                self._database, self._heartbeats = used.renewed(), self._heartbeats.renewed()
+                self._database, self._heartbeat_database = used.renewed(), self._heartbeat_database.renewed()
             if isinstance(error, StoreError):
                 raise
-            raise kind_of(error)(describe(error)) from error
+            raise error_class(error)(describe(error)) from error
 
 
 def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:

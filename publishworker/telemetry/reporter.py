@@ -8,11 +8,11 @@ from outbox.program.terminal import counted, listed
 from publishworker.delivery.claim import Delivered, Kind, Recorded, Unmarked, turn_counts
 from publishworker.delivery.trace import Trace
 from publishworker.log import ThrottledLog, log
-from publishworker.pubsub.errors import FailureKind, kind_of
+from publishworker.pubsub.errors import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import COMMIT, POLL, PUBLISH, Failed, NotSent, Sent, Turn
+from publishworker.types import COMMIT, POLL, PUBLISH, Failed, NotSent, Published, Turn
 
 #: Seconds between two summaries.
 SUMMARY_SECONDS = 60.0
@@ -43,7 +43,7 @@ class Reporter:
         self._work_since = 0.0
         self._logged_open: set[str] = set()  # topics whose open circuit was logged
 
-    def delivered(self, delivered: Delivered, change: CircuitChange | None = None) -> None:
+    def report_batch(self, delivered: Delivered, change: CircuitChange | None = None) -> None:
         """Count the outcomes of a batch, and log what went wrong, and the change of the circuit of its topic."""
         if not self._work:
             self._work_since = self._clock()
@@ -75,9 +75,9 @@ class Reporter:
             self._throttled_log.log("lock_failed", topic, text)
         self._unconfirmed(topic, delivered.unconfirmed)
         if change is not None:
-            self.circuit(change)
+            self.report_circuit(change)
 
-    def later(self, report: Unmarked | Recorded) -> None:
+    def report_later(self, report: Unmarked | Recorded) -> None:
         """Log what a batch reports while it marks again."""
         if isinstance(report, Unmarked):
             self._unmarked(report)
@@ -110,7 +110,7 @@ class Reporter:
             fields={"task_id": ids[0], "topic": topic},
         )
 
-    def circuit(self, change: CircuitChange) -> None:
+    def report_circuit(self, change: CircuitChange) -> None:
         """Log that a circuit has opened or closed: at most one pair of lines a minute, even if the topic flaps."""
         topic, failure = change.topic, change.failure
         if failure is None:
@@ -123,7 +123,7 @@ class Reporter:
             return
         if not change.seconds:  # a new circuit: an earlier one may have been forgotten without a line
             self._logged_open.discard(topic)
-        tasks = "up to 10 tasks" if kind_of(failure.reason) is FailureKind.TARGET else "one task"
+        tasks = "up to 10 tasks" if failure_kind(failure.reason) is FailureKind.TARGET else "one task"
         if topic not in self._logged_open and self._throttled_log.log(
             "circuit_open",
             topic,
@@ -132,16 +132,16 @@ class Reporter:
         ):
             self._logged_open.add(topic)
 
-    def turn(self, turn: Turn) -> None:
+    def report_turn(self, turn: Turn) -> None:
         """Log the turn at DEBUG if it reports tasks, and a summary once a minute. Record how long the poll took."""
         if turn.poll_seconds is not None:
             self._metrics.sample(m.PHASE_DURATION, turn.poll_seconds, phase=POLL)
         if numbers := _numbers(turn):
             log.debug("Turn: %s", turn, extra={"action": "turn", "fields": numbers})
         if self._clock() - self._work_since >= SUMMARY_SECONDS:
-            self.end()
+            self.log_summary()
 
-    def end(self) -> None:
+    def log_summary(self) -> None:
         """Log the summary since the last one."""
         if self._work:
             seconds = self._clock() - self._work_since
@@ -185,7 +185,7 @@ class Reporter:
                 next_step = ". The task is dead. Fix the cause, then run `outbox retry` or `outbox cancel`"
             elif mark.available_at is not None:
                 next_step = f". It is due at {mark.available_at:%Y-%m-%dT%H:%M:%SZ}"
-                if kind_of(failure.reason) is FailureKind.TARGET:
+                if failure_kind(failure.reason) is FailureKind.TARGET:
                     next_step += ". Until the circuit of the topic closes, only probes are published"
             self._throttled_log.log(
                 "dead" if mark.dead else "publish_failed",
@@ -205,7 +205,7 @@ def _log_message_ids(delivered: Delivered) -> None:
     if not log.isEnabledFor(logging.DEBUG):
         return
     for id, answer in delivered.answers.items():
-        if isinstance(answer, Sent):
+        if isinstance(answer, Published):
             fields = {"task_id": id, "topic": delivered.claim.topic, "message_id": answer.message_id}
             log.debug(
                 "Task %s was published to %s as message %s", id, delivered.claim.destination, answer.message_id,

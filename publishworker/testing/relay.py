@@ -33,7 +33,7 @@ from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-from publishworker.types import Answer, Failed, LockedRow, Sent
+from publishworker.types import Answer, Failed, LockedRow, Published
 
 #: Seconds for one call, and until all published messages have arrived. The emulator takes milliseconds.
 SECONDS = 10.0
@@ -191,7 +191,7 @@ class _Publisher(PubSubPublisher):
         self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
         outcomes = super().publish(topic, rows, seconds, alone)
-        sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Sent)]
+        sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Published)]
         self.counts[topic_name(topic, self._project)] += len(sent)
         if self.loses_answers:
             outcomes |= dict.fromkeys(sent, Failed("unavailable", f"{topic}: the test has lost the answer"))

@@ -37,7 +37,7 @@ class Topics:
 
     def apply(self, controls: TopicControls, workers: int) -> None:
         """Apply the valid controls. Each worker gets a part of a limit. The end of a pause makes a probe due."""
-        controls, wrong = valid(controls)
+        controls, wrong = split_valid(controls)
         for (kind, topic), sentence in wrong.items():
             self._throttled_log.log(kind, topic, sentence)
         before, self._controls = self._controls, controls
@@ -136,7 +136,7 @@ _LIMIT_COLUMNS = ("RatePerSecond", "Burst", "MaxInFlight")
 _POLICY_COLUMNS = ("MaxAttempts", "BackoffInitialSeconds", "BackoffMaxSeconds", "DeadAfterSeconds")
 
 
-def valid(controls: TopicControls) -> tuple[TopicControls, dict[tuple[str, str], str]]:
+def split_valid(controls: TopicControls) -> tuple[TopicControls, dict[tuple[str, str], str]]:
     """Return the valid controls, and a sentence for each invalid one, by kind and topic.
 
     An invalid route pauses its topic.
@@ -159,7 +159,7 @@ def valid(controls: TopicControls) -> tuple[TopicControls, dict[tuple[str, str],
 
 #: Tasks of a topic start only when its bucket has collected the tokens of this many seconds, or is full. Batches are
 #: then fewer and larger.
-SAVE_SECONDS = 0.2
+MIN_REFILL_SECONDS = 0.2
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ class _Bucket:
 
     def missing(self, now: float) -> float:
         """Return how many tokens the topic needs at `now` before it may start tasks. Zero or less if it may."""
-        return min(self.burst, max(1.0, self.rate * SAVE_SECONDS)) - self.filled(now)
+        return min(self.burst, max(1.0, self.rate * MIN_REFILL_SECONDS)) - self.filled(now)
 
 
 class RateLimits:
@@ -185,7 +185,7 @@ class RateLimits:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
-        self._in_flight: dict[str, int] = {}
+        self._max_in_flight: dict[str, int] = {}
         self._limits: Mapping[str, TopicLimit] = {}
 
     def apply(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
@@ -200,7 +200,7 @@ class RateLimits:
                 tokens = burst if before is None else min(burst, before.filled(now))
                 buckets[topic] = _Bucket(limit.rate / workers, burst, tokens, now)
         self._buckets = buckets
-        self._in_flight = {
+        self._max_in_flight = {
             topic: max(1, limit.in_flight // workers) for topic, limit in limits.items() if limit.in_flight is not None
         }
 
@@ -210,7 +210,7 @@ class RateLimits:
         allowed: dict[str, int] = {}
         for topic, bucket in self._buckets.items():
             allowed[topic] = int(bucket.filled(now)) if bucket.missing(now) <= 0 else 0
-        for topic, limit in self._in_flight.items():
+        for topic, limit in self._max_in_flight.items():
             left = max(0, limit - in_flight.get(topic, 0))
             allowed[topic] = min(left, allowed.get(topic, left))
         return allowed

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from publishworker.delivery.claim import Claim, Delivered, TopicHints
-from publishworker.pubsub.errors import FailureKind, kind_of
+from publishworker.pubsub.errors import FailureKind, failure_kind
 from publishworker.types import Candidate, CircuitState, Failed
 
 #: Seconds until the first probe. Each further wait is twice as long.
@@ -59,7 +59,7 @@ class _OpenCircuit:
 
     @property
     def is_outage(self) -> bool:
-        return kind_of(self.failure.reason) is FailureKind.OUTAGE
+        return failure_kind(self.failure.reason) is FailureKind.OUTAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class CircuitBreakers:
             circuit.probing = False
             circuit.probed.update(delivered.claim.ids)
         published, failed = delivered.published(), delivered.failed()
-        kinds = {id: kind_of(failure.reason) for id, failure in failed.items()}
+        kinds = {id: failure_kind(failure.reason) for id, failure in failed.items()}
         if published:
             self._failing.discard(topic)
         elif FailureKind.OUTAGE in kinds.values():

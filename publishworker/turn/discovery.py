@@ -45,35 +45,35 @@ class Discoverer:
         #: The shards that are left to read. A discovery may read only a part of the shards, and the next ones read the
         #: rest.
         self._shards_left = 0
-        #: True from `wake` until the next discovery.
-        self._woken = False
+        #: True from `note_insert` until the next discovery.
+        self._insert_reported = False
         #: True from `begin_turn` to `end_turn`. If it is still true at the next `begin_turn`, the last turn failed.
         self._in_turn = False
         #: Whether `begin_turn` has discovered and found nothing new. Then `end_turn` does not discover again.
-        self._found_nothing = False
+        self._discovered_nothing = False
 
     @property
     def topics(self) -> frozenset[str]:
         """Return the topics that have, or recently had, unsent tasks, except paused ones."""
         return self._known.recent - self._topics.paused
 
-    def wake(self) -> None:
+    def note_insert(self) -> None:
         """Note that a task was inserted, perhaps one of an unknown topic."""
-        self._woken = True
+        self._insert_reported = True
 
     def begin_turn(self) -> None:
         """Discover if the last read is outdated. After a failed turn, refresh instead.
 
         A reshard may have dropped an index that a discovery reads.
         """
-        failed, self._in_turn, self._found_nothing = self._in_turn, True, False
+        failed, self._in_turn, self._discovered_nothing = self._in_turn, True, False
         if failed:
             self._read_at = float("-inf")
             self.refresh()
         if self._is_outdated():
             # Stop polling topics that have long had no candidates. If they have tasks, the discovery finds them.
-            self._known.forget(self._topics.unavailable)
-            self._found_nothing = not self._discover()
+            self._known.forget_old(self._topics.unavailable)
+            self._discovered_nothing = not self._discover()
 
     def refresh(self) -> None:
         """Read workers, layouts and controls if the last read of them is outdated."""
@@ -81,18 +81,18 @@ class Discoverer:
             began = self._clock()
             self._apply(self._store.discover((), ()), began)
 
-    def end_turn(self, *, found_nothing: bool) -> bool:
+    def end_turn(self, *, started_nothing: bool) -> bool:
         """Discover if it is time. Return whether there are new topics or shards to poll.
 
         It is time every `seconds`, after a change of the worker's shards, and after a reported insert if this turn had
-        room but started no batch (`found_nothing`).
+        room but started no batch (`started_nothing`).
         """
         is_time = (
             self._clock() - self._discovered_at >= self._seconds
             or self._membership.shards != self._discovered_shards
-            or (self._woken and found_nothing)
+            or (self._insert_reported and started_nothing)
         )
-        poll_again = is_time and not self._found_nothing and self._discover()
+        poll_again = is_time and not self._discovered_nothing and self._discover()
         self._in_turn = False
         return poll_again
 
@@ -112,10 +112,10 @@ class Discoverer:
         with self._read_size.reading(len(part) * (len(known) + 1)):
             found = self._store.discover(part, known)
         self._shards_left = max(0, self._shards_left - len(part))
-        self._known.discover(found.topics)
+        self._known.note_discovered(found.topics)
         again = bool(found.topics or self._shards_left)
         self._discovered_at = float("-inf") if again else self._clock()
-        self._discovered_shards, self._woken = shards, False
+        self._discovered_shards, self._insert_reported = shards, False
         self._apply(found, began)
         return again or shards != self._membership.shards
 

@@ -21,7 +21,7 @@ from publishworker.types import Key
 STUCK_SECONDS = 120.0
 #: Of the time between two checks for stuck batches, at most this many seconds count. If more have passed, the process
 #: was probably suspended, so its batches did not run.
-MAX_STEP_SECONDS = 45.0
+MAX_COUNTED_SECONDS = 45.0
 #: An unexpected error in a batch ends the process. The other batches get this many seconds to finish.
 JOIN_SECONDS = 30.0
 #: Seconds between two checks for stuck batches during a wait without a time limit. Each also calls `Host.progress`.
@@ -46,7 +46,7 @@ class Limits:
     places: int
     #: While tasks are left to start, a turn may end before its last batches, up to this many. No turn waits longer than
     #: MAX_TURN_WAIT_SECONDS.
-    stragglers: int = 0
+    max_stragglers: int = 0
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
 
@@ -159,7 +159,7 @@ class InFlight:
         """Return the number of batches that only defer tasks."""
         return sum(claim.kind is Kind.DEFER for claim in self.unreported)
 
-    def keys(self) -> frozenset[Key]:
+    def busy_keys(self) -> frozenset[Key]:
         """Return the keys that no other batch may claim now. A deferring batch that only marks again needs none."""
         claims = (
             entry.delivery.claim.part(entry.delivery.mark_retry.unmarked) if entry.reported else entry.delivery.claim
@@ -176,7 +176,7 @@ class InFlight:
 
     def raise_if_stuck(self) -> None:
         """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS. Forget these batches."""
-        step, self._checked_at = min(self._clock() - self._checked_at, MAX_STEP_SECONDS), self._clock()
+        step, self._checked_at = min(self._clock() - self._checked_at, MAX_COUNTED_SECONDS), self._clock()
         for entry in self._running:
             begun = entry.transactions != entry.delivery.timing.transactions
             entry.seconds_since_begin = 0.0 if begun else entry.seconds_since_begin + step
@@ -206,11 +206,11 @@ class InFlight:
         The wait ends after MAX_TURN_WAIT_SECONDS at most. Later waits do not wait for the ones that are left
         (stragglers).
         """
-        max_left = self.limits.stragglers if tasks_left else 0
+        max_left = self.limits.max_stragglers if tasks_left else 0
 
         def enough(reports: Sequence[Delivered]) -> bool:
-            waited = sum(not (entry.straggler or entry.reported) for entry in self._running)
-            return waited <= max_left and (len(reports) > 0 or not self.unreported)
+            awaited = sum(not (entry.straggler or entry.reported) for entry in self._running)
+            return awaited <= max_left and (len(reports) > 0 or not self.unreported)
 
         reports = self._wait(enough, MAX_TURN_WAIT_SECONDS)
         for entry in self._running:
@@ -250,7 +250,7 @@ class InFlight:
             if isinstance(report, Delivered):
                 reports.append(report)
             elif report is not None:
-                self._reporter.later(report)
+                self._reporter.report_later(report)
         return reports
 
     def abandon(self) -> None:
@@ -260,14 +260,14 @@ class InFlight:
                 entry, report = self._reports.get(timeout=0)
                 if isinstance(report, Delivered):
                     entry.reported = True
-                    self._reporter.delivered(report)
+                    self._reporter.report_batch(report)
         for entry in list(self._running):
             claim = entry.delivery.claim
             if entry.reported:
                 for unmarked in entry.delivery.mark_retry.give_up():
-                    self._reporter.later(unmarked)
+                    self._reporter.report_later(unmarked)
             elif claim.kind is Kind.MARK_FIRST:
-                self._reporter.later(Unmarked(claim, "the worker has ended", "marked", given_up=True))
+                self._reporter.report_later(Unmarked(claim, "the worker has ended", "marked", given_up=True))
 
     def _run(self, entry: _Entry) -> None:
         try:

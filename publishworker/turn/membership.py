@@ -59,7 +59,7 @@ class Membership:
         self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
         self._was_seen = True
-        self._keep_former_until = float("-inf")
+        self._keep_workers_until = float("-inf")
         self._started_at = datetime.now(UTC)
         self._heartbeat_at = float("-inf")
         self._idle_interval = IDLE_HEARTBEAT_INTERVAL_SECONDS
@@ -115,11 +115,11 @@ class Membership:
         except StoreError as error:
             self._failure = error
 
-    def _write(self, polls: Sequence[Layout]) -> None:
+    def _write(self, layouts: Sequence[Layout]) -> None:
         liveness_timeout = IDLE_LIVENESS_TIMEOUT_SECONDS if self.idle else LIVENESS_TIMEOUT_SECONDS
         # Before the first assignment, the worker knows no topic to poll, so it says that it polls no shard.
         info = self.info(self.shards if self._is_assigned else ())
-        self._store.heartbeat(Heartbeat(self._worker, self._started_at, polls, liveness_timeout, info), self._gone)
+        self._store.heartbeat(Heartbeat(self._worker, self._started_at, layouts, liveness_timeout, info), self._gone)
         self._liveness_timeout = liveness_timeout
 
     def assign(self, workers: Workers) -> None:
@@ -139,14 +139,14 @@ class Membership:
         seen = self._worker in workers.live
         if self._was_seen and not seen:
             # After an outage no heartbeat is fresh. Keep the former workers until they have had time to write one.
-            self._keep_former_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
+            self._keep_workers_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
         self._was_seen = seen
         others = {id: seconds for id, seconds in workers.live.items() if id != self._worker}
         self._next_timeout_at = self._clock() + min(others.values(), default=math.inf)
         live = frozenset({*others, self._worker})  # this worker is live even if its row timed out
-        if self._clock() < self._keep_former_until:
+        if self._clock() < self._keep_workers_until:
             live |= self._live
-            self._next_timeout_at = min(self._next_timeout_at, self._keep_former_until)
+            self._next_timeout_at = min(self._next_timeout_at, self._keep_workers_until)
         layouts = workers.layouts or self.layouts
         if layouts != self.layouts:
             self._divide(live, tuple(sorted({*layouts, *self.layouts})))
@@ -189,14 +189,14 @@ def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[i
         for pair in product(workers, shards)
     }
     pairs = sorted(hashes, key=hashes.__getitem__, reverse=True)
-    # A pair is (worker, shard). `many` is the index of the kind of which there are more, `few` that of the other kind.
-    many, few = (1, 0) if len(shards) >= len(workers) else (0, 1)
+    # A pair is (worker, shard). `larger` is the index of the side that has more, `smaller` that of the other side.
+    larger, smaller = (1, 0) if len(shards) >= len(workers) else (0, 1)
     min_load, rest = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
     load: Counter[object] = Counter()
     assigned: dict[object, tuple[str, int]] = {}
     for max_load in (min_load, min_load + 1) if rest else (min_load,):
         for pair in pairs:
-            if pair[many] not in assigned and load[pair[few]] < max_load:
-                assigned[pair[many]] = pair
-                load[pair[few]] += 1
+            if pair[larger] not in assigned and load[pair[smaller]] < max_load:
+                assigned[pair[larger]] = pair
+                load[pair[smaller]] += 1
     return {worker: tuple(sorted(shard for owner, shard in assigned.values() if owner == worker)) for worker in workers}

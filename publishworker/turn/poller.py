@@ -24,7 +24,7 @@ class Wanted:
     """What the next poll is to find."""
 
     #: The number of tasks that may start now. The poll reads nothing if it is 0.
-    tasks: int
+    room: int
     #: The tasks in flight, which no poll returns.
     in_flight: Collection[str] = ()
     #: Read ready ranges a second time, for priorities below this, because more urgent tasks may fill the first read.
@@ -72,7 +72,7 @@ class Poller:
 
         A topic that needs more rows than the others is read by its own query.
         """
-        if not wanted.tasks:
+        if not wanted.room:
             return Polled()
         began, unavailable = self._clock(), self._topics.unavailable
         request = PollRequest(
@@ -83,13 +83,13 @@ class Poller:
             below_priority=wanted.below_priority,
         )
         part = self._next_part(request)
-        self._poll_size.limit(MAX_POLL_ROWS // max(1, part.ranges))
+        self._poll_size.lower_to(MAX_POLL_ROWS // max(1, part.ranges))
         part = replace(part, per_range=self._poll_size.per_range)
         try:
             with self.read_size.reading(part.ranges):
                 candidates, cut_off = self._read(part, wanted)
         except TimedOut:
-            self._poll_size.limit(part.per_range // 4)
+            self._poll_size.lower_to(part.per_range // 4)
             raise
         self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
         self._note(candidates, unavailable)
@@ -106,8 +106,8 @@ class Poller:
         if self._left_pairs > 0:
             return
         self._left_pairs = 0
-        self.known.see(self._seen)
-        self.known.forget(unavailable)
+        self.known.note_candidates(self._seen)
+        self.known.forget_old(unavailable)
         self.known.may_be_due = self._seen_due
         self._seen, self._seen_due = set(), False
 
@@ -133,7 +133,7 @@ class Poller:
         candidates = list(self._store.poll(others)) if others.topics else []
         highest = max((each.priority for each in candidates), default=0)
         startable = {each.id for each in candidates if each.priority == highest}.difference(wanted.in_flight)
-        self._poll_size.adapt(_by_range(candidates), len(startable), wanted.tasks)
+        self._poll_size.adapt(_by_range(candidates), len(startable), wanted.room)
         cut_off = self._poll_size.cut_off
         for topic, depth in sorted(deep.items()):
             shards = self._deep_shards.next(request.shards, DEEP_ROWS // depth)
@@ -178,7 +178,7 @@ class PollSize:
         #: The topics that may have more tasks than the last poll read.
         self.cut_off: frozenset[str] = frozenset()
 
-    def limit(self, per_range: int) -> None:
+    def lower_to(self, per_range: int) -> None:
         """Lower the max rows of each range, because all ranges together have too many or a poll timed out."""
         self.per_range = max(1, min(self.per_range, per_range))
 
@@ -198,7 +198,7 @@ class PollSize:
 
 #: Seconds for which a topic without candidates is still polled. Then it costs nothing until discovery finds it again.
 #: If discovery finds it and polls do not, because all its tasks are scheduled or dead, the time doubles.
-POLLED_SECONDS = 5.0
+KEEP_POLLING_SECONDS = 5.0
 #: Max seconds for which a topic without candidates is polled, and for which metrics name it.
 FORGET_TOPIC_SECONDS = 600.0
 
@@ -206,7 +206,7 @@ FORGET_TOPIC_SECONDS = 600.0
 @dataclass(slots=True)
 class _Topic:
     seen_at: float
-    polled_seconds: float = POLLED_SECONDS
+    keep_polling_seconds: float = KEEP_POLLING_SECONDS
     polled: bool = True
 
 
@@ -230,19 +230,19 @@ class KnownTopics:
         """Return the topics that have, or recently had, unsent tasks."""
         return frozenset(self._topics)
 
-    def see(self, topics: Iterable[str]) -> None:
+    def note_candidates(self, topics: Iterable[str]) -> None:
         """Note topics of which a poll returned candidates."""
         self._topics |= {name: _Topic(self._clock()) for name in topics}
 
-    def discover(self, names: Iterable[str]) -> None:
+    def note_discovered(self, names: Iterable[str]) -> None:
         """Note topics that a discovery has found: they have unsent tasks."""
         self.may_be_due = True
         for name in names:
-            topic = self._topics.setdefault(name, _Topic(self._clock(), POLLED_SECONDS / 2))
-            topic.polled_seconds = min(2 * topic.polled_seconds, FORGET_TOPIC_SECONDS)
+            topic = self._topics.setdefault(name, _Topic(self._clock(), KEEP_POLLING_SECONDS / 2))
+            topic.keep_polling_seconds = min(2 * topic.keep_polling_seconds, FORGET_TOPIC_SECONDS)
             topic.seen_at, topic.polled = self._clock(), True
 
-    def forget(self, unavailable: Iterable[str]) -> None:
+    def forget_old(self, unavailable: Iterable[str]) -> None:
         """Stop polling topics that have been without candidates for long.
 
         No poll has read the `unavailable` ones, so they stay.
@@ -252,7 +252,7 @@ class KnownTopics:
             if name in self._topics:
                 self._topics[name].seen_at = now
         for topic in self._topics.values():
-            topic.polled = now - topic.seen_at <= topic.polled_seconds
+            topic.polled = now - topic.seen_at <= topic.keep_polling_seconds
         oldest = now - FORGET_TOPIC_SECONDS
         self._topics = {name: topic for name, topic in self._topics.items() if topic.seen_at > oldest}
 

@@ -48,17 +48,17 @@ class Relay:
         """
         if self.woken.is_set():
             self.woken.clear()  # before the poll, so that an insert during this turn starts another turn
-            self.discoverer.wake()
+            self.discoverer.note_insert()
         earlier = self.in_flight.collect()
         poll_again = self._observe(earlier, stopping)
         self.in_flight.raise_if_stuck()
         self.discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
         polled = self.poller.poll(self._selector.wanted())
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
-        resolved = self._ordering.resolve(polled.candidates, self.in_flight.keys())
+        resolved = self._ordering.resolve(polled.candidates, self.in_flight.busy_keys())
         selection = self._select(resolved, polled, stopping)
         self._start(selection.claims)  # each batch on a thread of its own
-        poll_again |= self.discoverer.end_turn(found_nothing=not selection.claims and self.in_flight.has_room)
+        poll_again |= self.discoverer.end_turn(started_nothing=not selection.claims and self.in_flight.has_room)
         later = self.in_flight.wait(tasks_left=selection.tasks_left) if selection.waits else self.in_flight.collect()
         poll_again |= self._observe(later, stopping)
         return self._report_turn(polled, earlier + later, waits=selection.waits, poll_again=poll_again)
@@ -84,7 +84,7 @@ class Relay:
                 delivered += reports
             return turn_counts(delivered)
         finally:
-            self._reporter.end()
+            self._reporter.log_summary()
 
     def _observe(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
         """Pass the reports to the topics and the reporter. Start batches for the at-most-once tasks that they contain.
@@ -94,7 +94,7 @@ class Relay:
         poll_again = False
         for each in delivered:
             change = self.topics.observe(each)
-            self._reporter.delivered(each, change)
+            self._reporter.report_batch(each, change)
             poll_again |= change is not None or each.has_written()
         if not stopping() and (claims := self._selector.follow_ups(delivered)):
             self.discoverer.refresh()
@@ -127,5 +127,5 @@ class Relay:
             seconds_to_retry=self.topics.seconds_until_available(),
             seconds_to_controls=self.topics.seconds_to_controls,
         )
-        self._reporter.turn(turn)
+        self._reporter.report_turn(turn)
         return turn

@@ -14,7 +14,7 @@ from publishworker.turn.relay import Relay
 from publishworker.types import Next, Turn
 
 #: Seconds of the first wait after work. Each further wait is twice as long, up to the poll interval.
-FIRST_WAIT = 0.05
+FIRST_PAUSE_SECONDS = 0.05
 #: Max seconds between two turns while Spanner is unavailable.
 MAX_OUTAGE_WAIT_SECONDS = 5.0
 #: Seconds of NOT_FOUND after which the worker ends: waiting does not bring a dropped database back.
@@ -46,9 +46,9 @@ class Worker:
         self._report = report
         self._clock = clock
         self._poll_interval = poll_interval
-        self._max_pause = idle_interval or (lambda: poll_interval)
-        self._pauses = Backoff(FIRST_WAIT, self._max_pause, random)
-        self._outage_pauses = Backoff(FIRST_WAIT * 4, MAX_OUTAGE_WAIT_SECONDS, random)
+        self._idle_interval = idle_interval or (lambda: poll_interval)
+        self._pauses = Backoff(FIRST_PAUSE_SECONDS, self._idle_interval, random)
+        self._outage_pauses = Backoff(FIRST_PAUSE_SECONDS * 4, MAX_OUTAGE_WAIT_SECONDS, random)
         #: Whether the last turn left something to try again.
         self._unfinished = False
         #: Why the last turn failed, or None if it did not.
@@ -61,16 +61,16 @@ class Worker:
         Raises StuckBatch, and DatabaseMissing if the database has been missing for MAX_MISSING_SECONDS.
         """
         try:
-            self._turn_until(stop, until)
+            self._run_turns(stop, until)
         except StuckBatch as stuck:
             try:
-                self._end()
+                self._shut_down()
             except StuckBatch as others:
                 raise StuckBatch((*stuck.claims, *others.claims), stuck.seconds) from None
             raise
-        self._end()
+        self._shut_down()
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         """Let other workers take over the shards now, and wait for the batches.
 
         A batch may publish until its time limit, and mark until the shutdown timeout. While its transaction lasts, row
@@ -79,7 +79,7 @@ class Worker:
         self._membership.delete_heartbeat()
         self._relay.finish()
 
-    def _turn_until(self, stop: threading.Event, until: Callable[[Turn], bool]) -> None:
+    def _run_turns(self, stop: threading.Event, until: Callable[[Turn], bool]) -> None:
         self._membership.heartbeat()
         while not stop.is_set():
             self._touch_file()
@@ -87,7 +87,7 @@ class Worker:
             try:
                 turn = self._relay.turn(stop.is_set)
                 is_done = not stop.is_set() and until(turn)
-                seconds = self._seconds_to_next(turn)
+                seconds = self._choose_pause(turn)
             except StoreError as error:
                 self._touch_file()  # the poll alone may have taken 30 s
                 self._note_outage(error)
@@ -100,7 +100,7 @@ class Worker:
             self._membership.heartbeat()  # not after a StoreError: a worker whose turns fail must lose its shards
             self._pause(stop, began, seconds)
 
-    def _seconds_to_next(self, turn: Turn) -> float:
+    def _choose_pause(self, turn: Turn) -> float:
         """Return the seconds until the next turn, and tell the membership whether this worker is idle."""
         self._membership.idle = False
         unfinished = turn.next is not Next.LATER
@@ -127,10 +127,10 @@ class Worker:
 
     def _pause(self, stop: threading.Event, began: float, seconds: float) -> None:
         """Pause until `seconds` after `began`, an insert is reported, or the idle interval is over. Send heartbeats."""
-        while not stop.is_set() and (left := began + min(seconds, self._max_pause()) - self._clock()) > 0:
+        while not stop.is_set() and (left := began + min(seconds, self._idle_interval()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile
-                    stop.wait(max(0.0, FIRST_WAIT - (self._clock() - began)))
+                    stop.wait(max(0.0, FIRST_PAUSE_SECONDS - (self._clock() - began)))
                 return
             self._touch_file()
             self._report()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.types import LockedRow, Mark, NotSent, Sent
+from publishworker.types import LockedRow, NotSent, Published, RowChange
 from tests.support.fakes import serialized
 from tests.support.store_harness import Harness, poll_ids
 
@@ -19,8 +19,8 @@ FAILED = {"available_at": PAST, "expires_at": FUTURE, "last_error": "internal: n
 UNTOUCHED = (None, PAST, FUTURE, "internal: no", 2)
 
 
-def send_all(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
-    return {row.id: Sent("1") for row in rows}
+def send_all(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, RowChange]:
+    return {row.id: Published("1") for row in rows}
 
 
 def locked(harness: Harness, *ids: str) -> dict[str, LockedRow]:
@@ -61,7 +61,7 @@ def test_an_exception_after_the_lock_writes_nothing(harness: Harness) -> None:
     """A defect in the relay rolls the transaction back and is not hidden; the store continues."""
     harness.insert("a")
 
-    def break_down(_rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, Mark]:
+    def break_down(_rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, RowChange]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -81,7 +81,7 @@ def test_sending_clears_the_traces_of_earlier_attempts(harness: Harness) -> None
     assert {id: row.clean for id, row in locked(harness, *left).items()} == {id: not each for id, each in left.items()}
     times: list[datetime] = []
 
-    def send(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, Mark]:
+    def send(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
         times.append(now)
         return send_all(rows, now)
 
@@ -108,9 +108,9 @@ def test_failures_and_sent_tasks_are_written_in_one_commit(harness: Harness) -> 
     harness.insert("failed-again", **FAILED)
     harness.insert("untried", **FAILED)
     text = "data_loss: \U0001f600 ü \x00 " + "x" * 980
-    marks: dict[str, Mark] = {
-        "sent": Sent("1"),
-        "sent-again": Sent("2"),
+    marks: dict[str, RowChange] = {
+        "sent": Published("1"),
+        "sent-again": Published("2"),
         "failed": NotSent(1, LATER, None, text),
         "failed-again": NotSent(2**62, LATER, FUTURE, "data_loss: no"),
     }
@@ -123,7 +123,7 @@ def test_failures_and_sent_tasks_are_written_in_one_commit(harness: Harness) -> 
     assert (row.attempts, row.available_at, row.expires_at, row.clean) == (2**62, LATER, FUTURE, False)
     assert (row.sent_at, row.data) == (None, serialized())
     harness.insert("sent alone")
-    harness.store.claim(["untried", "sent alone"], lambda _rows, _now: {"sent alone": Sent("1")})
+    harness.store.claim(["untried", "sent alone"], lambda _rows, _now: {"sent alone": Published("1")})
     assert columns(harness, "untried") == UNTOUCHED
 
 

@@ -8,7 +8,7 @@ import pytest
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.pubsub import open_pubsub
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
-from publishworker.types import Failed, LockedRow, Sent
+from publishworker.types import Failed, LockedRow, Published
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.pubsub import Subscription
 from tests.support.spanner import place
@@ -56,7 +56,7 @@ def row(id: str, data: bytes | None = None, ordering_key: str | None = None) -> 
 def test_each_published_task_has_a_message_id(harness: Harness) -> None:
     """Empty data is a message. An empty batch has no outcome."""
     outcomes = harness.publisher.publish(harness.topic, [row("a"), row("b"), row("empty", data=b"")], 5)
-    message_ids = {outcome.message_id for outcome in outcomes.values() if isinstance(outcome, Sent)}
+    message_ids = {outcome.message_id for outcome in outcomes.values() if isinstance(outcome, Published)}
     assert set(outcomes) == {"a", "b", "empty"}
     assert len(message_ids) == 3
     assert harness.publisher.publish(harness.topic, [], 5) == {}
@@ -85,7 +85,7 @@ def test_tasks_published_singly_arrive_once_each(harness: Harness) -> None:
     """Together with the rest, and with an ID that is not among the rows. A bad task fails alone."""
     rows = [row("a"), row("b", data=UNDECODABLE), row("c", ordering_key="key"), row("d")]
     outcomes = harness.publisher.publish(harness.topic, rows, 5, ["b", "c", "a", "not there"])
-    assert {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)} == {"a", "c", "d"}
+    assert {id for id, outcome in outcomes.items() if isinstance(outcome, Published)} == {"a", "c", "d"}
     assert isinstance(outcomes["b"], Failed)
     arrived = [message.attributes[TASK_ID_ATTRIBUTE] for message in harness.received(3)]
     assert sorted(arrived) == ["a", "c", "d"]
@@ -97,7 +97,7 @@ def test_refusals_need_no_service(harness: Harness) -> None:
     for topic in (harness.topic, MISSING):
         assert harness.publisher.refusals(topic, rows) == {"bad": REFUSAL}
     outcomes = harness.publisher.publish(harness.topic, [row("bad", data=UNDECODABLE), row("later")], 5)
-    assert isinstance(outcomes["later"], Sent)
+    assert isinstance(outcomes["later"], Published)
     assert outcomes["bad"] == REFUSAL
     assert [message.attributes[TASK_ID_ATTRIBUTE] for message in harness.received(1)] == ["later"]
 
@@ -106,5 +106,5 @@ def test_several_ordering_keys_are_published_together(harness: Harness) -> None:
     """Pub/Sub refuses a request that mixes keys; the publisher never sends one."""
     rows = [row("a", ordering_key="x"), row("b", ordering_key="y"), row("c"), row("d", ordering_key="x")]
     outcomes = harness.publisher.publish(harness.topic, rows, 5)
-    assert all(isinstance(each, Sent) for each in outcomes.values())
+    assert all(isinstance(each, Published) for each in outcomes.values())
     assert len(harness.received(4)) == 4

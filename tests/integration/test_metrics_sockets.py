@@ -19,7 +19,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
-from publishworker.types import Sent
+from publishworker.types import Published
 from tests.support.dogstatsd import Agent, Sample, UnixAgent, listening
 from tests.support.parts import claim_of
 from tests.support.waiting import eventually
@@ -146,9 +146,9 @@ def test_a_slow_agent_gets_every_count(silent_socket: socket.socket) -> None:
     for batch in range(25):
         ids = tuple(f"{batch}-{number}" for number in range(1000))
         sent = Delivered(
-            claim_of("orders", *ids), answers=dict.fromkeys(ids, Sent("1")), latencies=dict.fromkeys(ids, 0.1)
+            claim_of("orders", *ids), answers=dict.fromkeys(ids, Published("1")), latencies=dict.fromkeys(ids, 0.1)
         )
-        reporter.delivered(sent)
+        reporter.report_batch(sent)
     metrics.stop()
     listener.join(30)
     assert counted(lines) == 25_000

@@ -21,7 +21,7 @@ from outbox.program.pubsub import create_topic_command, open_pubsub
 from outbox.program.settings import PubSubSettings
 from publishworker.process.settings import WorkerSettings
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.types import Failed, LockedRow, Sent
+from publishworker.types import Failed, LockedRow, Published
 from tests.support.fakes import serialized
 from tests.support.processes import run
 from tests.support.pubsub import PubSub
@@ -120,7 +120,7 @@ def test_the_channel_connects_to_the_endpoint(
         settings = place(pubsub_endpoint=server.address, pubsub_plaintext="true")
         publisher = PubSubPublisher(open_pubsub(settings), PROJECT)
         row = LockedRow("a", "orders", serialized(), "key", datetime.now(UTC), None, None)
-        assert isinstance(publisher.publish("orders", [row], 5)["a"], Sent)
+        assert isinstance(publisher.publish("orders", [row], 5)["a"], Published)
         assert len(server.requests) == 1
     assert channels == []
     for endpoint in ("[::1]:443", "localhost", "127.0.0.1:8443"):  # no proxy

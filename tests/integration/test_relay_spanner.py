@@ -23,7 +23,7 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
 from publishworker.turn.relay import Relay
-from publishworker.types import Answer, Failed, LockedRow, Sent
+from publishworker.types import Answer, Failed, LockedRow, Published
 from tests.support import real
 from tests.support.fakes import Counted, FakePublisher
 from tests.support.parts import poll_request, relay_of
@@ -272,7 +272,7 @@ def test_sent_at_is_written_only_after_pubsub_has_answered(database: Database, t
             self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
         ) -> dict[str, Answer]:
             seen.append(set(unsent(database)))
-            return {answered: Sent("1"), refused: Failed("unavailable", "later")}
+            return {answered: Published("1"), refused: Failed("unavailable", "later")}
 
     relay = make_relay(database, Observed())
     while not relay.turn().published:

@@ -19,7 +19,7 @@ from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import NEVER, STATES
 from publishworker.spanner.unsent import UnsentTasks
-from publishworker.types import Deferred, Heartbeat, Key, NotSent, Sent
+from publishworker.types import Deferred, Heartbeat, Key, NotSent, Published
 from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
@@ -62,9 +62,14 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     store.key_heads({Key("orders", "k"): 0}, 9, skip_dead=True)
 
     recorded = NotSent(1, NEVER, None, "error")
-    marks = {"clean": Sent("1"), "recorded": recorded, "deferred": Deferred(FUTURE, "recorded"), "old": Sent("2")}
+    marks = {
+        "clean": Published("1"),
+        "recorded": recorded,
+        "deferred": Deferred(FUTURE, "recorded"),
+        "old": Published("2"),
+    }
     store.claim(list(marks), lambda _rows, _now: marks)
-    store.claim(["recorded"], lambda _rows, _now: {"recorded": Sent("3")})
+    store.claim(["recorded"], lambda _rows, _now: {"recorded": Published("3")})
     store.heartbeat(Heartbeat("me", datetime.now(UTC), ()), ["gone"])
     store.delete_heartbeat("me")
     unsent = UnsentTasks(store)

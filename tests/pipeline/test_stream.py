@@ -19,7 +19,7 @@ from tests.support.archives import delete
 from tests.support.operations import insert, row, rows_of, update
 from tests.support.pipeline import options
 
-Sent = Counter[tuple[str, str]]
+Published = Counter[tuple[str, str]]
 
 
 def reader(target: DatabaseSettings, **more: str) -> OutboxStreamReader:
@@ -43,11 +43,11 @@ def send(database: Database, *ids: str) -> None:
     insert(database, [row(id, SentAt=COMMIT_TIMESTAMP) for id in ids])
 
 
-def sent(database: Database) -> Sent:
+def sent(database: Database) -> Published:
     return Counter({(id, shown(each["SentAt"])): 1 for id, each in rows_of(database).items() if each["SentAt"]})
 
 
-def streamed(spark: SparkSession, sink: Path) -> Sent:
+def streamed(spark: SparkSession, sink: Path) -> Published:
     """Return the output of finished batches."""
     if not (sink / "_spark_metadata").exists():
         return Counter()

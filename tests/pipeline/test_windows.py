@@ -29,7 +29,7 @@ from tests.support.archives import (
     DAY,
     MICROSECOND,
     NEXT_DAY,
-    Sent,
+    Published,
     archived,
     ids,
     purges,
@@ -54,7 +54,7 @@ MANIFEST = Manifest(
 )
 
 
-def frame(spark: SparkSession, tasks: list[Sent]) -> DataFrame:
+def frame(spark: SparkSession, tasks: list[Published]) -> DataFrame:
     rows = [
         (id, "007", b"\0 data", 6, 50, None, None, 3, at - HOUR, None, None, None, False, 0, None, 1, at)
         for id, at in tasks
@@ -62,12 +62,14 @@ def frame(spark: SparkSession, tasks: list[Sent]) -> DataFrame:
     return spark.createDataFrame(rows, schemas.TABLE)
 
 
-def write(spark: SparkSession, folder: Path, tasks: list[Sent], *without: str) -> None:
+def write(spark: SparkSession, folder: Path, tasks: list[Published], *without: str) -> None:
     made = archivable(frame(spark, tasks)).drop(*without)
     made.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder))
 
 
-def finish(spark: SparkSession, to: Path, since: datetime, until: datetime, tasks: list[Sent], *without: str) -> None:
+def finish(
+    spark: SparkSession, to: Path, since: datetime, until: datetime, tasks: list[Published], *without: str
+) -> None:
     archive = Archive(spark, str(to))
     data = archive.new_run()
     folder = archive.folder_of(since, until)

@@ -10,8 +10,8 @@ from typing import Any
 
 from publishworker.delivery.marking import MAX_MARKING_SECONDS
 from publishworker.delivery.rules import CHECK_SECONDS
-from publishworker.pubsub.errors import FailureKind, kind_of
-from publishworker.types import Deferred, Key, LockedRow, Mark, NotSent, Sent, Version
+from publishworker.pubsub.errors import FailureKind, failure_kind
+from publishworker.types import Deferred, Key, LockedRow, NotSent, Published, RowChange, Version
 from tests.simulation.clockwork import Clockwork, Process
 
 #: Max seconds for which the first unsent task of a key may be deferred: a few turns.
@@ -136,33 +136,33 @@ class Audit:
 
     def answered(self, process: Process, ids: Sequence[str], reason: str) -> None:
         """The worker knows that Pub/Sub has these tasks (`reason` is "ok"), or that it failed."""
-        kind = None if reason == "ok" else kind_of(reason)
+        kind = None if reason == "ok" else failure_kind(reason)
         for id in ids:
             if kind is None:
                 self._acknowledged[process, id] = self.clockwork.now, Version.of(self._claimed[process, id])
             self._outages[process, id] += kind is FailureKind.OUTAGE
         self._troubles[process, self.tasks[ids[0]].topic] += kind in (FailureKind.OUTAGE, FailureKind.TARGET)
 
-    def marked(self, process: Process, marks: Mapping[str, Mark], latest: datetime) -> None:
+    def marked(self, process: Process, marks: Mapping[str, RowChange], latest: datetime) -> None:
         """A commit writes these marks. `latest` is the latest time of a deferral."""
         recorded: set[tuple[str, str]] = set()
         for id, mark in marks.items():
             task = self.tasks[id]
-            if isinstance(mark, Sent) and not task.once and task.last_at < max(0.0, task.reset_at):
+            if isinstance(mark, Published) and not task.once and task.last_at < max(0.0, task.reset_at):
                 self.problem(f"{id} is marked as sent and was not received")
             if isinstance(mark, Deferred) and mark.available_at > latest:
                 self.problem(f"{id} is deferred until {mark.available_at}")
             if isinstance(mark, NotSent) and mark.error is not None and not task.once:
                 for problem in self._wrong_failure(process, id, task, mark.error.partition(":")[0]):
                     self.problem(f"{id} has a failed attempt ({mark.error}), {problem}")
-                own = self.skip_dead and kind_of(mark.error.partition(":")[0]) is FailureKind.CONTENT
+                own = self.skip_dead and failure_kind(mark.error.partition(":")[0]) is FailureKind.CONTENT
                 if task.key and not own and not mark.error.startswith("expired"):
                     if (task.topic, task.key) in recorded:
                         self.problem(f"{id} has a failed attempt, and so has a task before it of its key")
                     recorded.add((task.topic, task.key))
 
     def _wrong_failure(self, process: Process, id: str, task: Known, reason: str) -> Iterator[str]:
-        kind = kind_of(reason)
+        kind = failure_kind(reason)
         if reason == "expired" and task.expires_at > self.clockwork.now:
             yield "and is not expired"
         if kind is FailureKind.CONTENT and reason != "expired" and not task.bad:

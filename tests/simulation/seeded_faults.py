@@ -23,7 +23,7 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import KnownTopics, Poller
 from publishworker.turn.worker import Worker
-from publishworker.types import Deferred, LockedRow, NotSent, Sent, Skipped, Version
+from publishworker.types import Deferred, LockedRow, NotSent, Published, Skipped, Version
 
 
 def always(value: object) -> Callable[[Any], Any]:
@@ -66,7 +66,7 @@ def late_mark(real: Any) -> Any:
 
     def ours(self: Any, eligible: Any, now: Any) -> Any:
         marks = real(self, eligible, now)
-        return marks | {row.id: Sent("") for row in eligible if row.id not in marks}
+        return marks | {row.id: Published("") for row in eligible if row.id not in marks}
 
     return ours
 
@@ -78,9 +78,9 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a task behind a blocked one is skipped under the lock": (rules, "skip_reasons", without("blocked")),
     "a transaction attempt remembers outcomes": (rules, "to_publish", lambda _: lambda rows, _outcomes: rows),
     "a later attempt marks what an earlier one published": (Results, "published", always({})),
-    "only published tasks are marked": (Delivery, "_marks", late_mark),
+    "only published tasks are marked": (Delivery, "_row_changes", late_mark),
     "a failed commit is remembered": (Delivery, "_begin_marking", always(None)),
-    "tasks in doubt are marked": (Results, "missing_marks", always({})),
+    "tasks in doubt are marked": (Results, "missing_changes", always({})),
     "tasks in doubt are not claimed": (InFlight, "ids", always(frozenset())),
     "tasks in doubt are remembered for 15 minutes": (marking, "MAX_MARKING_SECONDS", lambda _: 1.0),
     "a reset row is told from a lost mark": (
@@ -97,8 +97,8 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a failed request stops its key": (
         publisher, "_answered", lambda real: lambda lane, *a: real(lane, *a) or [lane][: len(lane.requests)]
     ),
-    "no answer is no success": (publisher, "failure_of", always(Sent(""))),
-    "deferred tasks are released": (rules, "release_marks", always({})),
+    "no answer is no success": (publisher, "failure_of", always(Published(""))),
+    "deferred tasks are released": (rules, "release_changes", always({})),
     "a deferral ends": (
         RetryPolicy, "deferrals",
         lambda real: lambda self, *a: (

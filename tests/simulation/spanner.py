@@ -17,7 +17,7 @@ from outbox.table.layouts import Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.errors import NotWritten, StoreError, TimedOut
 from publishworker.spanner.store import Decide
-from publishworker.types import Candidate, Discovery, Heartbeat, Key, KeyHeads, Mark, PollRequest
+from publishworker.types import Candidate, Discovery, Heartbeat, Key, KeyHeads, PollRequest, RowChange
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process
 from tests.simulation.table import Table
@@ -205,7 +205,7 @@ class Spanner:
         self.table.time()
         return [self.table.as_locked(self.table.rows[id]) for id in ids if id in self.table.rows]
 
-    def commit(self, transaction: Transaction, marks: Mapping[str, Mark]) -> datetime:
+    def commit(self, transaction: Transaction, marks: Mapping[str, RowChange]) -> datetime:
         transaction.asked_at = self.clockwork.now
         for id in sorted(marks):
             self.locks.acquire(transaction, id, Mode.EXCLUSIVE)

@@ -9,7 +9,7 @@ from typing import Any
 from sortedcontainers import SortedList
 
 from outbox.table.layouts import Layout
-from publishworker.types import Candidate, Key, KeyHeads, Mark, PollRequest, QueuedTask
+from publishworker.types import Candidate, Key, KeyHeads, PollRequest, QueuedTask, RowChange
 from tests.simulation.clockwork import Clockwork
 from tests.support.fakes import FakeStore, StoredTask, candidate, place_in_key
 
@@ -64,7 +64,7 @@ class Table(FakeStore):
             setattr(row, name, value)
         self._index(row)
 
-    def apply(self, marks: Mapping[str, Mark], committed: datetime) -> None:
+    def apply(self, marks: Mapping[str, RowChange], committed: datetime) -> None:
         for id in marks:
             self._index(self.rows[id], remove=True)
         super().apply(marks, committed)

@@ -25,7 +25,7 @@ NEXT_DAY = DAY + timedelta(days=1)
 MICROSECOND = timedelta(microseconds=1)
 
 #: A Spark task, by its identity in an archive.
-Sent = tuple[str, datetime]
+Published = tuple[str, datetime]
 
 
 def sent(id: str, at: datetime, **columns: Any) -> dict[str, Any]:
@@ -41,13 +41,13 @@ def settings_of(target: DatabaseSettings, archive: Path | str, **given: str) -> 
     return ArchiveSettings.read(options(target, archive=str(archive), until=shown(NEXT_DAY)) | given, {})
 
 
-def sent_of(tasks: DataFrame) -> list[Sent]:
+def sent_of(tasks: DataFrame) -> list[Published]:
     rows = tasks.select("Id", f.unix_micros("SentAt")).collect()
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
     return sorted((id, epoch + timedelta(microseconds=micros)) for id, micros in rows)
 
 
-def archived(spark: SparkSession, archive: Path) -> list[Sent]:
+def archived(spark: SparkSession, archive: Path) -> list[Published]:
     return sent_of(read_archive(spark, str(archive)))
 
 
@@ -89,5 +89,5 @@ def first_try_fails(batches: Iterator[Any], note: Path) -> Iterator[Any]:
             raise RuntimeError("the first try of a task fails")
 
 
-def ids(letters: Iterable[Any], at: datetime) -> list[Sent]:
+def ids(letters: Iterable[Any], at: datetime) -> list[Published]:
     return sorted((str(each), at) for each in letters)

@@ -15,7 +15,7 @@ from outbox.table.layouts import Layout
 from outbox.table.statements import FORGET_WORKER_SECONDS
 from outbox.table.states import NEVER
 from publishworker.pubsub import messages
-from publishworker.pubsub.errors import FailureKind, kind_of
+from publishworker.pubsub.errors import FailureKind, failure_kind
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.spanner.statements import times_sent
 from publishworker.spanner.store import Decide
@@ -30,11 +30,11 @@ from publishworker.types import (
     Key,
     KeyHeads,
     LockedRow,
-    Mark,
     NotSent,
     PollRequest,
+    Published,
     QueuedTask,
-    Sent,
+    RowChange,
     TopicControls,
     TopicLimit,
     TopicPolicy,
@@ -178,7 +178,7 @@ class FakeStore:
         self.heartbeats += 1
         worker = heartbeat.worker
         self.seen_at[worker], self.liveness_timeout[worker] = self.now, heartbeat.liveness_timeout
-        self.polled_by[worker] = tuple(heartbeat.polls)
+        self.polled_by[worker] = tuple(heartbeat.layouts)
         self.info[worker] = heartbeat.info
         for each in remove:
             self.seen_at.pop(each, None)
@@ -247,29 +247,30 @@ class FakeStore:
         if self.away:
             raise NotWritten("the fake store is away")
 
-    def _mark(self, marks: Mapping[str, Mark]) -> datetime:
+    def _mark(self, marks: Mapping[str, RowChange]) -> datetime:
         with self._lock:
             self.now += timedelta(milliseconds=1)
             committed = self.now
         self.apply(marks, committed)
         return committed
 
-    def refuse(self, marks: Mapping[str, Mark]) -> None:
+    def refuse(self, marks: Mapping[str, RowChange]) -> None:
         """Raise Refused if a commit with these marks is refused, because of `refused` or of a number beyond INT64."""
         numbers = {
-            id: [times_sent(self.as_locked(self.rows[id]), sent=isinstance(each, Sent))] for id, each in marks.items()
+            id: [times_sent(self.as_locked(self.rows[id]), sent=isinstance(each, Published))]
+            for id, each in marks.items()
         }
         numbers |= {id: [*numbers[id], each.attempts] for id, each in marks.items() if isinstance(each, NotSent)}
         too_large = {id for id, some in numbers.items() if any(not -(2**63) <= each < 2**63 for each in some)}
         if bad := sorted(self.refused & marks.keys() | too_large):
             raise Refused(f"OUT_OF_RANGE: a constraint is violated by {bad[0]}")
 
-    def apply(self, marks: Mapping[str, Mark], committed: datetime) -> None:
+    def apply(self, marks: Mapping[str, RowChange], committed: datetime) -> None:
         for id, mark in marks.items():
             row = self.rows[id]
-            if isinstance(mark, Sent | NotSent):
-                row.times_sent = times_sent(self.as_locked(row), sent=isinstance(mark, Sent))
-            if isinstance(mark, Sent):
+            if isinstance(mark, Published | NotSent):
+                row.times_sent = times_sent(self.as_locked(row), sent=isinstance(mark, Published))
+            if isinstance(mark, Published):
                 row.sent_at, row.available_at, row.expires_at = committed, None, None
                 row.last_error, row.blocked_by, row.attempts = None, None, 0
             elif isinstance(mark, NotSent):
@@ -341,7 +342,7 @@ class FakePublisher:
                     continue
                 tried = self._request(name, [row for row in request if row.id not in self.out_of_time])
                 outcomes |= tried
-                if key is not None and not all(isinstance(tried.get(row.id), Sent) for row in request):
+                if key is not None and not all(isinstance(tried.get(row.id), Published) for row in request):
                     stopped.add(key)
         return outcomes
 
@@ -353,7 +354,7 @@ class FakePublisher:
         decoded = {row.id: messages.decode(row) for row in rows}
         outcomes: dict[str, Answer] = {id: each for id, each in decoded.items() if isinstance(each, Failed)}
         ordered = any(row.ordering_key for row in rows)
-        refused = {id for id, failure in self.failing.items() if kind_of(failure.reason) is FailureKind.CONTENT}
+        refused = {id for id, failure in self.failing.items() if failure_kind(failure.reason) is FailureKind.CONTENT}
         if ordered and (culprit := next((id for id in decoded if id in refused | outcomes.keys()), None)):
             # The tasks before it are published, it fails alone, the tasks behind it are not tried.
             decoded = dict(itertools.takewhile(lambda pair: pair[0] != culprit, decoded.items()))
@@ -366,12 +367,12 @@ class FakePublisher:
         outages = (
             each
             for id, each in self.failing.items()
-            if id in sent and (ordered or kind_of(each.reason) is FailureKind.OUTAGE)
+            if id in sent and (ordered or failure_kind(each.reason) is FailureKind.OUTAGE)
         )
         if failure := self.down.get(name) or missing or next(outages, None):
             return outcomes | dict.fromkeys(sent, failure)
         for id, message in sent.items():
-            outcomes[id] = self.failing.get(id) or Sent(str(next(self._message_ids)))
+            outcomes[id] = self.failing.get(id) or Published(str(next(self._message_ids)))
             if id not in self.failing:
                 self.published.append((name, id, message))
         return outcomes

@@ -26,7 +26,7 @@ from publishworker.turn.poller import Poller
 from publishworker.turn.relay import Relay
 from publishworker.types import PollRequest
 
-HOST, SHARES = {"clock", "random", "threads", "progress"}, {"stragglers", "fair_share"}
+HOST, SHARES = {"clock", "random", "threads", "progress"}, {"max_stragglers", "fair_share"}
 
 
 def policy(**values: Any) -> RetryPolicy:

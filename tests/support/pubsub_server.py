@@ -13,7 +13,7 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 from google.pubsub_v1.types import GetTopicRequest, PublishRequest, PublishResponse, Topic
 
 from publishworker.pubsub.publisher import PubSubPublisher
-from publishworker.types import Answer, Failed, Sent
+from publishworker.types import Answer, Failed, Published
 
 Handler = Callable[[Any, grpc.ServicerContext], Any]
 
@@ -80,7 +80,7 @@ def reasons(outcomes: Mapping[str, Answer]) -> dict[str, str]:
 
 
 def sent(outcomes: Mapping[str, Answer]) -> set[str]:
-    return {id for id, outcome in outcomes.items() if isinstance(outcome, Sent)}
+    return {id for id, outcome in outcomes.items() if isinstance(outcome, Published)}
 
 
 @contextlib.contextmanager

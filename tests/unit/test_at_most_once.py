@@ -10,7 +10,7 @@ from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.telemetry import metrics as m
-from publishworker.types import Answer, Failed, LockedRow, Sent, Skipped
+from publishworker.types import Answer, Failed, LockedRow, Published, Skipped
 from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
@@ -223,12 +223,12 @@ def test_a_result_contains_the_batch_of_its_at_most_once_tasks() -> None:
         batch = claim_of("orders", *found, keys=keys, bytes=800)
         return Delivered(batch, answers=answers, skipped=skipped).at_most_once()
 
-    keyed = {"failed": LOST, "behind": once, "alone": LOST, "once": once, "sent": Sent("1"), "next": once}
+    keyed = {"failed": LOST, "behind": once, "alone": LOST, "once": once, "sent": Published("1"), "next": once}
     assert waits(keyed | {"gone": Skipped("gone")}, "bad", "bad", None, None, "good", "good", "other") == claim_of(
         "orders", "once", "next", kind=Kind.MARK_FIRST, keys=(None, "good"), bytes=800
     )
-    got = waits({"sent": Sent("1"), "once": once, "other": once})
+    got = waits({"sent": Published("1"), "once": once, "other": once})
     assert got == claim_of("orders", "once", "other", kind=Kind.MARK_FIRST, bytes=800)
-    assert waits({"a": Sent("1"), "gone": Skipped("gone")}) is None
+    assert waits({"a": Published("1"), "gone": Skipped("gone")}) is None
     untried = Delivered(claim_of("orders", "untried", "once", keys=("k", "k")), skipped={"once": once})
     assert untried.at_most_once() is None

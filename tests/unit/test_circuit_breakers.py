@@ -10,7 +10,7 @@ import pytest
 from publishworker.delivery.claim import Claim, Delivered
 from publishworker.topics import circuit_breaker
 from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS, CircuitBreakers, CircuitChange
-from publishworker.types import Answer, Candidate, CircuitState, Failed, NotSent, Sent, Skipped
+from publishworker.types import Answer, Candidate, CircuitState, Failed, NotSent, Published, Skipped
 from tests.support.parts import claim_of
 
 AWAY = Failed("unavailable", "away")
@@ -75,7 +75,7 @@ def test_failures_of_single_tasks_open_no_circuit(watch: Watch) -> None:
     """Poison, unknown errors and tasks of other workers say nothing about a topic, nor does one failure of several."""
     for outcome in (Failed("undecodable", "no message"), Skipped("sent"), Failed("data_loss", "?")):
         assert not watch.ended(claim_of("orders", "a"), a=outcome)
-    watch.ended(claim_of("orders", "a", "b"), a=Sent("1"), b=AWAY)
+    watch.ended(claim_of("orders", "a", "b"), a=Published("1"), b=AWAY)
     assert watch.suspended() == frozenset()
     assert watch.next("a", "b", "c").hints.suspects == {"b"}  # it is remembered instead
 
@@ -83,12 +83,12 @@ def test_failures_of_single_tasks_open_no_circuit(watch: Watch) -> None:
 def test_a_publish_closes_the_circuit_and_resets_its_delay(watch: Watch) -> None:
     watch.fail(AWAY, "a")
     watch.probe(AWAY)
-    watch.probe(Sent("1"))
+    watch.probe(Published("1"))
     assert watch.suspended() == frozenset()
     assert not watch.next("b").hints.probe
     watch.fail(AWAY, "a")
     assert (watch.seconds_to_probe() or 0) <= 1
-    assert watch.ended(claim_of("orders", "late"), late=Sent("1"))
+    assert watch.ended(claim_of("orders", "late"), late=Published("1"))
     assert watch.suspended() == frozenset()
 
 
@@ -101,20 +101,20 @@ def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch)
     failed = watch.observe(Delivered(watch.next("c"), answers={"c": AWAY}))
     assert failed == CircuitChange("orders", AWAY, 1.5)
     watch.seconds += 2
-    closed = watch.observe(Delivered(watch.next("d"), answers={"d": Sent("1")}))
+    closed = watch.observe(Delivered(watch.next("d"), answers={"d": Published("1")}))
     assert closed == CircuitChange("orders", None, 3.5)
-    assert watch.observe(Delivered(watch.next("e"), answers={"e": Sent("2")})) is None
+    assert watch.observe(Delivered(watch.next("e"), answers={"e": Published("2")})) is None
 
 
 def test_a_circuit_is_open_until_its_probe_then_half_open(watch: Watch) -> None:
     watch.fail(MISSING, "a")
     opened = watch.states()["orders"]
-    assert (opened.failure, opened.seconds, opened.is_open) == (MISSING, 0, True)
+    assert (opened.failure, opened.seconds_open, opened.is_open) == (MISSING, 0, True)
     assert 0.85 <= opened.seconds_to_probe <= 1
     watch.seconds += 1
     assert watch.states() == {"orders": CircuitState(MISSING, 1, 0)}
     assert not watch.states()["orders"].is_open
-    watch.probe(Sent("1"))
+    watch.probe(Published("1"))
     assert watch.states() == {}
 
 
@@ -207,7 +207,7 @@ def test_a_task_that_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -
     watch.probe(AWAY)
     watch.seconds += 2
     assert watch.next("a").hints.suspects == frozenset()
-    watch.ended(claim_of("orders", "a", probe=True), a=Sent("1"))
+    watch.ended(claim_of("orders", "a", probe=True), a=Published("1"))
     assert watch.next("a", "b", "c", "probe").hints.suspects == {"b"}
 
 
@@ -216,23 +216,23 @@ def test_only_tasks_of_the_last_outage_are_suspects(watch: Watch) -> None:
     watch.fail(AWAY, "a")
     watch.fail(AWAY, "b")
     watch.fail(AWAY, "i", topic="invoices")
-    watch.probe(Sent("1"))
+    watch.probe(Published("1"))
     assert watch.next("a", "b").hints.suspects == {"a", "b"}
     watch.fail(AWAY, "c")
-    watch.probe(Sent("2"))
+    watch.probe(Published("2"))
     assert watch.next("a", "b", "c").hints.suspects == {"c"}
 
 
 def test_a_suspect_whose_failure_is_recorded_opens_no_circuit(watch: Watch) -> None:
     """It stays a suspect: other tasks might fail as well, so the topic works only once it publishes something."""
-    watch.ended(claim_of("orders", "a", "b"), a=Sent("1"), b=AWAY)
+    watch.ended(claim_of("orders", "a", "b"), a=Published("1"), b=AWAY)
     batch = watch.next("b")
     assert (batch.hints.suspects, batch.hints.accepts) == ({"b"}, True)
     assert not watch.ended(batch, "b", b=AWAY)
     assert watch.suspended() == frozenset()
     batch = watch.next("b")
     assert (batch.hints.suspects, batch.hints.accepts) == ({"b"}, False)
-    watch.ended(claim_of("orders", "c"), c=Sent("2"))
+    watch.ended(claim_of("orders", "c"), c=Published("2"))
     assert watch.next("b").hints.accepts
 
 
@@ -240,7 +240,7 @@ def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -
     """An outage of a large topic does not grow the worker. A topic without tasks to probe is forgotten with them."""
     ids = [str(n) for n in range(circuit_breaker.MAX_SUSPECTS + 10)]
     watch.fail(AWAY, *ids)
-    watch.probe(Sent("1"))
+    watch.probe(Published("1"))
     assert watch.next(*ids).hints.suspects == set(ids[10:])
     watch.fail(AWAY, "a")
     watch.seconds += circuit_breaker.FORGET_SECONDS + 2
@@ -257,7 +257,7 @@ def test_a_thousand_suspects_are_remembered(watch: Watch) -> None:
     assert remembered == [f"topic {topic}" for topic in range(20, 30)]
     for topic in range(20, 30):
         batch = claim_of(f"topic {topic}", *(f"{topic}/{number}" for number in range(100)), probe=True)
-        watch.observe(Delivered(batch, answers=dict.fromkeys(batch.ids, Sent("1"))))
+        watch.observe(Delivered(batch, answers=dict.fromkeys(batch.ids, Published("1"))))
     assert watch._suspects == {}
 
 
@@ -280,6 +280,6 @@ def test_the_poll_reads_deeper_after_it_has_returned_only_probed_tasks(watch: Wa
     watch.probe(MISSING)
     watch.seconds += circuit_breaker.MAX_TARGET_PROBE_SECONDS
     assert watch.depths() == {}  # a missing topic is probed with any task
-    watch.probe(Sent("1"))
+    watch.probe(Published("1"))
     watch.seconds += MAX_OUTAGE_PROBE_SECONDS
     assert watch.depths() == {}

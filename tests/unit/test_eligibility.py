@@ -8,8 +8,8 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim
-from publishworker.delivery.rules import in_key_order, release_marks, skip_reasons, to_publish
-from publishworker.types import Answer, Deferred, Failed, LockedRow, Mark, NotSent, Sent, Version
+from publishworker.delivery.rules import in_key_order, release_changes, skip_reasons, to_publish
+from publishworker.types import Answer, Deferred, Failed, LockedRow, NotSent, Published, RowChange, Version
 from tests.support.parts import claim_of, policy
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -61,7 +61,7 @@ def test_a_row_decides_about_itself_and_the_tasks_behind_it(word: str) -> None:
     rows = [row("first", **columns), row("next", available_at=LATER, deferred=True)]
     released_ids = {"deferred": ["first"], "ready": [], "due": [], "expired and due": ["next"]}
     released_ids = released_ids.get(word, ["next"] if reason and continues else [])
-    assert list(release_marks(batch, rows, {}, NOW, policy())) == released_ids
+    assert list(release_changes(batch, rows, {}, NOW, policy())) == released_ids
 
 
 def test_a_task_without_a_key_is_neither_blocked_nor_deferred() -> None:
@@ -124,7 +124,7 @@ def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
     """Whatever the failure was, except an exceeded deadline. Other keys and tasks without a key continue."""
     keys = {"a": "k", "b": "k", "c": "l", "d": "l", "e": "m", "f": "m", "g": None, "h": None}
     rows = [row(id, ordering_key=key) for id, key in keys.items()]
-    tried: dict[str, Answer] = {"a": Failed("unavailable", "no"), "c": Failed("expired", "late"), "e": Sent("1")}
+    tried: dict[str, Answer] = {"a": Failed("unavailable", "no"), "c": Failed("expired", "late"), "e": Published("1")}
     tried["g"] = Failed("data_loss", "no")
     assert [each.id for each in to_publish(rows, tried)] == ["d", "f", "h"]
 
@@ -132,25 +132,25 @@ def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
 @pytest.mark.parametrize(
     ("marks", "skip_dead", "released_ids"),
     [
-        ({"a": Sent("1"), "b": Sent("2")}, False, ["c"]),
-        ({"a": Sent("1")}, False, ["b"]),
+        ({"a": Published("1"), "b": Published("2")}, False, ["c"]),
+        ({"a": Published("1")}, False, ["b"]),
         ({}, False, []),  # the head is ready: the poll sees the key by it
         ({"a": NotSent(1, LATER, None, "no"), "b": Deferred(LATER, "a")}, False, []),
         ({"a": NotSent(1, NEVER, None, "no")}, False, []),
         ({"a": NotSent(1, NEVER, None, "no")}, True, ["b"]),
-        ({"a": Sent("1"), "b": NotSent(1, NEVER, None, "no")}, True, ["c"]),
-        ({"a": Sent("1"), "b": NotSent(1, LATER, None, "no")}, False, []),
+        ({"a": Published("1"), "b": NotSent(1, NEVER, None, "no")}, True, ["c"]),
+        ({"a": Published("1"), "b": NotSent(1, LATER, None, "no")}, False, []),
     ],
 )
 def test_the_deferred_task_that_becomes_the_head_is_released(
-    marks: dict[str, Mark], skip_dead: bool, released_ids: list[str]
+    marks: dict[str, RowChange], skip_dead: bool, released_ids: list[str]
 ) -> None:
     deferred = {"available_at": LATER, "deferred": True}
     rows = [row("a"), row("b", **deferred), row("c", **deferred), row("d", ordering_key="l", **deferred)]
     batch = claim_of("orders", "a", "b", keys=("k", "k"), releases=("c", "d"))
-    assert list(release_marks(batch, rows, marks, NOW, policy(skip_dead=skip_dead))) == released_ids
+    assert list(release_changes(batch, rows, marks, NOW, policy(skip_dead=skip_dead))) == released_ids
     # A head that has expired since the poll blocks no task.
     rows = [each._replace(expires_at=NOW) if each.id in released_ids else each for each in rows]
     behind = [each.id for each in rows if each.deferred and each.ordering_key == "k" and each.id not in marks]
-    released = list(release_marks(batch, rows, marks, NOW, policy(skip_dead=skip_dead)))
+    released = list(release_changes(batch, rows, marks, NOW, policy(skip_dead=skip_dead)))
     assert released == (behind if released_ids else [])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import grpc
 
-from publishworker.pubsub.errors import REASONS, FailureKind, is_refused, kind_of, reason_of
+from publishworker.pubsub.errors import REASONS, FailureKind, failure_kind, is_refused, reason_of
 
 STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 KINDS = {
@@ -37,9 +37,9 @@ def test_each_status_has_its_kind() -> None:
     """The kind decides which attempts are recorded: a wrong row kills tasks, or keeps them for ever."""
     for kind, names in KINDS.items():
         assert {each.name for each in REASONS if each.kind is kind} == set(names.split())
-        assert {kind_of(name) for name in names.split()} == {kind}
+        assert {failure_kind(name) for name in names.split()} == {kind}
     # A reason without a row is recorded on the task; its topic continues.
-    assert {kind_of(name) for name in ("", "new_in_grpc", "NOT_FOUND")} == {FailureKind.UNKNOWN}
+    assert {failure_kind(name) for name in ("", "new_in_grpc", "NOT_FOUND")} == {FailureKind.UNKNOWN}
 
 
 def test_which_failures_prove_that_nothing_was_published() -> None:

@@ -172,7 +172,7 @@ def test_the_backlog_is_counted_until_the_sampler_stops(
 ) -> None:
     """On a thread of its own, which survives a defect of a count."""
     monkeypatch.setattr(gauges, "INTERVAL", 0.01)
-    monkeypatch.setattr(gauges, "FIRST_WAIT", 0)
+    monkeypatch.setattr(gauges, "FIRST_PAUSE_SECONDS", 0)
     monkeypatch.setattr(gauges, "PAUSE_FACTOR", 0)
     counts = [0]
 

@@ -12,7 +12,7 @@ from publishworker.delivery.claim import Claim, Delivered, Unmarked
 from publishworker.host import Host
 from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
-from publishworker.turn.in_flight import MAX_STEP_SECONDS, STUCK_SECONDS, Limits, StuckBatch
+from publishworker.turn.in_flight import MAX_COUNTED_SECONDS, STUCK_SECONDS, Limits, StuckBatch
 from publishworker.types import Key, Next
 from tests.support.parts import claim_of, in_flight_of
 from tests.support.relay_bench import Bench, SlowPublisher
@@ -49,7 +49,9 @@ class Batches:
         self.seconds = 0.0
         self.beats = 0
         host = Host(clock=lambda: self.seconds, progress=self.beat)
-        self.in_flight_batches = in_flight_of(lambda claim: Gated(self, claim), Limits(10, 1000, 8, stragglers=1), host)
+        self.in_flight_batches = in_flight_of(
+            lambda claim: Gated(self, claim), Limits(10, 1000, 8, max_stragglers=1), host
+        )
 
     def beat(self) -> None:
         self.beats += 1
@@ -136,7 +138,7 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     assert batches.wait() == ["a", "b"]
     assert (len(running), running.unreported, running.free, running.bytes_in_flight()) == (2, [], 6, 0)
     assert running.ids() == {"task-of-a", "task-of-b"}
-    assert running.keys() == {Key("a", "k"), Key("b", "k")}
+    assert running.busy_keys() == {Key("a", "k"), Key("b", "k")}
     for entry in running._running:
         entry.delivery.mark_retry.aside = True
     assert running.free == 7
@@ -192,7 +194,7 @@ def test_a_process_that_was_paused_has_no_stuck_batches(batches: Batches) -> Non
     [thread] = batches.start("a")
     batches.seconds += 3600
     batches.in_flight_batches.raise_if_stuck()
-    batches.seconds += STUCK_SECONDS - MAX_STEP_SECONDS
+    batches.seconds += STUCK_SECONDS - MAX_COUNTED_SECONDS
     batches.in_flight_batches.raise_if_stuck()
     assert batches.in_flight_batches.ids() == {"task-of-a"}
     batches.end("a")
@@ -234,7 +236,7 @@ def test_a_slow_batch_does_not_delay_the_others(
 ) -> None:  # OUT-DELAY-2
     monkeypatch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 25.0)
     begin = time.monotonic()
-    bench = bench_of(slow, 200, 1, batches=4, stragglers=1)
+    bench = bench_of(slow, 200, 1, batches=4, max_stragglers=1)
     slow.hanging = {"invoices"}
     turns = [bench.relay.turn() for _ in range(40)]
     assert time.monotonic() - begin < 20
@@ -252,7 +254,7 @@ def test_a_slow_batch_does_not_delay_the_others(
 def test_a_turn_without_leftover_tasks_waits_for_its_batches(slow: SlowPublisher) -> None:
     """There is no hurry without pending tasks: the turn reports all that it started, stragglers or not."""
     slow.seconds = 0.02
-    bench = bench_of(slow, 40, size=5, batches=4, stragglers=3)
+    bench = bench_of(slow, 40, size=5, batches=4, max_stragglers=3)
     by_shard = {row.shards: row for row in bench.store.rows.values()}
     bench.store.rows = {row.id: row for row in by_shard.values()}  # one of each: no range of the window is full
     bench.relay.turn()
@@ -261,7 +263,7 @@ def test_a_turn_without_leftover_tasks_waits_for_its_batches(slow: SlowPublisher
 
 def test_a_batch_that_ends_after_the_last_turn_is_counted(slow: SlowPublisher) -> None:
     slow.hanging = {"orders"}
-    bench = bench_of(slow, 1, stragglers=1)
+    bench = bench_of(slow, 1, max_stragglers=1)
     bench.relay.turn(), bench.relay.turn()
     slow.release.set()
     assert bench.relay.finish().published == bench.count(m.PUBLISHED) == 1

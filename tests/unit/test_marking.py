@@ -41,7 +41,7 @@ class Batch:
     def __init__(self, *ids: str, marking: Marking | None = None) -> None:
         self.waits = Waits()
         host = Host(random=Random(1), clock=lambda: self.waits.seconds, threads=self.waits)
-        self.marking = marking or Marking(host, exit_seconds=5)
+        self.marking = marking or Marking(host, shutdown_seconds=5)
         self.fails: Callable[[str], StoreError | None] = lambda _id: None
         self.tried: list[tuple[float, tuple[str, ...]]] = []
         self.retry(claim_of("orders", *ids))

@@ -11,7 +11,7 @@ from outbox.table.states import NEVER
 from publishworker.host import Host
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
-from publishworker.turn.poller import FORGET_TOPIC_SECONDS, POLLED_SECONDS, Polled, PollSize, Wanted
+from publishworker.turn.poller import FORGET_TOPIC_SECONDS, KEEP_POLLING_SECONDS, Polled, PollSize, Wanted
 from publishworker.types import PollRequest
 from tests.support.fakes import FakeStore
 from tests.support.parts import reads_of
@@ -47,7 +47,7 @@ class Watch:
     def turn(self) -> Polled:
         """Poll, and discover if it is time."""
         polled = self.poll()
-        self.discovered = self.discoverer.end_turn(found_nothing=not polled.candidates)
+        self.discovered = self.discoverer.end_turn(started_nothing=not polled.candidates)
         return polled
 
     def discovers(self) -> bool:
@@ -85,12 +85,12 @@ def test_topics_are_discovered_at_an_interval_and_again_until_none_is_unknown(wa
 
 def test_a_wake_up_lets_the_next_discovery_read_at_once_if_polls_find_nothing(watch: Watch) -> None:
     """The new task may be of an unknown topic. At the interval alone, it could wait for a long pause."""
-    watch.discoverer.wake()
+    watch.discoverer.note_insert()
     watch.turn()
     assert len(watch.store.discoveries) == 2
     watch.find()
     watch.turn(), watch.turn()
-    watch.discoverer.wake()
+    watch.discoverer.note_insert()
     reads = len(watch.store.discoveries)
     watch.turn()
     assert len(watch.store.discoveries) == reads  # the poll has found a task
@@ -124,10 +124,10 @@ def test_an_idle_topic_costs_nothing_and_is_found_again_by_the_next_poll(watch: 
     assert watch.poller.poll(Wanted(0)).candidates == ()  # because every place is in use
     assert watch.store.polls == []
     for _ in range(5):
-        watch.seconds += POLLED_SECONDS
+        watch.seconds += KEEP_POLLING_SECONDS
         assert watch.request().topics == {"orders"}
     del watch.store.rows["a"]
-    watch.seconds += POLLED_SECONDS + 1
+    watch.seconds += KEEP_POLLING_SECONDS + 1
     watch.turn()
     polls = len(watch.store.polls)
     for _ in range(3):

@@ -171,7 +171,7 @@ def test_only_the_last_refused_tasks_are_published_singly(
     server: PubSubServer, key: str | None, seconds: tuple[float, ...], bound: int, sizes: list[int]
 ) -> None:
     publish = slow_publish(server, *seconds)
-    with mock.patch("publishworker.pubsub.publisher.MAX_REFUSED", bound):
+    with mock.patch("publishworker.pubsub.publisher.MAX_SEND_ALONE", bound):
         assert publish([row(id, b"poison" if id == "b" else b"data", key) for id in "abcd"]) == {}
     assert publish(rows("abcd", key)) == dict.fromkeys("abcd", "sent")
     assert sorted(len(request.messages) for request in server.requests) == sizes

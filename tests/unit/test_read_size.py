@@ -89,7 +89,7 @@ def test_one_poll_has_an_upper_bound_of_rows() -> None:
         store.insert(f"{name}/{id}", name)
     poller, discoverer = reads_of(store, Membership(store, "me"), Topics(Host()), time.monotonic, 2_000)
     poller._poll_size.per_range = 1_000
-    discoverer.end_turn(found_nothing=False)
+    discoverer.end_turn(started_nothing=False)
     for _ in range(3):
         found = poller.poll(Wanted(2_000))
         assert (store.polls[-1].per_range * store.polls[-1].ranges <= MAX_POLL_ROWS, found.cut_off) == (

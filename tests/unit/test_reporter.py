@@ -13,7 +13,7 @@ from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.topics.circuit_breaker import CircuitChange
-from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, Failed, NotSent, Sent, Skipped, Turn
+from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, Failed, NotSent, Published, Skipped, Turn
 from tests.support.fakes import Counted
 from tests.support.parts import claim_of
 
@@ -39,7 +39,7 @@ class Watch(Counted):
         return [(record.getMessage(), record.__dict__["fields"]) for record in self.caplog.records]
 
     def change(self, failure: Failed | None, seconds: float = 0, topic: str = "orders") -> None:
-        self.reporter.circuit(CircuitChange(topic, failure, seconds))
+        self.reporter.report_circuit(CircuitChange(topic, failure, seconds))
 
     def keep_failing(self, seconds: int) -> None:
         for second in range(1, seconds):
@@ -49,8 +49,8 @@ class Watch(Counted):
     def turns(self, count: int, *delivered: Delivered) -> None:
         for _ in range(count):
             for each in delivered:
-                self.reporter.delivered(each)
-            self.reporter.turn(turn_counts(delivered))
+                self.reporter.report_batch(each)
+            self.reporter.report_turn(turn_counts(delivered))
             self.seconds += 1
 
 
@@ -88,7 +88,7 @@ def test_each_failure_is_logged(watch: Watch) -> None:
     result = failing("abc", dead=1)
     recorded = {**result.recorded, "a": replace(result.recorded["a"], trace_id="1" * 32)}
     result = replace(result, recorded=recorded)
-    watch.reporter.delivered(result)
+    watch.reporter.report_batch(result)
     about = {"topic": "orders", "reason": "not_found"}
     again = "Task {} of topic orders failed in attempt 2: not_found: no such topic. "
     again += "It is due at 2026-12-31T00:00:00Z. Until the circuit of the topic closes, only probes are published"
@@ -107,22 +107,22 @@ def test_each_failure_is_logged(watch: Watch) -> None:
 
 
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
-    watch.reporter.delivered(failing([f"task-{n}" for n in range(10_000)]))
+    watch.reporter.report_batch(failing([f"task-{n}" for n in range(10_000)]))
     assert watch.actions() == ["publish_failed"] * 100
     watch.seconds += 60
-    watch.reporter.delivered(failing(["late"]))
+    watch.reporter.report_batch(failing(["late"]))
     assert watch.actions() == ["publish_failed"]
 
 
 def test_an_outage_logs_each_task_only_at_debug(watch: Watch) -> None:
     """No attempt is recorded, and the open circuit is logged. Each turn with work is such a line, with its numbers."""
     watch.caplog.set_level(logging.DEBUG, "publishworker")
-    watch.reporter.delivered(Delivered(claim_of("orders", "a", "b"), answers=dict.fromkeys("ab", AWAY)))
+    watch.reporter.report_batch(Delivered(claim_of("orders", "a", "b"), answers=dict.fromkeys("ab", AWAY)))
     assert [record.levelname for record in watch.caplog.records] == ["DEBUG"] * 2
     assert [fields["task_id"] for _, fields in watch.lines()] == ["a", "b"]
     watch.caplog.clear()
-    watch.reporter.turn(Turn())
-    watch.reporter.turn(Turn(published=3, failed=1))
+    watch.reporter.report_turn(Turn())
+    watch.reporter.report_turn(Turn(published=3, failed=1))
     [(_, fields)] = watch.lines()
     assert fields["published"] == 3
 
@@ -130,11 +130,11 @@ def test_an_outage_logs_each_task_only_at_debug(watch: Watch) -> None:
 def test_the_message_id_of_each_published_task_is_logged_at_debug(watch: Watch) -> None:
     """With the topic that received it. A failed task has no message ID."""
     claim = replace(claim_of("orders", "a", "b"), publish_to="orders-v2")
-    result = Delivered(claim, answers={"a": Sent("4711"), "b": AWAY})
-    watch.reporter.delivered(result)
+    result = Delivered(claim, answers={"a": Published("4711"), "b": AWAY})
+    watch.reporter.report_batch(result)
     assert watch.actions() == []
     watch.caplog.set_level(logging.DEBUG, "publishworker")
-    watch.reporter.delivered(result)
+    watch.reporter.report_batch(result)
     line, fields = watch.lines()[0]
     assert line == "Task a was published to orders-v2 as message 4711"
     assert fields == {"task_id": "a", "topic": "orders", "message_id": "4711"}
@@ -145,12 +145,12 @@ def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
     ids = [str(number) for number in range(10)]
     watch.turns(150, Delivered(claim_of("orders", *ids, "late"), sent(*ids), {"late": Skipped("sent")}))
     assert watch.actions() == ["summary"] * 2
-    watch.reporter.end()
+    watch.reporter.log_summary()
     fields = {"published": 280, "already_sent": 28, "seconds": 28.0}
     assert watch.lines() == [("In the last 28 s: 280 tasks published, 28 tasks sent by others", fields)]
     watch.caplog.clear()
     watch.turns(150)
-    watch.reporter.end()
+    watch.reporter.log_summary()
     assert watch.actions() == []
     watch.turns(1, Delivered(claim_of("orders", "a"), sent("a")))
     watch.turns(61)
@@ -158,15 +158,15 @@ def test_a_summary_is_logged_once_a_minute(watch: Watch) -> None:
 
 
 def sent(*ids: str) -> dict[str, Answer]:
-    return {id: Sent(id) for id in ids}
+    return {id: Published(id) for id in ids}
 
 
 def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
-    result = Delivered(claim_of("orders", "a", "b"), answers={"a": Sent("1"), "b": Sent("2")})
+    result = Delivered(claim_of("orders", "a", "b"), answers={"a": Published("1"), "b": Published("2")})
     result = replace(result, phases={CLAIM: 0.1, PUBLISH: 0.2, COMMIT: 0.3}, latencies={"a": 1.5, "b": 2.5})
-    watch.reporter.delivered(result)
-    watch.reporter.turn(Turn(poll_seconds=0.4))
-    watch.reporter.delivered(Delivered(claim_of("orders", "a", "b", kind=Kind.DEFER), phases={CLAIM: 1}))
+    watch.reporter.report_batch(result)
+    watch.reporter.report_turn(Turn(poll_seconds=0.4))
+    watch.reporter.report_batch(Delivered(claim_of("orders", "a", "b", kind=Kind.DEFER), phases={CLAIM: 1}))
     assert watch.samples == [
         (m.BATCH_SIZE.name, 2, ["topic:orders"], 1),
         (m.PHASE_DURATION.name, 0.1, ["phase:claim"], 1),
@@ -177,14 +177,14 @@ def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
         (m.PHASE_DURATION.name, 0.4, ["phase:poll"], 1),
     ]
     ids = [str(number) for number in range(1000)]
-    watch.reporter.delivered(Delivered(claim_of("orders", *ids), latencies=dict.fromkeys(ids, 1.0)))
+    watch.reporter.report_batch(Delivered(claim_of("orders", *ids), latencies=dict.fromkeys(ids, 1.0)))
     assert [rate for metric, _, _, rate in watch.samples if metric == m.LATENCY.name] == [1, 1, *[0.02] * 1000]
 
 
 def test_invalid_topics_share_a_tag(watch: Watch) -> None:
     """A program that writes rows by hand must not create a thousand time series."""
     for topic in ("orders", "projects/p-1/topics/orders", "no topic", "x" * 400, "goog-like"):
-        watch.reporter.delivered(Delivered(claim_of(topic, "a"), answers={"a": Sent("1")}))
+        watch.reporter.report_batch(Delivered(claim_of(topic, "a"), answers={"a": Published("1")}))
     assert watch.tags == {"topic:orders", "topic:projects/p-1/topics/orders", "topic:invalid"}
 
 
@@ -197,10 +197,10 @@ def test_every_metric_belongs_to_a_sender() -> None:
 def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> None:
     for tried, effect in (
         ({}, ""),
-        ({"a": Sent("1")}, ". 1 task in doubt: published, and will be marked without another publish"),
+        ({"a": Published("1")}, ". 1 task in doubt: published, and will be marked without another publish"),
     ):
         unmarked, phases = frozenset(tried), {"commit": 1.0}
-        watch.reporter.delivered(
+        watch.reporter.report_batch(
             Delivered(claim_of("orders", "a", "b"), answers=tried, error="ABORTED", unmarked=unmarked, phases=phases)
         )
         watch.seconds += 60
@@ -210,7 +210,7 @@ def test_a_failed_commit_says_what_happens_to_published_tasks(watch: Watch) -> N
 
 
 def test_rows_that_were_not_locked_are_no_failed_commit(watch: Watch) -> None:
-    watch.reporter.delivered(Delivered(claim_of("orders", "a"), error="no answer in time", phases={"claim": 10.0}))
+    watch.reporter.report_batch(Delivered(claim_of("orders", "a"), error="no answer in time", phases={"claim": 10.0}))
     assert watch.caplog.messages == [
         "The rows of 1 task of topic orders were not locked, so nothing was published: no answer in time"
     ]
@@ -220,7 +220,7 @@ def test_rows_that_were_not_locked_are_no_failed_commit(watch: Watch) -> None:
 def test_the_summary_names_failed_attempts(watch: Watch) -> None:
     """A task that fails twice is two of them."""
     watch.turns(2, Delivered(claim_of("orders", *"abcde"), dict.fromkeys("abcde", AWAY)))
-    watch.reporter.end()
+    watch.reporter.log_summary()
     [(line, fields)] = watch.lines()
     assert line.endswith(": 10 attempts failed")
     assert fields["failed"] == 10
@@ -229,6 +229,6 @@ def test_the_summary_names_failed_attempts(watch: Watch) -> None:
 def test_a_failure_of_the_task_alone_waits_for_no_circuit(watch: Watch) -> None:
     result = failing("a")
     result.answers["a"] = Failed("unknown", "no such reason")
-    watch.reporter.delivered(result)
+    watch.reporter.report_batch(result)
     [(line, _)] = watch.lines()
     assert line.endswith("It is due at 2026-12-31T00:00:00Z")

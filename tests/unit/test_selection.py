@@ -124,13 +124,13 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     """The limit is that of four batches. A single batch may be larger."""
     bench = Bench(batches=8)
     max_bytes = bench.in_flight.limits.max_bytes_in_flight
-    assert bench.selector.wanted().tasks == 8 * 10
+    assert bench.selector.wanted().room == 8 * 10
     assert len(bench.select(tasks(40, bytes=max_bytes // 20))) == 4
     bench.start(claim_of("invoices", "a", bytes=max_bytes - 1))
     assert bench.choose(tasks(1, bytes=2)) == Selection([], tasks_left=True, waits=True)
     bench.start(claim_of("invoices", "b", bytes=1))
     assert bench.choose(()) == Selection(tasks_left=True, waits=True)
-    assert bench.selector.wanted().tasks == 0  # so no poll reads anything
+    assert bench.selector.wanted().room == 0  # so no poll reads anything
     assert len(Bench().select(tasks(1, bytes=2 * max_bytes))) == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Delivered, Kind
 from publishworker.host import Host
-from publishworker.topics.availability import CONTROLS_SECONDS, Topics, valid
+from publishworker.topics.availability import CONTROLS_SECONDS, Topics, split_valid
 from publishworker.topics.circuit_breaker import TARGET_PROBE_TASKS
 from publishworker.types import NO_POLICY, Failed, TopicControls, TopicLimit, TopicPolicy
 from tests.support.parts import policy
@@ -150,6 +150,6 @@ def test_an_invalid_control_is_ignored_and_logged(
 
 @pytest.mark.parametrize("to", ["", "ab", "goog-x", "projects/p/topics/", "a b c", "orders\n"])
 def test_a_name_that_pubsub_refuses_is_no_destination(to: str) -> None:
-    right, wrong = valid(TopicControls(routes={"bad": to, "good": NEW, "short": "orders"}))
+    right, wrong = split_valid(TopicControls(routes={"bad": to, "good": NEW, "short": "orders"}))
     assert (right.routes, right.paused) == ({"good": NEW, "short": "orders"}, {"bad"})
     assert wrong["route", "bad"].startswith("Topic bad counts as paused: PublishTo is ")

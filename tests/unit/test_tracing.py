@@ -19,7 +19,7 @@ from outbox.testing import RecordingTransaction
 from outbox.tracing import span_of
 from publishworker.pubsub import messages
 from publishworker.pubsub.messages import trace_id
-from publishworker.types import Failed, Sent
+from publishworker.types import Failed, Published
 
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -82,7 +82,10 @@ def traced(*parents: str | None) -> list[RawPubsubMessage]:
 def test_a_batch_is_one_span_with_links_to_the_spans_of_its_tasks(spans: InMemorySpanExporter) -> None:
     """Messages without a valid context have no link. An error of the block ends the span, too."""
     parents = traced(TRACEPARENT, None, "00-nonsense")
-    with pytest.raises(ZeroDivisionError), messages.sending("projects/p/topics/orders", parents, {"a": Sent("1")}):
+    with (
+        pytest.raises(ZeroDivisionError),
+        messages.publish_span("projects/p/topics/orders", parents, {"a": Published("1")}),
+    ):
         raise ZeroDivisionError
     [span] = spans.get_finished_spans()
     links = [(link.context.trace_id, link.context.span_id) for link in span.links]
@@ -95,7 +98,7 @@ def test_a_batch_is_one_span_with_links_to_the_spans_of_its_tasks(spans: InMemor
 
 def test_the_span_reports_failures(spans: InMemorySpanExporter) -> None:
     outcomes = {"a": Failed("not_found", "x"), "b": Failed("too_large", "x"), "c": Failed("not_found", "x")}
-    with messages.sending("projects/p/topics/orders", traced(*[None] * 4), outcomes):
+    with messages.publish_span("projects/p/topics/orders", traced(*[None] * 4), outcomes):
         pass
     [span] = spans.get_finished_spans()
     assert span.attributes is not None
@@ -115,12 +118,12 @@ def test_a_failing_provider_loses_only_its_spans(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
     """Above all no messages after Pub/Sub has them. A provider that cannot be created is an invalid variable."""
-    monkeypatch.setattr(messages, "_failed", set())
+    monkeypatch.setattr(messages, "_logged_errors", set())
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None if step == "make" else broken(step))
     monkeypatch.setenv("OTEL_PYTHON_TRACER_PROVIDER", "nonsense")
     done = 0
     for _ in range(3):
-        with messages.sending("projects/p/topics/orders", traced(TRACEPARENT), {}):
+        with messages.publish_span("projects/p/topics/orders", traced(TRACEPARENT), {}):
             done += 1
     assert done == 3
     logged = [record.__dict__["action"] for record in caplog.records if record.name == "publishworker"]

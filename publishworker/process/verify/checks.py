@@ -30,7 +30,7 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-from publishworker.types import Answer, Failed, Key, LockedRow, Mark, PollRequest, Sent
+from publishworker.types import Answer, Failed, Key, LockedRow, PollRequest, Published, RowChange
 
 PASSED, FAILED, NOT_AVAILABLE = "passed", "failed", "not available"
 #: Batch sizes of the sweep, and tasks that are sent with each.
@@ -152,16 +152,16 @@ def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]
 def _locks(scratch: Scratch) -> Finding:
     """Claim the same tasks twice. The second claim must wait for the first, and find its marks."""
     store, ids = open_store(scratch.settings), scratch.register(TOPICS[0], 100)
-    held, marks = threading.Event(), dict.fromkeys(ids, Sent("verify"))
+    held, marks = threading.Event(), dict.fromkeys(ids, Published("verify"))
     attempts: list[Sequence[LockedRow]] = []
 
-    def first(_rows: Sequence[LockedRow], _now: object) -> Mapping[str, Mark]:
+    def first(_rows: Sequence[LockedRow], _now: object) -> Mapping[str, RowChange]:
         if not held.is_set():
             held.set()
             time.sleep(HELD_SECONDS)
         return marks
 
-    def second(rows: Sequence[LockedRow], _now: object) -> Mapping[str, Mark]:
+    def second(rows: Sequence[LockedRow], _now: object) -> Mapping[str, RowChange]:
         attempts.append(rows)
         return {}
 
@@ -206,7 +206,7 @@ def _relay(scratch: Scratch, batch_size: int) -> Relay:
 
 class _InstantPublisher:
     def publish(self, _topic: str, rows: Sequence[LockedRow], *_more: Any) -> dict[str, Answer]:
-        return {row.id: Sent("verify") for row in rows}
+        return {row.id: Published("verify") for row in rows}
 
     def refusals(self, _topic: str, _rows: Sequence[LockedRow]) -> dict[str, Failed]:
         return {}
