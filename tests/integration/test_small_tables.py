@@ -19,7 +19,7 @@ from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.statements import FORGET_WORKER_SECONDS
 from publishworker.spanner.store import SpannerStore
-from publishworker.topics.availability import RateLimits, valid
+from publishworker.topics.availability import RateLimits, split_valid
 from tests.support.commands import Commands
 from tests.support.spanner import place
 
@@ -83,7 +83,7 @@ def test_no_limit_of_a_topic_stops_the_commands_or_the_workers(
     ]
     insert(database, "Topics", "Topic Paused RatePerSecond Burst MaxInFlight", *rows)
     limits = RateLimits(time.monotonic)
-    limits.apply(valid(store.discover(range(10), ()).controls)[0].limits, 3)
+    limits.apply(split_valid(store.discover(range(10), ()).controls)[0].limits, 3)
     assert set(limits.allowances({})) == {"rate 1e+308", "burst 1", "in flight 1"}
     limits.seconds_to_next()
     outbox = Commands(emulators, database)
