@@ -33,7 +33,7 @@ ABORTED_DELAY_SECONDS = 0.005
 #: The time reserved for a snapshot read. A snapshot that leaves the version retention period sooner is not started.
 TIME_TO_READ = timedelta(minutes=5)
 
-_LOW = RequestOptions.Priority.PRIORITY_LOW
+LOW = RequestOptions.Priority.PRIORITY_LOW
 _RETENTION = """
 SELECT option_value FROM information_schema.database_options WHERE option_name = 'version_retention_period'"""
 #: Spanner's default version retention period: https://cloud.google.com/spanner/docs/pitr
@@ -75,7 +75,7 @@ class Table(TaskTable):
             try:
                 yield from snapshot.read(
                     TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
-                    request_options={"priority": _LOW, "request_tag": "outbox-pipeline-read"},
+                    request_options={"priority": LOW, "request_tag": "outbox-pipeline-read"},
                     **retry_and_timeout(seconds),
                 )  # fmt: skip
             except FailedPrecondition as error:
@@ -85,7 +85,7 @@ class Table(TaskTable):
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
         """Insert all of `rows` in one commit. Return False, and insert none, if one of the IDs exists."""
-        options = {"priority": _LOW, "transaction_tag": tag}
+        options = {"priority": LOW, "transaction_tag": tag}
         with self._errors():
             try:
                 with self.database.batch(options, default_retry_delay=ABORTED_DELAY_SECONDS) as batch:

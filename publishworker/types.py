@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
     #: For the sendable prefix of an ordering key: the IDs that follow this one. `bytes` is then the size of all of
     #: them.
     behind: tuple[str, ...] = ()
-    #: The deferred task after the prefix. No poll reads it, so the commit that sends the prefix releases it.
+    #: The task after the prefix. If it is deferred, no poll reads it, so the commit that sends the prefix releases it.
     releases: str | None = None
 
     @property
@@ -172,7 +172,10 @@ class Workers:
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """The result of a discovery: live workers, topic controls, and unknown topics with unsent tasks."""
+    """The result of a discovery: live workers, topic controls, and new topics.
+
+    New topics have unsent tasks, and this worker does not poll them yet.
+    """
 
     workers: Workers = field(default_factory=Workers)
     controls: TopicControls = field(default_factory=TopicControls)
@@ -212,8 +215,9 @@ class Version(NamedTuple):
     moves the task (Topic, OrderingKey), repairs its message or resets SentAt (TimesSent). Only TimesSent shows that a
     task was marked and reset in between.
 
-    `schedule` changes if another worker defers the task, releases it or records a failed attempt. A published task is
-    marked nevertheless, because Pub/Sub has the message. A failure is recorded only if neither has changed.
+    `schedule` changes if another worker defers the task, releases it or records a failed attempt. If only `schedule`
+    has changed, a published task is still marked, because Pub/Sub has the message. A failure is recorded only if both
+    are unchanged.
     """
 
     message: tuple[object, ...]
@@ -232,12 +236,15 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Pub/Sub has accepted the message and returned this message ID. As a RowChange, it is the mark."""
+    """Pub/Sub has accepted the message and returned this message ID.
+
+    If a commit writes it (as a RowChange), it sets SentAt: this is the mark.
+    """
 
     message_id: str
 
 
-#: A mark without a message ID, which rows do not store.
+#: A mark needs no message ID, because rows do not store message IDs.
 MARKED = Published("")
 
 
@@ -281,13 +288,16 @@ class CircuitState(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the poll does not read the topic. Otherwise the circuit is half-open."""
+        """Tell whether the circuit is open, so that polls skip the topic. Otherwise it is half-open."""
         return self.seconds_to_probe > 0
 
 
 @dataclass(frozen=True, slots=True)
 class NotSent:
-    """The values that a commit writes to an unsent task: to record a failure, release it, or clear its SentAt."""
+    """The values that a commit writes to a row that will have no SentAt.
+
+    It records a failed attempt, releases a deferred task, or takes back the mark of an at-most-once task.
+    """
 
     attempts: int
     available_at: datetime | None
@@ -353,5 +363,8 @@ class Turn:
 
     @property
     def made_progress(self) -> bool:
-        """Tell whether the next poll may find more tasks now. After STILL_WAITING the next turn starts at once, too."""
+        """Tell whether the next poll may find more tasks now.
+
+        False for STILL_WAITING, although the next turn starts at once then.
+        """
         return self.next is Next.AT_ONCE

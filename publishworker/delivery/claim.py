@@ -127,8 +127,8 @@ class Claim:
     def halves(self) -> "tuple[Claim, ...]":
         """Return two claims, each of half of the tasks.
 
-        For a single task, return its claim without `releases`, or nothing if there are none. The tasks in `releases`
-        need no transaction of their own, because the batch reads the key heads after its tasks are marked.
+        For a single task with `releases`, return its claim without them. For one without, return nothing. The tasks in
+        `releases` need no transaction of their own, because the batch reads the key heads after its tasks are marked.
         """
         ids = self.ids
         if len(ids) > 1:
@@ -136,8 +136,8 @@ class Claim:
         return (replace(self, releases=()),) if self.releases else ()
 
 
-#: What has happened to a task whose row cannot be written. Only an at-most-once task can be `marked` without being
-#: published.
+#: What has happened to a task whose change cannot be written. `marked`: an at-most-once task whose mark is committed,
+#: but which Pub/Sub has refused, or not answered.
 State: TypeAlias = Literal["published", "unpublished", "marked"]
 
 
@@ -145,8 +145,8 @@ State: TypeAlias = Literal["published", "unpublished", "marked"]
 class Delivered:
     """The first report of a batch: what became of its tasks.
 
-    `error` says why the commit failed. It is None after a commit, and if Spanner refused only single rows, which are
-    reported as Unmarked.
+    `error` says why the commit failed. It is None after a commit, and if Spanner refused only some rows, because each
+    of them is reported as an Unmarked.
     """
 
     claim: Claim

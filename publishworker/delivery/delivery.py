@@ -40,7 +40,7 @@ class Delivery:
         try:
             self._transact(self.claim, self._decide)
             self.mark_retry.set_all_written()  # nothing is left to mark
-            if self.timing.aborted:  # without these locks, other workers may have deferred key heads
+            if self.timing.aborted:  # while there were no locks, other workers may have deferred key heads
                 self._release_heads()
         except StoreError as error:
             self._begin_marking(error)
@@ -53,17 +53,17 @@ class Delivery:
         the end, yield the failed attempts that are written now.
         """
         if self.mark_retry.has_begun:
-            written = self.mark_retry.unmarked
+            to_mark = self.mark_retry.unmarked
             for unmarked in self.mark_retry.run():
-                written -= set(unmarked.claim.ids if unmarked.given_up else ())
+                to_mark -= set(unmarked.claim.ids if unmarked.given_up else ())
                 yield unmarked
-            yield self._delivered().recorded_later(written)
+            yield self._delivered().recorded_later(to_mark)
             if self.timing.transactions > 1:
                 self._release_heads()
 
     def write_again(self, claim: Claim) -> None:
         """Write the marks of a part of the claim. Raises StoreError."""
-        self._transact(claim, lambda rows, _now: self._results.missing_changes(claim.locks, rows))
+        self._transact(claim, lambda rows, _now: self._results.decide_again(claim.locks, rows))
 
     def state_of(self, id: str) -> State:
         """Return what has happened to a task whose mark is not written."""
@@ -72,7 +72,7 @@ class Delivery:
     def _transact(self, claim: Claim, decide: Decide) -> datetime:
         """Lock the rows of `claim`, write what `decide` returns, and return the commit timestamp. Raises StoreError.
 
-        The commit also releases the deferred tasks that it makes key heads.
+        If a deferred task becomes a key head by this commit, the commit also releases it.
         """
 
         def locked(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
@@ -106,7 +106,7 @@ class Delivery:
         """
         self._results.begin_run(claim.locks, rows)
         skipped = rules.skip_reasons(claim, rows, now, self._results.published(), self._policy)
-        self._results.decide(skipped)
+        self._results.record(skipped)
         excluded = {*skipped, *(task.id for task in claim.releases)}
         return [row for row in rules.in_key_order(claim, rows) if row.id not in excluded]
 
@@ -123,7 +123,7 @@ class Delivery:
     def _row_changes(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Return what to write because of the answers, and keep it in the results."""
         changes = rules.row_changes(self.claim, rows, self._results.answers, now, self._policy)
-        self._results.decide(changes)
+        self._results.record(changes)
         return changes
 
     def _begin_marking(self, error: StoreError) -> None:

@@ -1,4 +1,4 @@
-"""The other two kinds of delivery: at most once, and the deferral, which publishes nothing."""
+"""The other two kinds of delivery: `MarkFirst`, at most once, and `Deferral`, which publishes nothing."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ class MarkFirst(Delivery):
         ]
         recorded = {id: change for id, change in self._row_changes(before, now).items() if isinstance(change, NotSent)}
         self._results.forget_unwritten(claim.locks)
-        self._results.decide(recorded)
+        self._results.record(recorded)
         changes: dict[str, RowChange] = {
             row.id: recorded.get(row.id) or _restored(row, self._results.answers.get(row.id)) for row in before
         }
@@ -151,5 +151,5 @@ class Deferral(Delivery):
                 for row, deferral in pairs
                 if row.available_at is None or not now < row.available_at <= deferral.available_at
             }
-        self._results.decide(deferred)
+        self._results.record(deferred)
         return {**deferred}

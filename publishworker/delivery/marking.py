@@ -16,7 +16,7 @@ from publishworker.spanner.store import Decide, Store
 #: loss. At-most-once tasks stay marked, and may be lost.
 MAX_MARKING_SECONDS = 900.0
 #: Seconds of the first pause. Each further one is twice as long, up to MAX_PAUSE_SECONDS, or up to
-#: MAX_ASIDE_PAUSE_SECONDS if each remaining part fails by itself (`MarkRetry.aside`).
+#: MAX_ASIDE_PAUSE_SECONDS if the batch is aside (`MarkRetry.aside`).
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_ASIDE_PAUSE_SECONDS = 0.05, 5.0, 30.0
 #: Max seconds to search for the rows that make Spanner refuse a commit. Then the batch reports its result.
 SEARCH_SECONDS = 20.0
@@ -24,11 +24,12 @@ SEARCH_SECONDS = 20.0
 EXIT_PAUSE_SECONDS = 0.25
 #: After this many refused rows without a commit in between, the cause is probably not a row, so the search stops.
 MAX_REFUSED = 10
-#: While nothing commits, a part is halved only up to this many parts. A part that Spanner refuses is always halved.
+#: While no transaction commits, a batch is divided into at most this many parts. A part that Spanner refuses is always
+#: divided.
 MAX_PARTS = 10
 
 
-class Marking:
+class SharedMarking:
     """What the batches of a worker share: whether transactions commit now, and how long to mark at exit."""
 
     def __init__(self, host: Host, shutdown_seconds: float = 0.0) -> None:
@@ -82,12 +83,12 @@ class Markable(Protocol):
 class MarkRetry:
     """Writes the marks of one batch again, in parts. It halves each part that fails, until a part is a single row."""
 
-    def __init__(self, claim: Claim, marking: Marking) -> None:
+    def __init__(self, claim: Claim, marking: SharedMarking) -> None:
         self._marking = marking
         #: The tasks whose marks are not written. The relay's thread reads it.
         self.unmarked = frozenset(claim.ids)
-        #: Whether each remaining part fails by itself, so that this batch says nothing about others. The batch then
-        #: takes no place (see InFlight).
+        #: Whether none of the remaining parts can be written although other rows can. The cause is then in these rows,
+        #: so the batch takes no place (see InFlight).
         self.aside = False
         self.has_begun = False
         self._parts: Sequence[Claim] = ()
@@ -137,7 +138,7 @@ class MarkRetry:
     def search(self) -> bool:
         """Write smaller and smaller parts, until only the rows that Spanner refuses are left.
 
-        Return True if no row is left, or if each row that is left fails by itself.
+        Return True if no row is left, or if the batch is aside now.
         """
         self._try(SEARCH_SECONDS)
         return self.aside or not self.unmarked
@@ -145,8 +146,8 @@ class MarkRetry:
     def _try(self, seconds: float = float("inf")) -> None:
         """Try each part once, and halve those that fail, for at most `seconds`.
 
-        While nothing commits, stop at the first failure, because the next part would fail, too. A part that is refused
-        does not stop the search, until MAX_REFUSED rows are.
+        While nothing commits, stop at the first failure, because the next part would fail, too. A refused part does not
+        stop the search until Spanner has refused MAX_REFUSED rows.
         """
         todo, left = deque(self._parts), list[Claim]()
         end, continues = self._marking.clock() + seconds, True

@@ -42,7 +42,7 @@ class Results:
                 del self.answers[row.id]
         self._versions |= {row.id: Version.of(row) for row in rows if row.id not in self.answers}
 
-    def decide(self, decisions: Mapping[str, Skipped | RowChange]) -> None:
+    def record(self, decisions: Mapping[str, Skipped | RowChange]) -> None:
         """Record decisions. A task that is marked as sent needs none, because it has an answer."""
         self._decided |= {id: each for id, each in decisions.items() if not isinstance(each, Published)}
 
@@ -55,11 +55,11 @@ class Results:
         return {id: self._versions[id] for id, answer in self.answers.items() if isinstance(answer, Published)}
 
     def to_write(self) -> set[str]:
-        """Return the tasks whose rows must be written: those that are published, tried in vain, or deferred."""
+        """Return the tasks whose rows must be written: published, with a failed attempt to record, or deferred."""
         return {*self.published(), *self._unwritten()}
 
-    def missing_changes(self, ids: Collection[str], rows: Sequence[LockedRow]) -> dict[str, RowChange]:
-        """Return what is missing in the locked rows of `ids`, if their tasks are unsent.
+    def decide_again(self, ids: Collection[str], rows: Sequence[LockedRow]) -> dict[str, RowChange]:
+        """Return the changes that the unsent rows still need. Forget the decisions about other tasks of `ids`.
 
         A published task is marked if the row still holds its message. A failed attempt or a deferral is written only
         if the row has not changed at all.
@@ -73,8 +73,8 @@ class Results:
         }
         self.forget_unwritten(ids)
         self._decided |= others
-        is_published = (row.id for row in unsent if row.id in published and published[row.id].has_message_of(row))
-        return {**dict.fromkeys(is_published, MARKED), **others}
+        ids_to_mark = (row.id for row in unsent if row.id in published and published[row.id].has_message_of(row))
+        return {**dict.fromkeys(ids_to_mark, MARKED), **others}
 
     def forget_unwritten(self, ids: Collection[str]) -> None:
         """Forget the failed attempts and deferrals of these tasks."""

@@ -4,9 +4,10 @@ No function here calls a service, and only the jitter is random. A comment such 
 docs/guarantees.md that its line keeps.
 
 The rules for rows keep the order of each ordering key (docs/guide/ordering.md). The sendable prefix of a key consists
-of its unsent tasks up to the first one that must wait. A task must wait if it is neither due nor deferred, or if it
-must be marked first. An expired task never ends the prefix. After a failure, except expiry, this batch publishes no
-later task of the key, even if its transaction runs again.
+of its unsent tasks up to the first one that must wait. A task must wait if its AvailableAt is in the future and it is
+not deferred, or if it is an at-most-once task, which another batch sends. An expired task never ends the prefix, and a
+dead one does not if the policy skips dead tasks. After a failure, except expiry, this batch publishes no later task of
+the key, even if its transaction runs again.
 
 All times derive from the database's time, so a wrong clock of the worker has no effect.
 """
@@ -81,8 +82,8 @@ class RetryPolicy:
         """Yield the values to write to each task behind `head`. The head is not due before `available_at`.
 
         The deferrals of the first two tasks end within CHECK_SECONDS. Then a poll finds the key even if the head is
-        deleted or changed by SQL. One would be enough, because the commit that sends a task releases the next one. Two
-        are short in case the first of these tasks is deleted, too.
+        deleted or changed by SQL. One short deferral would be enough, because the commit that sends its task releases
+        the next one. The second one helps if the first of the two tasks is deleted, too.
 
         The other deferrals end within `longest` seconds. Otherwise the tasks behind a dead head would look dead, too.
         All end when the head expires, because an expired head blocks no task.
@@ -130,8 +131,8 @@ def skip_reasons(
 def _skip_reason(row: LockedRow, kind: Kind, now: datetime) -> Skipped | None:
     if not (row.is_due(now) or (row.ordering_key is not None and row.deferred)):  # OUT-ORDER-2
         return Skipped("not_due")
-    # A later batch, of at-most-once tasks only, sends such a task. `outbox` refuses such a task with an ordering key,
-    # but other writers may insert one, so it may block a key.
+    # A later batch, with at-most-once tasks only, sends these tasks. `outbox` refuses to register one with an ordering
+    # key, but other writers may insert one. It then blocks its key.
     return Skipped("at_most_once") if row.at_most_once and kind is not Kind.MARK_FIRST else None
 
 
@@ -164,10 +165,10 @@ def published_alone(claim: Claim, rows: Sequence[LockedRow]) -> set[str]:
 def release_changes(
     claim: Claim, rows: Sequence[LockedRow], changes: Mapping[str, RowChange], now: datetime, policy: RetryPolicy
 ) -> dict[str, RowChange]:
-    """Return the change that makes each deferred task ready that becomes the head of its key by this commit.
+    """Return a change for each deferred task that this commit makes the head of its key: it makes the task ready.
 
     No poll reads a deferred task until its deferral ends, so the key would wait. One ready task is enough for a poll to
-    find it. A head that has expired blocks no task, so the one behind it is released, too.
+    find the key. An expired head blocks no task, so the task behind it is released, too.
     """
     released: dict[str, RowChange] = {}
     keys = {task.ordering_key for task in claim.tasks} - {None}
@@ -235,7 +236,7 @@ def row_changes(
                 recorded = changes[row.id] = policy.failed_attempt(row, answer, now)
             blocks_nothing = recorded is not None and recorded.dead and policy.skip_dead
             if blocks_nothing and failure_kind(answer.reason) is FailureKind.CONTENT:
-                continue  # the key goes on: later tasks with an answer are marked, and the others stay as they are
+                continue  # defer no later task: those with an answer are marked, and another batch publishes the others
             if row.ordering_key is not None and stops_key(answer):
                 retry_at = None if recorded is None or blocks_nothing else recorded.available_at
                 stopped[row.ordering_key] = iter(()) if retry_at is None else policy.deferrals(row, retry_at, now)
@@ -247,8 +248,8 @@ def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts:
 
     Otherwise it counts only for the topic's circuit. If the topic is missing or refuses messages, only the failures of
     probes are recorded. A failure in an outage may be the fault of the message. It is recorded only if the task is a
-    suspect (it failed in the last outage, too), the topic accepts other tasks, and the batch is no probe. It is never
-    recorded if no message can cause it, such as an exhausted quota.
+    suspect (it failed in the last outage, too), the topic accepts other tasks, and the batch is no probe. A failure
+    that no message can cause, such as an exhausted quota, is never recorded.
     """
     match failure_kind(failure.reason):
         case FailureKind.TARGET:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from publishworker.delivery import rules
 from publishworker.delivery.claim import Claim
-from publishworker.delivery.marking import Marking
+from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
@@ -23,7 +23,7 @@ class Tools:
     #: The time limit for publishing one batch.
     publish_seconds: float
     #: What all batches share when they mark again.
-    marking: Marking
+    marking: SharedMarking
     host: Host = field(default_factory=Host)
 
     def for_reads(self) -> Store:

@@ -18,7 +18,7 @@ from outbox.program.terminal import counted
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
-from publishworker.delivery.marking import Marking
+from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.tools import Tools
 from publishworker.delivery.trace import Trace, TracedTools
@@ -211,7 +211,7 @@ def relay_of(
             publisher=publisher,
             policy=policy,
             publish_seconds=settings.publish_timeout,
-            marking=Marking(host, marking_seconds),
+            marking=SharedMarking(host, marking_seconds),
             host=host,
         ),
         Limits(

@@ -1,7 +1,7 @@
 """Publish tasks to Pub/Sub, and return an answer for each one that was tried.
 
-It calls gRPC on the client's channel, so that a deadline cancels the request. A caller of the client's PublisherClient
-can stop waiting for its future, but the request goes on.
+It calls gRPC on the channel of the client library, so that a deadline cancels the request. With the library's
+PublisherClient, a caller can only stop waiting: the request goes on.
 """
 
 import threading
@@ -33,7 +33,7 @@ class Publisher(Protocol):
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
-        """Return Sent or Failed for each row that was tried within `seconds`. Raises nothing.
+        """Return Published or Failed for each row that was tried within `seconds`. Raises nothing.
 
         Rows of an ordering key are published in the given order, in one request if they fit, otherwise one request
         after the other. Rows behind a failure are not tried. Rows with IDs in `alone` share no request, so that no
@@ -189,16 +189,16 @@ def _record_answer(lane: messages.Lane, future: Any, call: _Call) -> list[messag
     # messages of the batch in memory until the next garbage collection.
     error = future.exception()
     if error is None:
-        answer = _sent(ids, future.result().message_ids, call.name)
+        answers = _answers_of(ids, future.result().message_ids, call.name)
     elif error.code() is grpc.StatusCode.INVALID_ARGUMENT and len(ids) > 1:
         return lane.split(ids, request)
     else:
-        answer = dict.fromkeys(ids, failure_of(error, call.name, call.create_command))
-    call.answers.update(answer)
-    return [lane] if lane.requests and all(isinstance(each, Published) for each in answer.values()) else []
+        answers = dict.fromkeys(ids, failure_of(error, call.name, call.create_command))
+    call.answers.update(answers)
+    return [lane] if lane.requests and all(isinstance(each, Published) for each in answers.values()) else []
 
 
-def _sent(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str, Answer]:
+def _answers_of(ids: Sequence[str], message_ids: Sequence[str], name: str) -> dict[str, Answer]:
     if len(message_ids) == len(ids):
         return {id: Published(message_id) for id, message_id in zip(ids, message_ids, strict=True)}
     failure = Failed("unknown", f"{name}: Pub/Sub returned {len(message_ids)} message IDs for {len(ids)} messages")

@@ -1,5 +1,7 @@
 """All SQL of the relay, and the conversion of its rows. Values are always parameters.
 
+For each step of a task: `POLLS` and `candidates`, `KEY_HEADS` and `key_heads`, `LOCK` and `locked`, `write_changes`.
+
 The poll reads ranges of the index AsynchronousTasksToSend (Shard, SentAt, Topic, AvailableAt, Priority DESC,
 CreatedAt), and never the table. For each shard and topic the ready tasks are one range and the due tasks another, each
 read with a limit. Aliases differ from column names, because names are compared without case and `Shard = shard` would

@@ -19,9 +19,9 @@ SUMMARY_SECONDS = 60.0
 #: Approximate number of latency samples of one batch. More samples could fill the socket buffer of the Datadog agent,
 #: which would then drop counters.
 LATENCY_SAMPLES = 20
-#: Max lines a minute about failed tasks of one topic and reason. The others are counted.
+#: Max lines a minute about single tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
-#: For each number of a turn, the noun and the words that follow it in the summary.
+#: The counts of a turn in the summary, each with its noun and the words after it.
 _SUMMARY = {
     "published": ("task", "published"),
     "failed": ("attempt", "failed"),
@@ -32,7 +32,10 @@ _SUMMARY = {
 
 
 class Reporter:
-    """Counts and logs. Repeated failures are throttled: one line a minute, or FAILURE_LINES if tasks failed."""
+    """Counts and logs.
+
+    Warnings are throttled: one line a minute for each problem of a topic, or FAILURE_LINES about single tasks.
+    """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float], trace: Trace | None = None) -> None:
         self._metrics = metrics
@@ -89,7 +92,7 @@ class Reporter:
         topic, ids = unmarked.claim.topic, unmarked.claim.ids
         if unmarked.given_up:
             if self._trace is not None:
-                self._trace.step("give up", ids=ids)  # they are published again
+                self._trace.step("give up", ids=ids)  # they are published again, or stay marked
             self._unconfirmed(topic, ids if unmarked.state == "marked" else ())
             if unmarked.state == "published":
                 self._throttled_log.log(
@@ -174,25 +177,25 @@ class Reporter:
 
     def _recorded(self, topic: str, failed: Mapping[str, Failed], recorded: Mapping[str, NotSent]) -> None:
         """Log failed attempts that are written, and count those after which the task is dead."""
-        self._count(m.DEAD, topic, [failed[id] for id, mark in recorded.items() if mark.dead])
-        for id, mark in recorded.items():
+        self._count(m.DEAD, topic, [failed[id] for id, attempt in recorded.items() if attempt.dead])
+        for id, attempt in recorded.items():
             failure = failed[id]
             fields: dict[str, object] = {"task_id": id, "topic": topic, "reason": failure.reason}
-            if mark.trace_id is not None:
-                fields["trace_id"] = mark.trace_id
+            if attempt.trace_id is not None:
+                fields["trace_id"] = attempt.trace_id
             next_step = ""
-            if mark.dead:
+            if attempt.dead:
                 next_step = ". The task is dead. Fix the cause, then run `outbox retry` or `outbox cancel`"
-            elif mark.available_at is not None:
-                next_step = f". It is due at {mark.available_at:%Y-%m-%dT%H:%M:%SZ}"
+            elif attempt.available_at is not None:
+                next_step = f". It is due at {attempt.available_at:%Y-%m-%dT%H:%M:%SZ}"
                 if failure_kind(failure.reason) is FailureKind.TARGET:
                     next_step += ". Until the circuit of the topic closes, only probes are published"
             self._throttled_log.log(
-                "dead" if mark.dead else "publish_failed",
+                "dead" if attempt.dead else "publish_failed",
                 f"{topic} {failure.reason}",
-                f"Task {id} of topic {topic} failed in attempt {mark.attempts}: {mark.error}{next_step}",
+                f"Task {id} of topic {topic} failed in attempt {attempt.attempts}: {attempt.error}{next_step}",
                 max_lines=FAILURE_LINES,
-                fields={**fields, "attempt": mark.attempts},
+                fields={**fields, "attempt": attempt.attempts},
             )
 
     def _count(self, metric: m.Metric, topic: str, failures: Iterable[Failed]) -> None:

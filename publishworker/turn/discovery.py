@@ -9,7 +9,7 @@ from publishworker.turn.poller import Poller, Rotation
 from publishworker.types import Discovery
 
 #: Before a poll and before batches start, workers, layouts and controls are read again if the last read is older than
-#: this. It is after a long pause, a slow read, or a suspension of the process.
+#: this. This happens after a long pause, a slow read, or a suspension of the process.
 MAX_READ_AGE_SECONDS = 2.0
 
 

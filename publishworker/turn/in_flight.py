@@ -44,8 +44,8 @@ class Limits:
     batch_bytes: int
     #: The number of places. Each batch in flight takes one, unless it is aside (see InFlight).
     places: int
-    #: While tasks are left to start, a turn may end before its last batches, up to this many. No turn waits longer than
-    #: MAX_TURN_WAIT_SECONDS.
+    #: While tasks are left to start, a turn may end although up to this many of its batches have not reported. No turn
+    #: waits longer than MAX_TURN_WAIT_SECONDS.
     max_stragglers: int = 0
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
@@ -70,8 +70,8 @@ class StuckBatch(Exception):
         self.seconds = seconds
 
 
-#: The selection makes claims of the kinds PUBLISH and DEFER. A report makes one of the kind MARK_FIRST, for the
-#: at-most-once tasks that its batch has skipped.
+#: The selection makes claims of the kinds PUBLISH and DEFER. After a report, the relay makes one of the kind
+#: MARK_FIRST, for the at-most-once tasks that the batch has skipped.
 _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferral}
 
 
@@ -96,7 +96,8 @@ class InFlight:
 
     A batch reports what became of its tasks. A batch is in flight until its tasks are marked or given up. While it
     marks again, it keeps its place. If all commits fail, the worker soon has no free place, and publishes nothing new.
-    If each remaining row of a batch fails by itself, the batch is aside and needs no place.
+    If none of the remaining rows of a batch can be written although other rows can, the batch is aside and needs no
+    place.
 
     Each batch has a thread of its own, not one of a pool: a thread on which the Spanner client once failed to get a
     session can never run a transaction again (google-cloud-python #18375).
@@ -201,7 +202,7 @@ class InFlight:
         self._marking.shut_down()
 
     def wait(self, *, tasks_left: bool) -> list[Delivered]:
-        """Wait until a batch has reported, and all others, or most of them if there are `tasks_left` to start.
+        """Wait until all batches of the turn have reported, or most of them if there are `tasks_left` to start.
 
         The wait ends after MAX_TURN_WAIT_SECONDS at most. Later waits do not wait for the ones that are left
         (stragglers).

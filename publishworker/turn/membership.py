@@ -26,8 +26,8 @@ from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
 HEARTBEAT_INTERVAL_SECONDS = 7.5
 #: The same while the worker has nothing to send and waits for the change stream. It saves requests.
 IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
-#: The liveness timeout that an idle worker's heartbeat sets. 21 s, 5 s for a heartbeat that fails, 2 s, and time for a
-#: second one.
+#: The liveness timeout that an idle worker's heartbeat sets: 21 s to the next heartbeat, 5 s until it times out, 2 s
+#: until the next attempt, and 1 s for it.
 IDLE_LIVENESS_TIMEOUT_SECONDS = 29
 #: Seconds from a heartbeat that failed to the next attempt.
 HEARTBEAT_RETRY_SECONDS = 2.0
@@ -62,7 +62,7 @@ class Membership:
         self._keep_workers_until = float("-inf")
         self._started_at = datetime.now(UTC)
         self._heartbeat_at = float("-inf")
-        self._idle_interval = IDLE_HEARTBEAT_INTERVAL_SECONDS
+        self._seconds_to_idle_heartbeat = IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._assigned_at = clock()
         self._next_timeout_at = math.inf
         self._live: frozenset[str] = frozenset({worker})
@@ -84,10 +84,10 @@ class Membership:
     def seconds_to_heartbeat(self) -> float:
         """Return the seconds until the next heartbeat.
 
-        Idle workers write at the same times, so that one read sees all.
+        Idle workers write at the same times of the wall clock. A read just after such a time sees all their heartbeats.
         """
-        may_be_late = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
-        interval = self._idle_interval if may_be_late else HEARTBEAT_INTERVAL_SECONDS
+        uses_idle_interval = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
+        interval = self._seconds_to_idle_heartbeat if uses_idle_interval else HEARTBEAT_INTERVAL_SECONDS
         seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
         return max(0.0, self._heartbeat_at + seconds - self._clock())
 
@@ -106,9 +106,9 @@ class Membership:
         if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
         self._heartbeat_at = self._clock()
-        # An idle worker writes at multiples of 21 s of the wall clock. If the next one is less than 1 s away, it takes
-        # the one after it: this heartbeat was probably the one for it, slightly early.
-        self._idle_interval = 1 + (-1 - self._wall_clock()) % IDLE_HEARTBEAT_INTERVAL_SECONDS
+        # An idle worker writes at multiples of 21 s of the wall clock. If the next multiple is less than 1 s away, it
+        # is skipped, because this heartbeat was probably written for it, slightly early.
+        self._seconds_to_idle_heartbeat = 1 + (-1 - self._wall_clock()) % IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._failure = None
         try:
             self._write(self.layouts)

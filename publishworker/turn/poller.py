@@ -54,8 +54,8 @@ class Poller:
         self._membership = membership
         self._topics = topics
         self.known = KnownTopics(clock)
-        #: Limits how many ranges of the index AsynchronousTasksToSend one poll, discovery or read of the next due time
-        #: has.
+        #: Limits the ranges that one read of the index AsynchronousTasksToSend has: a poll, a discovery, or the next
+        #: due time.
         self.read_size = ReadSize(MAX_POLL_ROWS, clock)
         self._poll_size = PollSize(target_rows, len(membership.shards))
         self._clock = clock
@@ -145,16 +145,16 @@ class Poller:
 
     def _next_part(self, request: PollRequest) -> PollRequest:
         """Return the request, or the next part: some of the shards, or some of the topics of one shard."""
-        pairs = max(1, self.read_size.limit * request.pairs // max(1, request.ranges))
+        max_pairs = max(1, self.read_size.limit * request.pairs // max(1, request.ranges))
         topics = sorted(request.topics)
-        if request.pairs <= pairs:
+        if request.pairs <= max_pairs:
             return request
-        if len(topics) <= pairs:
-            return replace(request, shards=self._shards.next(request.shards, pairs // len(topics)))
+        if len(topics) <= max_pairs:
+            return replace(request, shards=self._shards.next(request.shards, max_pairs // len(topics)))
         first = self._first_topic if self._first_topic < len(topics) else 0
-        self._first_topic = first + pairs
-        shards = self._shards.next(request.shards, 1, stay=first + pairs < len(topics))
-        return replace(request, shards=shards, topics=frozenset(topics[first : first + pairs]))
+        self._first_topic = first + max_pairs
+        shards = self._shards.next(request.shards, 1, stay=first + max_pairs < len(topics))
+        return replace(request, shards=shards, topics=frozenset(topics[first : first + max_pairs]))
 
 
 def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]:
@@ -168,8 +168,8 @@ class PollSize:
     too, one of them could start before an urgent task that the poll did not reach.
 
     `per_range` doubles after a poll that cut ranges off, found fewer startable tasks than there is room for, and
-    returned at most twice the target. It halves after a poll that returned more than twice the target, or more than
-    four times the target if it found too few startable tasks.
+    returned at most twice the target. It halves after a poll that returned too many rows: more than twice the target if
+    it found enough startable tasks, and otherwise more than four times the target.
     """
 
     def __init__(self, target: int, shards: int) -> None:
@@ -238,7 +238,7 @@ class KnownTopics:
         """Note topics that a discovery has found: they have unsent tasks."""
         self.may_be_due = True
         for name in names:
-            topic = self._topics.setdefault(name, _Topic(self._clock(), KEEP_POLLING_SECONDS / 2))
+            topic = self._topics.setdefault(name, _Topic(self._clock(), KEEP_POLLING_SECONDS / 2))  # doubled below
             topic.keep_polling_seconds = min(2 * topic.keep_polling_seconds, FORGET_TOPIC_SECONDS)
             topic.seen_at, topic.polled = self._clock(), True
 

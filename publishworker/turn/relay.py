@@ -50,7 +50,7 @@ class Relay:
             self.woken.clear()  # before the poll, so that an insert during this turn starts another turn
             self.discoverer.note_insert()
         earlier = self.in_flight.collect()
-        poll_again = self._observe(earlier, stopping)
+        poll_again = self._handle_reports(earlier, stopping)
         self.in_flight.raise_if_stuck()
         self.discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
         polled = self.poller.poll(self._selector.wanted())
@@ -60,7 +60,7 @@ class Relay:
         self._start(selection.claims)  # each batch on a thread of its own
         poll_again |= self.discoverer.end_turn(started_nothing=not selection.claims and self.in_flight.has_room)
         later = self.in_flight.wait(tasks_left=selection.tasks_left) if selection.waits else self.in_flight.collect()
-        poll_again |= self._observe(later, stopping)
+        poll_again |= self._handle_reports(later, stopping)
         return self._report_turn(polled, earlier + later, waits=selection.waits, poll_again=poll_again)
 
     def wake(self) -> None:
@@ -77,17 +77,19 @@ class Relay:
         delivered: list[Delivered] = []
         self.in_flight.shut_down()
         try:
-            # OUT-LOSS-5. Each report is observed at once: if another batch is stuck, an error ends this loop.
+            # OUT-LOSS-5. Handle each report at once: if another batch is stuck, StuckBatch ends this loop.
             while len(self.in_flight):
                 reports = self.in_flight.wait_for_one()
-                self._observe(reports, stopping=lambda: True)
+                self._handle_reports(reports, stopping=lambda: True)
                 delivered += reports
             return turn_counts(delivered)
         finally:
             self._reporter.log_summary()
 
-    def _observe(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
-        """Pass the reports to the topics and the reporter. Start batches for the at-most-once tasks that they contain.
+    def _handle_reports(self, delivered: Sequence[Delivered], stopping: Callable[[], bool]) -> bool:
+        """Pass the reports to the topics and the reporter.
+
+        Start batches for the at-most-once tasks that the reported batches have skipped.
 
         Return whether the next poll may find more tasks.
         """

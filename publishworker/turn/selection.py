@@ -1,10 +1,10 @@
 """Choose which batches start now: deferrals, then a fair share for lower priorities, then the most urgent tasks.
 
-Priorities are compared over all topics. Candidates are cut into slices by priority, ready or due, topic and shard, and
-slices into pieces of at most a batch. Pieces of equal priority are shuffled, so that workers that read the same backlog
-rarely choose the same tasks. A batch holds one topic. It is filled with whole pieces and with the beginning of the next
-one, because a small batch takes as many requests as a full one. The sendable prefix of an ordering key is not split,
-unless a limit of its topic allows only a part.
+Priorities are compared over all topics. Candidates of the same priority, topic and shard that are all ready, or all
+due, form a slice. Slices are cut into pieces of at most a batch. Pieces of equal priority are shuffled, so that workers
+that read the same backlog rarely choose the same tasks. A batch holds one topic. It is filled with whole pieces and
+with the beginning of the next one, because a small batch takes as many requests as a full one. The sendable prefix of
+an ordering key is not split, unless a limit of its topic allows only a part.
 """
 
 from collections import Counter, defaultdict, deque
@@ -72,9 +72,9 @@ class FairShare:
     def count(self, batches: int, given: int, highest: int | None) -> None:
         """Count the `batches` that start, `given` of them for lower priorities.
 
-        `highest` is the highest priority, or None if no task is left, because then no priority waits. A limit keeps a
-        long time without tasks of lower priority from adding up. It is high enough to keep what one poll earns that
-        finds no such task.
+        `highest` is the highest priority, or None if no task is left, because then no priority waits. The owed batches
+        have a max, because they would grow for as long as no task of lower priority waits. A turn whose poll finds none
+        keeps its share for the next turn.
         """
         earned = self._share * batches
         self._owed = min(self._owed + earned - given, 1 + 3 * earned)
@@ -178,12 +178,13 @@ def choose_batches(
 
     `limits.places` is the number of places, and `in_flight` counts those that are taken. Batches get places by
     priority. Among equal priorities, one topic gets at most half of the places (rounded up) while another topic waits.
-    While both ready and due tasks of a priority wait, each kind gets about half of the tasks. `allowed` maps a topic to
-    the max tasks that it may start. With a fair share and several places, one topic never gets all of them while
-    another topic waits, even if the other topic has a lower priority. Otherwise a slow topic would delay the others.
+    While both ready and due tasks of a priority wait, about half of the tasks that start are ready, and half are due.
+    `allowed` maps a topic to the max tasks that it may start. With a fair share and several places, one topic never
+    gets all of them while another topic waits, even if the other topic has a lower priority. Otherwise a slow topic
+    would delay the others.
     """
     packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
-    return _share_places(packed, limits.places, Counter(in_flight or {}), leaves_place=limits.fair_share > 0)
+    return _share_places(packed, limits.places, Counter(in_flight or {}), keeps_place=limits.fair_share > 0)
 
 
 def fitting(batches: Sequence[Claim], free: int, *, alone: bool) -> list[Claim]:
@@ -207,7 +208,7 @@ def _most_urgent_first(candidates: Sequence[Candidate], limits: Limits, random: 
         piles = [[piece for slice in _slices(pile) for piece in _pieces(slice, max_tasks)] for pile in (ready, due)]
         for pile in piles:
             random.shuffle(pile)
-        yield from _in_halves([deque(pile) for pile in piles], random)
+        yield from _alternating([deque(pile) for pile in piles], random)
 
 
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
@@ -233,7 +234,7 @@ def _pieces(slice: Sequence[Candidate], max_tasks: int) -> Iterator[list[Candida
     yield piece
 
 
-def _in_halves(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[list[Candidate]]:
+def _alternating(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[list[Candidate]]:
     """Merge two piles so that each gives about the same number of tasks while both have some."""
     random.shuffle(piles)  # if there is one place, ready and due tasks get it equally often
     given = [0, 0]
@@ -285,7 +286,7 @@ def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, 
     return packed
 
 
-def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str], *, leaves_place: bool) -> list[Claim]:
+def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str], *, keeps_place: bool) -> list[Claim]:
     """Return the batches that get the free places. `batches` are sorted by priority."""
     free = max(0, places - in_flight.total())
     of_topic = Counter(in_flight)
@@ -298,7 +299,7 @@ def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str],
     ranked = [batches[number] for number in sorted(range(len(batches)), key=order.__getitem__)]
     chosen, rest = ranked[:free], ranked[free:]
     topics = {*(topic for topic, number in in_flight.items() if number), *(batch.topic for batch in chosen)}
-    if leaves_place and chosen and places > 1 and len(topics) == 1:
+    if keeps_place and chosen and places > 1 and len(topics) == 1:
         other = next((batch for batch in rest if batch.topic not in topics), None)
         chosen[-1:] = [other or chosen[-1]]
     return [Claim(each.topic, tuple(each.tasks), releases=tuple(each.releases), bytes=each.bytes) for each in chosen]

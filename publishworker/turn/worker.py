@@ -13,7 +13,8 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Next, Turn
 
-#: Seconds of the first wait after work. Each further wait is twice as long, up to the poll interval.
+#: Seconds of the first pause after a turn that made progress. Each further pause is twice as long, up to the idle
+#: interval, or up to the poll interval without a change stream.
 FIRST_PAUSE_SECONDS = 0.05
 #: Max seconds between two turns while Spanner is unavailable.
 MAX_OUTAGE_WAIT_SECONDS = 5.0
@@ -39,7 +40,10 @@ class Worker:
         random: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Poll at least every `poll_interval`, or every `idle_interval()` seconds if inserts wake the relay."""
+        """Poll at least every `poll_interval`, or every `idle_interval()` seconds if inserts wake the relay.
+
+        `touch_file` tells the liveness probe that the worker runs.
+        """
         self._relay = relay
         self._membership = membership
         self._touch_file = touch_file
@@ -129,7 +133,7 @@ class Worker:
         """Pause until `seconds` after `began`, an insert is reported, or the idle interval is over. Send heartbeats."""
         while not stop.is_set() and (left := began + min(seconds, self._idle_interval()) - self._clock()) > 0:
             if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
-                if not stop.is_set():  # so that one poll finds all tasks that are registered meanwhile
+                if not stop.is_set():  # so that the next poll also finds tasks that are registered just after
                     stop.wait(max(0.0, FIRST_PAUSE_SECONDS - (self._clock() - began)))
                 return
             self._touch_file()

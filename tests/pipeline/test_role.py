@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from unittest import mock
 
+from google.cloud.spanner_v1 import RequestOptions
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import operations
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline.jobs.archive.job import purge_chunk
+from outbox_pipeline.jobs.audit import effects
 from outbox_pipeline.jobs.audit.effects import Inbox
 from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay_chunk
@@ -44,7 +47,11 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     done = replay_chunk(table, [{"Id": "replayed"}, {name: back[name] for name in names}], begun.started_at)
     assert (done["replayed"], done["registered"]) == (1, 1)
     operations.end(table, begun.id, Tasks=2)
-    assert list(Inbox(settings, "billing").rows(KeyPart("", ""), limit=1)) == []
+    snapshot = mock.MagicMock()
+    with mock.patch.object(effects, "open_database", return_value=mock.MagicMock(snapshot=lambda: snapshot)):
+        assert list(Inbox(settings, "billing").rows(KeyPart("", ""), limit=1)) == []
+    [read] = snapshot.__enter__().read.call_args_list
+    assert read.kwargs["request_options"]["priority"] == RequestOptions.Priority.PRIORITY_LOW
     assert {"TaskId", "ProcessedAt"} <= grants("outbox_pipeline")["SELECT", "ProcessedTasks"]
     assert rows_of(database).keys() == {"new", "replayed", "back", *(f"unsent{number}" for number in range(9))}
     allowed, of_relays = grants("outbox_pipeline"), grants("publishworker")

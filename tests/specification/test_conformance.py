@@ -13,7 +13,7 @@ import pytest
 from outbox import cli
 from outbox.errors import SettingError
 from outbox.specification.conformance import Conformance, conform
-from publishworker.delivery.marking import Marking
+from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.tools import Tools
 from publishworker.delivery.trace import File, Trace
 from publishworker.host import Host
@@ -154,7 +154,7 @@ def test_a_trace_needs_a_file(path: str) -> None:
 
 def test_a_batch_without_a_trace_uses_the_store_itself() -> None:
     tools = Tools(
-        store=FakeStore(), publisher=FakePublisher(), policy=policy(), publish_seconds=5, marking=Marking(Host())
+        store=FakeStore(), publisher=FakePublisher(), policy=policy(), publish_seconds=5, marking=SharedMarking(Host())
     )
     assert delivery_of(claim_of("orders", "a"), tools)._tools is tools
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
-from publishworker.delivery.marking import Marking
+from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.tools import Tools
 from publishworker.delivery.trace import TracedTools
@@ -57,7 +57,7 @@ def relay_of(
             publisher=publisher,
             policy=policy(random=host.random, skip_dead=options.pop("skip_dead", False), **(retries or {})),
             publish_seconds=5,
-            marking=Marking(host, options.pop("shutdown_seconds", 0.0)),
+            marking=SharedMarking(host, options.pop("shutdown_seconds", 0.0)),
             host=host,
         ),
         Limits(size, batch_bytes, batches, **shares),

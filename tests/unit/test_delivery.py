@@ -10,7 +10,7 @@ import pytest
 from outbox.message import RawPubsubMessage
 from publishworker.delivery.claim import Delivered, Kind
 from publishworker.delivery.delivery import Delivery
-from publishworker.delivery.marking import Marking
+from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.tools import Tools
 from publishworker.host import Host
 from publishworker.spanner.errors import StoreError
@@ -49,7 +49,7 @@ class Bench(FakePublisher):
     def batch(self, *ids: str, skip_dead: bool = False, **batch: Any) -> Delivery:
         tools = Tools(
             store=self.store, publisher=self, policy=policy(skip_dead=skip_dead), publish_seconds=5,
-            marking=Marking(Host()), host=Host(clock=lambda: self.seconds),
+            marking=SharedMarking(Host()), host=Host(clock=lambda: self.seconds),
         )  # fmt: skip
         return delivery_of(claim_of("orders", *ids, **batch), tools)
 

@@ -7,7 +7,13 @@ from random import Random
 import pytest
 
 from publishworker.delivery.claim import Claim, State
-from publishworker.delivery.marking import MAX_ASIDE_PAUSE_SECONDS, MAX_MARKING_SECONDS, MAX_REFUSED, Marking, MarkRetry
+from publishworker.delivery.marking import (
+    MAX_ASIDE_PAUSE_SECONDS,
+    MAX_MARKING_SECONDS,
+    MAX_REFUSED,
+    MarkRetry,
+    SharedMarking,
+)
 from publishworker.host import Event, Host, Threads
 from publishworker.spanner.errors import Refused, StoreError
 from tests.support.parts import claim_of
@@ -38,10 +44,10 @@ class Waits(Threads):
 class Batch:
     """A batch whose marks fail for the IDs for which `fails` returns an error. It notes what it has tried."""
 
-    def __init__(self, *ids: str, marking: Marking | None = None) -> None:
+    def __init__(self, *ids: str, marking: SharedMarking | None = None) -> None:
         self.waits = Waits()
         host = Host(random=Random(1), clock=lambda: self.waits.seconds, threads=self.waits)
-        self.marking = marking or Marking(host, shutdown_seconds=5)
+        self.marking = marking or SharedMarking(host, shutdown_seconds=5)
         self.fails: Callable[[str], StoreError | None] = lambda _id: None
         self.tried: list[tuple[float, tuple[str, ...]]] = []
         self.retry(claim_of("orders", *ids))
