@@ -89,13 +89,13 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a key is sent from its head on": (
         Ordering, "resolve", lambda _: lambda _self, candidates, *_: ResolvedKeys(candidates)
     ),
-    "a key in flight waits": (InFlight, "keys", always(frozenset())),
+    "a key in flight waits": (InFlight, "busy_keys", always(frozenset())),
     "each request of a key waits for the answer to the last": (
         messages, "lanes",
         lambda real: lambda *a: [Lane(deque([each]), lane.ordered) for lane in real(*a) for each in lane.requests],
     ),
     "a failed request stops its key": (
-        publisher, "_answered", lambda real: lambda lane, *a: real(lane, *a) or [lane][: len(lane.requests)]
+        publisher, "_record_answer", lambda real: lambda lane, *a: real(lane, *a) or [lane][: len(lane.requests)]
     ),
     "no answer is no success": (publisher, "failure_of", always(Published(""))),
     "deferred tasks are released": (rules, "release_changes", always({})),
@@ -126,7 +126,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         RetryPolicy, "deferrals", lambda _: lambda _self, head, at, _now: repeat(Deferred(at, head.id))
     ),
     "the first deferred task of a key returns soon": (rules, "CHECK_SECONDS", lambda _: 3600.0),
-    "a refused request is split": (messages.Lane, "smaller", lambda _: lambda self, _ids, _request: [self]),
+    "a refused request is split": (messages.Lane, "split", lambda _: lambda self, _ids, _request: [self]),
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (rules, "should_record", always(True)),
     "every shard is polled": (Membership, "assign", one_shard_less),
