@@ -130,7 +130,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (rules, "should_record", always(True)),
     "every shard is polled": (Membership, "assign", one_shard_less),
-    "a topic without candidates is found again": (KnownTopics, "discover", lambda real: lambda self, names: (
+    "a topic without candidates is found again": (KnownTopics, "note_discovered", lambda real: lambda self, names: (
         real(self, [name for name in names if name not in self.recent])
     )),
     "due tasks are polled": (
