@@ -5,19 +5,24 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from google.api_core.exceptions import ServiceUnavailable
 
 from outbox.table.layouts import Layout
-from publishworker.process import healthcheck
-from publishworker.process.app import run_on_thread
+from publishworker.process import exits, healthcheck
+from publishworker.process.app import App, run_on_thread
 from publishworker.process.commands import heartbeat_file, stop_on_signals
-from publishworker.spanner.errors import StoreError
+from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.spanner.store import SpannerStore
+from publishworker.telemetry import metrics as m
+from publishworker.telemetry.metrics import Metrics
+from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import Key
-from tests.support.parts import poll_request
+from tests.support.fakes import Counted
+from tests.support.parts import claim_of, poll_request
 
 
 def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
@@ -87,3 +92,29 @@ def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert stop.is_set()
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "action"),
+    [
+        (StuckBatch([claim_of("orders", "a")], 121), exits.FAILED, "stuck"),
+        (DatabaseMissing("no database"), exits.NOT_REACHED, "missing"),
+        (ZeroDivisionError(), exits.FAILED, "died"),
+        (None, exits.DONE, "stopped"),
+    ],
+)
+def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
+    error: Exception | None, code: int, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, counted = mock.MagicMock(App), Counted()
+    app._settings = SimpleNamespace(project="p", instance="i", database="d", shutdown_timeout=5)
+    app._worker, app.relay, app.store, app._metrics = mock.Mock(), mock.Mock(), mock.Mock(), Metrics(counted)
+    app.store.layouts, app._background = [Layout(10)], [mock.Mock()]
+    app._worker.run.side_effect = error
+    caplog.set_level("INFO", "publishworker")
+    stop = threading.Event()
+    stop.set()
+    assert App.until_stopped(app, stop, lambda _turn: False, timeout_exit_code=9) == code
+    assert [vars(line)["action"] for line in caplog.records] == ["start", action]
+    assert counted.counts[m.STUCK.name] == (action == "stuck")
+    app._background[0].stop.assert_called_once_with()
