@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from outbox.program.terminal import counted, listed
-from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
+from publishworker.delivery.claim import Claim, Delivered, Kind, Recorded, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.kinds import Deferral, MarkFirst
 from publishworker.delivery.tools import Tools
@@ -262,6 +262,8 @@ class InFlight:
                 if isinstance(report, Delivered):
                     entry.reported = True
                     self._reporter.report_batch(report)
+                elif isinstance(report, Unmarked | Recorded):
+                    self._reporter.report_later(report)
         for entry in list(self._running):
             claim = entry.delivery.claim
             if entry.reported:

@@ -102,9 +102,14 @@ def test_a_task_that_becomes_dead_after_the_report_of_its_batch_is_counted(
     assert "The task is dead" in caplog.text
 
 
-@pytest.mark.parametrize("is_answered", [True, False])
-def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(bench: Bench, is_answered: bool) -> None:
-    """Pub/Sub has refused the message, but the mark is not undone, or Pub/Sub has not answered yet."""
+@pytest.mark.parametrize(("is_answered", "gives_up"), [(True, False), (True, True), (False, False)])
+def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(
+    bench: Bench, is_answered: bool, gives_up: bool
+) -> None:
+    """Pub/Sub has refused the message, but the mark is not undone, or Pub/Sub has not answered yet.
+
+    The batch may have given up before, but no turn has read its report.
+    """
     publisher = SlowPublisher("orders")
     publisher.failing, publisher.hanging = {"a": MISSING}, set() if is_answered else {TOPIC, "orders"}
     bench.relay = bench.another(publisher=publisher)
@@ -113,7 +118,11 @@ def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(bench: Ben
     in_flight = bench.relay.in_flight
     eventually(lambda: bool(bench.relay.turn() and not bench.unsent()) and bool(in_flight.unreported) != is_answered)
     assert bench.count(m.UNCONFIRMED) == 0
-    bench.relay.stop()
+    if gives_up:
+        bench.relay.stop()
+        [entry] = in_flight._running
+        eventually(lambda: not (bench.wait(1), entry.delivery.mark_retry.unmarked)[1])
+        eventually(lambda: not in_flight._reports.empty())
     in_flight.abandon()
     assert bench.count(m.UNCONFIRMED) == 1
     publisher.release.set()
