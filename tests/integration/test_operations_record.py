@@ -84,13 +84,13 @@ def test_a_list_compares_the_last_operations_of_each_range_of_ids(
 
 def test_an_id_begins_with_a_random_digit_and_then_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
-    for second in range(200):
-        monkeypatch.setattr(operations.time, "time", lambda second=second: 2e9 + second)
+    for number in range(200):
+        monkeypatch.setattr(operations.time, "time", lambda number=number: 2e9 + number / 1_000)
         ids.append(operations.new_id())
     assert all(str(uuid.UUID(id)) == id for id in ids)
     assert {id[0] for id in ids} == set("0123456789abcdef")
     assert [id[1:] for id in ids] == sorted((id[1:] for id in ids), reverse=True)
-    assert all(id[1:] < "01" for id in ids)
+    assert all(id[1:] < "01" and uuid.UUID(id).version == 4 for id in ids)
 
 
 def test_a_change_in_chunks_is_one_record_that_counts_its_tasks(
