@@ -24,7 +24,7 @@ GRANT INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_operator
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskShards TO ROLE outbox_operator;
 
 -- People and programs that look: all commands that only read, except `outbox show`. They read no message.
--- After a reshard, also grant the column that it has added, such as Shard32.
+-- During a reshard, grant the column that it adds, such as Shard32, and revoke the old one (docs/operations/upgrade.md).
 CREATE ROLE outbox_viewer;
 GRANT SELECT(Id, Topic, Bytes, Priority, OrderingKey, Sequence, Shard, CreatedAt, AvailableAt, BlockedBy, ExpiresAt,
     AtMostOnce, Attempts, LastError, TimesSent, SentAt)

@@ -55,9 +55,14 @@ class Operation(NamedTuple):
     seen_at: datetime | None
     stopped_at: datetime | None
 
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether it was finished or stopped."""
+        return bool(self.finished_at or self.stopped_at)
+
     def state(self, now: datetime, *, is_here: bool = False) -> str:
         """Return `finished`, `stopped`, `running`, `interrupted`, or `unfinished` for an operation without chunks."""
-        if self.finished_at or self.stopped_at:
+        if self.has_ended:
             return "finished" if self.finished_at else "stopped"
         if self.seen_at is None:
             return "unfinished"

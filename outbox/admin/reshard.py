@@ -9,13 +9,12 @@ step follows from what is in the database, so any run can continue.
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, NamedTuple
 
-from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
-from outbox.admin.operations import UNNAMED, Author
+from outbox.admin.operations import UNNAMED, Author, Operation
 from outbox.admin.table import TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.program.terminal import counted, listed
@@ -83,13 +82,14 @@ class Change(NamedTuple):
 
     former: int
     target: int
-    since: datetime
+    operation: Operation
     #: Whether it returns to the number before an earlier change.
     aborts: bool = False
 
     def describe(self, next_step: Step) -> str:
         """Return what `outbox status` prints if `next_step` is next."""
-        return f"Changing from {self.former} to {self.target} shards since {shown(self.since)}. Next: {next_step.text}"
+        since = shown(self.operation.started_at)
+        return f"Changing from {self.former} to {self.target} shards since {since}. Next: {next_step.text}"
 
 
 def next_step(snapshot: Snapshot, target: Layout) -> Step | None:
@@ -196,6 +196,7 @@ class Resharding:
                 yield step.text
             waits = step.text if step.kind == "wait" else ""
             self._do(step, target)
+        self._end(FinishedAt=COMMIT_TIMESTAMP)
 
     def _do(self, step: Step, target: Layout) -> None:
         match step.kind:
@@ -238,15 +239,22 @@ class Resharding:
             )
         if former is None or next_step(snapshot, target) is None or (latest and latest.target == target.shards):
             return
+        self._end(StoppedAt=COMMIT_TIMESTAMP)
         selection = {"from": former.shards, "to": target.shards} | ({"aborts": True} if aborts else {})
-        operations.add(self._table, "reshard", selection, self._author)
+        operations.begin(self._table, "reshard", selection, self._author)
+
+    def _end(self, **columns: Any) -> None:
+        """Record that the latest change has ended, unless its record says so."""
+        latest = self._latest()
+        if latest and not latest.operation.has_ended:
+            self._table.transact(_TAG, lambda writer: operations.update(writer, latest.operation.id, **columns))
 
     def _latest(self) -> Change | None:
         """Return the latest change, if there is one, finished or not."""
         for each in operations.latest(self._table, 10, operation="reshard"):
             match operations.parsed(each.selection):
                 case {"from": int(former), "to": int(target), **more}:
-                    return Change(former, target, each.started_at, aborts="aborts" in more)
+                    return Change(former, target, each, aborts="aborts" in more)
         return None
 
     def _build(self, target: Layout) -> None:

@@ -148,7 +148,7 @@ def _json(
     reshard = None
     if progress:
         change, step = progress
-        reshard = {"from": change.former, "to": change.target, "since": change.since}
+        reshard = {"from": change.former, "to": change.target, "since": change.operation.started_at}
         reshard |= {"next_step": step.text, "waits_for": step.waits_for}
     topics = [
         {"topic": line.topic, "priority": line.priority, "paused": line.paused, **fields(backlog, line)}

@@ -7,6 +7,7 @@ import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
+from outbox.admin import operations
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
@@ -166,3 +167,14 @@ def test_the_next_step_of_a_reshard_is_in_the_status(emulators: Emulators, own_d
     assert status["reshard"].pop("since") < status["as_of"]
     assert status["reshard"] == {"from": 10, "to": 4, "next_step": step, "waits_for": ["w"]}
     assert outbox.here("status").stdout.endswith(f"Next: {step}\n")
+
+
+@pytest.mark.extended
+def test_the_record_of_a_reshard_ends_with_it(own_database: Database) -> None:
+    """Or with the beginning of its abort, which has a record of its own."""
+    table = TaskTable(opened(own_database))
+    resharding = Resharding(table)
+    next(each for each in resharding.run(resharding.target(4)) if "poll Shard4" in each)
+    assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["unfinished"]
+    list(resharding.run(resharding.former(), aborts=True))
+    assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["finished", "stopped"]

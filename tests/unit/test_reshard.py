@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from outbox.admin.operations import Operation
 from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
@@ -120,6 +121,13 @@ def test_statements_and_shard_ids_name_the_layout() -> None:
         assert shards.sql("Shard") == layout.column
 
 
+def change(former: int, target: int, *, aborts: bool = False) -> Change:
+    """Return a change that is under way."""
+    since = datetime(2026, 11, 21, tzinfo=UTC)
+    operation = Operation("", "reshard", since, *[None] * 2, "{}", *[None] * 5)
+    return Change(former, target, operation, aborts)
+
+
 def resharding(snapshot: Snapshot, latest: Change | None, monkeypatch: pytest.MonkeyPatch) -> Resharding:
     """Return a Resharding of a database that looks like this."""
     table = mock.Mock(TaskTable)
@@ -134,10 +142,9 @@ def resharding(snapshot: Snapshot, latest: Change | None, monkeypatch: pytest.Mo
 def test_a_change_under_way_is_reported_with_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the order of the names of the columns, which is Shard16 before Shard32."""
     found = {Layout(32, "32"): COMPLETE, Layout(16, "16"): COMPLETE}
-    change = Change(32, 16, datetime(2026, 11, 21, tzinfo=UTC))
     sentence = "a change from 32 to 16 shards is under way. Continue it with --shards 16, or end it with --abort"
     with pytest.raises(OutboxError, match=sentence):
-        resharding(Snapshot(found, {}, {}), change, monkeypatch).target(64)
+        resharding(Snapshot(found, {}, {}), change(32, 16), monkeypatch).target(64)
 
 
 @pytest.mark.parametrize(("former", "target", "aborts"), [(32, 16, False), (16, 32, True)])
@@ -146,7 +153,7 @@ def test_an_abort_that_was_interrupted_is_continued(
 ) -> None:
     """And is not aborted in turn."""
     found = {Layout(32, "32"): COMPLETE, Layout(16, "16"): COMPLETE}
-    latest = Change(former, target, datetime(2026, 11, 21, tzinfo=UTC), aborts)
+    latest = change(former, target, aborts=aborts)
     assert resharding(Snapshot(found, {}, {}), latest, monkeypatch).former().shards == 32
 
 
