@@ -34,10 +34,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         found = conform(step for file in dict.fromkeys(options.files) for step in _steps(file))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SettingError(
-            f"the steps of a worker do not fit together ({type(error).__name__}: {error}). Pass all parts of its "
-            "trace, in their order"
-        ) from None
+        raise SettingError(f"the steps of a worker do not fit together ({type(error).__name__}: {error})") from None
     if not found.workers:
         raise SettingError("the files have no step of a worker, so nothing was compared")
     compared = f"{counted(found.workers, 'worker')}, {counted(found.transactions, 'transaction')} compared"
@@ -55,6 +52,15 @@ def _steps(file: str) -> Iterator[dict[str, Any]]:
                 step = json.loads(line)
             except (ValueError, RecursionError):
                 raise SettingError(f"{file!r}, line {number:,} is not JSON") from None
-            if not (isinstance(step, dict) and isinstance(step.get("worker"), str) and step.get("step") in STEPS):
+            if not _is_step(step):
                 raise SettingError(f"{file!r}, line {number:,} is no step of a trace")
             yield step
+
+
+def _is_step(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("worker"), str)
+        and isinstance(value.get("n"), int)
+        and value.get("step") in STEPS
+    )

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+from outbox.errors import SettingError
 from outbox.specification import state as spec
 from outbox.specification.protocol import AGAIN, Protocol
 from outbox.specification.state import DEAD, GONE, NO_ANSWER, PUBLISHED, READY, RETRYING, Batch, Row, Seen, State
@@ -101,14 +102,27 @@ class _Batch:
 
 
 def conform(steps: Iterable[Step]) -> Conformance:
-    """Compare the steps of workers with the specification. Those of each worker must be in their order."""
+    """Compare the steps of workers with the specification. Raises SettingError if one is missing before the last."""
     traces: dict[str, list[Step]] = defaultdict(list)
     for step in steps:
         traces[step["worker"]].append(step)
     found = Conformance(len(traces))
-    transactions = [each for name, trace in traces.items() for each in _Replay(name, found).transactions(trace)]
-    found.differences += _between(sorted(transactions, key=lambda each: each.at))
+    replays = [_Replay(name, found).transactions(_whole(trace)) for name, trace in traces.items()]
+    transactions = sorted(chain.from_iterable(replays), key=lambda each: each.at)
+    found.differences += _between(transactions)
     return found
+
+
+def _whole(trace: list[Step]) -> list[Step]:
+    """Return the steps of a worker in their order. Without one of them, a later one would look like a difference."""
+    trace.sort(key=lambda step: step["n"])
+    for number, step in enumerate(trace, 1):
+        if step["n"] != number:
+            reason = "is missing" if step["n"] > number else "is there twice"
+            raise SettingError(
+                f"step {min(number, step['n']):,} of worker {step['worker']} {reason}. Pass each part of its trace once"
+            )
+    return trace
 
 
 class _Replay:

@@ -87,7 +87,7 @@ def sent(worker: str, at: int, *, times_sent: int = 0) -> list[dict[str, Any]]:
         {"step": "mark", "states": {"a": "sent"}},
         {"step": "commit", "at": f"{at + 1}"},
     ]
-    return [{**step, "worker": worker, "batch": 1} for step in steps]
+    return [{**step, "worker": worker, "n": n, "batch": 1} for n, step in enumerate(steps, 1)]
 
 
 def test_a_commit_without_a_trace_is_a_difference() -> None:
@@ -96,6 +96,23 @@ def test_a_commit_without_a_trace_is_a_difference() -> None:
     [found] = conform([*sent("x", 5, times_sent=2), *sent("y", 1)]).differences
     assert "x, batch 1: reads a as ('ready', 2) at 6" in found
     assert "by the steps in all files: [('sent', 1)]" in found
+
+
+def test_a_missing_part_of_a_trace_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name is printed instead. The parts may come in any order."""
+    steps = traced(1)
+    worker = steps[0]["worker"]
+    parts = [tmp_path / f"{n}.jsonl" for n in range(3)]
+    for part, begin, end in zip(parts, (0, 3, 6), (3, 6, None), strict=True):
+        part.write_text("".join(json.dumps(step) + "\n" for step in steps[begin:end]), encoding="utf-8")
+    assert cli.main(["conform", *map(str, reversed(parts))]) == 0
+    for given, reason in (
+        (parts[1:], "step 1 of worker {} is missing"), (parts[::2], "step 4 of worker {} is missing"),
+    ):  # fmt: skip
+        assert cli.main(["conform", *map(str, given)]) == 2
+        assert reason.format(worker) in capsys.readouterr().err
+    with pytest.raises(SettingError, match=r"step 1 of worker .* is there twice"):
+        conform(steps + steps)
 
 
 def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,14 +133,14 @@ def test_a_worker_that_starts_again_cuts_an_incomplete_line(tmp_path: Path) -> N
     """Otherwise its first step would follow on the same line. A file that is given twice is compared once."""
     file = tmp_path / "trace.jsonl"
     file.write_text("".join(json.dumps(step) + "\n" for step in traced(1)) + '{"step": "lo', encoding="utf-8")
-    File(str(file)).write({"step": "route", "worker": "again", "routes": {}})
+    Trace(File(str(file)).write, "again").step("route", routes={})
     assert cli.main(["conform", str(file), str(file)]) == 0
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "[" * 100_000 + "\n", '{"worker": "w", "step": "walk"}\n', "no JSON\n", '{"step": "lock"}\n', "7\n",
-     '{"worker": "w", "step": "lock"}\n'],
+     '{"worker": "w", "step": "lock"}\n', '{"worker": "w", "step": "lock", "n": 1}\n'],
 )  # fmt: skip
 def test_the_command_refuses_other_files(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "other.jsonl"
