@@ -104,7 +104,7 @@ def run_apply(options: argparse.Namespace) -> int:
     """Write the rows of a file; returns 0. Raises SettingError, NotReached, OutboxError."""
     wanted = parsed(_read(options.file))
     options.topics = list(wanted)
-    table = flags.open_table(options) if options.dry_run else open_known(options, "Apply")
+    table = open_known(options, "Apply")
     for topic in sorted({control.PublishTo for control in wanted.values() if control.PublishTo}):
         check_destination(table, options, topic)
     difference = admin.topics.apply(table, wanted, flags.author(options), dry_run=options.dry_run)

@@ -167,7 +167,7 @@ def run_policy(options: argparse.Namespace) -> int:
 
 def run_route(options: argparse.Namespace) -> int:
     """Route a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
-    table = _open(options) if options.dry_run else open_known(options, "Route")
+    table = open_known(options, "Route")
     [topic] = options.topics
     to, values = options.to or topic, {"PublishTo": options.to}
     if options.to:
@@ -208,11 +208,17 @@ def check_destination(table: "admin.table.TaskTable", options: argparse.Namespac
 
 
 def open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":
-    """Return the table. If a topic is unknown, ask first. Raises SettingError, NotReached, OutboxError."""
+    """Return the table. If a topic is unknown, ask first; a dry run only says so.
+
+    Raises SettingError, NotReached, OutboxError.
+    """
     table = _open(options)
     if not options.yes and (unknown := admin.topics.unknown(table, options.topics)):
-        question = f"{flags.unknown_topics(table, unknown)}. {verb} {named(map(repr, unknown))} anyway?"
-        bulk.confirm(question, yes=False)
+        found = flags.unknown_topics(table, unknown)
+        if vars(options).get("dry_run"):
+            note(found)
+        else:
+            bulk.confirm(f"{found}. {verb} {named(map(repr, unknown))} anyway?", yes=False)
     return table
 
 

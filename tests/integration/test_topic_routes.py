@@ -156,6 +156,7 @@ def test_an_export_can_be_applied(
     wanted = {"orders": Control(True, 10.0, 20, 5, "orders-v2", 3, 1.0, 60.0, 0.0), "invoices": Control()}
     dry = command(f"topics apply {file} --force --dry-run")
     assert dry[1].endswith("\n2 topics would be changed, 0 unchanged\n")
+    assert dry[2].startswith("outbox: unknown topic 'orders', 'invoices' (no row")
     assert "orders: no row -> paused; at most 10 tasks a second, 20 at once, 5 in flight; published to orders" in dry[1]
     assert controls == {}
     assert command(f"topics apply {file} --force")[0] == 2  # no topic is known
