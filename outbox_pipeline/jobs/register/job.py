@@ -119,6 +119,8 @@ def _read_csv(spark: SparkSession, path: str) -> DataFrame:
         maxColumns=1_000_000,  # Spark refuses the whole file if a line has more, by default more than 20,480
     )  # fmt: skip
     head = reader.csv(path)
+    if not head.columns:
+        raise SettingError(f"--input {path}: the file is empty. Its first line must be a header with names of columns")
     schema = StructType([*head.schema, *schemas.optional(**{UNPARSED: StringType()})])
     rows = reader.schema(schema).options(enforceSchema=False, columnNameOfCorruptRecord=UNPARSED).csv(path)
     why = f.when(
