@@ -280,12 +280,12 @@ def _published(s: State) -> set[int]:
 def _later(state: str, times_sent: int) -> frozenset[tuple[str, int]]:
     """Return what a row can become without a worker."""
     machine = Protocol((None,), events=dict.fromkeys(spec.EVENTS, 99))
-    todo, found = [State((Row(state, times_sent),), (), _LEFT)], set[tuple[str, int]]()
-    while todo:
-        s = todo.pop()
+    unvisited, found = [State((Row(state, times_sent),), (), _LEFT)], set[tuple[str, int]]()
+    while unvisited:
+        s = unvisited.pop()
         if s.rows[0][:2] not in found:
             found.add(s.rows[0][:2])
-            todo += [after for _, after in machine.steps(s)]
+            unvisited += [after for _, after in machine.steps(s)]
     return frozenset(found)
 
 

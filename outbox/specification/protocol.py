@@ -159,18 +159,18 @@ class Protocol:
         """Publish the tasks before the first failure. Pub/Sub may execute a request without an answer later."""
         asked = {seen.id: seen.answer for seen in batch.answered}
         stop = next((i for i in batch.ids if asked.get(i, PUBLISHED) != PUBLISHED), len(self.keys))
-        todo = () if batch.defers else tuple(seen for seen in batch.takes if seen.id not in asked and seen.id < stop)
-        s = s.breaks(ROUTED, any(s.rows[seen.id].route > batch.route for seen in todo))
-        for n in range(len(todo) + 1):
-            failing, stops = todo[n : n + 1], self.keeps("a failure stops the key")
-            ok = todo[:n] if stops else todo[:n] + todo[n + 1 :]
+        unasked = () if batch.defers else tuple(seen for seen in batch.takes if seen.id not in asked and seen.id < stop)
+        s = s.breaks(ROUTED, any(s.rows[seen.id].route > batch.route for seen in unasked))
+        for n in range(len(unasked) + 1):
+            failing, stops = unasked[n : n + 1], self.keeps("a failure stops the key")
+            ok = unasked[:n] if stops else unasked[:n] + unasked[n + 1 :]
             sent = self._learn(self._receive(s, [seen.id for seen in ok]), w, batch, ok)
             answered = (*batch.answered, *(seen._replace(answer=PUBLISHED) for seen in ok))
             if not failing:
                 yield ("publish", w, n), sent.batch(w, batch, batch._replace(next="commit", answered=answered))
             for answer in (RETRYING, DEAD, NO_ANSWER) if failing else ():
                 for after in sent.spend(answer):
-                    rest = (tuple(seen.id for seen in todo[n:]),) if answer == NO_ANSWER else ()
+                    rest = (tuple(seen.id for seen in unasked[n:]),) if answer == NO_ANSWER else ()
                     news = batch._replace(next="commit", answered=(*answered, failing[0]._replace(answer=answer)))
                     yield (answer, w, n), after._replace(late=(*after.late, *rest)).batch(w, batch, news)
 

@@ -34,15 +34,15 @@ class MarkFirst(Delivery):
 
     def run(self) -> Delivered:
         """Mark and publish. Halve what Spanner refuses to mark, so that other tasks do not wait for a refused row."""
-        todo = deque([self.claim])
-        while todo:
-            part = todo.popleft()
+        parts = deque([self.claim])
+        while parts:
+            part = parts.popleft()
             try:
                 self._send(part)
             except StoreError as error:
                 searches = isinstance(error, Refused) and self._tools.marking.refused < MAX_REFUSED
                 halves = part.halves() if searches else ()
-                todo.extendleft(reversed(halves))
+                parts.extendleft(reversed(halves))
                 if not halves:
                     self._stop(part, error)
         self._undo()

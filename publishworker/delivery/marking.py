@@ -149,23 +149,23 @@ class MarkRetry:
         While nothing commits, stop at the first failure, because the next part would fail, too. A refused part does not
         stop the search until Spanner has refused MAX_REFUSED rows.
         """
-        todo, left = deque(self._parts), list[Claim]()
+        untried, left = deque(self._parts), list[Claim]()
         end, continues = self._marking.clock() + seconds, True
-        while todo and continues:
-            part = todo.popleft()
+        while untried and continues:
+            part = untried.popleft()
             if (error := self._mark(part)) is not None:
                 halves, refused = part.halves(), isinstance(error, Refused)
                 something_commits = self._marking.commits != self._commits
                 continues = something_commits or (refused and self._marking.refused < MAX_REFUSED)
                 if halves and refused:
-                    todo.extendleft(reversed(halves))
-                elif halves and (something_commits or len(todo) + len(left) + len(halves) <= MAX_PARTS):
+                    untried.extendleft(reversed(halves))
+                elif halves and (something_commits or len(untried) + len(left) + len(halves) <= MAX_PARTS):
                     left += halves
                 else:
                     left.append(part)
                     if continues:
                         self._note(part, error)
-            self._set_parts([*todo, *left])
+            self._set_parts([*untried, *left])
             continues = continues and self._marking.clock() < end and not self._marking.is_over(self._since)
         self._commits = self._marking.commits
         self.aside = bool(self._parts) and all(part in self._failed for part in self._parts)

@@ -108,18 +108,43 @@ def execute(block: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
-    """Emulators, a registration, a worker, a subscriber; sent again by the page's command, and handled once.
-
-    Each is a process that knows only the variables that `outbox emulators` prints. With INSTALLED, the Python of an
-    environment with the wheel (`make dist`), the processes do not see the repository.
-    """
+@pytest.fixture
+def _binaries() -> None:
+    """Emulators that a variable names are not enough."""
     try:
         check_installed(SPANNER, PUBSUB)
-    except NotReached as error:  # emulators that a variable names are not enough
+    except NotReached as error:
         if os.environ.get("CI") or "INSTALLED" in os.environ:
             raise
         pytest.skip(str(error))
+
+
+class Reader:
+    """Runs processes that know only the variables that `outbox emulators` prints.
+
+    With INSTALLED, the Python of an environment with the wheel (`make dist`), they do not see the repository.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._installed = folder, os.environ.get("INSTALLED")
+        self.environment = {"OUTBOX_HEARTBEAT_FILE": str(folder / "heartbeat")}
+        if not self._installed:
+            self.environment["PYTHONPATH"] = str(ROOT)
+
+    def process(self, *words: str) -> contextlib.AbstractContextManager[Process]:
+        python = self._installed or sys.executable
+        return started(*words, environment=self.environment, directory=self._folder, python=python)
+
+    def finished(self, words: list[str]) -> Finished:
+        if not self._installed:
+            return run(*words, environment=self.environment)
+        with self.process(*words) as ending:
+            return Finished(ending.wait(), ending.stdout, ending.stderr)
+
+
+@pytest.mark.usefixtures("_binaries")
+def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
+    """Emulators, a registration, a worker, a subscriber; sent again by the page's command, and handled once."""
     for block in (*blocks("README.md", "sql"), *blocks("README.md", "python")):
         (tmp_path / re.findall(r"\A(?:#|--) (\S+)\n", block)[0]).write_text(block)
     ours = [words for words in commands("README.md") if words[0] in PARSERS]
@@ -131,40 +156,29 @@ def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
         ["outbox", "schema"],
         ["publishworker", "check"],
     ]
-    installed = os.environ.get("INSTALLED")
-    environment = {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / "heartbeat")}
-    if not installed:
-        environment["PYTHONPATH"] = str(ROOT)
-
-    def process(*words: str) -> contextlib.AbstractContextManager[Process]:
-        return started(*words, environment=environment, directory=tmp_path, python=installed or sys.executable)
-
-    def finished(words: list[str]) -> Finished:
-        if not installed:
-            return run(*words, environment=environment)
-        with process(*words) as ending:
-            return Finished(ending.wait(), ending.stdout, ending.stderr)
-
-    with process(*ours[0]) as running:
+    reader = Reader(tmp_path)
+    with reader.process(*ours[0]) as running:
         running.wait_for_text("Press Ctrl-C")
-        environment |= dict(re.findall(r"^export (\w+)=(.+)$", running.stdout, re.MULTILINE))
-        shop = client(environment["SPANNER_EMULATOR_HOST"], PROJECT).instance("main").database("shop")
-        with process("register_order") as registering:
+        reader.environment |= dict(re.findall(r"^export (\w+)=(.+)$", running.stdout, re.MULTILINE))
+        shop = client(reader.environment["SPANNER_EMULATOR_HOST"], PROJECT).instance("main").database("shop")
+        with reader.process("register_order") as registering:
             assert registering.wait() == 0
         assert query(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 1999]]
         [[task_id, sent_at]] = query(shop, "SELECT Id, SentAt FROM AsynchronousTasks")
         assert sent_at is None
-        applied, checked = map(finished, ours[4:])
+        applied, checked = map(reader.finished, ours[4:])
         assert applied.stdout.splitlines()[0] == "exists   table AsynchronousTasks"
         assert (checked.code, checked.stdout.count("ok  ")) == (0, 4)
-        with process(*ours[1]) as worker, process("receive_orders") as receiving:
+        with reader.process(*ours[1]) as worker, reader.process("receive_orders") as receiving:
             receiving.wait_for_text("order-1: invoice written")
             eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
-            listed, retried = (finished([task_id if word == "THE-ID" else word for word in each]) for each in ours[2:4])
+            listed, retried = (
+                reader.finished([task_id if word == "THE-ID" else word for word in each]) for each in ours[2:4]
+            )
             assert task_id in listed.stdout
             assert retried.code == 0
             eventually(lambda: one(shop, "SELECT TimesSent FROM AsynchronousTasks") == 2, seconds=10)
-            pubsub = PubSub.on(environment["PUBSUB_EMULATOR_HOST"])
+            pubsub = PubSub.on(reader.environment["PUBSUB_EMULATOR_HOST"])
             pubsub.publish(f"projects/{PROJECT}/topics/orders", b"{}")  # no task ID
             receiving.wait_for_text("did not come from the outbox")
             assert receiving.child.poll() is None

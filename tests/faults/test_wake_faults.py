@@ -16,7 +16,7 @@ from tests.support.pubsub import PubSub
 from tests.support.relays import register, worker
 from tests.support.rpc import Forwarding
 from tests.support.spanner import ADMIN_SECONDS
-from tests.support.trial import Trial
+from tests.support.trial import Figures, Trial
 from tests.support.waiting import eventually
 
 WAKE = ("--wake", "change-stream")
@@ -77,7 +77,7 @@ def gate_before(trial: Trial) -> Iterator[Gate]:
         yield gate
 
 
-def _harm_the_stream(trial: Trial, seconds: float, how: str) -> None:
+def _audit_with_harm(trial: Trial, seconds: float, how: str) -> Figures:
     """Run two workers under load while their streams do not work, and afterwards."""
     with gate_before(trial) as gate, trial.workers(2, *WAKE) as workers:
         eventually(lambda: gate.records > 0, seconds=30, message="a worker reads the stream")
@@ -96,7 +96,7 @@ def _harm_the_stream(trial: Trial, seconds: float, how: str) -> None:
                 message="each worker reads its stream again",
             )
         trial.settle()
-    assert trial.audit(duplicates=0).kept()
+    return trial.audit(duplicates=0)
 
 
 @pytest.mark.extended
@@ -105,7 +105,7 @@ def test_stream_frozen(trial: Trial, fault_seconds: float) -> None:
 
     Promised: No task is lost or published twice. The workers notice it and read the stream again.
     """
-    _harm_the_stream(trial, fault_seconds, "freeze")
+    assert _audit_with_harm(trial, fault_seconds, "freeze").kept()
 
 
 @pytest.mark.extended
@@ -114,7 +114,7 @@ def test_stream_cut(trial: Trial, fault_seconds: float) -> None:
 
     Promised: No task is lost or published twice. The workers notice it and read the stream again.
     """
-    _harm_the_stream(trial, fault_seconds, "cut")
+    assert _audit_with_harm(trial, fault_seconds, "cut").kept()
 
 
 @pytest.mark.extended
@@ -133,4 +133,4 @@ def test_a_task_waits_for_the_poll_interval_if_the_stream_fails(
         gate.freeze()
         for _ in range(2):
             register(database, topic, 1)
-            subscription.pull_until(1, seconds=MAX_WAIT)
+            assert subscription.pull_until(1, seconds=MAX_WAIT)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-Fuzz = Callable[..., None]
+Check = Callable[..., None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def fuzz(long: bool) -> Fuzz:
+def check(long: bool) -> Check:
     """Return a function that plays a `@given` function so many times: always the same cases in the short form."""
 
     def play(test: Callable[[], Any], cases: int, cases_if_long: int) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import outbox
 from outbox.message import RawPubsubMessage
 from outbox.testing import RecordingTransaction
-from tests.fuzz.conftest import Fuzz
+from tests.fuzz.conftest import Check
 
 texts = st.text(max_size=40) | st.text(st.characters(codec=None), max_size=8) | st.sampled_from(["", "\x00", "\ud800"])
 long_texts = st.builds(lambda text, times: text * times, st.text(min_size=1, max_size=3), st.integers(1, 1500))
@@ -96,6 +96,6 @@ def _registered(call: tuple[dict[str, Any], set[str]]) -> None:
     assert row["AtMostOnce"] is given["at_most_once"]
 
 
-def test_register_stores_the_given_values_or_refuses_them(fuzz: Fuzz) -> None:
+def test_register_stores_the_given_values_or_refuses_them(check: Check) -> None:
     """No other error, no altered byte, nothing added when it is refused."""
-    fuzz(_registered, 200, 70_000)
+    check(_registered, 200, 70_000)

@@ -13,7 +13,7 @@ from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPubsubMessag
 from outbox.table.states import NEVER
 from publishworker.pubsub.messages import topic_filter, topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
-from tests.fuzz.conftest import Fuzz
+from tests.fuzz.conftest import Check
 from tests.simulation.pubsub import Refused
 from tests.support.fakes import FakeStore
 from tests.support.parts import relay_of
@@ -163,6 +163,6 @@ def _must_go(id: str, columns: dict[str, Any]) -> bool:
     return due and not expires and message.ByteSize() < MAX_REQUEST_BYTES - 1000
 
 
-def test_no_inserted_row_stops_the_relay(fuzz: Fuzz) -> None:
+def test_no_inserted_row_stops_the_relay(check: Check) -> None:
     """No message is altered or goes to a topic that is not allowed, and a row that cannot be sent has the reason."""
-    fuzz(_relayed, 100, 25_000)
+    check(_relayed, 100, 25_000)

@@ -14,7 +14,7 @@ from outbox import cli
 from outbox.errors import NotReached
 from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as worker
-from tests.fuzz.conftest import Fuzz
+from tests.fuzz.conftest import Check
 
 numbers = (
     st.integers().map(str) | st.floats().map(str) | st.integers(0, 10**6).map(str)
@@ -68,6 +68,6 @@ def _nothing_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 
 
 @pytest.mark.usefixtures("_nothing_is_there")
-def test_a_command_line_is_run_or_refused_in_a_sentence(fuzz: Fuzz) -> None:
+def test_a_command_line_is_run_or_refused_in_a_sentence(check: Check) -> None:
     """Of all three commands; never a stack trace."""
-    fuzz(_called, 100, 6_000)
+    check(_called, 100, 6_000)

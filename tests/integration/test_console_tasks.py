@@ -260,8 +260,8 @@ def test_an_operation_that_cannot_go_on_says_why(database: Database, table: Task
         batch.update("AsynchronousTaskOperations", ("OperationId", "Position"), [row])
     address = f"/operation?id={id}"
     jane.post(form_of(jane.get(address).text, "/operation/continue-retry"), headers=SAME)
-    eventually(lambda: "the number of shards was changed" in jane.get(address).text)
-    eventually(lambda: "Continue here" in jane.get(address).text)
+    assert eventually(lambda: "the number of shards was changed" in jane.get(address).text)
+    assert eventually(lambda: "Continue here" in jane.get(address).text)
 
 
 def test_pages_of_tasks_keep_their_state_in_the_address(

@@ -71,7 +71,7 @@ def _answers(host: str) -> bool:
         return client.connect_ex((name, int(port))) == 0
 
 
-def _not_reached(match: str) -> None:
+def _expect_not_reached(match: str) -> None:
     with pytest.raises(NotReached, match=match):
         emulators.running().__enter__()
 
@@ -97,7 +97,7 @@ def test_a_variable_with_a_dead_address_is_named(monkeypatch: pytest.MonkeyPatch
     with silent_port() as host:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", host)
         monkeypatch.setenv("PUBSUB_EMULATOR_HOST", host)
-        _not_reached(f"SPANNER_EMULATOR_HOST is '{host}', but nothing answers")
+        _expect_not_reached(f"SPANNER_EMULATOR_HOST is '{host}', but nothing answers")
 
 
 @pytest.mark.parametrize("variable", ["SPANNER_EMULATOR_HOST", "PUBSUB_EMULATOR_HOST"])
@@ -146,7 +146,7 @@ def test_the_sdk_is_found_by_the_real_path_of_gcloud(monkeypatch: pytest.MonkeyP
         assert _answers(running.spanner_host)
         assert _answers(running.pubsub_host)
     monkeypatch.setenv("CLOUDSDK_ROOT_DIR", str(tmp_path))
-    _not_reached("not found")
+    _expect_not_reached("not found")
 
 
 def test_a_requested_port_overrides_the_variable(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
@@ -186,7 +186,7 @@ def test_an_emulator_that_does_not_start_is_given_up(
     if "0.2 s" in sentence:
         monkeypatch.setattr(child_process, "START_SECONDS", 0.2)
     sdk(**texts)
-    _not_reached(sentence)
+    _expect_not_reached(sentence)
 
 
 def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:

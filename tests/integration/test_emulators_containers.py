@@ -169,7 +169,7 @@ def test_a_killed_command_leaves_no_container(engines: Engines) -> None:
     with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT) as process:
         eventually(lambda: len(engines.containers()) == 2)
         process.send_signal(signal.SIGKILL)
-    eventually(lambda: not engines.containers(), message="both containers are removed")
+    assert eventually(lambda: not engines.containers(), message="both containers are removed")
 
 
 def test_a_listener_that_says_nothing_is_no_server() -> None:

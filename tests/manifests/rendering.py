@@ -70,7 +70,7 @@ def rendered(directory: Path) -> Objects:
     return copy.deepcopy(_parsed(rendered_text(directory)))
 
 
-def compare(name: str, text: str) -> None:
+def check_golden(name: str, text: str) -> None:
     file = GOLDEN / name
     if os.environ.get("GOLDEN") == "write":
         file.write_text(text, encoding="utf-8")

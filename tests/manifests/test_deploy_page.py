@@ -21,7 +21,7 @@ from tests.manifests.rendering import (
     OVERLAYS,
     ROOT,
     SPARK,
-    compare,
+    check_golden,
     kubectl,
     of_kind,
     programs,
@@ -120,7 +120,7 @@ def test_gcloud_and_kubectl_accept_every_command_line(tmp_path: Path, long: bool
     if asked:
         programs("gcloud")
     assert [refused for line in asked if (refused := refusal(line, tmp_path))] == []
-    compare(file.name, "".join(f"{line}\n" for line in sorted(every)))
+    check_golden(file.name, "".join(f"{line}\n" for line in sorted(every)))
 
 
 @pytest.mark.parametrize("page", PAGES)

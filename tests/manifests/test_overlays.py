@@ -24,7 +24,7 @@ from tests.manifests.rendering import (
     OVERLAYS,
     ROOT,
     SPARK,
-    compare,
+    check_golden,
     container,
     environment,
     rendered,
@@ -64,7 +64,7 @@ def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_
     if name == "opentelemetry":
         folder = composed(tmp_path / name, "opentelemetry", "network-policy")
     # Without the texts of scripts in a ConfigMap, whose name has their hash.
-    compare(f"{name}.yaml", re.sub(r"(?m)^(  \w+\.py: )\|\n(?: {4}.*\n| *\n)+", r"\1...\n", rendered_text(folder)))
+    check_golden(f"{name}.yaml", re.sub(r"(?m)^(  \w+\.py: )\|\n(?: {4}.*\n| *\n)+", r"\1...\n", rendered_text(folder)))
     for each in rendered(folder):
         validate(each)
 

@@ -293,7 +293,7 @@ def lose_spanner(shop: Shop, driver: Process) -> None:
     shop.proxy.forward()
 
 
-def play(shop: Shop, kind: type[Job], fault: Fault) -> None:
+def check(shop: Shop, kind: type[Job], fault: Fault) -> None:
     """Run a job with a fault in its middle, run it again if it did not end by itself, and audit it."""
     job = kind(shop)
     with shop.cluster.started(*job.command, *job.slow, "--json", **shop.options) as driver:
@@ -312,22 +312,22 @@ def play(shop: Shop, kind: type[Job], fault: Fault) -> None:
 @pytest.mark.parametrize("fault", [kill_an_executor, kill_the_driver])
 @pytest.mark.parametrize("job", [Register, Drain, Archive, Purge, Replay])
 def test_no_killed_process_costs_or_repeats_work(shop: Shop, job: type[Job], fault: Fault):
-    play(shop, job, fault)
+    check(shop, job, fault)
 
 
 @pytest.mark.parametrize("job", [Register, Drain, Archive, Purge, Replay, ReadingAudit])
 def test_a_job_survives_a_minute_without_spanner(shop: Shop, job: type[Job]):
-    play(shop, job, lose_spanner)
+    check(shop, job, lose_spanner)
 
 
 def test_an_audit_counts_each_message_once_although_executors_are_killed(shop: Shop):
     """A killed audit changes nothing. It is run again with another folder."""
-    play(shop, Audit, kill_all_executors)
+    check(shop, Audit, kill_all_executors)
 
 
 def test_an_archive_goes_on_without_a_killed_spark_worker(shop: Shop, tmp_path: Path):
     with cluster.running(tmp_path / "cluster") as own:
-        play(replace(shop, cluster=own), Purge, kill_a_worker)
+        check(replace(shop, cluster=own), Purge, kill_a_worker)
 
 
 def test_one_of_two_archives_at_once_finishes_and_the_other_says_why(shop: Shop):

@@ -86,14 +86,14 @@ class Explorer:
         before: dict[int, list[int]] = {}
         for a, b in zip(self._from, self._to, strict=True):
             before.setdefault(b, []).append(a)
-        todo = [*self._ends]
-        for n in todo:
+        unvisited = [*self._ends]
+        for n in unvisited:
             good[n] = 1
-        while todo:
-            for n in before.get(todo.pop(), ()):
+        while unvisited:
+            for n in before.get(unvisited.pop(), ()):
                 if not good[n]:
                     good[n] = 1
-                    todo.append(n)
+                    unvisited.append(n)
         found = good.find(0)
         return None if found < 0 else found
 

@@ -60,11 +60,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.runs) - RUNS.keys():
         parser.error(f"unknown run {', '.join(sorted(unknown))}. Choose from {', '.join(RUNS)}")
-    codes = [tested(name, arguments.pytest.split()) for name in arguments.runs or RUNS]
+    codes = [exit_code_of(name, arguments.pytest.split()) for name in arguments.runs or RUNS]
     return max((code for code in codes if code is not None), default=1)
 
 
-def tested(name: str, flags: list[str]) -> int | None:
+def exit_code_of(name: str, flags: list[str]) -> int | None:
     """Run the tests and print their row; return pytest's exit code, or None without that Python version."""
     run = RUNS[name]
     python = FOLDER / name / "bin" / "python"

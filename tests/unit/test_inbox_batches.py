@@ -18,6 +18,7 @@ from outbox import inbox
 from outbox.errors import NotReached
 from outbox.inbox.collector import Collector
 from outbox.table.transactions import inserted
+from tests.support.waiting import eventually
 from tests.unit.test_inbox import Database
 from tests.unit.test_inbox import message as single
 
@@ -48,8 +49,7 @@ def deliver(database: Any, handle: Any, *messages: Any, **options: Any) -> inbox
 
     thread = threading.Thread(target=first)
     thread.start()
-    while not receive._batches._is_busy and thread.is_alive():
-        time.sleep(0.001)
+    eventually(lambda: receive._batches._is_busy or not thread.is_alive())
     for of in messages[1:]:
         receive(of)
     thread.join(SECONDS)
@@ -310,8 +310,7 @@ def test_a_full_list_does_not_wait_and_another_one_waits_for_its_delay() -> None
     full = Collector(lists.append, 2, SECONDS)
     thread = threading.Thread(target=full.add, args=["a"])
     thread.start()
-    while not full._is_busy:
-        time.sleep(0.001)
+    eventually(lambda: full._is_busy)
     full.add("b")
     thread.join(SECONDS / 2)
     assert lists == [["a", "b"]]

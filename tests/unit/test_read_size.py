@@ -30,13 +30,15 @@ class SlowSpanner(Bench):
         self.timeouts = 0
         store = self.store
         store.poll = self.reading(store.poll, lambda request: request.ranges)  # type: ignore[method-assign]  # slow
-        store.discover = self.reading(  # type: ignore[method-assign]
+        store.discover = self.reading(  # type: ignore[method-assign]  # slow
             store.discover, lambda shards, known: len(shards) * (len(known) + 1)
         )
-        store.seconds_until_due = self.reading(  # type: ignore[method-assign]
+        store.seconds_until_due = self.reading(  # type: ignore[method-assign]  # slow
             store.seconds_until_due, lambda shards, topics: len(shards) * len(topics)
         )
-        store.key_heads = self.reading(store.key_heads, lambda keys, *_, **__: len(keys))  # type: ignore[method-assign]
+        store.key_heads = self.reading(  # type: ignore[method-assign]  # slow
+            store.key_heads, lambda keys, *_, **__: len(keys)
+        )
 
     def reading(self, read: Callable[..., Any], ranges: Callable[..., int]) -> Callable[..., Any]:
         def slow(*arguments: Any, **keywords: Any) -> Any:

@@ -227,7 +227,7 @@ def test_times_are_limited_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC-14")
     time.tzset()
     try:
-        outbox.register(RecordingTransaction(), "orders", b"", expires_at=datetime.max.replace(tzinfo=UTC))
+        assert outbox.register(RecordingTransaction(), "orders", b"", expires_at=datetime.max.replace(tzinfo=UTC))
     finally:
         monkeypatch.undo()
         time.tzset()
