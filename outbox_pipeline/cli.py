@@ -11,22 +11,20 @@ from typing import Any
 
 from outbox._version import __version__
 from outbox.cli.flags import add_reason
-from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.program.arguments import Parser
 from outbox.program.settings import Settings, unknown_variables
-from outbox.program.terminal import complain, prepare_streams, say
+from outbox.program.terminal import ended, prepare_streams, say
 from outbox.program.times import shown
 from outbox_pipeline.settings import (
     ArchiveSettings,
     AuditSettings,
     DrainSettings,
-    JobSettings,
     RegisterSettings,
     ReplaySettings,
 )
 from outbox_pipeline.spark.session import is_submitted
-from publishworker.process.exits import DONE, FAILED, INTERRUPTED, WORK_LEFT
+from publishworker.process.exits import DONE, FAILED, WORK_LEFT
 from publishworker.process.settings import add_deadline
 
 #: The counts of results that make a job fail.
@@ -74,19 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from outbox_pipeline.spark.stderr import redirect_stderr  # noqa: PLC0415 - it needs Spark
 
         redirect_stderr()
-    try:
-        options = _parser().parse_args(arguments)
-        return _run(options.job, options.settings.read(vars(options)), options)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except OutboxError as error:
-        complain("outbox-pipeline", str(error))
-        return error.exit_code
+    return ended("outbox-pipeline", lambda: _run(_parser().parse_args(arguments)))
 
 
-def _run(name: str, settings: JobSettings | DrainSettings, options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
+    name, settings = options.job, options.settings.read(vars(options))
     from outbox_pipeline.spark import session  # noqa: PLC0415 - the imports below need the packages
 
     session.check_packages()

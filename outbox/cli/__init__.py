@@ -25,13 +25,10 @@ from outbox.cli import (
     topics,
     workers,
 )
-from outbox.errors import OutboxError
 from outbox.program.arguments import Parser
 from outbox.program.lazy import need
 from outbox.program.settings import one_of, unknown_variables
-from outbox.program.terminal import Escaped, prepare_streams, say
-
-DONE, FAILED, INTERRUPTED = 0, 1, 130
+from outbox.program.terminal import Escaped, ended, prepare_streams, say
 
 COMMANDS = (emulators, schema, status, tasks, changes, topic_list, topics, workers, operations, console, conform)
 
@@ -45,22 +42,17 @@ spanner-outbox[operators].
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Print an expected error on stderr, as one line."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        prepare_streams()
-        options = _parser().parse_args(arguments)
-        output.use_color(output.OutputSettings.read(vars(options)).color)
-        for sentence in unknown_variables():
-            output.note(sentence)
-        code: int = options.run(options)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except OutboxError as error:
-        output.note(str(error))
-        return error.exit_code
+    """Run one command and return its exit code. An expected error is one sentence on stderr."""
+    prepare_streams()
+    return ended("outbox", lambda: _run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    options = _parser().parse_args(arguments)
+    output.use_color(output.OutputSettings.read(vars(options)).color)
+    for sentence in unknown_variables():
+        output.note(sentence)
+    code: int = options.run(options)
     return code
 
 
@@ -90,10 +82,10 @@ def _complete(options: argparse.Namespace) -> int:
     import shtab  # noqa: PLC0415 - optional
 
     say(Escaped(shtab.complete(options.parser, options.shell).rstrip("\n")))
-    return DONE
+    return 0
 
 
 def _help(options: argparse.Namespace) -> int:
     with contextlib.suppress(SystemExit):  # argparse exits after it has printed the help
         options.parser.parse_args([*getattr(options, "words", []), "--help"])
-    return DONE
+    return 0

@@ -9,15 +9,17 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from outbox.errors import NotReached
+from outbox.errors import NotReached, OutboxError
 from outbox.program.times import shown
 
 _DISCARD = Path(os.devnull)
+#: Exit codes.
+FAILED, INTERRUPTED = 1, 130
 
 
 class Escaped(str):
@@ -108,6 +110,19 @@ def write(output: str | bytes, stream: TextIO) -> None:
 def complain(program: str, text: str) -> None:
     """Write a message of a program on stderr."""
     say(sentences(f"{program}: {text}"), stream=sys.stderr)
+
+
+def ended(program: str, command: Callable[[], int]) -> int:
+    """Run a command of a program, and return its exit code. An expected error is one sentence on stderr."""
+    try:
+        return command()
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OutboxError as error:
+        complain(program, str(error))
+        return error.exit_code
 
 
 def prepare_streams() -> None:

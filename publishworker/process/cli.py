@@ -47,21 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    from outbox.errors import OutboxError  # noqa: PLC0415 - see main
-    from outbox.program.terminal import complain, prepare_streams  # noqa: PLC0415 - see main
+    from outbox.program.terminal import ended, prepare_streams  # noqa: PLC0415 - see main
 
-    prepare_streams()
-    try:
+    def run() -> int:
         options = _parser().parse_args(arguments)
         code: int = options.run(options)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        return exits.FAILED
-    except KeyboardInterrupt:  # the second Ctrl-C
-        return exits.INTERRUPTED
-    except OutboxError as error:
-        complain("publishworker", str(error))
-        return error.exit_code
-    return code
+        return code
+
+    prepare_streams()
+    return ended("publishworker", run)
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -1,3 +1,3 @@
 """How the commands end: what a supervisor or a script may rely on."""
 
-DONE, FAILED, NOT_REACHED, WORK_LEFT, INTERRUPTED = 0, 1, 3, 4, 130
+DONE, FAILED, NOT_REACHED, WORK_LEFT = 0, 1, 3, 4
