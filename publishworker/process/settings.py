@@ -35,7 +35,7 @@ class RelaySettings(PubSubSettings):
     allowed_topics: str = setting(
         "*",
         matching(rf"{_PATTERN}(?:,{_PATTERN})*", "comma-separated patterns of topics, in which * is any text"),
-        "Topics to publish to: topic IDs in the worker's project, or projects/PROJECT/topics/TOPIC.",
+        "Topics to publish to: topic IDs in the worker's project (all with *), or projects/PROJECT/topics/TOPIC.",
     )
     request_priority: str = setting(
         "medium",

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from outbox.program.terminal import counted, listed
+from outbox.program.terminal import counted
 from publishworker.delivery.claim import Delivered, Kind, Recorded, Unmarked, turn_counts
 from publishworker.delivery.trace import Trace
 from publishworker.log import ThrottledLog, log
@@ -34,7 +34,8 @@ _SUMMARY = {
 class Reporter:
     """Counts and logs.
 
-    Warnings are throttled: one line a minute for each problem of a topic, or FAILURE_LINES about single tasks.
+    Warnings are throttled, except about tasks that may be lost: one line a minute for each problem of a topic, or
+    FAILURE_LINES about single tasks.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float], trace: Trace | None = None) -> None:
@@ -158,12 +159,12 @@ class Reporter:
     def _unconfirmed(self, topic: str, ids: Sequence[str]) -> None:
         if ids:
             self._metrics.count(m.UNCONFIRMED, len(ids), topic=topic)
-            self._throttled_log.log(
-                "unconfirmed",
-                topic,
-                f"At-most-once delivery to topic {topic}: {_tasks(ids)} may be lost, because they may be marked as "
-                f"sent without being published. They are not retried. IDs: {listed(ids)}",
-            )
+            # All IDs, and not throttled: they are nowhere else.
+            log.warning(
+                "At-most-once delivery to topic %s: %s may be lost, because they may be marked as sent without being "
+                "published. They are not retried. IDs: %s", topic, _tasks(ids), ", ".join(ids),
+                extra={"action": "unconfirmed"},
+            )  # fmt: skip
 
     def _failures(self, delivered: Delivered) -> None:
         """Count all failures. Log recorded attempts as warnings, and the others at DEBUG."""

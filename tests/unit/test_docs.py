@@ -196,6 +196,14 @@ def test_documented_limits_match_the_code() -> None:
         assert getattr(importlib.import_module(module), constant) == float(value), name
 
 
+def test_the_page_of_logs_has_every_action() -> None:
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "publishworker").rglob("*.py"))
+    actions = {"".join(found) for found in re.findall(r'"action": "(\w+)"|_log\.log\(\s*"(\w+)"', source)}
+    listed = re.findall(r"`(\w+)`", (ROOT / "docs/reference/logs.md").read_text(encoding="utf-8"))
+    assert "trace_ended" in actions
+    assert actions <= {*listed}
+
+
 def test_every_statement_of_the_acceptance_list_has_a_line() -> None:
     rows = [cells for cells in row_cells(ROOT / "docs" / "acceptance.md") if re.fullmatch(r"A\d+", cells[0])]
     assert [cells[0] for cells in rows] == STATEMENTS

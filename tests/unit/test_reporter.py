@@ -106,6 +106,17 @@ def test_each_failure_is_logged(watch: Watch) -> None:
     assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1}
 
 
+def test_each_task_that_may_be_lost_is_named(watch: Watch) -> None:
+    """Also in a second batch of the minute: the IDs are nowhere else, and their rows look sent."""
+    batches = [[f"id-{number}" for number in range(count)] for count in (200, 2)]
+    for ids in batches:
+        watch.reporter.report_batch(Delivered(claim_of("orders", *ids), unconfirmed=tuple(ids)))
+    named = [record.getMessage().rpartition("IDs: ")[2].split(", ") for record in watch.caplog.records]
+    assert named == batches
+    assert watch.actions() == ["unconfirmed", "unconfirmed"]
+    assert watch.counts[m.UNCONFIRMED.name] == 202
+
+
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
     watch.reporter.report_batch(failing([f"task-{n}" for n in range(10_000)]))
     assert watch.actions() == ["publish_failed"] * 100
