@@ -11,6 +11,7 @@ from outbox.admin import operations
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
+from outbox.errors import OutboxError
 from outbox.table.layouts import Layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Heartbeat
@@ -171,10 +172,24 @@ def test_the_next_step_of_a_reshard_is_in_the_status(emulators: Emulators, own_d
 
 @pytest.mark.extended
 def test_the_record_of_a_reshard_ends_with_it(own_database: Database) -> None:
-    """Or with the beginning of its abort, which has a record of its own."""
+    """Or with the beginning of its abort, which has a record of its own. The command that was changing then ends."""
     table = TaskTable(opened(own_database))
     resharding = Resharding(table)
-    next(each for each in resharding.run(resharding.target(4)) if "poll Shard4" in each)
+    changing = resharding.run(resharding.target(4))
+    next(each for each in changing if "poll Shard4" in each)
     assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["unfinished"]
     list(resharding.run(resharding.former(), aborts=True))
+    with pytest.raises(OutboxError, match="another command has begun to change the number to 10"):
+        list(changing)
+    assert list(resharding.snapshot().layouts) == [Layout(10)]
     assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["finished", "stopped"]
+
+
+@pytest.mark.extended
+def test_a_reshard_that_changes_nothing_ends_no_record(own_database: Database) -> None:
+    """Such as one whose command was killed before the first step."""
+    table = TaskTable(opened(own_database))
+    resharding = Resharding(table)
+    next(resharding.run(resharding.target(4)))
+    list(resharding.run(resharding.target(10)))
+    assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["unfinished"]
