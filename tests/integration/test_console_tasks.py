@@ -12,7 +12,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
-from outbox.admin import changes, operations
+from outbox.admin import backlog, changes, operations
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
@@ -378,7 +378,14 @@ def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: Te
     assert "changed: retry" not in jane.get("/task?id=sent").text
 
 
-def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(database: Database, jane: TestClient) -> None:
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(
+    database: Database, jane: TestClient, monkeypatch: pytest.MonkeyPatch, is_counted: bool
+) -> None:
+    """The page says so if not all blocked tasks are counted."""
+    if not is_counted:
+        monkeypatch.setattr(backlog, "MAX_TOTAL", 1)
+        monkeypatch.setattr(backlog, "MIN_COUNT_LIMIT", 1)
     insert(
         database,
         [row("head", **DEAD, OrderingKey="k"), row("b", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="head")],
@@ -387,6 +394,7 @@ def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(database: Databas
     assert re.findall(r'href="(/tasks/[^"]*)">(\w+)<', page) == [
         ("/tasks/retry?id=head", "Retry"), ("/tasks/cancel?id=head", "Cancel"),
     ]  # fmt: skip
+    assert ("Not all blocked tasks were counted" in page) != is_counted
 
 
 MESSAGES = {
