@@ -215,7 +215,7 @@ class Resharding:
             case "drop":
                 found = schema.layouts(self._table.database)
                 if step.layout in found:  # otherwise another run has dropped it meanwhile
-                    self._update(ddl.dropped_layout(step.layout, found[step.layout]))
+                    self._update(ddl.dropped_layout(step.layout, found[step.layout]), found)
             case "forget":
                 keys = KeySet(keys=[[step.layout.column]])
                 self._table.transact(_TAG, lambda transaction: transaction.delete(_TABLE, keys))
@@ -274,13 +274,22 @@ class Resharding:
         if target not in found:
             missing.insert(0, column)
         if missing:
-            self._update(missing)
+            self._update(missing, found)
         else:
             time.sleep(WAIT_SECONDS)  # an index is not READ_WRITE yet
 
-    def _update(self, statements: list[str]) -> None:
-        with schema.service_errors(self._table.name):
-            self._table.database.update_ddl(statements).result()
+    def _update(self, statements: list[str], found: Mapping[Layout, Mapping[str, str]]) -> None:
+        """Apply DDL to the layouts that were found.
+
+        Updates are queued. If an earlier one, such as that of a command that was interrupted, has changed the layouts
+        before this one is refused, the next step follows from them.
+        """
+        try:
+            with schema.service_errors(self._table.name):
+                self._table.database.update_ddl(statements).result()
+        except OutboxError:
+            if schema.layouts(self._table.database) == found:
+                raise
 
     def _recorded(self) -> dict[Layout, str]:
         rows = self._table.query(statements.RECORDED_SHARDS, _TAG)

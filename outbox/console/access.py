@@ -1,8 +1,8 @@
 """The only way into the console: every request passes these checks, in this order, before a handler runs.
 
 1. `Host` is one of the allowed hosts, so no other site can point its own name at the console (DNS rebinding).
-2. A request that is neither GET nor HEAD comes from a page of the console: `Sec-Fetch-Site` is `same-origin` or, if an
-   old browser sends none, the host of `Origin` is `Host`. There is no token and no cookie.
+2. A request that is neither GET nor HEAD comes from a page of the console: `Sec-Fetch-Site` is `same-origin` or, if a
+   browser sends none (an old one, or any without TLS), the host of `Origin` is `Host`. There is no token and no cookie.
 3. The route exists. Only a route without a role, such as /healthz, needs no identity.
 4. The request has an identity.
 5. The person holds the role of the route.
