@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
+from starlette.testclient import TestClient
 
-from outbox.admin import operations
+from outbox import console
+from outbox.admin import backlog, operations
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
@@ -16,6 +18,7 @@ from outbox.table.layouts import Layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Heartbeat
 from tests.support.commands import Commands, row
+from tests.support.console import ORIGIN
 from tests.support.operations import insert, opened
 from tests.support.spanner import ADMIN_SECONDS
 
@@ -153,6 +156,21 @@ def test_a_table_of_the_previous_schema_is_named_in_one_sentence(emulators: Emul
         done = Commands(emulators, own_database).here(command)
         assert (done.code, done.stderr.count("\n")) == (3, 1)
         assert "table AsynchronousTaskWorkers, column Info is missing: expected JSON" in done.stderr
+
+
+def test_topics_that_are_not_counted_are_mentioned(
+    emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the commands and the console. No such topic seems to have no tasks."""
+    insert(database, [row(topic, topic=topic) for topic in ("a", "b")])
+    outbox = Commands(emulators, database)
+    assert outbox.here("pause", "b").code == 0
+    monkeypatch.setattr(backlog, "MAX_TOPICS", 1)
+    sentence = "Only the first 1 are counted"
+    assert all(sentence in outbox.here(command).stderr for command in ("status", "topics"))
+    [listed] = outbox.objects("topics", "--json")
+    assert [each["at_least"] for each in listed["topics"]] == [[], sorted(backlog.COUNTS)]
+    assert sentence in TestClient(console.app(opened(database)), base_url=ORIGIN).get("/").text
 
 
 @pytest.mark.extended
