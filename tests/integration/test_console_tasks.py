@@ -322,10 +322,15 @@ def test_an_edited_form_changes_nothing(database: Database, table: TaskTable, ja
     assert operations.latest(table, 10) == []
 
 
-def test_a_job_is_not_stopped_by_the_form_of_an_operation(table: TaskTable, jane: TestClient):
-    replay = operations.begin(table, "replay", {})
-    answer = jane.post(f"/operation/stop?id={replay.id}", data={"reason": "why"}, headers=SAME)
-    assert (answer.status_code, "A replay cannot be stopped here" in answer.text) == (400, True)
+@pytest.mark.parametrize("job", ["replay", "purge"])
+def test_a_job_is_neither_stopped_nor_continued_here(table: TaskTable, jane: TestClient, job: str) -> None:
+    """The purge of an archive would not notice it, and go on."""
+    begun = operations.begin(table, job, {"archive": "gs://archive/window"})
+    assert "/operation/" not in jane.get(f"/operation?id={begun.id}").text
+    answer = jane.post(f"/operation/stop?id={begun.id}", data={"reason": "why"}, headers=SAME)
+    assert (answer.status_code, f"A {job} cannot be stopped here" in answer.text) == (400, True)
+    answer = jane.post(f"/operation/continue-purge?id={begun.id}", headers=SAME)
+    assert (answer.status_code, operations.latest(table, 9)) == (400, [begun])
 
 
 def test_values_of_rows_reach_the_browser_escaped(database: Database, table: TaskTable, jane: TestClient):
