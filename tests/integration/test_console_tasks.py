@@ -12,7 +12,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
-from outbox.admin import backlog, changes, operations
+from outbox.admin import backlog, changes, operations, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
@@ -88,6 +88,15 @@ def test_all_matching_tasks_are_retried_after_a_preview(database: Database, tabl
     shown = jane.get(f"/operation?id={operation.id}").text
     assert "3 of 3 in the preview" in shown
     assert operation.id in jane.get("/operations").text
+
+
+def test_the_tab_of_a_state_counts_what_it_lists(database: Database, table: TaskTable, jane: TestClient) -> None:
+    """Also the tasks of a paused topic, which wait for an operator."""
+    insert(database, [row("a"), row("b", Topic="invoices")])
+    topics.change(table, "pause", ["orders"], {"Paused": True})
+    page = jane.get("/tasks?state=pending").text
+    assert page.count('name="id"') == 2
+    assert re.findall(r'>pending <span class="note">(.*?)</span>', page) == ["2"]
 
 
 def test_some_tasks_are_selected(database: Database, table: TaskTable, jane: TestClient):

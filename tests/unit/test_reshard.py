@@ -169,7 +169,7 @@ def test_the_only_layout_must_be_complete(indexes: dict[str, str], monkeypatch: 
 
 
 def test_the_only_layout_is_completed_if_a_change_added_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`outbox schema apply` cannot create the indexes of `Shard32`."""
+    """As by `outbox schema apply`."""
     snapshot = Snapshot({NEW: {"AsynchronousTasksInOrder32": "READ_WRITE"}}, {NEW: POLLED}, {})
     its = resharding(snapshot, None, monkeypatch)
     assert next(iter(its.run(NEW))) == "Add column Shard32 and its indexes; all tasks are written to them"
