@@ -170,7 +170,9 @@ def test_topics_that_are_not_counted_are_mentioned(
     assert all(sentence in outbox.here(command).stderr for command in ("status", "topics"))
     [listed] = outbox.objects("topics", "--json")
     assert [each["at_least"] for each in listed["topics"]] == [[], sorted(backlog.COUNTS)]
-    assert sentence in TestClient(console.app(opened(database)), base_url=ORIGIN).get("/").text
+    browser = TestClient(console.app(opened(database)), base_url=ORIGIN)
+    assert sentence in browser.get("/").text
+    assert "may not be counted" in browser.get("/topic?name=b").text
 
 
 @pytest.mark.extended
