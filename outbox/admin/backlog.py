@@ -91,13 +91,23 @@ class Backlog:
     whole: bool = True
 
     @property
-    def total(self) -> Line:
-        """Return the sum of all lines, without the pending tasks of paused topics."""
+    def everything(self) -> Line:
+        """Return the sum of all lines."""
         merged = Line("", 0, at_least=set() if self.whole else set(COUNTS))
         for line in self.lines:
-            at_least = line.at_least - {"pending"}
-            merged.add(dataclasses.replace(line, pending=0, oldest=None, at_least=at_least) if line.paused else line)
+            merged.add(line)
         return merged
+
+    @property
+    def total(self) -> Line:
+        """Return the sum of all lines, without the pending tasks of paused topics."""
+        lines = [
+            dataclasses.replace(line, pending=0, oldest=None, at_least=line.at_least - {"pending"})
+            if line.paused
+            else line
+            for line in self.lines
+        ]
+        return dataclasses.replace(self, lines=lines).everything
 
     @property
     def oldest(self) -> Line | None:

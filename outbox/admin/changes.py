@@ -158,12 +158,16 @@ _Write = Callable[[Transaction, Sequence[_Row]], None]
 
 
 def count(table: TaskTable, selection: TaskSelection, *, exact: bool, at: datetime | None = None) -> Count:
-    """Return the number of selected tasks. Unless `exact`, count at most COUNT_LIMIT in each shard and topic."""
+    """Return the number of selected tasks, at a time or now.
+
+    Unless `exact`, count at most COUNT_LIMIT in each shard and topic.
+    """
     if selection.ids is not None:
         return Count(sum(row.matches for row in _rows_of_ids(table, selection)))
     limit = NO_LIMIT if exact else COUNT_LIMIT
     statement = statements.count_of_state(_state(selection), selection.names)
-    values = selection.values | _ranges(table, selection) | {"limit": limit}
+    at = at or table.now()
+    values = selection.values | _ranges(table, selection) | _now(statement, at) | {"limit": limit}
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
     numbers = [number for (number,) in table.query(statement, "outbox-count", values, at=at, seconds=seconds)]
     return Count(sum(numbers), limit in numbers)
@@ -175,7 +179,7 @@ def preview(table: TaskTable, selection: TaskSelection) -> Preview:
         return _preview_of_ids(table, selection)
     now = table.now()
     statement = statements.grouped(_state(selection), selection.names)
-    values = selection.values | _ranges(table, selection) | {"limit": GROUPS}
+    values = selection.values | _ranges(table, selection) | _now(statement, now) | {"limit": GROUPS}
     groups = table.query(statement, "outbox-count", values, at=now, seconds=COUNT_SECONDS)
     tasks = count(table, selection, exact=True, at=now).number
     everything = dataclasses.replace(selection, include_expired=True)
@@ -200,7 +204,8 @@ def _rows_of_ids(table: TaskTable, selection: TaskSelection) -> Iterator[_Row]:
 
 def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
     """Return the number of unsent tasks of a topic, of all states."""
-    counts = [count(table, TaskSelection(state=state, topic=topic), exact=exact) for state in UNSENT]
+    now = table.now()
+    counts = [count(table, TaskSelection(state=state, topic=topic), exact=exact, at=now) for state in UNSENT]
     return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
@@ -397,6 +402,11 @@ def _ranges(table: TaskTable, selection: TaskSelection) -> dict[str, Any]:
         return {"shards": list(table.shards)}
     topics = [selection.topic] if selection.topic is not None else table.topics()
     return {"shards": list(table.shards), "topics": topics}
+
+
+def _now(statement: str, at: datetime) -> dict[str, datetime]:
+    """Return the time as a parameter, if the statement has it. Those for sent tasks do not."""
+    return {"now": at} if "@now" in statement else {}
 
 
 def _state(selection: TaskSelection) -> str:

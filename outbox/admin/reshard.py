@@ -188,15 +188,23 @@ class Resharding:
         return None
 
     def run(self, target: Layout, *, aborts: bool = False) -> Iterator[str]:
-        """Run all steps to `target`, and yield a line before each. Can be interrupted anywhere and run again."""
-        self._record_operation(target, aborts=aborts)
-        waits = ""
+        """Run all steps to `target`, and yield a line before each. Can be interrupted anywhere and run again.
+
+        Raises OutboxError if another command has begun another change or an abort meanwhile.
+        """
+        id, waits = self._operation(target, aborts=aborts), ""
         while (step := next_step(self.snapshot(), target)) is not None:
             if step.kind != "wait" or step.text != waits:
                 yield step.text
             waits = step.text if step.kind == "wait" else ""
+            if (latest := self._latest()) and latest.operation.id != id:
+                raise OutboxError(
+                    f"{self._table.name}: another command has begun to change the number to {latest.target}. "
+                    "See `outbox schema reshard --status`."
+                )
             self._do(step, target)
-        self._end(FinishedAt=COMMIT_TIMESTAMP)
+        if (latest := self._latest()) and latest.target == target.shards and not latest.operation.has_ended:
+            operations.end(self._table, latest.operation.id)
 
     def _do(self, step: Step, target: Layout) -> None:
         match step.kind:
@@ -207,7 +215,7 @@ class Resharding:
             case "drop":
                 found = schema.layouts(self._table.database)
                 if step.layout in found:  # otherwise another run has dropped it meanwhile
-                    self._update(ddl.dropped_layout(step.layout, found[step.layout]))
+                    self._update(ddl.dropped_layout(step.layout, found[step.layout]), found)
             case "forget":
                 keys = KeySet(keys=[[step.layout.column]])
                 self._table.transact(_TAG, lambda transaction: transaction.delete(_TABLE, keys))
@@ -226,8 +234,8 @@ class Resharding:
             rows += [(each.column, each.shards, POLLED) for each in found if each != target]
         transaction.insert_or_update(_TABLE, _COLUMNS, rows)
 
-    def _record_operation(self, target: Layout, *, aborts: bool) -> None:
-        """Record who changes the number of shards, once for each change and once for each abort."""
+    def _operation(self, target: Layout, *, aborts: bool) -> str | None:
+        """Return the ID of the record of who changes the number of shards, one for each change and each abort."""
         snapshot, latest = self.snapshot(), self._latest()
         former = next((each for each in snapshot.layouts if each != target), None)
         # `_build` completes a layout that an earlier change added. `Shard` is created by `outbox schema apply`.
@@ -238,16 +246,17 @@ class Resharding:
                 "the state of both indexes is READ_WRITE."
             )
         if former is None or next_step(snapshot, target) is None or (latest and latest.target == target.shards):
-            return
-        self._end(StoppedAt=COMMIT_TIMESTAMP)
+            return latest.operation.id if latest else None
+        id = operations.new_id()
         selection = {"from": former.shards, "to": target.shards} | ({"aborts": True} if aborts else {})
-        operations.begin(self._table, "reshard", selection, self._author)
 
-    def _end(self, **columns: Any) -> None:
-        """Record that the latest change has ended, unless its record says so."""
-        latest = self._latest()
-        if latest and not latest.operation.has_ended:
-            self._table.transact(_TAG, lambda writer: operations.update(writer, latest.operation.id, **columns))
+        def work(writer: Transaction) -> None:
+            if latest and not latest.operation.has_ended:
+                operations.update(writer, latest.operation.id, StoppedAt=COMMIT_TIMESTAMP)
+            operations.record(writer, self._table, "reshard", selection, self._author, OperationId=id)
+
+        self._table.transact(_TAG, work)
+        return id
 
     def _latest(self) -> Change | None:
         """Return the latest change, if there is one, finished or not."""
@@ -265,13 +274,22 @@ class Resharding:
         if target not in found:
             missing.insert(0, column)
         if missing:
-            self._update(missing)
+            self._update(missing, found)
         else:
             time.sleep(WAIT_SECONDS)  # an index is not READ_WRITE yet
 
-    def _update(self, statements: list[str]) -> None:
-        with schema.service_errors(self._table.name):
-            self._table.database.update_ddl(statements).result()
+    def _update(self, statements: list[str], found: Mapping[Layout, Mapping[str, str]]) -> None:
+        """Apply DDL to the layouts that were found.
+
+        Updates are queued. If an earlier one, such as that of a command that was interrupted, has changed the layouts
+        before this one is refused, the next step follows from them.
+        """
+        try:
+            with schema.service_errors(self._table.name):
+                self._table.database.update_ddl(statements).result()
+        except OutboxError:
+            if schema.layouts(self._table.database) == found:
+                raise
 
     def _recorded(self) -> dict[Layout, str]:
         rows = self._table.query(statements.RECORDED_SHARDS, _TAG)

@@ -268,13 +268,18 @@ SELECT task.SentAt FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
 
 
 def count_of_state(state: str, names: Collection[str]) -> str:
-    """Return the statement that counts the tasks of a state, at most @limit in each range, with a row for each."""
+    """Return the statement that counts the tasks of a state at @now, at most @limit in each range, with a row for each.
+
+    So the counts of several selections add up, however long they take.
+    """
     # Without ORDER BY, because a count needs no order and sorting costs time.
-    return "\nUNION ALL".join(
-        f"""
+    return at_now(
+        "\nUNION ALL".join(
+            f"""
 SELECT part.number FROM {places}, UNNEST(ARRAY(
   SELECT AS STRUCT COUNT(*) AS number FROM (SELECT Id FROM {_index(names)[0]} WHERE {where} LIMIT @limit))) AS part"""
-        for places, where in _ranges_of(state, names)
+            for places, where in _ranges_of(state, names)
+        )
     )
 
 
@@ -293,16 +298,16 @@ ORDER BY number DESC, head_id""")
 
 
 def grouped(state: str, names: Collection[str]) -> str:
-    """Return the statement for the @limit largest groups of tasks by topic and first line of LastError."""
+    """Return the statement for the @limit largest groups of tasks at @now by topic and first line of LastError."""
     groups = "\nUNION ALL".join(
         f"""
   SELECT part.of_task, part.error FROM {places}, UNNEST(ARRAY(
     SELECT AS STRUCT Topic AS of_task, {ERROR_SQL} AS error FROM {_index(names)[0]} WHERE {where})) AS part"""
         for places, where in _ranges_of(state, names)
     )
-    return f"""
+    return at_now(f"""
 SELECT of_task, error, COUNT(*) AS number FROM ({groups})
-GROUP BY of_task, error ORDER BY number DESC, of_task, error LIMIT @limit"""
+GROUP BY of_task, error ORDER BY number DESC, of_task, error LIMIT @limit""")
 
 
 def next_ids(state: str, names: Collection[str]) -> str:

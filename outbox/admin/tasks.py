@@ -242,7 +242,8 @@ def _place(task: Task) -> _Place:
 def _cursor(position: _Place, *, newest: bool) -> str:
     # The client returns times with nanoseconds, which another program may have written.
     times: tuple[Any, ...] = (position.time, position.created_at)
-    return _encoded(json.dumps([newest, *(each.rfc3339() for each in times), position.id]).encode())
+    text = json.dumps([newest, *(each.rfc3339() for each in times), position.id], ensure_ascii=False)
+    return _encoded(text.encode())
 
 
 def _encoded(text: bytes) -> str:

@@ -75,7 +75,12 @@ def _read(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> "
     # Count far enough to decide whether --max-pending or --max-dead is exceeded.
     highest = max((each for each in (options.max_pending, options.max_dead) if each is not None), default=None)
     limit = None if highest is None else max(admin.backlog.COUNT_LIMIT, highest + 1)
-    found = admin.backlog.read(task_table, exact=options.exact, limit=limit)
+    return read_noted(task_table, exact=options.exact, limit=limit)
+
+
+def read_noted(task_table: "admin.table.TaskTable", **limits: Any) -> "admin.backlog.Backlog":
+    """Return the backlog. Print on stderr if it does not have all topics. Raises NotReached, OutboxError."""
+    found = admin.backlog.read(task_table, **limits)
     if not found.whole:
         topics = f"{admin.backlog.MAX_TOPICS:,}"
         note(f"there are more than {topics} topics. Only the first {topics} are counted")

@@ -10,7 +10,7 @@ from outbox import admin
 from outbox.cli import bulk, errors, flags
 from outbox.cli.output import by_field, note
 from outbox.cli.output import table as as_table
-from outbox.cli.status import HEADS, cells, fields
+from outbox.cli.status import HEADS, cells, fields, read_noted
 from outbox.cli.topics import APPLIED_SOON, check_destination, described, open_known
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean
@@ -68,10 +68,11 @@ def add(commands: Any) -> None:
 def run_topics(options: argparse.Namespace) -> int:
     """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
     table = flags.open_table(options)
-    backlog = admin.backlog.read(table, exact=options.exact)
+    backlog = read_noted(table, exact=options.exact)
     controls, lines = admin.topics.controls(table), backlog.topics()
+    none = admin.backlog.Line("", 0, at_least=set(() if backlog.whole else admin.backlog.COUNTS))
     topics = {
-        topic: (controls.get(topic, admin.topics.Control()), lines.get(topic, admin.backlog.Line(topic, 0)))
+        topic: (controls.get(topic, admin.topics.Control()), lines.get(topic, none))
         for topic in sorted({*controls, *lines})
     }
     if options.json:

@@ -1,8 +1,8 @@
 """The only way into the console: every request passes these checks, in this order, before a handler runs.
 
 1. `Host` is one of the allowed hosts, so no other site can point its own name at the console (DNS rebinding).
-2. A request that is neither GET nor HEAD comes from a page of the console: `Sec-Fetch-Site` is `same-origin` or, if an
-   old browser sends none, the host of `Origin` is `Host`. There is no token and no cookie.
+2. A request that is neither GET nor HEAD comes from a page of the console: `Sec-Fetch-Site` is `same-origin` or, if a
+   browser sends none (an old one, or any without TLS), the host of `Origin` is `Host`. There is no token and no cookie.
 3. The route exists. Only a route without a role, such as /healthz, needs no identity.
 4. The request has an identity.
 5. The person holds the role of the route.
@@ -30,7 +30,8 @@ from outbox.program.settings import host_and_port
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
-    "Referrer-Policy": "no-referrer",
+    # With no-referrer, a browser sends `Origin: null` with a form, and no Sec-Fetch-Site to a host without TLS.
+    "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }

@@ -70,8 +70,9 @@ class Action:
 
     def _continue(self, visit: Visit) -> Response:
         operation, _ = _found(visit)
-        if operation.operation != self.name:
-            raise Refused(400, f"This operation is no {self.name}", "Open it from the list of operations.")
+        if _acted(operation) != self:
+            advice = "Open it from the list of operations."
+            raise Refused(400, f"A {operation.operation} cannot be continued here", advice)
         admin.operations.proceed(visit.console.table, operation.id, visit.author())
         visit.console.running.start(operation.id)
         return visit.redirect("/operation", id=operation.id)
@@ -115,8 +116,12 @@ ACTIONS = (
 def show(visit: Visit) -> Response:
     """Show one operation, and the forms to stop or continue it."""
     operation, now = _found(visit)
-    acted = next((each for each in ACTIONS if each.name == operation.operation), None)
-    return render(visit, "operation", operation=operation, acted=acted, read_at=now)
+    return render(visit, "operation", operation=operation, acted=_acted(operation), read_at=now)
+
+
+def _acted(operation: Operation) -> Action | None:
+    """Return what is stopped and continued here, or None. The purge of an archive is a job, and has no chunks."""
+    return next((each for each in ACTIONS if each.name == operation.operation and operation.seen_at), None)
 
 
 def _found(visit: Visit) -> tuple[Operation, datetime]:
@@ -132,7 +137,7 @@ def _found(visit: Visit) -> tuple[Operation, datetime]:
 
 def _stop(visit: Visit) -> Response:
     operation, _ = _found(visit)
-    if operation.operation not in [each.name for each in ACTIONS]:
+    if not _acted(operation):
         raise Refused(400, f"A {operation.operation} cannot be stopped here", "Stop the process that runs it.")
     admin.operations.stop(visit.console.table, operation.id, visit.author())
     return visit.redirect("/operation", id=operation.id)

@@ -61,10 +61,12 @@ class Shared:
         self._value: Status | None = None
         self._error: str | None = None
         self._read_at = self._tried_at = float("-inf")
+        #: The number of actions, and of those before the last read began.
+        self._actions, self._included = 0, -1
 
     def get(self) -> Reading:
-        """Return the value. While another thread reads it, return the last one, or wait if there is none."""
-        if self._is_old() and self._reading.acquire(blocking=self._tried_at < 0):
+        """Return the value. While another thread reads it, return the last one, or wait if an action is not in it."""
+        if self._is_old() and self._reading.acquire(blocking=self._included < self._actions):
             try:
                 if self._is_old():
                     self._read_again()
@@ -74,18 +76,19 @@ class Shared:
 
     def forget(self) -> None:
         """Let the next `get` read again, because an action has changed what it shows."""
-        self._tried_at = min(self._tried_at, self._clock() - FRESH_SECONDS)
+        self._actions += 1
 
     def _is_old(self) -> bool:
-        return self._clock() - self._tried_at >= FRESH_SECONDS
+        return self._included < self._actions or self._clock() - self._tried_at >= FRESH_SECONDS
 
     def _read_again(self) -> None:
+        actions = self._actions
         try:
             self._value, self._error = self._read(self._value), None
             self._read_at = self._clock()
         except OutboxError as error:
             self._error = str(error)
-        self._tried_at = self._clock()
+        self._included, self._tried_at = actions, self._clock()
 
 
 def with_sample(history: History, backlog: Backlog) -> History:

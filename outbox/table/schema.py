@@ -86,9 +86,10 @@ def apply(
 ) -> list[tuple[str, str]]:
     """Create the missing objects and columns in one schema update, and wait for it.
 
-    An index of a large table takes long. `wanted` is DDL from `statements`. An object that exists may differ in the
-    parts with names in `free`, such as SHARD_COUNT. Return pairs such as ("table AsynchronousTasks", "created"), with
-    "created" or "exists", in the order of `wanted`, and then such as ("table AsynchronousTasks, column Id", "added").
+    An index of a large table takes long. `wanted` is DDL from `statements`. A table that has been resharded keeps its
+    names. An object that exists may differ in the parts with names in `free`, such as SHARD_COUNT. Return pairs such as
+    ("table AsynchronousTasks", "created"), with "created" or "exists", in the order of `wanted`, and then such as
+    ("table AsynchronousTasks, column Id", "added").
 
     Raises:
         SchemaDiffers: an object exists with another shape, and not only because columns are missing that can be added.
@@ -98,6 +99,10 @@ def apply(
     """
     shapes = dict(map(ddl.parse, wanted))
     found = _read(database, shapes, request)
+    if layout := _resharded(found):
+        wanted = [layout.sql(each) for each in wanted]
+        shapes = dict(map(ddl.parse, wanted))
+        found = _read(database, shapes, request)
     existing = {title: parts for title, parts in shapes.items() if normalized(title) in found}
     # An index whose backfill has not finished counts as existing.
     columns = ddl.missing_columns(existing, found)
@@ -111,6 +116,13 @@ def apply(
             database.update_ddl([*columns.values(), *missing]).result()
     states = ((title, "exists" if title in existing else "created") for title in shapes)
     return [*states, *((title, "added") for title in columns)]
+
+
+def _resharded(found: Mapping[str, Mapping[str, str]]) -> Layout | None:
+    """Return the layout of a table whose first one, with the names of schema.sql, is gone."""
+    columns = " ".join(found.get(normalized("table AsynchronousTasks"), ()))
+    suffixes = sorted(re.findall(r"\bcolumnshard(\d*)\b", columns))
+    return Layout.added(int(suffixes[0])) if suffixes and suffixes[0] else None
 
 
 _POLICY = """

@@ -10,7 +10,7 @@ from outbox import admin
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
-from tests.support.browser import NARROW, WIDE, chromium, overflow, running_console, tab, violations
+from tests.support.browser import HOST, NARROW, WIDE, chromium, overflow, running_console, tab, violations
 from tests.support.operations import FUTURE, insert, opened, row
 from tests.support.relays import divided, worker
 from tests.support.waiting import eventually
@@ -48,8 +48,13 @@ def fill(database: Database) -> None:
 def test_an_operator_pauses_a_topic_and_a_viewer_cannot(
     emulators: Emulators, database: Database, browser: Browser
 ) -> None:
+    """Under the name of a host without TLS, too, to which a browser sends no Sec-Fetch-Site."""
     fill(database)
-    with running_console(emulators, database, "--allow-actions") as address, tab(browser, address) as page:
+    named = ("--allow-actions", "--allowed-hosts", HOST)
+    with (
+        running_console(emulators, database, *named) as address,
+        tab(browser, address.replace("127.0.0.1", HOST)) as page,
+    ):
         page.goto("/")
         expect(page.locator("#health")).to_contain_text("No live worker")
         page.get_by_role("link", name="orders", exact=True).click()

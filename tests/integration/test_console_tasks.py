@@ -12,7 +12,7 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
-from outbox.admin import changes, operations
+from outbox.admin import backlog, changes, operations, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
@@ -88,6 +88,15 @@ def test_all_matching_tasks_are_retried_after_a_preview(database: Database, tabl
     shown = jane.get(f"/operation?id={operation.id}").text
     assert "3 of 3 in the preview" in shown
     assert operation.id in jane.get("/operations").text
+
+
+def test_the_tab_of_a_state_counts_what_it_lists(database: Database, table: TaskTable, jane: TestClient) -> None:
+    """Also the tasks of a paused topic, which wait for an operator."""
+    insert(database, [row("a"), row("b", Topic="invoices")])
+    topics.change(table, "pause", ["orders"], {"Paused": True})
+    page = jane.get("/tasks?state=pending").text
+    assert page.count('name="id"') == 2
+    assert re.findall(r'>pending <span class="note">(.*?)</span>', page) == ["2"]
 
 
 def test_some_tasks_are_selected(database: Database, table: TaskTable, jane: TestClient):
@@ -322,10 +331,15 @@ def test_an_edited_form_changes_nothing(database: Database, table: TaskTable, ja
     assert operations.latest(table, 10) == []
 
 
-def test_a_job_is_not_stopped_by_the_form_of_an_operation(table: TaskTable, jane: TestClient):
-    replay = operations.begin(table, "replay", {})
-    answer = jane.post(f"/operation/stop?id={replay.id}", data={"reason": "why"}, headers=SAME)
-    assert (answer.status_code, "A replay cannot be stopped here" in answer.text) == (400, True)
+@pytest.mark.parametrize("job", ["replay", "purge"])
+def test_a_job_is_neither_stopped_nor_continued_here(table: TaskTable, jane: TestClient, job: str) -> None:
+    """The purge of an archive would not notice it, and go on."""
+    begun = operations.begin(table, job, {"archive": "gs://archive/window"})
+    assert "/operation/" not in jane.get(f"/operation?id={begun.id}").text
+    answer = jane.post(f"/operation/stop?id={begun.id}", data={"reason": "why"}, headers=SAME)
+    assert (answer.status_code, f"A {job} cannot be stopped here" in answer.text) == (400, True)
+    answer = jane.post(f"/operation/continue-purge?id={begun.id}", headers=SAME)
+    assert (answer.status_code, operations.latest(table, 9)) == (400, [begun])
 
 
 def test_values_of_rows_reach_the_browser_escaped(database: Database, table: TaskTable, jane: TestClient):
@@ -378,7 +392,14 @@ def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: Te
     assert "changed: retry" not in jane.get("/task?id=sent").text
 
 
-def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(database: Database, jane: TestClient) -> None:
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(
+    database: Database, jane: TestClient, monkeypatch: pytest.MonkeyPatch, is_counted: bool
+) -> None:
+    """The page says so if not all blocked tasks are counted."""
+    if not is_counted:
+        monkeypatch.setattr(backlog, "MAX_TOTAL", 1)
+        monkeypatch.setattr(backlog, "MIN_COUNT_LIMIT", 1)
     insert(
         database,
         [row("head", **DEAD, OrderingKey="k"), row("b", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="head")],
@@ -387,6 +408,7 @@ def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(database: Databas
     assert re.findall(r'href="(/tasks/[^"]*)">(\w+)<', page) == [
         ("/tasks/retry?id=head", "Retry"), ("/tasks/cancel?id=head", "Cancel"),
     ]  # fmt: skip
+    assert ("Not all blocked tasks were counted" in page) != is_counted
 
 
 MESSAGES = {

@@ -7,7 +7,7 @@ import pytest
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import changes
+from outbox.admin import changes, statements
 from outbox.admin.changes import Count, Outcome, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
@@ -210,6 +210,13 @@ def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, tabl
     }
     found = {id: columns["ExpiresAt"] for id, columns in rows_of(database).items()}
     assert found == {"expired": None, "failed": None, "in time": FUTURE, "without": None}
+
+
+@pytest.mark.parametrize("state", ["dead", "retrying", "scheduled"])
+def test_all_counts_of_a_preview_are_those_of_one_time(state: str) -> None:
+    """Otherwise, if they take long, fewer tasks can match with the expired ones than without them."""
+    for statement in (statements.count_of_state(state, {"unexpired"}), statements.grouped(state, {"unexpired"})):
+        assert ("ExpiresAt <= @now" in statement, "CURRENT_TIMESTAMP" in statement) == (True, False)
 
 
 def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):

@@ -12,6 +12,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
+from outbox.cli.flags import MAX_ID_CHARACTERS, TEXT
 from outbox.errors import OutboxError
 from outbox.reading import Position, SentTasks
 from outbox.table.states import NEVER, STATES, UNSENT
@@ -101,6 +102,13 @@ def test_a_cursor_goes_on_only_where_it_came_from(database: Database, table: Tas
             tasks.find(table, after=edited)
     with pytest.raises(OutboxError, match="is from a list of the oldest tasks"):
         tasks.find(table, after=cursor, newest=True)
+
+
+def test_the_command_accepts_the_cursor_of_the_longest_id(database: Database, table: TaskTable):
+    long = "\N{OUTBOX TRAY}" * (MAX_ID_CHARACTERS - 1)
+    insert(database, [row(f"{n}{long}") for n in range(2)])
+    cursor = TEXT.value(str(tasks.find(table, limit=1).next), "--after")
+    assert [task.columns["Id"] for task in tasks.find(table, after=cursor).tasks] == [f"1{long}"]
 
 
 def test_a_list_compares_a_bounded_number_of_tasks(

@@ -14,12 +14,15 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 import outbox
+from outbox.admin.reshard import Resharding
+from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
 from outbox.table.layouts import Layout
 from publishworker.process import app, check
 from publishworker.process.settings import WorkerSettings
+from tests.support.operations import opened
 from tests.support.spanner import INSTANCE, PROJECT, query
 
 SCHEMA = Path(__file__).parents[2] / "schema"
@@ -115,6 +118,17 @@ def test_only_missing_objects_are_created_in_one_update(
     assert [name for name, state in applied if state == "created"] == missing
     assert update.call_count == 1
     assert schema.differences(own_database, ddl.statements()) == []
+
+
+def test_the_names_of_a_reshard_are_used(own_database: Database) -> None:
+    """A deployment that applies the schema each time also does so after a change of the number of shards."""
+    list(Resharding(TaskTable(opened(own_database))).run(Layout.added(3)))
+    change(own_database, "DROP INDEX AsynchronousTasksInOrder3")
+    applied = schema.apply(own_database, ddl.statements(), free=ddl.OWN_CHOICES)
+    created = [name for name, state in applied if state == "created"]
+    assert (created, len(applied)) == (["index AsynchronousTasksInOrder3"], len(ALL))
+    with pytest.raises(SchemaDiffers, match="shard count: the database has 3, expected 10"):
+        schema.apply(own_database, ddl.statements())
 
 
 TABLE, TO_SEND = "table AsynchronousTasks", "index AsynchronousTasksToSend"

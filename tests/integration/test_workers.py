@@ -6,15 +6,19 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
+from starlette.testclient import TestClient
 
-from outbox.admin import operations
+from outbox import console
+from outbox.admin import backlog, operations
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
+from outbox.errors import OutboxError
 from outbox.table.layouts import Layout
 from publishworker.spanner.store import SpannerStore
 from publishworker.types import Heartbeat
 from tests.support.commands import Commands, row
+from tests.support.console import ORIGIN
 from tests.support.operations import insert, opened
 from tests.support.spanner import ADMIN_SECONDS
 
@@ -154,6 +158,23 @@ def test_a_table_of_the_previous_schema_is_named_in_one_sentence(emulators: Emul
         assert "table AsynchronousTaskWorkers, column Info is missing: expected JSON" in done.stderr
 
 
+def test_topics_that_are_not_counted_are_mentioned(
+    emulators: Emulators, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the commands and the console. No such topic seems to have no tasks."""
+    insert(database, [row(topic, topic=topic) for topic in ("a", "b")])
+    outbox = Commands(emulators, database)
+    assert outbox.here("pause", "b").code == 0
+    monkeypatch.setattr(backlog, "MAX_TOPICS", 1)
+    sentence = "Only the first 1 are counted"
+    assert all(sentence in outbox.here(command).stderr for command in ("status", "topics"))
+    [listed] = outbox.objects("topics", "--json")
+    assert [each["at_least"] for each in listed["topics"]] == [[], sorted(backlog.COUNTS)]
+    browser = TestClient(console.app(opened(database)), base_url=ORIGIN)
+    assert sentence in browser.get("/").text
+    assert "may not be counted" in browser.get("/topic?name=b").text
+
+
 @pytest.mark.extended
 def test_the_next_step_of_a_reshard_is_in_the_status(emulators: Emulators, own_database: Database) -> None:
     """With the worker that it waits for, as text and as JSON."""
@@ -171,10 +192,24 @@ def test_the_next_step_of_a_reshard_is_in_the_status(emulators: Emulators, own_d
 
 @pytest.mark.extended
 def test_the_record_of_a_reshard_ends_with_it(own_database: Database) -> None:
-    """Or with the beginning of its abort, which has a record of its own."""
+    """Or with the beginning of its abort, which has a record of its own. The command that was changing then ends."""
     table = TaskTable(opened(own_database))
     resharding = Resharding(table)
-    next(each for each in resharding.run(resharding.target(4)) if "poll Shard4" in each)
+    changing = resharding.run(resharding.target(4))
+    next(each for each in changing if "poll Shard4" in each)
     assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["unfinished"]
     list(resharding.run(resharding.former(), aborts=True))
+    with pytest.raises(OutboxError, match="another command has begun to change the number to 10"):
+        list(changing)
+    assert list(resharding.snapshot().layouts) == [Layout(10)]
     assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["finished", "stopped"]
+
+
+@pytest.mark.extended
+def test_a_reshard_that_changes_nothing_ends_no_record(own_database: Database) -> None:
+    """Such as one whose command was killed before the first step."""
+    table = TaskTable(opened(own_database))
+    resharding = Resharding(table)
+    next(resharding.run(resharding.target(4)))
+    list(resharding.run(resharding.target(10)))
+    assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["unfinished"]

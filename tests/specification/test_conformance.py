@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import World
 from tests.support.fakes import FakePublisher, FakeStore
 from tests.support.parts import claim_of, policy
+from tests.support.processes import ROOT
 from tests.support.relay_bench import Bench
 
 
@@ -161,6 +163,13 @@ def test_a_trace_has_no_message_and_no_ordering_key(tmp_path: Path) -> None:
     assert steps == ["poll", "claim", "lock", "publish", "answer", "mark", "commit"]
     assert "personal" not in text
     assert "data" not in text
+
+
+def test_the_page_names_every_member_of_a_step() -> None:
+    """Another relay writes its trace by the page."""
+    page = (ROOT / "docs/architecture/specification.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)`", page[page.index("To check a relay in another language") :])
+    assert {name for seed in range(3) for step in traced(seed) for name in step} <= {*named}
 
 
 @pytest.mark.parametrize("path", ["/", ""])

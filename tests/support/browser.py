@@ -19,11 +19,13 @@ from tests.support import real
 from tests.support.processes import started
 from tests.support.spanner import variables
 
+#: A host name without TLS, which browsers trust less than the loopback address.
+HOST = "console.example"
 #: Debian's, or the one of GitHub's machines.
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync",
+    "--disable-sync", f"--host-resolver-rules=MAP {HOST} 127.0.0.1",
 )  # fmt: skip
 #: Milliseconds for what a test waits for; other tests share the machine.
 TIMEOUT_MS = 30_000

@@ -122,6 +122,29 @@ def test_an_action_lets_the_next_page_read_again() -> None:
     assert [shared.get().value for _ in range(2)] == [1, 1]
 
 
+def test_the_page_after_an_action_awaits_a_read_that_began_later() -> None:
+    """Another tab may be reading what the action has changed since."""
+    clock, may_end, numbers, found = Clock(), threading.Event(), iter(range(9)), list[Any]()
+
+    def read(_last: int | None) -> int:
+        number = next(numbers)
+        return number if number != 1 or may_end.wait(10) else -1
+
+    shared = Shared(read, clock)
+    shared.get()
+    clock.now = 10
+    threads = [threading.Thread(target=shared.get)]
+    threads[0].start()
+    eventually(shared._reading.locked, seconds=5)
+    shared.forget()
+    threads.append(threading.Thread(target=lambda: found.append(shared.get().value)))
+    threads[1].start()
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert found == [2]
+
+
 def status(**values: Any) -> Status:
     usual: dict[str, Any] = {
         "backlog": Backlog(NOW, (), ()), "history": (), "controls": {}, "orphans": [],
@@ -192,6 +215,7 @@ WORKER = Worker("w", 1.0, NOW, NOW, {})
 OLD = Line("orders", 50, pending=3, oldest=NOW - timedelta(minutes=14))
 NEW = Line("orders", 50, pending=3, oldest=NOW - timedelta(seconds=0.4))
 DEAD = Line("orders", 50, dead=2)
+MANY = Line("orders", 50, pending=9, dead=2, at_least={"pending", "dead"})
 CIRCUIT = {"topic": "orders", "reason": "permission_denied", "error": "403"}
 FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
 
@@ -209,6 +233,8 @@ FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
             "orders is late: oldest 14m, circuit open since 12:00: permission_denied",
         ),
         ({"lines": [OLD], "workers": ()}, "bad", "No live worker, so no task is published. Pending: 3 tasks"),
+        ({"lines": [MANY]}, "warn", "at least 2 dead tasks. Oldest pending task 0.0s, 1 live worker"),
+        ({"lines": [MANY], "workers": ()}, "bad", "No live worker, so no task is published. Pending: at least 9 tasks"),
     ],
 )  # fmt: skip
 def test_the_sentence_is_the_most_urgent_one(given: dict[str, Any], level: str, sentence: str) -> None:

@@ -6,6 +6,7 @@ from random import Random
 from unittest import mock
 
 import pytest
+from google.api_core.exceptions import FailedPrecondition
 
 from outbox.admin.operations import Operation
 from outbox.admin.reshard import POLLED, RETIRED, Change, Resharding, Snapshot, Step, _polled_by, next_step
@@ -168,7 +169,7 @@ def test_the_only_layout_must_be_complete(indexes: dict[str, str], monkeypatch: 
 
 
 def test_the_only_layout_is_completed_if_a_change_added_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`outbox schema apply` cannot create the indexes of `Shard32`."""
+    """As by `outbox schema apply`."""
     snapshot = Snapshot({NEW: {"AsynchronousTasksInOrder32": "READ_WRITE"}}, {NEW: POLLED}, {})
     its = resharding(snapshot, None, monkeypatch)
     assert next(iter(its.run(NEW))) == "Add column Shard32 and its indexes; all tasks are written to them"
@@ -180,6 +181,22 @@ def test_a_layout_that_another_run_dropped_is_not_dropped_again(monkeypatch: pyt
     its._table.database.update_ddl.assert_not_called()
     its._do(Step("drop", NEW, "Drop"), FIRST)
     its._table.database.update_ddl.assert_called_once()
+
+
+def test_an_update_that_is_refused_after_another_one_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of an earlier run, which was queued before it. It is one if nothing has changed."""
+    found: dict[Layout, dict[str, str]] = {FIRST: COMPLETE}
+    its = resharding(Snapshot(found, {}, {}), None, monkeypatch)
+    monkeypatch.setattr(schema, "layouts", lambda _database: dict(found))
+
+    def refuse(_statements: list[str]) -> None:
+        found[NEW] = COMPLETE
+        raise FailedPrecondition("Duplicate name in schema: Shard32.")  # type: ignore[no-untyped-call]  # no types
+
+    its._table.database.update_ddl.side_effect = refuse
+    its._do(Step("build", NEW, "Add"), NEW)
+    with pytest.raises(OutboxError, match="Duplicate name"):
+        its._do(Step("drop", FIRST, "Drop"), NEW)
 
 
 def test_a_worker_counts_for_twice_its_liveness_timeout() -> None:
