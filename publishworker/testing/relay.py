@@ -19,6 +19,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.channels import channel
 from outbox.program.pubsub import emulator_host, open_pubsub
 from outbox.program.values import plain
@@ -118,7 +119,8 @@ class OutboxRelay:
         empty_pulls = 0
         while len(messages) < expected:
             if received := self._pull(self._subscriptions[name]):
-                messages += received
+                # Other test runs and programs may publish to a topic of another project.
+                messages += [each for each in received if each.attributes.get(TASK_ID_ATTRIBUTE) in self._publisher.ids]
                 continue
             # Counted, because the clock of a test may stand still.
             empty_pulls += 1
@@ -185,6 +187,7 @@ class _Publisher(PubSubPublisher):
     def __init__(self, settings: RelaySettings) -> None:
         super().__init__(open_pubsub(settings), settings.project)
         self.counts: Counter[str] = Counter()  # by the topic's full name
+        self.ids = set[str]()
         self.loses_answers = False
 
     def publish(
@@ -193,6 +196,7 @@ class _Publisher(PubSubPublisher):
         outcomes = super().publish(topic, rows, seconds, alone)
         sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Published)]
         self.counts[topic_name(topic, self._project)] += len(sent)
+        self.ids.update(sent)
         if self.loses_answers:
             outcomes |= dict.fromkeys(sent, Failed("unavailable", f"{topic}: the test has lost the answer"))
         return outcomes
