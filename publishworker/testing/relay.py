@@ -102,10 +102,11 @@ class OutboxRelay:
                 self._subscribe(topic_name(to, self._settings.project))
         relay, published, failed = self._relay(), 0, 0
         while True:
+            self._publisher.failed = False
             turn = relay.turn()
             published, failed = published + turn.published, failed + turn.failed
-            # Without the second condition a task that fails would be tried until it is dead.
-            if not turn.made_progress or (turn.failed and not turn.published):
+            # Without the second condition a task that Pub/Sub refuses would be tried until it is dead.
+            if not turn.made_progress or (self._publisher.failed and not turn.published):
                 relay.finish()
                 return Drained(published, failed)
 
@@ -188,7 +189,7 @@ class _Publisher(PubSubPublisher):
         super().__init__(open_pubsub(settings), settings.project)
         self.counts: Counter[str] = Counter()  # by the topic's full name
         self.ids = set[str]()
-        self.loses_answers = False
+        self.failed = self.loses_answers = False
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
@@ -197,6 +198,7 @@ class _Publisher(PubSubPublisher):
         sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Published)]
         self.counts[topic_name(topic, self._project)] += len(sent)
         self.ids.update(sent)
+        self.failed |= self.loses_answers or len(sent) < len(outcomes)
         if self.loses_answers:
             outcomes |= dict.fromkeys(sent, Failed("unavailable", f"{topic}: the test has lost the answer"))
         return outcomes
