@@ -8,6 +8,7 @@ import inspect
 from collections.abc import AsyncIterable, Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
+from google.api_core.retry import AsyncRetry
 from google.cloud.spanner_v1 import KeySet
 
 from outbox import cancellation
@@ -17,19 +18,44 @@ from outbox.program.values import class_name
 from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
 from outbox.table.layouts import Layout
 from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
-from outbox.table.transactions import SupportsDelete, SupportsInsert, check_open, deleted, insert, inserted
+from outbox.table.transact import retry_and_timeout
+from outbox.table.transactions import (
+    READ_SECONDS,
+    SupportsDelete,
+    SupportsInsert,
+    check_open,
+    deleted,
+    insert,
+    inserted,
+)
 
 
 class AsyncTransaction(SupportsInsert, SupportsDelete, Protocol):
     """Reads, runs queries and accepts mutations: the transaction of an `AsyncClient`."""
 
     async def read(
-        self, table: str, columns: Sequence[str], keyset: KeySet, /, *, request_options: Any
+        self,
+        table: str,
+        columns: Sequence[str],
+        keyset: KeySet,
+        /,
+        *,
+        request_options: Any,
+        retry: Any,
+        timeout: Any,  # noqa: ASYNC109 - the client's name
     ) -> AsyncIterable[Sequence[Any]]:
         """Return the rows of `keyset`."""
 
     async def execute_sql(
-        self, sql: str, /, *, params: Any, param_types: Any, request_options: Any
+        self,
+        sql: str,
+        /,
+        *,
+        params: Any,
+        param_types: Any,
+        request_options: Any,
+        retry: Any,
+        timeout: Any,  # noqa: ASYNC109 - the client's name
     ) -> AsyncIterable[Sequence[Any]]:
         """Return the rows of a query."""
 
@@ -52,17 +78,18 @@ async def register_once(
         InvalidMessage: like `outbox.register`, before anything is read.
         InvalidTransaction: `transaction` was committed or rolled back before.
         TypeError: `transaction` is not that of an `AsyncClient`, or `message` has a wrong type.
+        RetryError, DeadlineExceeded: see `outbox.register_once`.
     """
     _check(transaction, "register_once")
     check_task_id(task_id)
     row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
     key = row[:1]
-    if key in inserted(transaction):
-        return False
     request = {"request_tag": "outbox-register-once"}
-    rows = await transaction.read(TABLE, ("Id",), KeySet(keys=[list(key)]), request_options=request)
+    rows = await transaction.read(TABLE, ("Id",), KeySet(keys=[list(key)]), request_options=request, **_limits())
     # To the end, as in outbox.register_once.
-    if [row async for row in rows] and task_id not in deleted(transaction):
+    exists = [row async for row in rows] and task_id not in deleted(transaction)
+    # After the read, because another coroutine may have registered the task in the meantime.
+    if exists or key in inserted(transaction):
         return False
     insert(transaction, TABLE, COLUMNS, [row])
     inserted(transaction).add(key)
@@ -80,11 +107,12 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
         InvalidMessage: `task_id` is not 1 to 64 characters.
         InvalidTransaction: `transaction` was committed or rolled back before.
         TypeError: `transaction` is not that of an `AsyncClient`.
+        RetryError, DeadlineExceeded: see `outbox.cancel`.
     """
     _check(transaction, "cancel")
 
     async def query(sql: str, **values: Any) -> list[Sequence[Any]]:
-        rows = await transaction.execute_sql(sql, **parameters(values), **cancellation.REQUEST_OPTIONS)
+        rows = await transaction.execute_sql(sql, **parameters(values), **cancellation.REQUEST_OPTIONS, **_limits())
         return [row async for row in rows]
 
     earlier = deleted(transaction)
@@ -97,6 +125,11 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
         heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*earlier, task_id])
     cancellation.delete(transaction, task_id, [id for (id,) in heads])
     return True
+
+
+def _limits() -> dict[str, Any]:
+    """Return the time limits of one request."""
+    return retry_and_timeout(READ_SECONDS, AsyncRetry)
 
 
 def _check(transaction: object, function: str) -> None:

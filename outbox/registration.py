@@ -181,10 +181,12 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
 
     Does what `register` does for each task, in less CPU time. If a task is refused, none is added.
 
-        Args: transaction: see `register`. tasks: a list or another collection; it may be empty. An iterator, such as a
-        generator, is refused: after an abort, the client calls the function of `run_in_transaction` again, and an
-        iterator has no tasks left. Spanner limits a commit to 80,000 mutations. Each column and each index entry of a
-        task counts, so a few thousand tasks fit (https://cloud.google.com/spanner/quotas#limits-for).
+    Args:
+        transaction: see `register`.
+        tasks: a list or another collection; it may be empty. An iterator, such as a generator, is refused: after an
+            abort, the client calls the function of `run_in_transaction` again, and an iterator has no tasks left.
+            Spanner limits a commit to 80,000 mutations. Each column and each index entry of a task counts, so a few
+            thousand tasks fit (https://cloud.google.com/spanner/quotas#limits-for).
 
     Raises:
         InvalidMessage: like `register`, or two tasks have the same `task_id`. The message begins with the index of the

@@ -17,7 +17,7 @@ from outbox.table.transact import CONTENT
 from outbox.table.transactions import existing, insert
 from outbox.tracing import processing
 
-#: Errors that mean that Spanner is unavailable: each further message would wait as long.
+#: Errors that may mean that Spanner is unavailable: each further message would wait as long.
 _UNAVAILABLE = (RetryError, ServiceUnavailable, DeadlineExceeded)
 
 
@@ -71,7 +71,8 @@ class BatchReceiver(Receiver):
         try:
             with table_errors():
                 outcomes: list[Outcome] = self._run(lambda transaction: self._attempt_all(transaction, messages))
-        except (_Singly, *CONTENT) as error:
+        # ABORTED until the deadline may be about one message, whose function calls another service.
+        except (_Singly, Aborted, *CONTENT) as error:
             self._receive_singly(messages, error)
         except NotReached:
             raise
@@ -91,16 +92,21 @@ class BatchReceiver(Receiver):
                 self._acknowledge(message)
 
     def _receive_singly(self, messages: list[PulledMessage], reason: Exception) -> None:
-        """Process messages in a transaction each. Once Spanner is unavailable, reject the rest untried."""
+        """Process messages in a transaction each. After two in a row without an answer, reject the rest untried.
+
+        A single error of this kind may be about its message only.
+        """
         text = "Consumer %s: %d messages get a transaction each instead of one together: %s"
         log.warning(text, self._settings.consumer, len(messages), reason)
-        failed, outage = set[str](), None
+        failed, outage, unavailable = set[str](), None, None
         for message in messages:
             if error := outage or self._earlier_failed(message, failed):
                 self._settle([message], [error])
-            elif error := self._receive(message):
+                continue
+            if error := self._receive(message):
                 failed.add(_ordering_key(message))
-                outage = error if isinstance(error, _UNAVAILABLE) else None
+            before, unavailable = unavailable, error if isinstance(error, _UNAVAILABLE) else None
+            outage = before and unavailable
 
     def _earlier_failed(self, message: ReceivedMessage, failed: Collection[str]) -> Exception | None:
         if (key := _ordering_key(message)) and key in failed:

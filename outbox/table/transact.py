@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from google.api_core import exceptions as google
-from google.api_core.retry import Retry, if_exception_type
+from google.api_core.retry import AsyncRetry, Retry, if_exception_type
 from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import TransactionOptions
 
@@ -59,7 +59,7 @@ def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
     return result
 
 
-def retry_and_timeout(seconds: float) -> dict[str, Any]:
+def retry_and_timeout(seconds: float, kind: type[Retry] | type[AsyncRetry] = Retry) -> dict[str, Any]:
     """Return `retry` and `timeout` for one call, because the client would repeat it for ever in an outage."""
-    retry = Retry(predicate=if_exception_type(google.ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
+    retry = kind(predicate=if_exception_type(google.ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
     return {"retry": retry, "timeout": seconds}

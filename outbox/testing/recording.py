@@ -111,14 +111,17 @@ class RecordingTransaction(Transaction):
     def execute_update(self, *arguments: Any, **options: Any) -> int:
         """Record a DML statement, and return 1 as its number of rows. The parameters are those of the client."""
         call = _call(Transaction.execute_update, arguments, options)
+        # Refuses values that the client cannot send.
+        self._make_params_pb(call["params"], None)  # type: ignore[no-untyped-call]  # the client has no types
         self.statements.append(Statement(call["dml"], dict(call["params"] or {})))
         return 1
 
     def batch_update(self, *arguments: Any, **options: Any) -> tuple[Any, list[int]]:
         """Record DML statements, and return the status OK and 1 for each. The parameters are those of the client."""
         statements = _call(Transaction.batch_update, arguments, options)["statements"]
-        pairs = [(each, None) if isinstance(each, str) else each[:2] for each in statements]
-        return ExecuteBatchDmlResponse().status, [self.execute_update(*each) for each in pairs]
+        triples = [(each, None, None) if isinstance(each, str) else each for each in statements]
+        counts = [self.execute_update(dml, params, types) for dml, params, types in triples]
+        return ExecuteBatchDmlResponse().status, counts
 
 
 def _call(method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:

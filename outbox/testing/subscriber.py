@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
-from google.cloud.pubsub_v1.subscriber._protocol.requests import AckRequest
+from google.cloud.pubsub_v1.subscriber._protocol.requests import AckRequest, ModAckRequest
 from google.cloud.pubsub_v1.subscriber.message import Message
 from google.pubsub_v1.types import PubsubMessage
 
@@ -64,7 +64,8 @@ def _deliver(message: PubsubMessage, callback: Callable[[Message], object]) -> b
     """Return whether the callback has acknowledged the message."""
     requests: queue.Queue[Any] = queue.Queue()
     result = callback(Message(PubsubMessage.pb(message), "test", 0, requests))
-    if requests.empty():
+    answers = [each for each in requests.queue if not isinstance(each, ModAckRequest)]  # a longer deadline is no answer
+    if not answers:
         check_finished(result, "the callback")
         return False
-    return isinstance(requests.get(), AckRequest)
+    return isinstance(answers[0], AckRequest)

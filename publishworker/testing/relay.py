@@ -19,6 +19,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.channels import channel
 from outbox.program.pubsub import emulator_host, open_pubsub
 from outbox.program.values import plain
@@ -101,10 +102,11 @@ class OutboxRelay:
                 self._subscribe(topic_name(to, self._settings.project))
         relay, published, failed = self._relay(), 0, 0
         while True:
+            self._publisher.failed = False
             turn = relay.turn()
             published, failed = published + turn.published, failed + turn.failed
-            # Without the second condition a task that fails would be tried until it is dead.
-            if not turn.made_progress or (turn.failed and not turn.published):
+            # Without the second condition a task that Pub/Sub refuses would be tried until it is dead.
+            if not turn.made_progress or (self._publisher.failed and not turn.published):
                 relay.finish()
                 return Drained(published, failed)
 
@@ -118,7 +120,8 @@ class OutboxRelay:
         empty_pulls = 0
         while len(messages) < expected:
             if received := self._pull(self._subscriptions[name]):
-                messages += received
+                # Other test runs and programs may publish to a topic of another project.
+                messages += [each for each in received if each.attributes.get(TASK_ID_ATTRIBUTE) in self._publisher.ids]
                 continue
             # Counted, because the clock of a test may stand still.
             empty_pulls += 1
@@ -185,7 +188,8 @@ class _Publisher(PubSubPublisher):
     def __init__(self, settings: RelaySettings) -> None:
         super().__init__(open_pubsub(settings), settings.project)
         self.counts: Counter[str] = Counter()  # by the topic's full name
-        self.loses_answers = False
+        self.ids = set[str]()
+        self.failed = self.loses_answers = False
 
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
@@ -193,6 +197,8 @@ class _Publisher(PubSubPublisher):
         outcomes = super().publish(topic, rows, seconds, alone)
         sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Published)]
         self.counts[topic_name(topic, self._project)] += len(sent)
+        self.ids.update(sent)
+        self.failed |= self.loses_answers or len(sent) < len(outcomes)
         if self.loses_answers:
             outcomes |= dict.fromkeys(sent, Failed("unavailable", f"{topic}: the test has lost the answer"))
         return outcomes

@@ -30,9 +30,10 @@ import base64, json, sys
 from types import SimpleNamespace
 from django_orders.subscriber import receive
 attributes, data = json.load(sys.stdin)
-for its in (attributes, attributes, attributes, {}):
+data = base64.b64decode(data)
+for its, data in ((attributes, data), (attributes, data), (attributes, data), ({}, data), (attributes, b"no JSON")):
     receive(SimpleNamespace(
-        attributes=its, data=base64.b64decode(data), ack=lambda: print("ack"), nack=lambda: print("nack")
+        attributes=its, data=data, message_id="1", ack=lambda: print("ack"), nack=lambda: print("nack")
     ))
 """
 
@@ -45,7 +46,7 @@ class Site:
             **os.environ, **emulators.environment(), "DJANGO_SETTINGS_MODULE": "django_orders.settings",
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, EXAMPLES))), "SPANNER_DISABLE_BUILTIN_METRICS": "true",
             "OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE, "OUTBOX_DATABASE": database.database_id,
-            "GOOGLE_CLOUD_PROJECT": PROJECT, "TOPIC": topic,
+            "GOOGLE_CLOUD_PROJECT": "of-something-else", "TOPIC": topic,
         }  # fmt: skip
 
     def run(self, *words: str, stdin: str = "") -> list[str]:
@@ -73,7 +74,7 @@ def test_an_order_becomes_one_task_one_message_and_one_invoice(
     assert query(own_database, "SELECT Id, Topic FROM AsynchronousTasks") == [[task, topic]]
     with worker(emulators, own_database, "--poll-interval", "0.1"):
         [message] = subscription.pull_until(1, seconds=30)
-    assert site.run("-c", script + RECEIVE, stdin=_as_json(message)) == ["ack", "ack", "ack", "nack"]
+    assert site.run("-c", script + RECEIVE, stdin=_as_json(message)) == ["ack"] * 3 + ["nack"] * 2
     assert query(own_database, "SELECT * FROM django_orders_invoice") == [[task, order, 1999]]
 
 

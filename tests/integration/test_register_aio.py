@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from google.api_core.exceptions import DeadlineExceeded, RetryError
 from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner_v1 import AsyncClient
 from google.cloud.spanner_v1.database import Database
@@ -15,6 +16,7 @@ import outbox
 from outbox import aio
 from outbox.devtools.emulators import Emulators
 from outbox.testing import RecordingTransaction, assert_registered
+from tests.support.proxy import Proxy
 from tests.support.spanner import INSTANCE, PROJECT
 
 
@@ -60,6 +62,36 @@ def test_register_and_register_many_work_as_they_are(run: Callable[..., Any], da
 
     assert run(work) == [False, False, True, False]
     assert {task.id for task in assert_registered(database, times=4)} == {"batch", "single", "many", "new"}
+
+
+def test_one_of_two_concurrent_calls_registers(run: Callable[..., Any], database: Database) -> None:
+    async def twice(transaction: Any) -> list[bool]:
+        assert await once(transaction, "first")
+        return await asyncio.gather(once(transaction), once(transaction))
+
+    assert run(lambda asynchronous: asynchronous.run_in_transaction(twice)) == [True, False]
+    assert {task.id for task in assert_registered(database, times=2)} == {"first", "t"}
+
+
+@pytest.mark.parametrize("call", [once, aio.cancel])
+def test_an_outage_ends_a_call(
+    run: Callable[..., Any], emulators: Emulators, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]
+) -> None:
+    """The client itself would repeat the request for ever, without a pause."""
+    monkeypatch.setattr(aio, "READ_SECONDS", 1.0)
+    with Proxy(emulators.spanner_host) as proxy:
+        monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
+
+        async def in_outage(transaction: Any) -> None:
+            proxy.refuse()
+            async with asyncio.timeout(60):
+                await call(transaction, task_id="t")
+
+        async def work(asynchronous: Any) -> None:
+            with pytest.raises((RetryError, DeadlineExceeded)):
+                await asynchronous.run_in_transaction(in_outage)
+
+        run(work)
 
 
 def test_a_rolled_back_transaction_leaves_no_task(run: Callable[..., Any], database: Database) -> None:

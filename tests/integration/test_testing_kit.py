@@ -25,6 +25,7 @@ CREATE TABLE sales.Lines (Id STRING(36), Line INT64) PRIMARY KEY (Id, Line), INT
 """
 TESTS = """
 import os
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from unittest import mock
@@ -33,10 +34,12 @@ import outbox
 import pytest
 import time_machine
 from google.api_core.exceptions import ServiceUnavailable
+from google.cloud.pubsub_v1 import PublisherClient
 from google.cloud.spanner_v1 import KeySet
 from outbox.testing import assert_registered, faults
 
 NEXT_YEAR = datetime.now(UTC) + timedelta(days=365)
+LAST_YEAR = datetime.now(UTC) - timedelta(days=365)
 
 
 @pytest.mark.parametrize("run", range(3))
@@ -92,6 +95,25 @@ def test_what_is_due_in_a_year_is_published(outbox_database, outbox_relay, publi
         outbox.register(batch, "orders", b"only today", expires_at=NEXT_YEAR)
     assert outbox_relay.drain(now=NEXT_YEAR + timedelta(minutes=1)).published == 1
     assert [message.data for message in published("orders")] == [b"in a year"]
+
+
+def test_messages_of_others_are_left_out(outbox_database, outbox_relay, published):
+    topic = "projects/other/topics/shared"
+    for data in (b"first", b"second"):
+        with outbox_database.batch() as batch:
+            outbox.register(batch, topic, data)
+        assert outbox_relay.drain().published == 1
+        PublisherClient().publish(topic, b"other", asynchronous_task_id="other").result()
+    assert [message.data for message in published(topic)] == [b"first", b"second"]
+
+
+def test_expired_tasks_stop_no_drain(outbox_database, outbox_relay, published):
+    outbox_relay._settings = replace(outbox_relay._settings, concurrency=1, batch_size=1)
+    with outbox_database.batch() as batch:
+        for _ in range(2):
+            outbox.register(batch, "orders", b"", priority=outbox.Priority.HIGH, expires_at=LAST_YEAR)
+        outbox.register(batch, "orders", b"valid")
+    assert (outbox_relay.drain().failed, [message.data for message in published("orders")]) == (2, [b"valid"])
 
 
 def test_a_large_message_arrives(outbox_database, outbox_relay, published):
@@ -155,11 +177,11 @@ def test_a_test_gets_emulators_a_database_and_a_relay(
 ) -> None:
     ended = run(project, *arguments, **emulators.environment())
     assert ended.code == 0, ended.stdout
-    assert "12 passed" in ended.stdout
+    assert "14 passed" in ended.stdout
 
 
 @pytest.mark.parametrize(
-    ("ci", "outcome"), [pytest.param("", "12 skipped", marks=pytest.mark.extended), ("true", "12 errors")]
+    ("ci", "outcome"), [pytest.param("", "14 skipped", marks=pytest.mark.extended), ("true", "14 errors")]
 )
 @pytest.mark.parametrize("arguments", [(), pytest.param(("-n", "1"), marks=pytest.mark.extended)])
 def test_without_an_emulator_tests_are_skipped_and_fail_in_ci(

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from google.api_core.exceptions import AlreadyExists, DeadlineExceeded, NotFound, ServiceUnavailable
+from google.api_core.exceptions import Aborted, AlreadyExists, DeadlineExceeded, NotFound, ServiceUnavailable
 from google.cloud.spanner_v1 import KeySet
 
 import outbox
@@ -223,7 +223,19 @@ def test_a_commit_without_an_answer_fails_all_messages(outcomes: list[str]) -> N
     assert (database.committed, seen(*of), outcomes) == ([], [["nack"]] * 2, ["failed"] * 2)
 
 
-def test_an_outage_is_waited_for_twice_and_not_once_for_each_message(outcomes: list[str]) -> None:
+@pytest.mark.parametrize("error", [ServiceUnavailable, DeadlineExceeded, Aborted])
+def test_a_service_that_fails_for_one_message_fails_no_other(error: type[Exception], outcomes: list[str]) -> None:
+    def handle(_transaction: Any, of: Any) -> None:
+        if of is bad:
+            raise error("away")
+
+    bad, of = message("bad"), [message(str(n)) for n in range(3)]
+    deliver(Database(attempts=2), handle, of[0], bad, *of[1:])
+    assert seen(bad, *of) == [["nack"], ["ack"], ["ack"], ["ack"]]
+    assert sorted(outcomes) == ["failed", "processed", "processed", "processed"]
+
+
+def test_an_outage_is_waited_for_by_two_messages_and_not_by_each(outcomes: list[str]) -> None:
     calls: list[Any] = []
 
     def handle(_transaction: Any, of: Any) -> None:
@@ -232,7 +244,7 @@ def test_an_outage_is_waited_for_twice_and_not_once_for_each_message(outcomes: l
 
     of = [message(str(n)) for n in range(5)]
     deliver(Database(), handle, *of)
-    assert calls == [of[0], of[0]]
+    assert calls == [of[0], of[0], of[1]]
     assert (seen(*of), outcomes) == ([["nack"]] * 5, ["failed"] * 5)
 
 

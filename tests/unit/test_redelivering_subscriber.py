@@ -43,6 +43,14 @@ def test_a_message_that_is_never_acknowledged_is_an_error_that_names_it() -> Non
         subscriber.deliver(lambda message: message.nack() if message.message_id == "2" else message.ack())
 
 
+def test_a_callback_may_extend_the_deadline_before_it_acknowledges() -> None:
+    received: list[str] = []
+    RedeliveringSubscriber(messages("")).deliver(
+        lambda message: (received.append(message.message_id), message.modify_ack_deadline(60), message.ack())
+    )
+    assert received == ["0", "0"]
+
+
 async def coroutine(_message: object) -> None:
     """Acknowledges nothing, because it is never run."""
 

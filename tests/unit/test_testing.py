@@ -65,11 +65,25 @@ def test_every_mutation_and_statement_is_recorded_in_order() -> None:
     ]
 
 
-def test_a_value_that_the_client_cannot_send_is_refused() -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda transaction: transaction.insert("Orders", ["Id"], [[object()]]),
+        lambda transaction: transaction.execute_update("DELETE", {"a": object()}),
+        lambda transaction: transaction.batch_update([("DELETE", {"a": object()}, {})]),
+    ],
+)
+def test_a_value_that_the_client_cannot_send_is_refused(use: Any) -> None:
     transaction = RecordingTransaction()
     with pytest.raises(ValueError, match="Unknown type"):
-        transaction.insert("Orders", ["Id"], [[object()]])
-    assert transaction.mutations == []
+        use(transaction)
+    assert transaction.mutations == transaction.statements == []
+
+
+def test_a_statement_of_a_batch_without_the_types_of_its_parameters_is_refused() -> None:
+    """As by the client."""
+    with pytest.raises(ValueError, match="unpack"):
+        RecordingTransaction().batch_update([("DELETE", {"a": 1})])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ DATABASES = {
         "NAME": os.environ["OUTBOX_DATABASE"],
     },
 }
+# The driver reads the project only from this variable.
+os.environ["GOOGLE_CLOUD_PROJECT"] = os.environ["OUTBOX_PROJECT"]
 INSTALLED_APPS = ["django_spanner", "django_orders"]
 ROOT_URLCONF = "django_orders.views"
 ALLOWED_HOSTS = ["localhost", "testserver"]

@@ -4,6 +4,7 @@ DJANGO_SETTINGS_MODULE=django_orders.settings python -m django_orders.subscriber
 """
 
 import json
+import logging
 import sys
 from typing import Any
 
@@ -12,18 +13,29 @@ from google.cloud import pubsub_v1
 
 from outbox import TASK_ID_ATTRIBUTE
 
+log = logging.getLogger(__name__)
 
-def receive(message: Any) -> None:
-    """Write the invoice, then acknowledge. A message without a task ID did not come from the outbox."""
+
+def write_invoice(message: Any) -> None:
+    """Write the invoice, unless the task has one."""
     from django_orders.models import Invoice  # noqa: PLC0415 - models need `django.setup`
 
     task_id = message.attributes.get(TASK_ID_ATTRIBUTE)
     if not task_id:
-        message.nack()  # Pub/Sub redelivers it, or forwards it to the dead-letter topic
-        return
+        raise ValueError("the message has no task ID, so it did not come from the outbox")
     order = json.loads(message.data)
     Invoice.objects.get_or_create(task_id=task_id, defaults={"order_id": order["order_id"], "cents": order["cents"]})
-    message.ack()
+
+
+def receive(message: Any) -> None:
+    """Write the invoice, then acknowledge. An exception that leaves this function would end the streaming pull."""
+    try:
+        write_invoice(message)
+    except Exception:
+        log.exception("message %s failed", message.message_id)
+        message.nack()  # Pub/Sub redelivers it, or forwards it to the dead-letter topic
+    else:
+        message.ack()
 
 
 def main(subscription: str) -> None:

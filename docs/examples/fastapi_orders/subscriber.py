@@ -4,6 +4,7 @@ python -m fastapi_orders.subscriber SUBSCRIPTION
 """
 
 import json
+import logging
 import sys
 from typing import Any
 
@@ -13,6 +14,8 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from fastapi_orders.app import Base, engine
 from outbox import TASK_ID_ATTRIBUTE
+
+log = logging.getLogger(__name__)
 
 
 class Invoice(Base):
@@ -24,17 +27,26 @@ class Invoice(Base):
     Cents: Mapped[int] = mapped_column(sqlalchemy.BigInteger)
 
 
-def receive(message: Any) -> None:
-    """Write the invoice, then acknowledge. A message without a task ID did not come from the outbox."""
+def write_invoice(message: Any) -> None:
+    """Write the invoice, unless the task has one."""
     task_id = message.attributes.get(TASK_ID_ATTRIBUTE)
     if not task_id:
-        message.nack()  # Pub/Sub redelivers it, or forwards it to the dead-letter topic
-        return
+        raise ValueError("the message has no task ID, so it did not come from the outbox")
     order = json.loads(message.data)
     with Session(engine) as session, session.begin():
         if session.get(Invoice, task_id) is None:
             session.add(Invoice(TaskId=task_id, OrderId=order["order_id"], Cents=order["cents"]))
-    message.ack()
+
+
+def receive(message: Any) -> None:
+    """Write the invoice, then acknowledge. An exception that leaves this function would end the streaming pull."""
+    try:
+        write_invoice(message)
+    except Exception:
+        log.exception("message %s failed", message.message_id)
+        message.nack()  # Pub/Sub redelivers it, or forwards it to the dead-letter topic
+    else:
+        message.ack()
 
 
 def main(subscription: str) -> None:
