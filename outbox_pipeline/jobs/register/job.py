@@ -90,7 +90,8 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
     done = _register(tasks, settings, settings.rejects, settings.max_rows_per_second)
     if done.rejected:
         extra = {"action": "rejected", "fields": {"rejected": done.rejected}}
-        text = "%s rows were rejected. Correct the lines in %s and register that folder"
+        # Not in place: on a local disk, Spark refuses a file that was edited, because its checksum is next to it.
+        text = "%s rows were rejected. Write the rows in %s to a new file, correct them there, and register that file"
         _log.warning(text, f"{done.rejected:,}", done.rejects, extra=extra)
     return done
 
