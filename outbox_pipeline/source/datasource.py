@@ -201,7 +201,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         table = self._table
         if until <= since:
             return []
-        if until < table.now() - table.retention():
+        if not table.keeps(until):
             raise OutboxError(
                 f"The batch of tasks sent after {shown(since)} was not finished when the query ended, and "
                 f"{too_old(until)}. To continue, start with a new checkpoint, a new output folder and the option "
