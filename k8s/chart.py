@@ -26,6 +26,8 @@ REPLICAS = """\
   replicas: {{ .Values.replicas }}
   {{- end }}
 """
+#: As in the base, 30 s more than the setting, whose value can be a fraction.
+GRACE = '{{ add 30 (ceil (float64 (default "30" .Values.settings.OUTBOX_SHUTDOWN_TIMEOUT))) }}'
 NOTE = "# Written by `make chart` from k8s/base. Change the base, whose files say why, and not this file.\n"
 VALUES = """\
 # The image without a tag; the tag is the version of the chart if it is empty.
@@ -81,6 +83,7 @@ def _template(manifest: dict[str, Any]) -> str:
     text = re.sub(r"(tags.datadoghq.com/env: )unset", r"\1{{ .Values.env | quote }}", text)
     text = re.sub(r" +envFrom:\n.*\n.*\n", "", text).replace("        env:\n", SETTINGS)
     text = text.replace("image: publishworker:unset", f'image: "{{{{ .Values.image.repository }}}}:{TAG}"')
+    text = text.replace("terminationGracePeriodSeconds: 60", f"terminationGracePeriodSeconds: {GRACE}")
     return text.replace("  replicas: 2\n", REPLICAS)
 
 

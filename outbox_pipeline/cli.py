@@ -52,8 +52,8 @@ The job ends when no task is pending or retrying, and counts the tasks that are 
         --project shop --instance main --database orders"""
 AUDIT = """\
 Compare tasks with the messages that Pub/Sub's subscriptions to BigQuery or Cloud Storage
-received. Writes report.html, summary.json and every finding. Exit code 1 if a task is lost,
-or if there was no task to audit.
+received. Writes report.html, summary.json and every finding. Exit code 1 if a task is lost or
+not applied, or if there was no task to audit.
 
     outbox-pipeline audit --received gs://shop/received/*.avro --since 1d \\
         --output gs://shop/audits/2026-11-21 --project shop --instance main --database orders"""

@@ -15,7 +15,7 @@ from google.api_core.exceptions import AlreadyExists, FailedPrecondition
 from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
 
 from outbox.admin.table import TaskTable
-from outbox.errors import OutboxError
+from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import SECONDS
 from outbox.registration import TABLE
@@ -47,6 +47,18 @@ class Table(TaskTable):
         """Return the database's version retention period. No older timestamp can be read."""
         rows = self.query(_RETENTION, "outbox-retention")
         return timedelta(seconds=SECONDS.parse(rows[0][0])) if rows else DEFAULT_RETENTION
+
+    def keeps(self, at: datetime) -> bool:
+        """Tell whether the table can be read as of `at`, even if it is within the retention period.
+
+        When the period is raised, Spanner does not bring back versions: https://cloud.google.com/spanner/docs/use-pitr
+        """
+        try:
+            return all(True for _ in self.rows(("Id",), KeySet(all_=True), at, limit=1, seconds=CALL_SECONDS))
+        except NotReached:
+            raise
+        except OutboxError:
+            return False
 
     def first_sent(self) -> datetime | None:
         """Return the earliest SentAt, or None if no task is sent."""
@@ -113,6 +125,6 @@ def too_old(at: datetime) -> str:
     """Return the error message for a timestamp outside the version retention period."""
     return (
         f"the table cannot be read as of {at.isoformat()}: Spanner keeps old versions of rows for the database's "
-        "version_retention_period, 1 hour by default. Raise it to at most 7 days: "
-        "ALTER DATABASE ... SET OPTIONS (version_retention_period = '7d')"
+        "version_retention_period, 1 hour by default. To keep later versions for up to 7 days, run ALTER DATABASE ... "
+        "SET OPTIONS (version_retention_period = '7d'). This does not bring back older ones"
     )

@@ -201,11 +201,12 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         table = self._table
         if until <= since:
             return []
-        if until < table.now() - table.retention():
+        if not table.keeps(until):
             raise OutboxError(
                 f"The batch of tasks sent after {shown(since)} was not finished when the query ended, and "
-                f"{too_old(until)}. To continue, start with a new checkpoint and the option since={shown(since)}. The "
-                "stream then repeats the tasks sent since that time"
+                f"{too_old(until)}. To continue, start with a new checkpoint, a new output folder and the option "
+                f"since={shown(since)}. The stream then repeats the tasks sent since that time. In the former folder, "
+                "Spark would skip the first batches of a new checkpoint"
             )
         found = parts.sent_parts(table.layout.ids, since, until, self._options.partitions, after=True)  # OUT-SPARK-2
         selection = RowFilter(topic=self._options.topic)

@@ -74,8 +74,11 @@ class WorkerGauges:
         self._metrics.gauge(m.SHARDS, len(self._membership.shards))
         self._metrics.gauge(m.WORKERS, self._membership.size)
         self._metrics.sample(m.IN_FLIGHT, len(self._relay.in_flight))
-        for topic in self._relay.discoverer.topics:  # so that "nothing is published" is visible
-            self._metrics.zero(m.PUBLISHED, topic=topic)
+        # The worker ends after these events. A counter that begins with its last value has no increase in Prometheus.
+        self._metrics.zero(m.SHUTDOWN_TIMEOUT)
+        for topic in self._relay.discoverer.topics:
+            self._metrics.zero(m.STUCK, topic=topic)
+            self._metrics.zero(m.PUBLISHED, topic=topic)  # so that "nothing is published" is visible
         circuits = self._relay.topics.circuit_states()
         states = {topic: m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits.items()}
         for topic, state in self._circuits(states).items():

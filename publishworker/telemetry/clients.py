@@ -67,8 +67,11 @@ def _opentelemetry() -> Client:
     MeterProvider is the worker's own, so that the one of the process is neither used nor changed.
     """
     try:
-        from opentelemetry.sdk.metrics import MeterProvider  # noqa: PLC0415 - an extra
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader  # noqa: PLC0415 - the same
+        from opentelemetry.sdk.metrics import MeterProvider, _Gauge  # noqa: PLC0415 - an extra
+        from opentelemetry.sdk.metrics.export import (  # noqa: PLC0415 - the same
+            AggregationTemporality,
+            PeriodicExportingMetricReader,
+        )
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - the same
     except ImportError as error:
         raise SettingError(
@@ -81,7 +84,9 @@ def _opentelemetry() -> Client:
         resource = Resource.create()
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "publishworker"}))
-        provider = MeterProvider([PeriodicExportingMetricReader(exporter_class())], resource)
+        # Otherwise the SDK exports a gauge forever, also the backlog of a worker that another one has replaced.
+        exporter = exporter_class(preferred_temporality={_Gauge: AggregationTemporality.DELTA})
+        provider = MeterProvider([PeriodicExportingMetricReader(exporter)], resource)
     except Exception as error:  # each variable has its own kind of error
         raise SettingError(f"--metrics opentelemetry: a variable OTEL_* is wrong: {error}") from error
     lost.begin()

@@ -11,7 +11,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from outbox.devtools.emulators import Emulators
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.clients import attribute_of, unit_of
+from publishworker.telemetry.clients import attribute_of, client, unit_of
+from publishworker.telemetry.metrics import Metrics
 from tests.support.relays import register, wait_until_all_sent, worker
 from tests.support.waiting import eventually
 
@@ -99,6 +100,18 @@ def test_a_collector_receives_the_table_of_metrics(
         for point in metric.sum.data_points
     ]
     assert published[-1] == 20
+
+
+def test_a_gauge_is_exported_only_after_it_was_set(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a worker that no longer counts the backlog would repeat its last count, so an alert would stay."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server.server_port}")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+    metrics = Metrics(client("opentelemetry"))
+    metrics.gauge(m.OLDEST_AGE, 400)
+    metrics.count(m.HEARTBEAT, 1)
+    eventually(lambda: len(collector.metrics.get(m.HEARTBEAT.name, ())) >= 3)
+    metrics.stop()
+    assert len(collector.metrics[m.OLDEST_AGE.name]) == 1
 
 
 def test_a_missing_collector_delays_no_worker_and_is_logged_once(

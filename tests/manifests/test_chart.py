@@ -89,6 +89,12 @@ def test_an_autoscaler_keeps_its_number_of_workers(chart: Any, replicas: int | N
     assert [spec[key] for key in spec if key == "replicas"] == found
 
 
+@pytest.mark.parametrize(("seconds", "grace"), [(None, 60), ("0", 30), ("600", 630), ("0.5", 31)])
+def test_the_grace_period_follows_the_shutdown_timeout(chart: Any, seconds: str | None, grace: int) -> None:
+    pod = worker(installed(chart, settings={"OUTBOX_SHUTDOWN_TIMEOUT": seconds}))["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == grace
+
+
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [

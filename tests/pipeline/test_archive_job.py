@@ -25,7 +25,7 @@ from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive import job
 from outbox_pipeline.jobs.archive.job import run
 from outbox_pipeline.jobs.archive.windows import Archive, Manifest, checksum_columns, floor
-from outbox_pipeline.spanner import open_table
+from outbox_pipeline.spanner import Table, open_table
 from tests.support.archives import (
     DAY,
     MICROSECOND,
@@ -254,6 +254,17 @@ def test_an_archive_that_cannot_run_says_what_to_do(
         run(spark, settings_of(target, tmp_path, until=shown(NEXT_DAY + HOUR * 24)), purge=True, late=True)
     assert purges(tmp_path) == [None]
     assert sorted(rows_of(database)) == ["a", "dead", "waits"]
+
+
+def test_old_versions_stay_gone_after_the_retention_period_was_raised(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The window is within the new period, but Spanner deleted its versions under the former one."""
+    insert(database, [sent("a", DAY)])
+    monkeypatch.setattr(Table, "retention", lambda _: timedelta(days=1000))
+    with pytest.raises(OutboxError, match=r"cannot be read as of .* does not bring back older ones"):
+        run(spark, settings_of(target, tmp_path))
+    assert run(spark, settings_of(target, tmp_path), late=True).written == 1
 
 
 def test_an_unfinished_run_is_invisible_and_only_one_of_two_runs_finishes_a_window(

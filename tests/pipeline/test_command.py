@@ -64,6 +64,7 @@ def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulato
     said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING: Using incubator")]
     assert [json.loads(line)["action"] for line in said if line] == ["unknown_variable", "rejected"]
     assert "OUTBOX_REJECTED is set, but no setting has this name. Did you mean OUTBOX_REJECTS?" in said[0]
+    assert "to a new file, correct them there, and register that file" in said[1]
     assert [row["Topic"] for row in rows_of(database).values()] == ["orders"]
 
 

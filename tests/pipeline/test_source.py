@@ -237,6 +237,12 @@ def test_every_call_waits_for_spanner_as_long_as_a_commit(target: DatabaseSettin
         spanner.open_table(target)
 
 
+def test_a_table_keeps_only_readable_versions(target: DatabaseSettings):
+    table = spanner.open_table(target)
+    now = table.now()
+    assert (table.keeps(now), table.keeps(now - timedelta(hours=2))) == (True, False)
+
+
 def test_the_version_retention_period_of_the_database_applies(
     target: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
 ):

@@ -186,7 +186,7 @@ class _Job:
         now = self.table.now()
         retention = self.table.retention()
         at = until + MARKS_FINAL_AFTER
-        if at > now - retention + TIME_TO_READ:
+        if at > now - retention + TIME_TO_READ and (not late or self.table.keeps(at)):
             return at
         if late:
             return now
@@ -194,8 +194,8 @@ class _Job:
         raise OutboxError(
             f"The window from {shown(since)} to {shown(until)} ended {spoken((now - until).total_seconds())} ago and "
             f"cannot be read as of its end, because Spanner keeps old versions of rows for {kept} "
-            "(version_retention_period). Archive more often, or raise version_retention_period to at most 7 days. Pass "
-            "--read-late to read the window as of now, without tasks that were resent or deleted since"
+            "(version_retention_period). Pass --read-late to read the window as of now, without tasks that were resent "
+            "or deleted since. For later windows, archive more often or raise version_retention_period (at most 7 days)"
         )
 
 

@@ -90,7 +90,8 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
     done = _register(tasks, settings, settings.rejects, settings.max_rows_per_second)
     if done.rejected:
         extra = {"action": "rejected", "fields": {"rejected": done.rejected}}
-        text = "%s rows were rejected. Correct the lines in %s and register that folder"
+        # Not in place: on a local disk, Spark refuses a file that was edited, because its checksum is next to it.
+        text = "%s rows were rejected. Write the rows in %s to a new file, correct them there, and register that file"
         _log.warning(text, f"{done.rejected:,}", done.rejects, extra=extra)
     return done
 
@@ -112,7 +113,8 @@ def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -
 def _read_csv(spark: SparkSession, path: str) -> DataFrame:
     """Return the rows of CSV files, as texts that can contain invalid UTF-8. Raises SettingError."""
     # If Spark detected the line separator itself, it would also change line breaks inside quotes.
-    first = spark.read.text(path, lineSep="\n").first()
+    lines = spark.read.text(path, lineSep="\n")
+    first, of_folders = lines.first(), lines.columns[1:]  # folders such as month=01 are columns
     end = "\r\n" if first and first["value"].endswith("\r") else "\n"
     reader = spark.read.options(
         header=True, quote='"', escape='"', multiLine=True, lineSep=end, emptyValue=_EMPTY, encoding=_BYTES,
@@ -126,14 +128,16 @@ def _read_csv(spark: SparkSession, path: str) -> DataFrame:
     why = f.when(
         f.col(UNPARSED).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes")
     )
-    if end == "\n" and head.columns:  # otherwise the last value of the line would end with a carriage return
-        last = f.col(f"`{head.columns[-1]}`")
+    columns = [name for name in head.columns if name not in of_folders]
+    if end == "\n" and columns:  # otherwise the last value of the line would end with a carriage return
+        last = f.col(f"`{columns[-1]}`")
         why = why.when(last.endswith("\r"), f.lit("the line ends with CR LF, but the header with LF"))
-    texts = {name: f.col(f"`{name}`") for name in (*head.columns, UNPARSED)}
+    texts = {name: f.col(f"`{name}`") for name in (*columns, UNPARSED)}
     decoded = {
         _name(name, path): f.when(text == _EMPTY, f.lit("")).otherwise(f.encode(text, _BYTES).cast("string"))
         for name, text in texts.items()
     }
+    decoded |= {name: f.col(f"`{name}`") for name in of_folders}  # Spark reads names of folders as UTF-8
     return rows.select(*(text.alias(name) for name, text in decoded.items()), why.alias(PARSE_ERROR))
 
 

@@ -236,7 +236,8 @@ class _Job:
         now = self.table.now()
         # A replay that is resumed too late for a snapshot at `started_at` reads the table as of now. The remaining
         # tasks are the same, because the finished ones are unsent or were sent since.
-        at = started_at if started_at > now - self.table.retention() + TIME_TO_READ else now
+        is_kept = started_at > now - self.table.retention() + TIME_TO_READ and self.table.keeps(started_at)
+        at = started_at if is_kept else now
         columns = (*_OF_TABLE, "Topic", "SentAt", *(("Attributes",) if given.attribute else ()))
         columns = tuple(schemas.TASK.fieldNames()) if given.where else columns
         wanted = RowFilter("sent", given.topic, given.since, until)
