@@ -18,6 +18,7 @@ from publishworker.process.app import App, run_on_thread
 from publishworker.process.commands import heartbeat_file, stop_on_signals
 from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.in_flight import StuckBatch
@@ -52,8 +53,8 @@ def test_a_heartbeat_that_cannot_be_written_is_logged_once(tmp_path: Path, caplo
     assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat"]
 
 
-def test_each_read_of_a_turn_begins_with_a_heartbeat() -> None:
-    """A turn has several reads, and each may take 30 s."""
+def test_each_read_begins_with_a_heartbeat() -> None:
+    """A turn has several reads, and each may take 30 s. A drain then reads all unsent tasks, part by part."""
     beats: list[str] = []
     database = mock.Mock(snapshot=mock.Mock(side_effect=ServiceUnavailable("no")))
     store = SpannerStore(database, Layout(10), before_read=lambda: beats.append("beat"))
@@ -63,6 +64,7 @@ def test_each_read_of_a_turn_begins_with_a_heartbeat() -> None:
         lambda: store.discover((1,), ("orders",)),
         lambda: store.seconds_until_due((1,), ("orders",)),
         lambda: store.key_heads({Key("orders", "k"): 1}, 1, skip_dead=False),
+        lambda: UnsentTasks(store).any_to_send(),
     ):
         beats.clear()
         with pytest.raises(StoreError):
