@@ -148,7 +148,6 @@ class App:
             if in_time or not self.relay.in_flight:  # without batches, only a read of the last turn has no answer
                 log.info("stopped", extra={"action": "stopped"})
                 return exits.DONE
-            self.relay.in_flight.abandon()
             self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
             log.error(
                 "Stopped after --shutdown-timeout with batches in flight. Tasks without a SentAt may be published "
@@ -156,6 +155,7 @@ class App:
             )  # fmt: skip
             return timeout_exit_code
         finally:
+            self.relay.in_flight.abandon()
             for each in self._background:
                 each.stop()
 
