@@ -113,7 +113,7 @@ class App:
         return max(interval, self._settings.idle_interval) if self._stream and self._stream.works else interval
 
     def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, timeout_exit_code: int) -> int:
-        """Run the worker until `stop` or `until(turn)`. Return the exit code; after a timeout the given one."""
+        """Run the worker until `stop` or `until(turn)`. Return the exit code; with batches left, the given one."""
         where = (self._settings.project, self._settings.instance, self._settings.database)
         log.info(
             "relaying %s/%s/%s, %s", *where, counted(self.store.layouts[0].shards, "shard"), extra={"action": "start"}
@@ -145,10 +145,9 @@ class App:
             )
             return exits.FAILED
         else:
-            if in_time:
+            if in_time or not self.relay.in_flight:  # without batches, only a read of the last turn has no answer
                 log.info("stopped", extra={"action": "stopped"})
                 return exits.DONE
-            self.relay.in_flight.abandon()
             self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
             log.error(
                 "Stopped after --shutdown-timeout with batches in flight. Tasks without a SentAt may be published "
@@ -156,6 +155,7 @@ class App:
             )  # fmt: skip
             return timeout_exit_code
         finally:
+            self.relay.in_flight.abandon()
             for each in self._background:
                 each.stop()
 

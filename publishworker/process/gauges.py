@@ -73,7 +73,7 @@ class WorkerGauges:
         self._metrics.gauge(m.BUILD, 1, **BUILD_TAGS)
         self._metrics.gauge(m.SHARDS, len(self._membership.shards))
         self._metrics.gauge(m.WORKERS, self._membership.size)
-        self._metrics.sample(m.IN_FLIGHT, len(self._relay.in_flight))
+        self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight.places_by_topic().total())
         # The worker ends after these events. A counter that begins with its last value has no increase in Prometheus.
         self._metrics.zero(m.SHUTDOWN_TIMEOUT)
         for topic in self._relay.discoverer.topics:

@@ -15,6 +15,9 @@ SERVICE_ERRORS = (google.GoogleAPICallError, google.RetryError, GoogleAuthError)
 #: Errors by which Spanner certainly has not executed a request. After all other errors the outcome is unknown.
 _NOT_EXECUTED = (*CONTENT, google.Aborted, google.NotFound, google.PermissionDenied, google.Unauthenticated)
 
+#: Spanner refuses a query of a missing table with INVALID_ARGUMENT and this text.
+_TABLE_MISSING = "Table not found: "
+
 
 class StoreError(NotReached):
     """Spanner did not answer, or refused the request. Rows may have been written, unless the error is a NotWritten."""
@@ -41,7 +44,7 @@ def error_class(error: Exception) -> type[StoreError]:
     is_unanswered = UNANSWERED in getattr(error, "__notes__", ()) and not isinstance(error, google.Aborted)
     if is_unanswered or not isinstance(error, _NOT_EXECUTED):
         return TimedOut if isinstance(error, google.DeadlineExceeded) else StoreError
-    if isinstance(error, google.NotFound) and not is_lost_session(error):
+    if (isinstance(error, google.NotFound) and not is_lost_session(error)) or _TABLE_MISSING in str(error):
         return DatabaseMissing
     return Refused if isinstance(error, CONTENT) else NotWritten
 

@@ -95,7 +95,7 @@ class SpannerStore:
     ) -> None:
         """`layout` is that of the table, `heartbeat_database` the same database on a connection that no batch uses.
 
-        Each read of a turn calls `before_read`, so that the liveness probe does not take a slow turn for a hung one.
+        Each read calls `before_read`, so that the liveness probe does not take a slow turn for a hung one.
         """
         self._database: Any = database  # its methods carry no types
         self._heartbeat_database: Any = heartbeat_database or database
@@ -205,7 +205,6 @@ class SpannerStore:
             yield from self._query(each.sql(statement), tag, {**values, "shards": each.numbers})
 
     def _query(self, statement: str, tag: str, values: Mapping[str, Any], *, lazy_decode: bool = False) -> list[Any]:
-        self._before_read()
         with self.reading() as snapshot:
             return list(
                 snapshot.execute_sql(
@@ -216,6 +215,7 @@ class SpannerStore:
     @contextlib.contextmanager
     def reading(self, at: datetime | None = None) -> Iterator[Any]:
         """Yield a snapshot, by default a strong one. Raises StoreError for the client's errors."""
+        self._before_read()
         with self._store_errors(), self._database.snapshot(read_timestamp=at) as snapshot:
             yield snapshot
 

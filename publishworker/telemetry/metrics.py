@@ -85,7 +85,8 @@ PHASE_DURATION = Metric("outbox.phase_duration", "distribution", "second", ("pha
 BATCH_SIZE = Metric("outbox.batch_size", "distribution", "task", ("topic",), 0,
     "Tasks in a batch.")
 IN_FLIGHT = Metric("outbox.in_flight_batch_count", "distribution", "unit", (), 0,
-    "Batches in flight in a worker, every 15 s. If the value equals --concurrency, the worker has no free capacity.")
+    "Batches in flight in a worker, without those that have freed their place, every 15 s. If the value equals "
+    "--concurrency, the worker has no free capacity.")
 CIRCUIT_STATE = Metric("outbox.circuit_state", "gauge", "unit", ("topic",), -1,
     f"Circuit of a topic in a worker: {OPEN} open, {HALF_OPEN} half-open, {CLOSED} closed again (for ten minutes). A "
     "topic whose circuit has stayed closed has no value.")

@@ -41,7 +41,7 @@ class Topics:
         for (kind, topic), sentence in wrong.items():
             self._throttled_log.log(kind, topic, sentence)
         before, self._controls = self._controls, controls
-        for topic in sorted(topic for topic, _ in before.routes.items() ^ controls.routes.items()):
+        for topic in sorted({topic for topic, _ in before.routes.items() ^ controls.routes.items()}):
             self._circuits.forget(topic)
             to = controls.routes.get(topic, topic)
             log.info("Messages of topic %s go to %s", topic, to, extra={"action": "routed"})

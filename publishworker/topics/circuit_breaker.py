@@ -50,6 +50,8 @@ class _OpenCircuit:
     delay: float = FIRST_PROBE_SECONDS
     probe_at: float = 0.0
     probing: bool = False
+    #: When a turn found no task to probe with. Other topics that are due then go first.
+    no_task_at: float = 0.0
     #: IDs of earlier probes: other tasks go first.
     probed: set[str] = field(default_factory=set)
     #: How many rows of each range to read, because all polled tasks have been probes. 0: no more than for other topics.
@@ -109,7 +111,7 @@ class CircuitBreakers:
         held = {topic for topic, circuit in self._open.items() if circuit.probing or now < circuit.probe_at}
         probing = sum(circuit.is_outage and circuit.probing for circuit in self._open.values())
         due = [topic for topic, circuit in self._open.items() if circuit.is_outage and topic not in held]
-        due.sort(key=lambda topic: self._open[topic].probe_at)
+        due.sort(key=lambda topic: max(self._open[topic].probe_at, self._open[topic].no_task_at))
         return frozenset(held).union(due[max(0, self._max_probes - probing) :])
 
     def states(self) -> dict[str, CircuitState]:
@@ -130,10 +132,11 @@ class CircuitBreakers:
         }
 
     def seconds_to_probe(self) -> float | None:
-        """Return the seconds until the next probe is due, or None if no circuit waits for its probe."""
-        now = self._clock()
-        times = [circuit.probe_at for circuit in self._open.values() if not circuit.probing and circuit.probe_at > now]
-        return min(times) - now if times else None
+        """Return the seconds until a suspended topic may be polled, or None if no topic waits for a probe."""
+        now, suspended = self._clock(), self.suspended()
+        waiting = [circuit for topic, circuit in self._open.items() if topic in suspended and not circuit.probing]
+        seconds = (circuit.probe_at - now for circuit in waiting)
+        return min((each if each > 0 else FIRST_PROBE_SECONDS for each in seconds), default=None)
 
     def draw_probes(
         self, candidates: Sequence[Candidate], cut_off: Collection[str] = frozenset()
@@ -151,6 +154,8 @@ class CircuitBreakers:
         for each in candidates:
             circuit = self._open.get(each.topic)
             (in_outage[each.topic] if circuit and circuit.is_outage else kept).append(each)
+        for topic in self._open.keys() - in_outage.keys() - self.suspended():
+            self._open[topic].no_task_at = self._clock()
         for topic, tasks in in_outage.items():
             circuit = self._open[topic]
             untried = [each for each in tasks if each.id not in circuit.probed]

@@ -186,6 +186,7 @@ class InFlight:
         stuck = [entry for entry in old if self._running[entry].is_alive()]  # the others only have to be collected
         for entry in stuck:
             del self._running[entry]
+            self._give_up(entry)
         if stuck:
             raise StuckBatch([entry.delivery.claim for entry in stuck], stuck[0].seconds_since_begin)
 
@@ -240,7 +241,6 @@ class InFlight:
             if entry not in self._running:  # the batch was removed before: it left nothing unmarked, or was stuck
                 continue
             if isinstance(report, BaseException):
-                del self._running[entry]
                 end = self._clock() + JOIN_SECONDS
                 for thread in self._running.values():
                     thread.join(max(0.0, end - self._clock()))
@@ -255,7 +255,7 @@ class InFlight:
         return reports
 
     def abandon(self) -> None:
-        """Report what is in doubt, because the process ends before the batches do. Callable on any thread."""
+        """Report what is in doubt if the process ends before the batches do. Callable on any thread."""
         with contextlib.suppress(queue.Empty):
             while True:
                 entry, report = self._reports.get(timeout=0)
@@ -265,12 +265,15 @@ class InFlight:
                 elif isinstance(report, Unmarked | Recorded):
                     self._reporter.report_later(report)
         for entry in list(self._running):
-            claim = entry.delivery.claim
-            if entry.reported:
-                for unmarked in entry.delivery.mark_retry.give_up():
-                    self._reporter.report_later(unmarked)
-            elif claim.kind is Kind.MARK_FIRST:
-                self._reporter.report_later(Unmarked(claim, "the worker has ended", "marked", given_up=True))
+            self._give_up(entry)
+
+    def _give_up(self, entry: _Entry) -> None:
+        claim = entry.delivery.claim
+        if entry.reported:
+            for unmarked in entry.delivery.mark_retry.give_up():
+                self._reporter.report_later(unmarked)
+        elif claim.kind is Kind.MARK_FIRST:
+            self._reporter.report_later(Unmarked(claim, "the worker has ended", "marked", given_up=True))
 
     def _run(self, entry: _Entry) -> None:
         try:

@@ -297,9 +297,10 @@ def _share_places(batches: list[_Packing], places: int, in_flight: Counter[str],
         order.append((-batch.priority, of_topic[batch.topic] > half))
     # Within a priority, a topic's batches that exceed half of the places come last. Otherwise the order stays.
     ranked = [batches[number] for number in sorted(range(len(batches)), key=order.__getitem__)]
-    chosen, rest = ranked[:free], ranked[free:]
-    topics = {*(topic for topic, number in in_flight.items() if number), *(batch.topic for batch in chosen)}
-    if keeps_place and chosen and places > 1 and len(topics) == 1:
-        other = next((batch for batch in rest if batch.topic not in topics), None)
-        chosen[-1:] = [other or chosen[-1]]
+    chosen = ranked[:free]
+    topics = {topic for topic, number in in_flight.items() if number} or {batch.topic for batch in chosen}
+    if keeps_place and places > 1 and len(topics) == 1:
+        other = next((batch for batch in ranked if batch.topic not in topics), None)
+        if other is not None:  # first, so that the one topic leaves bytes to it, too (see `fitting`)
+            chosen = [other, *(batch for batch in chosen if batch is not other)][:free]
     return [Claim(each.topic, tuple(each.tasks), releases=tuple(each.releases), bytes=each.bytes) for each in chosen]

@@ -19,6 +19,7 @@ from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
+from publishworker.spanner.errors import DatabaseMissing
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, Store
 from publishworker.telemetry import metrics as m
@@ -63,6 +64,13 @@ def turn_until_all_sent(relay: Relay, database: Database, max_turns: int = 60) -
         if not unsent(database):
             return published
     pytest.fail(f"{len(unsent(database))} unsent after {max_turns} turns")
+
+
+def test_a_dropped_table_counts_as_a_missing_database(own_database: Database) -> None:
+    """Spanner answers a query of a missing table with INVALID_ARGUMENT, and not with NOT_FOUND."""
+    own_database.update_ddl(["DROP TABLE AsynchronousTaskTopics"]).result(30)
+    with pytest.raises(DatabaseMissing, match="Table not found: AsynchronousTaskTopics"):
+        make_relay(own_database).turn()
 
 
 def test_a_worker_starts_beside_the_open_transaction_of_a_killed_client(database: Database) -> None:

@@ -3,18 +3,22 @@
 import json
 import os
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.api_core.exceptions import PermissionDenied
+from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 from outbox.devtools.emulators import Emulators
+from outbox.table.connection import open_database
 from publishworker.process import cli
-from publishworker.process.verify import checks
+from publishworker.process.verify import checks, scratch
 from publishworker.process.verify.checks import CHECKS
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, place, query
 
 #: Each process of the test run has one, because all share the emulators.
 NAME = f"verify-{os.getpid()}"
@@ -53,6 +57,16 @@ def test_all_checks_run_and_nothing_is_left(
     assert not spanner_instance.database(NAME).exists()
 
 
+def test_tasks_are_loaded_although_the_clock_of_this_machine_is_ahead(
+    own_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = mock.Mock(now=lambda _zone: datetime.now(UTC) + timedelta(minutes=5))
+    monkeypatch.setattr(scratch, "datetime", clock, raising=False)
+    settings: Any = place(own_database.database_id)
+    scratch.Scratch(settings, open_database(settings), 20).load()
+    assert query(own_database, "SELECT COUNTIF(SentAt IS NOT NULL) FROM AsynchronousTasks") == [[18]]
+
+
 @pytest.mark.extended
 def test_a_failed_check_is_named_and_the_others_run(
     spanner_instance: Instance, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -83,6 +97,15 @@ def test_ctrl_c_leaves_nothing(spanner_instance: Instance, monkeypatch: pytest.M
 
     monkeypatch.setitem(CHECKS, "roles", interrupted)
     assert cli.main([*FLAGS, "--yes"]) == 130
+    assert not spanner_instance.database(NAME).exists()
+
+
+@pytest.mark.parametrize("name", [".", "missing/report.html"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_checks(
+    spanner_instance: Instance, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*FLAGS, "--yes", "--report", str(tmp_path / name)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
     assert not spanner_instance.database(NAME).exists()
 
 

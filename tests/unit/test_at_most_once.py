@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -10,6 +11,7 @@ from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.spanner.errors import NotWritten, StoreError
 from publishworker.telemetry import metrics as m
+from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import Answer, Failed, LockedRow, Published, Skipped
 from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher
@@ -124,6 +126,31 @@ def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(
         eventually(lambda: not (bench.wait(1), entry.delivery.mark_retry.unmarked)[1])
         eventually(lambda: not in_flight._reports.empty())
     in_flight.abandon()
+    assert bench.count(m.UNCONFIRMED) == 1
+    publisher.release.set()
+
+
+def test_a_marked_task_is_counted_if_a_defect_ends_the_worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.publisher, "publish", mock.Mock(side_effect=ZeroDivisionError))
+    bench.insert("a", at_most_once=True)
+    with pytest.raises(ZeroDivisionError):
+        bench.turns()
+    assert bench.unsent() == []
+    bench.relay.in_flight.abandon()
+    assert bench.count(m.UNCONFIRMED) == 1
+
+
+def test_a_marked_task_is_counted_if_its_batch_is_stuck(bench: Bench) -> None:
+    publisher = SlowPublisher("orders")
+    publisher.hanging = {"orders"}
+    bench.relay = bench.another(publisher=publisher)
+    bench.insert("a", at_most_once=True)
+    eventually(lambda: bench.relay.turn() and not bench.unsent())
+    for _ in range(3):
+        bench.relay.turn()
+        bench.wait(45)
+    with pytest.raises(StuckBatch):
+        bench.relay.turn()
     assert bench.count(m.UNCONFIRMED) == 1
     publisher.release.set()
 

@@ -185,6 +185,22 @@ def test_outage_probes_use_at_most_a_quarter_of_the_places(watch: Watch) -> None
     assert len(watch.suspended()) == 5
 
 
+def test_topics_without_tasks_do_not_keep_others_from_a_probe(watch: Watch) -> None:
+    """Another worker may have sent their tasks, or they are paused. Each turn then lets two other topics be polled."""
+    for topic in "abcde":
+        watch.fail(AWAY, "1", topic=topic)
+        watch.seconds += 0.01
+    watch.seconds += 2
+    for _ in range(2):
+        assert "e" in watch.suspended()
+        assert watch.seconds_to_probe() == circuit_breaker.FIRST_PROBE_SECONDS
+        watch.seconds += 1
+        watch.draw_probes([])
+    assert "e" not in watch.suspended()
+    assert [each.topic for each in watch.draw_probes(candidates(["1"], "e"))[0]] == ["e"]
+    assert "e" not in watch.suspended()
+
+
 def test_an_outage_is_probed_with_at_most_once_tasks_only_as_a_last_resort(watch: Watch) -> None:
     """Three draws skip them. A missing topic risks nothing, because it refuses. A batch that is no probe waits."""
 

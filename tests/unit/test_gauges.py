@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -24,12 +25,18 @@ from tests.support.waiting import eventually
 
 class Relay:
     def __init__(self) -> None:
-        self.in_flight, self.topics, self.discoverer = range(3), self, SimpleNamespace(topics=("invoices", "orders"))
+        self.in_flight, self.topics, self.discoverer = self, self, SimpleNamespace(topics=("invoices", "orders"))
         self.circuits: dict[str, CircuitState] = {}
         self.asked = 0
         self.seconds = 1000.0
         self.client = Counted()
         self.report = WorkerGauges(Metrics(self.client), membership(), self, lambda: self.seconds)
+
+    def __len__(self) -> int:
+        return 9  # six of them have freed their places
+
+    def places_by_topic(self) -> Counter[str]:
+        return Counter(invoices=1, orders=2)
 
     def circuit_states(self) -> Mapping[str, CircuitState]:
         self.asked += 1

@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from publishworker.process.app import App, run_on_thread
 from publishworker.process.commands import heartbeat_file, stop_on_signals
 from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.in_flight import StuckBatch
@@ -51,8 +53,8 @@ def test_a_heartbeat_that_cannot_be_written_is_logged_once(tmp_path: Path, caplo
     assert [record.__dict__["action"] for record in caplog.records] == ["heartbeat"]
 
 
-def test_each_read_of_a_turn_begins_with_a_heartbeat() -> None:
-    """A turn has several reads, and each may take 30 s."""
+def test_each_read_begins_with_a_heartbeat() -> None:
+    """A turn has several reads, and each may take 30 s. A drain then reads all unsent tasks, part by part."""
     beats: list[str] = []
     database = mock.Mock(snapshot=mock.Mock(side_effect=ServiceUnavailable("no")))
     store = SpannerStore(database, Layout(10), before_read=lambda: beats.append("beat"))
@@ -62,6 +64,7 @@ def test_each_read_of_a_turn_begins_with_a_heartbeat() -> None:
         lambda: store.discover((1,), ("orders",)),
         lambda: store.seconds_until_due((1,), ("orders",)),
         lambda: store.key_heads({Key("orders", "k"): 1}, 1, skip_dead=False),
+        lambda: UnsentTasks(store).any_to_send(),
     ):
         beats.clear()
         with pytest.raises(StoreError):
@@ -106,15 +109,44 @@ def test_the_first_signal_asks_to_stop_and_the_handlers_are_restored() -> None:
 def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
     error: Exception | None, code: int, action: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app, counted = mock.MagicMock(App), Counted()
-    app._settings = SimpleNamespace(project="p", instance="i", database="d", shutdown_timeout=5)
-    app._worker, app.relay, app.store, app._metrics = mock.Mock(), mock.Mock(), mock.Mock(), Metrics(counted)
-    app.store.layouts, app._background = [Layout(10)], [mock.Mock()]
+    app, counted = app_and_counts()
     app._worker.run.side_effect = error
     caplog.set_level("INFO", "publishworker")
-    stop = threading.Event()
-    stop.set()
-    assert App.until_stopped(app, stop, lambda _turn: False, timeout_exit_code=9) == code
+    assert stopped(app) == code
     assert [vars(line)["action"] for line in caplog.records] == ["start", action]
     assert counted.counts[m.STUCK.name] == (action == "stuck")
+    app.relay.in_flight.abandon.assert_called_once_with()  # so that no task is lost without a log line
     app._background[0].stop.assert_called_once_with()
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "code", "action"), [(1, 9, "shutdown_timeout"), (0, exits.DONE, "stopped")], ids=["batch", "read"]
+)
+def test_only_batches_in_flight_exceed_the_shutdown_timeout(
+    in_flight: int, code: int, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read that Spanner does not answer takes up to 30 s. The worker then has claimed nothing."""
+    app, counted = app_and_counts()
+    answered = threading.Event()
+    app._worker.run.side_effect = lambda *_: answered.wait(60)
+    app._settings.shutdown_timeout = 0.0
+    app.relay.in_flight.__bool__.return_value = in_flight > 0
+    caplog.set_level("INFO", "publishworker")
+    assert stopped(app) == code
+    assert [vars(line)["action"] for line in caplog.records] == ["start", action]
+    assert counted.counts[m.SHUTDOWN_TIMEOUT.name] == in_flight
+    answered.set()
+
+
+def app_and_counts() -> tuple[Any, Counted]:
+    app, counted = mock.MagicMock(App), Counted()
+    app._settings = SimpleNamespace(project="p", instance="i", database="d", shutdown_timeout=5)
+    app._worker, app.relay, app.store, app._metrics = mock.Mock(), mock.MagicMock(), mock.Mock(), Metrics(counted)
+    app.store.layouts, app._background = [Layout(10)], [mock.Mock()]
+    return app, counted
+
+
+def stopped(app: Any) -> int:
+    stop = threading.Event()
+    stop.set()
+    return App.until_stopped(app, stop, lambda _turn: False, timeout_exit_code=9)

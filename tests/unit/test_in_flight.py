@@ -24,7 +24,7 @@ class Gated:
 
     def __init__(self, batches: "Batches", claim: Claim) -> None:
         self.batches, self.claim = batches, claim
-        self.mark_retry = SimpleNamespace(unmarked=frozenset[str](), aside=False)
+        self.mark_retry = SimpleNamespace(unmarked=frozenset[str](), aside=False, give_up=list)
         self.timing = SimpleNamespace(transactions=0)
 
     def run(self) -> Delivered:

@@ -134,6 +134,16 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     assert len(Bench().select(tasks(1, bytes=2 * max_bytes))) == 1
 
 
+def test_one_topic_leaves_bytes_to_a_less_urgent_one() -> None:
+    """A place is of no use without bytes. Here one of four large batches has just ended."""
+    for fair_share, expected in ((0.1, ["invoices"]), (0.0, ["orders"])):
+        bench = Bench(batches=8, fair_share=fair_share)
+        quarter = bench.in_flight.limits.max_bytes_in_flight // 4
+        bench.start(*(claim_of("orders", id, bytes=quarter) for id in "abc"))
+        large = tasks(8, bytes=quarter, priority=100)
+        assert [claim.topic for claim in bench.select([*large, *tasks(10, "invoices")])] == expected
+
+
 def test_deferrals_and_at_most_once_tasks_get_no_more_than_the_free_places() -> None:
     """A batch that has found at-most-once tasks keeps its place if its commit failed."""
     bench = Bench(batches=4, fair_share=0.5)

@@ -60,6 +60,14 @@ def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench:
     assert bench.publisher.ids() == ["a"]
 
 
+def test_each_change_of_a_route_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "publishworker")
+    found = topics(routes={"orders": "orders-1"})
+    found.apply(TopicControls(routes={"orders": "orders-2"}), 1)
+    found.apply(TopicControls(), 1)
+    assert caplog.messages == [f"Messages of topic orders go to {name}" for name in ("orders-1", "orders-2", "orders")]
+
+
 def test_the_end_of_a_pause_makes_a_probe_due() -> None:
     """So an operator who has repaired a topic does not wait for the next probe. It is a probe, not a whole batch."""
     found = topics()

@@ -1,10 +1,11 @@
 """`publishworker verify`: progress, table, JSON and the HTML report."""
 
 import argparse
+import contextlib
 import dataclasses
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from outbox.cli.bulk import confirm
@@ -20,8 +21,6 @@ from publishworker.process.verify.scratch import scratch
 
 def verify(options: argparse.Namespace) -> int:
     """Run all checks on a scratch database. Return 1 if one of them fails."""
-    if options.report and not Path(options.report).absolute().parent.is_dir():
-        raise SettingError(f"--report: the folder of {options.report!r} does not exist")
     # Not OUTBOX_DATABASE, which names the database of the application.
     name = options.database or f"outbox-verify-{uuid.uuid4().hex[:8]}"
     settings = WorkerSettings.read(vars(options) | {"database": name})
@@ -33,6 +32,9 @@ def verify(options: argparse.Namespace) -> int:
         "changed. Continue?",
         yes=options.yes,
     )
+    if options.report:
+        with _report_errors(options.report):
+            Path(options.report).open("ab").close()  # now, because the checks take minutes
     with scratch(settings, options.rows, keep=options.keep) as target:
         found = {}
         for number, name in enumerate(CHECKS, 1):
@@ -43,8 +45,17 @@ def verify(options: argparse.Namespace) -> int:
     else:
         say(_as_table(found))
     if options.report:
-        Path(options.report).write_text(_as_page(found, settings), encoding="utf-8")
+        with _report_errors(options.report):
+            Path(options.report).write_text(_as_page(found, settings), encoding="utf-8")
     return exits.FAILED if any(each.verdict == FAILED for each in found.values()) else exits.DONE
+
+
+@contextlib.contextmanager
+def _report_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SettingError(f"--report: {path!r} cannot be written: {error.strerror}") from None
 
 
 def _as_page(found: Mapping[str, Finding], settings: WorkerSettings) -> str:

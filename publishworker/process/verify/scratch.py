@@ -5,13 +5,14 @@ import contextlib
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.pubsub_v1 import PubsubMessage
 
 import outbox
+from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program.terminal import complain
 from outbox.table import schema
@@ -42,7 +43,7 @@ class Scratch:
 
     def load(self) -> None:
         """Insert `rows` tasks: one in PENDING_EACH is pending, the others were sent within the last hour."""
-        now = datetime.now(UTC)
+        now = TaskTable(self.database).now()  # Spanner refuses a SentAt in the future
         data = base64.b64encode(PubsubMessage.serialize(PubsubMessage(data=b"x" * 300)))
         for start in range(0, self.rows, CHUNK):
             with self._batch() as batch:
