@@ -57,7 +57,7 @@ def test_a_protocol_that_cannot_be_used_is_a_sentence(
 
 
 def test_a_variable_that_the_exporter_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    def refuse(**_options: object) -> None:
         raise KeyError("zip")
 
     monkeypatch.setattr(clients, "_LostMetrics", lambda *_names: None)
