@@ -229,6 +229,13 @@ class Version(NamedTuple):
         message = row.topic, row.ordering_key, row.created_at, row.times_sent, hash(row.data)
         return cls(message, (row.available_at, row.expires_at, row.attempts, row.deferred))
 
+    def after(self, change: "NotSent | Deferred") -> "Version":
+        """Return the version of the row after `change` is written."""
+        _, expires_at, attempts, _ = self.schedule
+        if isinstance(change, NotSent):
+            attempts = change.attempts
+        return self._replace(schedule=(change.available_at, expires_at, attempts, isinstance(change, Deferred)))
+
     def has_message_of(self, row: LockedRow) -> bool:
         """Tell whether the row still holds the message of this version."""
         return self.message == Version.of(row).message

@@ -51,11 +51,11 @@ class MarkFirst(Delivery):
     def write_again(self, claim: Claim) -> None:
         """Undo the marks of a part. Raises StoreError.
 
-        A part that Spanner refused to mark has no marks: raise its error until the hold is over, so that the batch
-        keeps its tasks. Then do nothing, so that polls find them again.
+        A part that Spanner refused to mark has no marks: raise its error until the hold is over or the worker exits, so
+        that the batch keeps its tasks. Then do nothing, so that polls find them again.
         """
         if self._marked.keys().isdisjoint(claim.ids):
-            if self._tools.host.clock() < self._hold_until:
+            if self._tools.host.clock() < self._hold_until and not self._tools.marking.is_shutting_down:
                 self.timing.transactions += 1  # a batch that waits is not stuck
                 raise self._held.get(claim) or next(iter(self._held.values()))
         else:

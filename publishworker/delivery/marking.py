@@ -52,21 +52,26 @@ class SharedMarking:
 
     def wait(self, seconds: float) -> None:
         """Let a batch wait. At exit the wait ends at once, and later ones are short."""
-        if self._shutting_down.is_set():
+        if self.is_shutting_down:
             self._threads.sleep(min(seconds, EXIT_PAUSE_SECONDS))
         else:
             self._shutting_down.wait(seconds)
 
     def shut_down(self) -> None:
         """Let each batch try to mark at least once more, and then give up in time. Callable on any thread."""
-        if not self._shutting_down.is_set():
+        if not self.is_shutting_down:
             self._shutdown_until = self.clock() + self._shutdown_seconds
             self._shutting_down.set()
+
+    @property
+    def is_shutting_down(self) -> bool:
+        """Tell whether the worker exits, so that batches have little time left."""
+        return self._shutting_down.is_set()
 
     def is_over(self, since: float) -> bool:
         """Tell whether a batch that began to mark again at `since` must give up."""
         return self.clock() - since >= MAX_MARKING_SECONDS or (
-            self._shutting_down.is_set() and self.clock() >= self._shutdown_until
+            self.is_shutting_down and self.clock() >= self._shutdown_until
         )
 
 

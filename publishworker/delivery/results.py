@@ -62,14 +62,15 @@ class Results:
         """Return the changes that the unsent rows still need. Forget the decisions about other tasks of `ids`.
 
         A published task is marked if the row still holds its message. A failed attempt or a deferral is written only
-        if the row has not changed at all.
+        if the row has not changed at all, or if the part before, which also locks this row, has written it.
         """
         published, unwritten = self.published(), self._unwritten()
         unsent = [row for row in rows if row.sent_at is None]
         others = {
-            row.id: unwritten[row.id]
+            row.id: change
             for row in unsent
-            if row.id in unwritten and self._versions[row.id] == Version.of(row)
+            if (change := unwritten.get(row.id)) is not None
+            and Version.of(row) in (self._versions[row.id], self._versions[row.id].after(change))
         }
         self.forget_unwritten(ids)
         self._decided |= others

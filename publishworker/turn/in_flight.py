@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 from outbox.program.terminal import counted, listed
 from publishworker.delivery.claim import Claim, Delivered, Kind, Recorded, Unmarked
@@ -222,8 +223,8 @@ class InFlight:
     def _wait(self, enough: Callable[[Sequence[Delivered]], bool], max_seconds: float | None = None) -> list[Delivered]:
         """Wait until the reports are `enough`, no batch is in flight, or `max_seconds` seconds have passed.
 
-        If a batch raised an exception, wait up to JOIN_SECONDS for the other batches, and raise it. The reports so far
-        are lost. Without `max_seconds`, raises StuckBatch if a batch does not end.
+        If a batch raised an exception, raise it (see `_fail`). Without `max_seconds`, raises StuckBatch if a batch does
+        not end.
         """
         reports: list[Delivered] = []
         end = None if max_seconds is None else self._clock() + max_seconds
@@ -241,10 +242,7 @@ class InFlight:
             if entry not in self._running:  # the batch was removed before: it left nothing unmarked, or was stuck
                 continue
             if isinstance(report, BaseException):
-                end = self._clock() + JOIN_SECONDS
-                for thread in self._running.values():
-                    thread.join(max(0.0, end - self._clock()))
-                raise report
+                self._fail(report, reports)
             if report is None or (isinstance(report, Delivered) and not report.unmarked):
                 del self._running[entry]
             entry.reported = True
@@ -253,6 +251,15 @@ class InFlight:
             elif report is not None:
                 self._reporter.report_later(report)
         return reports
+
+    def _fail(self, error: BaseException, reports: Sequence[Delivered]) -> NoReturn:
+        """Pass on the reports so far, wait up to JOIN_SECONDS for the other batches, and raise the error."""
+        for each in reports:
+            self._reporter.report_batch(each)
+        end = self._clock() + JOIN_SECONDS
+        for thread in self._running.values():
+            thread.join(max(0.0, end - self._clock()))
+        raise error
 
     def abandon(self) -> None:
         """Report what is in doubt if the process ends before the batches do. Callable on any thread."""

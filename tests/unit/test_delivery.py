@@ -117,6 +117,20 @@ def test_a_batch_has_written_if_it_has_marked_a_task_or_recorded_a_failure(bench
     assert not bench.deliver("in doubt").has_written()
 
 
+@pytest.mark.parametrize("bad", ["bad", "last"])
+def test_a_divided_batch_reports_what_each_part_has_written(bench: Bench, bad: str) -> None:
+    """A part also locks the task behind it, and writes its change. The next part keeps this change."""
+    bench.failing = {"head": Failed("data_loss", "no")}
+    for key, ids in {"k": ("old", "older", "bad"), "l": ("head", "behind", "last")}.items():
+        for id in ids:
+            bench.insert(id, ordering_key=key, expires_at=bench.store.now if "old" in id else None)
+    bench.store.refused.add(bad)
+    result = bench.deliver("old", "older", "bad", "head", "behind", "last", keys="kkklll")
+    assert (result.recorded.keys(), result.unmarked) == ({"old", "older", "head"}, {bad})
+    assert result.deferred.keys() == {"behind", "last"} - {bad}
+    assert {id for id, row in bench.store.rows.items() if row.blocked_by == "head"} == {"behind", "last"} - {bad}
+
+
 def test_only_recorded_failures_report_their_traces(bench: Bench) -> None:
     expired = {"expires_at": bench.store.now - HOUR}
     for number, (id, columns) in enumerate({"expired": expired, "failing": {}, "good": {}}.items(), 1):

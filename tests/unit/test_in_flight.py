@@ -4,7 +4,8 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -167,6 +168,17 @@ def test_a_defect_is_raised_after_the_others_have_ended(
     with pytest.raises(ZeroDivisionError):
         batches.wait()
     assert [thread.is_alive() for thread in others] == [hangs, hangs]
+
+
+def test_the_reports_before_a_defect_are_counted(batches: Batches) -> None:
+    """Some of their at-most-once tasks may be lost, and nothing else names them."""
+    for topic, thread in zip(("a", "defect"), batches.start("a", "defect"), strict=True):
+        batches.end(topic)
+        thread.join(10)
+    with pytest.raises(ZeroDivisionError):
+        batches.wait()
+    reported = cast(mock.Mock, batches.in_flight_batches._reporter).report_batch.call_args_list
+    assert [call.args[0].claim.topic for call in reported] == ["a"]
 
 
 def test_a_batch_that_does_not_end_is_stuck_after_two_minutes(batches: Batches) -> None:

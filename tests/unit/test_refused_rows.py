@@ -102,3 +102,15 @@ def test_while_every_mark_is_refused_few_at_most_once_tasks_are_tried() -> None:
     bench.store.refused.clear()
     bench.run_for(120)
     assert sorted(bench.publisher.ids()) == sorted(bench.store.rows)
+
+
+def test_a_refused_at_most_once_task_does_not_delay_a_shutdown() -> None:
+    """It has no mark to undo, so the worker waits for nothing."""
+    bench = Bench(shutdown_seconds=15)
+    bench.insert("bad", at_most_once=True)
+    bench.store.refused.add("bad")
+    bench.turns()
+    assert len(bench.relay.in_flight) == 1
+    began = bench.seconds
+    bench.relay.finish()
+    assert bench.seconds - began < 1
