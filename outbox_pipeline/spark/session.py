@@ -91,9 +91,15 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
     # PySpark logs each error of a query with its stack trace. The job prints one sentence.
     for logger in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         logging.getLogger(logger).disabled = True
+    # Py4J logs an interrupted or failed call on the root logger, and also raises it.
+    logging.getLogger().addFilter(_is_not_of_py4j)
     if not submitted:  # a cluster has a log configuration of its own
         created.sparkContext.setLogLevel("ERROR")
     return created
+
+
+def _is_not_of_py4j(record: logging.LogRecord) -> bool:
+    return record.module != "java_gateway"
 
 
 def is_submitted() -> bool:

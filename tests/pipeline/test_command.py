@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import pyspark
 import pytest
 from google.cloud.spanner_v1.database import Database
+from py4j.clientserver import ClientServerConnection
 from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
@@ -207,6 +209,14 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
     cancelled.__context__ = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt), spark_errors():
         raise cancelled
+
+
+def test_an_interrupted_call_logs_no_stack_trace(spark: SparkSession, caplog: pytest.LogCaptureFixture):
+    """Py4J would log Ctrl-C, which the command answers with its exit code only."""
+    interrupted = mock.patch.object(ClientServerConnection, "send_command", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        spark.sparkContext._jsc.sc()
+    assert caplog.messages == []
 
 
 DAMAGES = {
