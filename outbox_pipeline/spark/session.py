@@ -61,6 +61,9 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        # In this locale, Python reads names of files as UTF-8, but Java finds no file whose name is not ASCII.
+        if os.environ.get("LC_ALL") in ("C", "POSIX"):
+            os.environ["LC_ALL"] = "C.UTF-8"
 
     from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415 - it may be missing
     from pyspark.sql import SparkSession  # noqa: PLC0415 - the same

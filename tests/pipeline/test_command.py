@@ -54,9 +54,10 @@ def lines(path: Path, *rows: object) -> Path:
 
 @pytest.mark.extended
 def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path):
-    file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
+    """Also in a locale in which Java finds no file whose name is not ASCII."""
+    file = lines(tmp_path / "été.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
     flags = "--input", str(file), "--rejects", str(tmp_path / "no"), "--json"
-    done = as_process(target, emulators, "register", *flags, OUTBOX_REJECTED="no")
+    done = as_process(target, emulators, "register", *flags, OUTBOX_REJECTED="no", LC_ALL="C")
     assert done.code == 1, done.stderr
     summary = json.loads(done.stdout)
     assert {name: summary[name] for name in ("job", "read", "registered", "existing", "repeated", "rejected")} == {
