@@ -27,7 +27,7 @@ from outbox_pipeline.spark.session import is_submitted
 from publishworker.process.exits import DONE, FAILED, WORK_LEFT
 from publishworker.process.settings import add_deadline
 
-#: The counts of results that make a job fail.
+#: The counts of results that make a job fail, with the names that the metric has for this.
 _FAILURES = ("rejected", "lost", "not_applied")
 
 _log = logging.getLogger("outbox_pipeline")
@@ -99,12 +99,13 @@ def _run(options: argparse.Namespace) -> int:
                 job.check(settings, **flags)  # before Spark starts, which takes seconds
             result = job.run(session.session(name), settings, **flags)
     finally:
-        report.record(metrics, name, result)
+        ended_as = _ended_as(result, options)
+        report.record(metrics, name, result, ended_as)
         metrics.stop()
     if name == "audit" and not result.tasks:
         _report_empty(result, json=options.json)
     say(report.summary(name, result, json=options.json))
-    return _exit_code(result, options)
+    return {"done": DONE, "work_left": WORK_LEFT}.get(ended_as, FAILED)
 
 
 def _report_empty(result: Any, *, json: bool) -> None:
@@ -117,11 +118,15 @@ def _report_empty(result: Any, *, json: bool) -> None:
         say(headline)
 
 
-def _exit_code(result: Any, options: argparse.Namespace) -> int:
+def _ended_as(result: Any | None, options: argparse.Namespace) -> str:
+    """Return how the job ended, in the words of the metric `outbox.pipeline_run_count`."""
+    if result is None:
+        return "failed"
     if getattr(result, "work_left", False):
-        return WORK_LEFT
-    is_empty = options.job == "audit" and not (result.tasks or options.allow_empty)
-    return FAILED if is_empty or any(getattr(result, name, 0) for name in _FAILURES) else DONE
+        return "work_left"
+    if options.job == "audit" and not (result.tasks or options.allow_empty):
+        return "empty"
+    return next((name for name in _FAILURES if getattr(result, name, 0)), "done")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,15 +41,9 @@ def _shown(value: object) -> str:
     return cell(value)
 
 
-def _ended(result: Any) -> str:
-    if getattr(result, "rejected", 0):
-        return "rejected"
-    return "work_left" if getattr(result, "work_left", False) else "done"
-
-
-def record(metrics: Metrics, job: str, result: Any | None) -> None:
+def record(metrics: Metrics, job: str, result: Any | None, ended_as: str) -> None:
     """Send metrics of the rows and the duration. For a failed job, only count the failure."""
-    metrics.count(PIPELINE_RUNS, 1, job=job, result="failed" if result is None else _ended(result))
+    metrics.count(PIPELINE_RUNS, 1, job=job, result=ended_as)
     if result is None:
         return
     for name in _ROWS:

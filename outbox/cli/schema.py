@@ -17,10 +17,10 @@ no service.
 
     outbox schema print --shards 32 --retention 30 > outbox.sql"""
 APPLY_DESCRIPTION = """\
-Create the missing tables, columns and indexes in one schema update, and print for
-each object whether it was created or existed. The command never changes or drops
-anything that exists. If an object exists with a different definition, or lacks a column
-that cannot be added, it creates nothing and the exit code is 1.
+Create the missing tables, columns, constraints and indexes in one schema update, and
+print for each object whether it was created or existed. The command never changes or
+drops anything that exists. If an object exists with a different definition, or lacks a
+column that cannot be added, it creates nothing and the exit code is 1.
 
     outbox schema apply --project my-project --instance main --database orders"""
 

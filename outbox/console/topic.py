@@ -54,9 +54,11 @@ def _change(visit: Visit) -> Response:
 
 def _typed(flags: Mapping[str, Value], form: Mapping[str, str]) -> dict[str, Any]:
     """Return the values to write, by column. Empty fields keep their values."""
-    if form.get("off"):
-        return {each.column: None for each in flags.values()}
     typed = {flag: form.get(flag[2:], "").strip() for flag in flags}
+    if form.get("off"):
+        if any(typed.values()):
+            raise Refused(400, "The form has values, but removes all", "Go back and clear the fields, or the checkbox.")
+        return {each.column: None for each in flags.values()}
     found = {each.column: each.kind.value(typed[flag], flag) for flag, each in flags.items() if typed[flag]}
     if not found:
         raise Refused(400, "The form is empty", "Go back and fill in a field, or choose to remove all values.")

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,10 +33,11 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, sentence."""
+    """Time in UTC, level, sentence."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%SZ")
+        self.converter = time.gmtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of the base class
         """Return the line. IDs and topics are untrusted text, and must not look like further lines."""

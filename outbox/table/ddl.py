@@ -19,6 +19,8 @@ MAX_RETENTION_DAYS = 3650
 SHARD_COUNT, RETENTION = "shard count", "retention of sent tasks"
 DELETION = "deletion of unsent tasks"
 OWN_CHOICES = (SHARD_COUNT, RETENTION)
+#: Google does not say whether a database role sees the constraints of its tables.
+NOT_OF_ROLES = "constraint AsynchronousTasksOrderingKey"
 
 #: The record of every change that an operator or the pipeline made.
 OPERATIONS = "AsynchronousTaskOperations"
@@ -153,9 +155,9 @@ def parse(statement: str) -> tuple[str, dict[str, str]]:
         name, elements, key, policy = match.groups()
         parts = {"primary key": key}
         for element in elements.split(",\n"):
-            word, text = " ".join(element.split()).split(maxsplit=1)
-            if word != "CONSTRAINT":
-                parts |= part(f"column {word}", text)
+            first, *words = element.split()
+            kind, name_of = ("constraint", words.pop(0)) if first == "CONSTRAINT" else ("column", first)
+            parts |= part(f"{kind} {name_of}", " ".join(words))
         if "column SentAt" in parts:
             parts |= part(DELETION, policy or "")
         return f"table {name}", parts
@@ -200,10 +202,8 @@ def compare(
                 yield f"{title}, {name}: the database has {other}, expected {text}"
 
 
-def missing_columns(
-    expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]
-) -> dict[str, str]:
-    """Return the DDL that adds each missing column of the tables that exist, by the title of table and column.
+def missing_parts(expected: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the DDL that adds each missing column and constraint of the tables that exist, by the title of its place.
 
     A column that may not be NULL and has no default is left out, because Spanner cannot add it to a table.
     """
@@ -211,7 +211,7 @@ def missing_columns(
         f"{title}, {name}": f"{title} ADD {name} {text}".replace("table ", "ALTER TABLE ", 1)
         for title, parts in expected.items()
         for name, text in parts.items()
-        if name.startswith("column ") and normalized(name) not in found[normalized(title)]
+        if name.startswith(("column ", "constraint ")) and normalized(name) not in found[normalized(title)]
         if "NOT NULL" not in text or "DEFAULT" in text
     }
 

@@ -1,4 +1,4 @@
-"""Compare the outbox's tables in a database with the DDL, and create missing tables, columns and indexes.
+"""Compare the outbox's tables in a database with the DDL, and create missing tables, parts of tables and indexes.
 
 A database is compared by its INFORMATION_SCHEMA, part by part (see `ddl`). Further objects and columns do not matter.
 Nothing here changes or drops a column or an object. `request` has further arguments of `execute_sql`.
@@ -39,8 +39,9 @@ def differences(
 
 
 def problems(database: Database, layout: Layout, *, relay_only: bool, **request: Any) -> list[str]:
-    """Return the `differences` from schema.sql of a table with this layout."""
-    return differences(database, statements(relay_only=relay_only, layout=layout), **request)
+    """Return the `differences` from schema.sql of a table with this layout, without those that a role may not see."""
+    expected = statements(relay_only=relay_only, layout=layout)
+    return differences(database, expected, free=(*OWN_CHOICES, ddl.NOT_OF_ROLES), **request)
 
 
 def layout(database: Database, **request: Any) -> Layout:
@@ -84,7 +85,7 @@ def layouts(database: Database, **request: Any) -> dict[Layout, dict[str, str]]:
 def apply(
     database: Database, wanted: Sequence[str], *, free: Collection[str] = (), **request: Any
 ) -> list[tuple[str, str]]:
-    """Create the missing objects and columns in one schema update, and wait for it.
+    """Create the missing objects, columns and constraints in one schema update, and wait for it.
 
     An index of a large table takes long. `wanted` is DDL from `statements`. A table that has been resharded keeps its
     names. An object that exists may differ in the parts with names in `free`, such as SHARD_COUNT. Return pairs such as
@@ -92,7 +93,7 @@ def apply(
     ("table AsynchronousTasks, column Id", "added").
 
     Raises:
-        SchemaDiffers: an object exists with another shape, and not only because columns are missing that can be added.
+        SchemaDiffers: an object exists with another shape, and not only because parts are missing that can be added.
             Nothing was created.
         NotReached: Spanner does not answer, or the database or a permission is missing.
         OutboxError: Spanner refused the update, for instance because another client is creating the same tables.
@@ -105,17 +106,17 @@ def apply(
         found = _read(database, shapes, request)
     existing = {title: parts for title, parts in shapes.items() if normalized(title) in found}
     # An index whose backfill has not finished counts as existing.
-    columns = ddl.missing_columns(existing, found)
+    parts = ddl.missing_parts(existing, found)
     wrong = list(ddl.compare(existing, found, {*free, "state"}))
-    if len(wrong) > len(columns):
+    if len(wrong) > len(parts):
         problem = f"{database.name}: nothing was created, because these objects have a different definition:"
         raise SchemaDiffers("\n  ".join([problem, *wrong]))
     missing = [statement for statement, title in zip(wanted, shapes, strict=True) if title not in existing]
-    if missing or columns:
+    if missing or parts:
         with service_errors(database.name):
-            database.update_ddl([*columns.values(), *missing]).result()
+            database.update_ddl([*parts.values(), *missing]).result()
     states = ((title, "exists" if title in existing else "created") for title in shapes)
-    return [*states, *((title, "added") for title in columns)]
+    return [*states, *((title, "added") for title in parts)]
 
 
 def _resharded(found: Mapping[str, Mapping[str, str]]) -> Layout | None:
@@ -157,6 +158,11 @@ SELECT CONCAT('table ', TABLE_NAME), CONCAT('column ', COLUMN_NAME),
        ' OPTIONS (allow_commit_timestamp = true)', ''))
 FROM INFORMATION_SCHEMA.COLUMNS AS c
 WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names)
+UNION ALL
+SELECT CONCAT('table ', TABLE_NAME), CONCAT('constraint ', CONSTRAINT_NAME), CONCAT('CHECK (', CHECK_CLAUSE, ')')
+FROM INFORMATION_SCHEMA.TABLE_CONSTRAINTS
+JOIN INFORMATION_SCHEMA.CHECK_CONSTRAINTS USING (CONSTRAINT_SCHEMA, CONSTRAINT_NAME)
+WHERE TABLE_SCHEMA = '' AND LOWER(TABLE_NAME) IN UNNEST(@names) AND NOT STARTS_WITH(CONSTRAINT_NAME, 'CK_IS_NOT_NULL_')
 UNION ALL
 SELECT IF(INDEX_TYPE = 'INDEX', CONCAT('index ', INDEX_NAME), CONCAT('table ', TABLE_NAME)),
   IF(INDEX_TYPE = 'INDEX', 'definition', 'primary key'),

@@ -61,6 +61,9 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        # In this locale, Python reads names of files as UTF-8, but Java finds no file whose name is not ASCII.
+        if os.environ.get("LC_ALL") in ("C", "POSIX"):
+            os.environ["LC_ALL"] = "C.UTF-8"
 
     from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415 - it may be missing
     from pyspark.sql import SparkSession  # noqa: PLC0415 - the same
@@ -91,9 +94,15 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
     # PySpark logs each error of a query with its stack trace. The job prints one sentence.
     for logger in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         logging.getLogger(logger).disabled = True
+    # Py4J logs an interrupted or failed call on the root logger, and also raises it.
+    logging.getLogger().addFilter(_is_not_of_py4j)
     if not submitted:  # a cluster has a log configuration of its own
         created.sparkContext.setLogLevel("ERROR")
     return created
+
+
+def _is_not_of_py4j(record: logging.LogRecord) -> bool:
+    return record.module != "java_gateway"
 
 
 def is_submitted() -> bool:

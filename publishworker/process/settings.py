@@ -82,8 +82,8 @@ class RelaySettings(PubSubSettings):
         PubSubSettings.__post_init__(self)
         if self.backoff_initial > self.backoff_max:
             raise SettingError(
-                f"--backoff-initial: {self.backoff_initial:g} is not allowed. It must not exceed --backoff-max, "
-                f"which is {self.backoff_max:g}"
+                f"--backoff-initial is {self.backoff_initial:g}. It must not exceed --backoff-max, which is "
+                f"{self.backoff_max:g}. Pass both"
             )
 
 

@@ -113,7 +113,8 @@ PIPELINE_DURATION = Metric("outbox.pipeline_duration", "distribution", "second",
     "How long a job of the pipeline took.")
 PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "result"), 0,
     "Jobs of the pipeline that ended, by result: `done`, `rejected` if the job rejected rows, `work_left` if a drain "
-    "stopped with unsent tasks, or `failed`. A killed job sends nothing.")
+    "stopped with unsent tasks, `lost` or `not_applied` if an audit found such tasks, `empty` if it found no task, or "
+    "`failed`. A killed job sends nothing.")
 
 #: Of the workers.
 METRICS = (

@@ -28,6 +28,7 @@ from outbox.table.states import NEVER
 from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.settings import RelaySettings
+from publishworker.pubsub.errors import FailureKind, failure_kind
 from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.unsent import UnsentTasks
@@ -93,8 +94,13 @@ class OutboxRelay:
         Args:
             now: a later time, such as one in a week, to publish what is due then. The `available_at` and `expires_at`
                 of all unsent tasks come closer by the time until then, because the clock is that of the database.
+
+        Raises:
+            ValueError: `now` has no time zone.
         """
         if now is not None:
+            if now.utcoffset() is None:
+                raise ValueError(f"now {now} has no time zone; give one, such as datetime.now(UTC) + ...")
             self._store.database.run_in_transaction(_come_closer, now)
         routes = self._store.discover((), ()).controls.routes
         for topic in UnsentTasks(self._store).topics()[0]:
@@ -198,7 +204,9 @@ class _Publisher(PubSubPublisher):
         sent = [id for id, outcome in outcomes.items() if isinstance(outcome, Published)]
         self.counts[topic_name(topic, self._project)] += len(sent)
         self.ids.update(sent)
-        self.failed |= self.loses_answers or len(sent) < len(outcomes)
+        failures = [failure_kind(each.reason) for each in outcomes.values() if isinstance(each, Failed)]
+        # After a failure that is about its message, a task is dead at once.
+        self.failed |= self.loses_answers or any(kind is not FailureKind.CONTENT for kind in failures)
         if self.loses_answers:
             outcomes |= dict.fromkeys(sent, Failed("unavailable", f"{topic}: the test has lost the answer"))
         return outcomes

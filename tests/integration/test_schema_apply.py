@@ -197,13 +197,14 @@ def test_another_object_of_our_name_is_refused(empty_database: Database) -> None
     assert tables(empty_database) == {"AsynchronousTasks"}
 
 
-def test_missing_columns_are_added(empty_database: Database) -> None:
-    """Those with a default too, and before the index that stores one. Rows and other columns stay."""
+def test_missing_columns_and_constraints_are_added(empty_database: Database) -> None:
+    """Columns with a default too, and before the index that stores one. Rows and other columns stay."""
     wanted = ddl.statements()
     gone = [
         ("  Info                   JSON", ""), ("  Polls                  STRING(64),\n", "  Polls STRING(64)\n"),
         ("  Attempts    INT64       NOT NULL DEFAULT (0),\n", ""),
         ("  LastError   STRING(MAX),\n", "  Tenant STRING(MAX),\n"),
+        ("  CONSTRAINT AsynchronousTasksOrderingKey CHECK (OrderingKey != '')", "  CHECK (OrderingKey != 'none')"),
     ]  # fmt: skip
     older = [each for each in wanted if TO_SEND[6:] not in each]
     for text, instead in gone:
@@ -213,7 +214,8 @@ def test_missing_columns_are_added(empty_database: Database) -> None:
     change(empty_database, *older)
     with empty_database.batch() as batch:
         batch.insert("AsynchronousTasks", OLD_COLUMNS[:5], [["a", "orders", b"YWI=", 1, COMMIT_TIMESTAMP]])
-    added = [(f"{TABLE}, column {name}", "added") for name in ("Attempts", "LastError")]
+    parts = ("column Attempts", "column LastError", "constraint AsynchronousTasksOrderingKey")
+    added = [(f"{TABLE}, {part}", "added") for part in parts]
     assert schema.apply(empty_database, wanted) == [
         *((name, "created" if name == TO_SEND else "exists") for name in ALL),
         *added,

@@ -24,6 +24,7 @@ CREATE TABLE sales.Orders (Id STRING(36)) PRIMARY KEY (Id);
 CREATE TABLE sales.Lines (Id STRING(36), Line INT64) PRIMARY KEY (Id, Line), INTERLEAVE IN PARENT sales.Orders;
 """
 TESTS = """
+import base64
 import os
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -35,7 +36,7 @@ import pytest
 import time_machine
 from google.api_core.exceptions import ServiceUnavailable
 from google.cloud.pubsub_v1 import PublisherClient
-from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from outbox.testing import assert_registered, faults
 
 NEXT_YEAR = datetime.now(UTC) + timedelta(days=365)
@@ -116,6 +117,22 @@ def test_expired_tasks_stop_no_drain(outbox_database, outbox_relay, published):
     assert (outbox_relay.drain().failed, [message.data for message in published("orders")]) == (2, [b"valid"])
 
 
+def test_a_row_without_a_message_stops_no_drain(outbox_database, outbox_relay, published):
+    outbox_relay._settings = replace(outbox_relay._settings, concurrency=1, batch_size=1)
+    with outbox_database.batch() as batch:
+        columns = ("Id", "Topic", "Data", "Priority", "CreatedAt")
+        row = ("invalid", "orders", base64.b64encode(b"no message"), outbox.Priority.HIGH.value, COMMIT_TIMESTAMP)
+        batch.insert("AsynchronousTasks", columns, [row])
+        outbox.register(batch, "orders", b"valid")
+    drained = outbox_relay.drain()
+    assert (drained.published, drained.failed, [message.data for message in published("orders")]) == (1, 1, [b"valid"])
+
+
+def test_a_time_without_a_zone_is_refused(outbox_relay):
+    with pytest.raises(ValueError, match="has no time zone"):
+        outbox_relay.drain(now=datetime(2030, 1, 1))
+
+
 def test_a_large_message_arrives(outbox_database, outbox_relay, published):
     with outbox_database.batch() as batch:
         outbox.register(batch, "orders", bytes(4_200_000))
@@ -177,11 +194,11 @@ def test_a_test_gets_emulators_a_database_and_a_relay(
 ) -> None:
     ended = run(project, *arguments, **emulators.environment())
     assert ended.code == 0, ended.stdout
-    assert "14 passed" in ended.stdout
+    assert "16 passed" in ended.stdout
 
 
 @pytest.mark.parametrize(
-    ("ci", "outcome"), [pytest.param("", "14 skipped", marks=pytest.mark.extended), ("true", "14 errors")]
+    ("ci", "outcome"), [pytest.param("", "16 skipped", marks=pytest.mark.extended), ("true", "16 errors")]
 )
 @pytest.mark.parametrize("arguments", [(), pytest.param(("-n", "1"), marks=pytest.mark.extended)])
 def test_without_an_emulator_tests_are_skipped_and_fail_in_ci(

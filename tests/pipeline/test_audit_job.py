@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -23,6 +24,7 @@ from outbox_pipeline.jobs.audit.effects import CLASSES as EFFECTS
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
+from publishworker.telemetry import clients
 from tests.support.archives import DAY, NEXT_DAY, settings_of
 from tests.support.avro import SCHEMA, avro_message, write_avro
 from tests.support.operations import insert, row
@@ -127,6 +129,8 @@ def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - seven fixtures
 ):
     for name in ("project", "instance", "database"):
         monkeypatch.setenv(f"OUTBOX_{name.upper()}", getattr(target, name))
+    client = mock.Mock()
+    monkeypatch.setattr(clients, "_datadog", lambda: client)
     received = str(tmp_path / "received.parquet")
     columns = "message_id STRING, publish_time TIMESTAMP, attributes MAP<STRING, STRING>"
     messages = [("1", AT, {TASK_ID_ATTRIBUTE: "one"}), ("2", AT, {TASK_ID_ATTRIBUTE: "one"})]
@@ -136,6 +140,7 @@ def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - seven fixtures
         arguments = ["audit", "--received", received, "--output", f"{tmp_path}/{output}", "--json", *more]
         return cli.main(arguments)
 
+    assert job("empty") == 1
     assert job("none", "--allow-empty") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["unknown"] == 1, "other findings"
     insert(database, [row("one", CreatedAt=AT, SentAt=AT), row("two", CreatedAt=AT, SentAt=AT)])
@@ -145,6 +150,8 @@ def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - seven fixtures
     assert "1 task is lost: sent, but not received within --grace" in caplog.text
     assert job("young", "--until", "5m") == 2
     assert "a task is audited only after --grace, 600 s" in capsys.readouterr().err
+    runs = [call.kwargs["tags"] for call in client.increment.call_args_list if "run_count" in call.args[0]]
+    assert runs == [["job:audit", f"result:{each}"] for each in ("empty", "done", "lost", "failed")]
 
 
 @pytest.mark.usefixtures("in_process")

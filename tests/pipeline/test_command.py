@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import pyspark
 import pytest
 from google.cloud.spanner_v1.database import Database
+from py4j.clientserver import ClientServerConnection
 from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
@@ -52,9 +54,10 @@ def lines(path: Path, *rows: object) -> Path:
 
 @pytest.mark.extended
 def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path):
-    file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
+    """Also in a locale in which Java finds no file whose name is not ASCII."""
+    file = lines(tmp_path / "été.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
     flags = "--input", str(file), "--rejects", str(tmp_path / "no"), "--json"
-    done = as_process(target, emulators, "register", *flags, OUTBOX_REJECTED="no")
+    done = as_process(target, emulators, "register", *flags, OUTBOX_REJECTED="no", LC_ALL="C")
     assert done.code == 1, done.stderr
     summary = json.loads(done.stdout)
     assert {name: summary[name] for name in ("job", "read", "registered", "existing", "repeated", "rejected")} == {
@@ -207,6 +210,14 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
     cancelled.__context__ = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt), spark_errors():
         raise cancelled
+
+
+def test_an_interrupted_call_logs_no_stack_trace(spark: SparkSession, caplog: pytest.LogCaptureFixture):
+    """Py4J would log Ctrl-C, which the command answers with its exit code only."""
+    interrupted = mock.patch.object(ClientServerConnection, "send_command", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        spark.sparkContext._jsc.sc()
+    assert caplog.messages == []
 
 
 DAMAGES = {

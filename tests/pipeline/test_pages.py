@@ -170,6 +170,8 @@ def test_other_tools_read_windows_with_a_column_more_or_less(tmp_path: Path):
         manifest = {"since": since, "data": "run=0", "rows": len(topics)}
         (folder / "_manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     programs = blocks("archive.md", "python")[1:]
+    with pytest.raises(SystemExit, match="The archive contains no task"):
+        execute("archive.md", tmp_path / "nothing", {}, programs)
     for _ in range(2):
         names = execute("archive.md", tmp_path, {}, programs)
         assert sorted(names["sent"].fetchall()) == [("007", 1), ("1e5", 1), ("~a~0F", 1)]

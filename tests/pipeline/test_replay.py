@@ -207,9 +207,21 @@ def test_purged_tasks_are_restored_from_the_archive(
 def test_a_replay_from_the_archive_restores_no_task_that_was_cancelled_since(
     spark: SparkSession, target: DatabaseSettings, database: Database
 ):
+    """The archive has the last row of each task that a purge of this archive has deleted."""
     insert(database, [sent("a", DAY), row("dead", AvailableAt=NEVER)])
     table = Table(opened(database))
-    begun = operations.begin(table, "replay", {"archive": "archive", "where": "true"})
+    begun = operations.begin(table, "replay", {"archive": "archive/", "where": "true"})
+    operations.add(table, "purge", {"archive": "archive/window=1", "since": DAY})
+    with pytest.raises(OutboxError, match="--archive archive/ has no finished window"):
+        run(spark, replay_settings(target), resume=begun.id)
+    operations.add(table, "purge", {"archive": "archive2/window=1", "since": DAY})
+    with pytest.raises(SettingError, match="tasks were deleted since this replay began"):
+        run(spark, replay_settings(target), resume=begun.id)
+    database.run_in_transaction(
+        lambda writer: writer.execute_update(
+            "DELETE FROM AsynchronousTaskOperations WHERE Selection LIKE '%archive2/%'"
+        )
+    )
     [_] = changes.change(table, "cancel", changes.TaskSelection(state="dead", ids=("dead",)))
     with pytest.raises(SettingError, match="tasks were deleted since this replay began"):
         run(spark, replay_settings(target), resume=begun.id)

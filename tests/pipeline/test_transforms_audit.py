@@ -41,7 +41,7 @@ EDGES = (
     (IN_TIME, IN_TIME + SECOND, IN_TIME - 3 * SECOND, "delivered"),
 )
 
-TASKS = "Id STRING, Topic STRING, Data BINARY, OrderingKey STRING, Sequence LONG, CreatedAt TIMESTAMP, AvailableAt TIMESTAMP, SentAt TIMESTAMP"  # noqa: E501 - columns
+TASKS = "Id STRING, Topic STRING, Data BINARY, OrderingKey STRING, Sequence LONG, CreatedAt TIMESTAMP, AvailableAt TIMESTAMP, AtMostOnce BOOLEAN, SentAt TIMESTAMP"  # noqa: E501 - columns
 MESSAGES = "message_id STRING, publish_time TIMESTAMP, attributes MAP<STRING, STRING>, data BINARY"
 JSON_MESSAGES = "message_id STRING, publish_time TIMESTAMP, attributes STRING, data BINARY"
 
@@ -54,7 +54,7 @@ def task(id: str, created: datetime, sent: datetime | None, **others: Any) -> tu
     data = data_of(others.get("text", id))
     return (
         id, others.get("topic", "orders"), data, others.get("key"), others.get("sequence"), created,
-        others.get("available"), sent,
+        others.get("available"), others.get("at_most_once"), sent,
     )  # fmt: skip
 
 
@@ -114,6 +114,7 @@ CASES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
             *(task(id, IN_TIME, at) for id in ("both", "one", "none", "skewed") for at in (IN_TIME, AGAIN)),
             *(task("quick", IN_TIME, at) for at in (IN_TIME, IN_TIME + SECOND / 2)),
             *(task("waits", IN_TIME, at) for at in (IN_TIME, None)),
+            *(task("marked first", IN_TIME, at, at_most_once=True) for at in (IN_TIME, AGAIN)),
         ],
         [
             message("both", IN_TIME - SECOND),
@@ -125,6 +126,8 @@ CASES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
             message("quick", IN_TIME - SECOND / 10),
             message("quick", IN_TIME + SECOND * 0.4),
             message("waits", IN_TIME - SECOND),
+            message("marked first", IN_TIME + 30 * SECOND),
+            message("marked first", AGAIN + 30 * SECOND),
         ],
     ),
     "order": (

@@ -3,6 +3,8 @@
 import json
 import logging
 import sys
+import time
+from datetime import UTC, datetime
 
 import pytest
 
@@ -25,6 +27,18 @@ def test_a_log_line_is_one_json_object_without_empty_fields() -> None:
     entry = json.loads(JsonFormatter().format(record))
     assert entry["error.kind"] == "ZeroDivisionError"
     assert "1 // 0" in entry["error.stack"]
+
+
+def test_the_time_of_a_text_line_is_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the times that commands print."""
+    record = logging.LogRecord("outbox", logging.WARNING, "", 0, "late", (), None)
+    record.created = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC).timestamp()
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        line = TextFormatter().format(record)
+    time.tzset()
+    assert line == "03:04:05Z WARNING late"
 
 
 def test_a_text_line_is_one_line() -> None:

@@ -137,6 +137,8 @@ def test_the_deadline_is_a_flag_but_not_a_setting() -> None:
 
 
 def test_an_initial_backoff_above_the_max_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"--backoff-initial: 10 is not allowed. .* --backoff-max, which is 5"):
+    with pytest.raises(SettingError, match=r"--backoff-initial is 10\. .* --backoff-max, which is 5\. Pass both"):
         read(backoff_initial="10", backoff_max="5")
+    with pytest.raises(SettingError, match=r"--backoff-initial is 1\. .* --backoff-max, which is 0\.5\. Pass both"):
+        read(backoff_max="0.5")  # the default of the other one is too large
     assert read(backoff_initial="5", backoff_max="5").backoff_max == 5

@@ -10,12 +10,15 @@ from datetime import datetime, timedelta
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as f
 
-from outbox.table.states import RANGES
+from outbox.table.states import MARKS_FINAL_AFTER, RANGES
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.audit.received import digest
 
 #: The columns of tasks that the audit reads: of the data source, or of the archive with `decoded`.
-OF_TASKS = ("Id", "Topic", "Attributes", "Payload", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "SentAt")
+OF_TASKS = (
+    "Id", "Topic", "Attributes", "Payload", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "AtMostOnce",
+    "SentAt",
+)  # fmt: skip
 #: Each task of the window is in one of these states, described in docs/pipeline/audit.md.
 STATES = ("delivered", "late", "lost", "arriving", "pending", "dead")
 #: Possible flaws of a task's messages. A column of this name counts each of them.
@@ -60,6 +63,7 @@ def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
         f.col("Sequence").alias("sequence"),
         f.col("CreatedAt").alias("created_at"),
         f.col("SentAt").alias("sent_at"),
+        f.col("AtMostOnce").alias("at_most_once"),
         dead.alias("dead"),
         digest(f.col("Attributes"), f.col("Payload") if bodies else f.lit(None)).alias("digest"),
     )
@@ -128,14 +132,16 @@ def _bounded(sendings: DataFrame, rules: Rules) -> DataFrame:
     """Add `after` and `before` to the sendings: the times between which the messages of a sending were published.
 
     A task is marked after its message was published, so a message published between two SentAt of an ID belongs to the
-    later one. The bound is SentAt plus the clock skew, but at most the middle between this SentAt and the next.
+    later one. The bound is SentAt plus the clock skew, but at most the middle between this SentAt and the next. An
+    at-most-once task is marked first, and published until its mark is final.
     """
     of_id = Window.partitionBy("task_id").orderBy(f.col("sent_at").asc_nulls_last(), "created_at")
     micros, next_micros = f.unix_micros("sent_at"), f.unix_micros(f.lead("sent_at").over(of_id))
     middle = f.timestamp_micros(micros + f.floor((next_micros - micros) / 2))
     last = f.lead("created_at").over(of_id).isNull()
     # `least` ignores NULL: there is no middle if the next sending is not sent.
-    ends = sendings.withColumn("before", f.when(~last, f.least(f.col("sent_at") + f.lit(rules.skew), middle)))
+    slack = f.when(f.col("at_most_once"), f.lit(rules.skew + MARKS_FINAL_AFTER)).otherwise(f.lit(rules.skew))
+    ends = sendings.withColumn("before", f.when(~last, f.least(f.col("sent_at") + slack, middle)))
     return ends.withColumn("after", f.lag("before").over(of_id))
 
 

@@ -34,6 +34,7 @@ from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
+from outbox_pipeline.spark.files import Folder
 from outbox_pipeline.spark.tasks import Pace, Rows, collected, divided, map_rows, placed, totals
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
@@ -100,7 +101,7 @@ def run(
     now = table.now()
     selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
     if resume and selection.archive:
-        _check_deleted(table, resume, started_at)
+        _check_deleted(table, resume, started_at, Folder(spark, selection.archive))
     _check(spark, table, selection)
     job = _Job(spark, table, settings, selection)
     if dry_run:
@@ -163,11 +164,15 @@ def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
         ) from None
 
 
-def _check_deleted(table: Table, id: str, started_at: datetime) -> None:
-    """Raise SettingError if tasks were deleted since the replay began: it would insert them again from the archive."""
+def _check_deleted(table: Table, id: str, started_at: datetime, archive: Folder) -> None:
+    """Raise SettingError if tasks were deleted since the replay began: it would insert them again from the archive.
+
+    A purge of this archive does not matter, because the archive has the last row of each task that the purge deleted.
+    """
+    of_archive = as_json({"archive": f"{archive}/"}).removesuffix('"}')
     for name in ("cancel", "purge"):
-        for found in operations.latest(table, 1, operation=name):
-            if found.started_at > started_at:
+        for found in operations.latest(table, operations.COMPARED, operation=name):
+            if found.started_at > started_at and not found.selection.startswith(of_archive):
                 raise SettingError(
                     f"--resume {id}: tasks were deleted since this replay began (operation {found.id}, {name}), and it "
                     "would restore them from the archive. Start a new replay that does not select them"
