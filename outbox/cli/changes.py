@@ -108,9 +108,7 @@ def run_retry(options: argparse.Namespace) -> int:
         if heads := sorted(report.heads - set(ids)):
             note(f"retry the head of the ordering key, or cancel it: {named(heads)}")
         return code
-    if not report.changed:
-        flags.explain_none(table, selection, options)
-    return 0
+    return 0 if report.changed else _explain_count(table, selection, options, count, now)
 
 
 def _explain_count(
@@ -120,13 +118,15 @@ def _explain_count(
     count: "admin.changes.Count",
     now: datetime,
 ) -> int:
-    """Print how many expired tasks are not counted, or why no task is. Returns 0."""
+    """Print how many expired tasks match, or else why no task does. Returns 0."""
+    expired = 0
     if "unexpired" in selection.names:
         everything = dataclasses.replace(selection, include_expired=True)
-        if expired := admin.changes.count(table, everything, exact=True, at=now).number - count.number:
-            more = "Pass --include-expired to send expired tasks, too"
-            note(f"{counted(expired, 'expired task')} not counted. {more}")
-    if not count.number:
+        expired = admin.changes.count(table, everything, exact=options.dry_run, at=now).number - count.number
+    if expired:
+        what = "counted" if options.dry_run else "changed"
+        note(f"{counted(expired, 'expired task')} not {what}. Pass --include-expired to send expired tasks, too")
+    elif not count.number:
         flags.explain_none(table, selection, options)
     return 0
 

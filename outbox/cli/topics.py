@@ -240,7 +240,8 @@ def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operati
     changed = admin.topics.change(table, operation, options.topics, values, flags.author(options))
     for topic, control in changed.items():
         say(f"{topic}: {described(control, 'resumed' if operation == 'resume' else '')}")
-    note(f"{APPLIED_SOON}; {SHARED}" if operation == "limit" else APPLIED_SOON)
+    limited = operation == "limit" and any(values.values())
+    note(f"{APPLIED_SOON}; {SHARED}" if limited else APPLIED_SOON)
     return 0
 
 

@@ -129,6 +129,7 @@ def test_a_demo_with_a_console_serves_it_until_it_is_stopped():
     with started("orders.demo", "--tasks", "150", "--console", environment=ENVIRONMENT) as process:
         process.wait_for_text("/\n", seconds=100)
         address = re.findall(r"^http://\S+$", process.stdout, re.MULTILINE)[0]
+        assert "\nexport SPANNER_EMULATOR_HOST=" in process.stdout
 
         def healthy() -> bool:
             with urllib.request.urlopen(address, timeout=30) as answer:

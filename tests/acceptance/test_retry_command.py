@@ -101,7 +101,7 @@ def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, dat
         [
             *[row(f"a{n}", "dead", LastError="not_found: no topic") for n in range(3)],
             row("b", "dead", topic="invoices", LastError="internal: 500"),
-            row("expired", "dead", **columns),
+            row("expired", "dead", LastError="expired: late", **columns),
         ],
     )
     before = table(database)
@@ -121,6 +121,9 @@ def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, dat
     ):
         dry = outbox.here("retry", *words.split(), "--dry-run")
         assert (dry.code, "1 task would not be changed, " + reason in dry.stderr) == (code, bool(reason)), dry.stderr
+    for flags, what in (([], "changed"), (["--dry-run"], "counted")):
+        done = outbox.here("retry", "--state", "dead", "--topic", "orders", "--error", "late", *flags)
+        assert done.stderr == f"outbox: 1 expired task not {what}. Pass --include-expired to send expired tasks, too\n"
     done = outbox.here("retry", "expired")
     assert (done.code, done.stdout) == (0, "due now: 0 tasks\n")
     assert "because ExpiresAt has passed; pass --include-expired to send expired tasks: expired" in done.stderr

@@ -78,6 +78,12 @@ def test_hostile_rows_are_shown_as_text(database: Database) -> None:
         assert sum("Resume" in caller.get(link).text for link in links) == len(links)
 
 
+def test_an_error_that_is_one_long_word_is_shown_in_part(database: Database) -> None:
+    insert(database, [row("a", AvailableAt=NEVER, LastError=f"internal: {'x' * 900}")])
+    for path in ("/", "/tasks?state=dead"):
+        assert "x" * 150 in text(browser(database).get(path).text)
+
+
 def test_a_topic_is_paused_limited_and_routed_by_a_named_person(database: Database) -> None:
     insert(database, [row("a")])
     caller, table = browser(database), TaskTable(opened(database))

@@ -85,7 +85,7 @@ def test_a_limit_that_is_not_given_keeps_its_value(database: Database, command: 
         "orders: paused; at most 1,234,567.5 tasks a second, 1,000 at once, 5 in flight\n"
     )
     assert rows(database) == [["orders", True, 1234567.5, 1000, 5]]
-    assert command("limit orders --off")[1] == "orders: paused\n"
+    assert command("limit orders --off") == (0, "orders: paused\n", FOLLOW)
     assert rows(database) == [["orders", True, None, None, None]]
 
 

@@ -52,6 +52,8 @@ def demonstrate(tasks: int, *, console: bool = False) -> int:
         code = _report(run, log, began)
         if console:
             stack.enter_context(stage.workers(made, WORKERS)).wait_until_polling()
+            print("\nTo run the commands that the console shows, first run these lines in another terminal:")
+            print(*(f"export {name}={value}" for name, value in made_by.environment().items()), sep="\n")
             stage.serve_console(made)
     return code
 
