@@ -178,7 +178,7 @@ def run_cancel(options: argparse.Namespace) -> int:
     if not count.number and ids:
         raise OutboxError(f"no unsent task among the {counted(len(ids), 'given ID')}. Nothing was deleted")
     if not count.number or options.dry_run:
-        say(f"{count} would be deleted")
+        say(f"{count} {'would be ' if options.dry_run else ''}deleted")
         if not count.number:
             flags.explain_none(table, selection, options)
         return 0

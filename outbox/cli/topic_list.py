@@ -158,7 +158,8 @@ def parsed(value: Any) -> "dict[str, admin.topics.Control]":
         rows[topic] = {column: _number(column, given[name]) for name, column in columns.items() if name in given}
         wrong += _wrong(topic, rows[topic])
     if wrong:
-        raise SettingError(f"{'; '.join(wrong)}. Nothing was changed")
+        sentences = (each if each.endswith((".", "?")) else f"{each}." for each in wrong)
+        raise SettingError(f"{' '.join(sentences)} Nothing was changed")
     return {topic: admin.topics.Control(**row) for topic, row in rows.items()}
 
 

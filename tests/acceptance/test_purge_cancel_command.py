@@ -132,7 +132,7 @@ def test_cancel_by_state_shows_its_counts_and_records_the_reason(outbox: Command
     assert (done.code, done.stdout) == (0, "deleted: 1 task\n")
     assert before.keys() - table(database).keys() == {"bill"}
     none = outbox.here(*words, "--topic", "bills", "--yes")
-    assert (none.code, none.stdout) == (0, "0 tasks would be deleted\n")
+    assert (none.code, none.stdout) == (0, "0 tasks deleted\n")
     [operation] = map(json.loads, outbox.here("operations", "--json").stdout.splitlines())
     assert (operation["operation"], operation["tasks"], operation["reason"]) == ("cancel", 1, "sent by mail")
     assert operation["selection"]["topic"] == "bills"
