@@ -335,6 +335,7 @@ PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_charact
     place=st.sampled_from([[], PLACE, PLACE[2:], [*PLACE, "--spanner-endpoint=x:1", "--spanner-plaintext"]]),
 )
 @example("dead", "-t", "-e' \"$x`\\", None, None, ["-a", "--", "--yes", "$(b)"], "-", PLACE)
+@example(None, None, "--", None, None, [], None, [])
 def test_the_printed_command_to_continue_has_the_same_selection(  # noqa: PLR0917 - drawn
     state: str | None, topic: str | None, error: str | None, since: timedelta | None, until: timedelta | None,
     names: list[str], file: str | None, place: list[str],
