@@ -35,10 +35,12 @@ class SteppedThreads(Threads):
         with self.changed:
             self.changed.notify_all()
         end = time.monotonic() + 1
-        while time.monotonic() < end and any(
-            thread.is_alive() and until <= self.bench.seconds for thread, until in list(self.until.items())
-        ):
+        while time.monotonic() < end and any(map(self._acts, [*self.until, *self.bench.marking()])):
             time.sleep(0.001)
+
+    def _acts(self, thread: Thread) -> bool:
+        """Tell whether the time of a thread has come, or it has not begun to wait."""
+        return thread.is_alive() and self.until.get(thread, 0.0) <= self.bench.seconds
 
 
 class SteppedEvent(Event):
@@ -66,11 +68,18 @@ class Bench:
         self.counted = Counted()
         self.seconds = 0.0
         self.threads = SteppedThreads(self)
+        self.relays: list[Relay] = []
         self.relay = self.another(**options)
 
     def another(self, **options: Any) -> Relay:
         options = {"clock": lambda: self.seconds, "batch_bytes": 10_000, "threads": self.threads, **options}
-        return relay_of(self.store, options.pop("publisher", self.publisher), self.counted, **options)
+        self.relays.append(relay_of(self.store, options.pop("publisher", self.publisher), self.counted, **options))
+        return self.relays[-1]
+
+    def marking(self) -> list[Thread]:
+        """Return the threads of the batches that were reported and mark tasks again, or are about to."""
+        running = [each for relay in self.relays for each in relay.in_flight._running.items()]
+        return [thread for entry, thread in running if entry.reported]
 
     def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
         for id in ids:

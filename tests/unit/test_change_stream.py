@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -166,18 +167,15 @@ def test_a_partition_that_fails_is_read_with_growing_pauses(
     monkeypatch.setattr(change_stream, "MAX_RETRY_SECONDS", 1000.0)
     monkeypatch.setattr(change_stream, "STUCK_SECONDS", 1000.0)  # a slow machine is no success
     database.errors["a"] = ServiceUnavailable("connection reset")
-    pauses: list[float] = []
-    following, first = Backoff.next, list[Backoff]()
+    pauses: dict[Backoff, list[float]] = defaultdict(list)  # also of a thread that another test has left
+    following = Backoff.next
 
     def noted(pause: Backoff) -> float:
-        seconds = following(pause)
-        first[:] = first or [pause]
-        if pause is first[0]:  # and not that of a thread that another test has left
-            pauses.append(seconds)
+        pauses[pause].append(following(pause))
         return 0.001
 
     monkeypatch.setattr(Backoff, "next", noted)
-    with reading(database):
-        eventually(lambda: len(pauses) >= 5, seconds=60)
-    assert pauses[:5] == [pytest.approx(0.01 * 2**n, rel=0.16) for n in range(5)]
+    with reading(database) as stream:
+        eventually(lambda: len(pauses[stream._retry]) >= 5, seconds=60)
+    assert pauses[stream._retry][:5] == [pytest.approx(0.01 * 2**n, rel=0.16) for n in range(5)]
     assert lines == ["change_stream_failed"]
