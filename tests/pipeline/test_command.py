@@ -213,9 +213,10 @@ def test_a_stack_trace_of_spark_becomes_one_sentence():
 
 
 def test_an_interrupted_call_logs_no_stack_trace(spark: SparkSession, caplog: pytest.LogCaptureFixture):
-    """Py4J would log Ctrl-C, which the command answers with its exit code only."""
+    """Py4J would log Ctrl-C, and that the JVM was first to close. The command answers with its exit code only."""
     interrupted = mock.patch.object(ClientServerConnection, "send_command", side_effect=KeyboardInterrupt)
-    with interrupted, pytest.raises(KeyboardInterrupt):
+    closed = mock.patch.object(ClientServerConnection, "close", side_effect=BrokenPipeError)
+    with interrupted, closed, pytest.raises(KeyboardInterrupt):
         spark.sparkContext._jsc.sc()
     assert caplog.messages == []
 

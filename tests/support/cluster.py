@@ -101,7 +101,7 @@ class Cluster:
             finally:
                 if child.poll() is None:
                     kill_family(child.pid)
-                # A killed process leaves the packages that it has unpacked there, 340 MB.
+                # A killed process leaves there what it has unpacked.
                 shutil.rmtree(self.local, ignore_errors=True)
 
 
@@ -109,7 +109,7 @@ class Cluster:
 def running(folder: Path) -> Iterator[Cluster]:
     """Run a master and two workers with one core and 1 GiB each for the time of the block. Then delete the folder."""
     install(folder / "environment")
-    with tarfile.open(folder / "environment.tar.gz", "w:gz", compresslevel=0, dereference=True) as archive:
+    with tarfile.open(folder / "environment.tar.gz", "w:gz", compresslevel=0) as archive:
         archive.add(folder / "environment", "")
     venv.create(folder / "bare", with_pip=False)
     with contextlib.ExitStack() as stack:
@@ -137,8 +137,9 @@ def _daemon(name: str, *flags: str, **more: str) -> contextlib.AbstractContextMa
 def install(folder: Path) -> None:
     """Install what `pip install --target FOLDER 'spanner-outbox[cluster]'` does, as links to the packages of the tests.
 
-    Without pip, because tests download nothing. With the compiled files that there are, as pip makes them: otherwise
-    each executor compiles all packages. Without files that no job imports, a third, because each job unpacks them.
+    Without pip, because tests download nothing. As links, because each job copies and unpacks several times what is
+    shipped: with files, 5 GB. With the compiled files that there are, as pip makes them: otherwise each executor
+    compiles all packages. Without files that no job imports, a third.
     """
     folder.mkdir(parents=True)
     for name in ("outbox", "publishworker", "outbox_pipeline"):
