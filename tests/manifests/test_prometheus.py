@@ -50,7 +50,9 @@ def selected(selector: Any) -> tuple[str, dict[str, str]]:
 def complaints_about(expression: str, minutes: int) -> Iterator[str]:
     """Yield what is wrong with an alert that looks at the last `minutes`."""
     found = list(parts(promql.parse(expression)))
-    ranges = [part for part, _ in found if isinstance(part, promql.SubqueryExpr | promql.MatrixSelector)]
+    ranges = [part for part, _ in found if isinstance(part, promql.SubqueryExpr)]
+    # What is before the window, by an offset, may be of any length.
+    ranges += [part for part, _ in found if isinstance(part, promql.MatrixSelector) and not part.vector_selector.offset]
     if windows := {part.range.total_seconds() / 60 for part in ranges} - {minutes}:
         yield f"windows of {windows} minutes, the monitor has {minutes}"
     allowed = set()
