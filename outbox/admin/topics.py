@@ -14,7 +14,7 @@ from outbox.admin import operations, statements
 from outbox.admin.backlog import COUNT_LIMIT
 from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SettingError
 from outbox.table.controls import problems
 from outbox.table.statements import CONTROL_COLUMNS, CONTROLS
 
@@ -141,12 +141,12 @@ def _write(transaction: Transaction, after: Mapping[str, Control]) -> None:
 
 
 def _check(table: TaskTable, before: Mapping[str, Control], after: Mapping[str, Control]) -> None:
-    """Raise OutboxError if the change makes a row invalid, or a route that leads to a topic with a route."""
+    """Raise SettingError if the change makes a row invalid, and OutboxError if a route leads to a routed topic."""
     for topic, control in after.items():
         found = problems(dataclasses.asdict(control))
         if found and not problems(dataclasses.asdict(before.get(topic, Control()))):
             texts = "; ".join(f"{column} {text}" for column, text in found.items())
-            raise OutboxError(f"topic {topic}: {texts}. Nothing was changed")
+            raise SettingError(f"topic {topic}: {texts}. Nothing was changed")
     routes = {
         full_name(topic, table.project): full_name(control.PublishTo, table.project)
         for topic, control in {**before, **after}.items()

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Escaped:
     values = [list(row) for row in rows]
     text = _aligned(heads, values)
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    is_wide = any(len(re.sub(r"\x1b\[\d+m", "", line)) > limit for line in text.splitlines())
+    is_wide = any(_width(re.sub(r"\x1b\[\d+m", "", line)) > limit for line in text.splitlines())
     return Escaped(_cards(heads, values) if is_wide and values else text)
 
 
@@ -67,11 +68,21 @@ def _aligned(heads: Sequence[str], values: Sequence[Sequence[object]]) -> str:
     for place, head in enumerate(heads):
         texts = [head, *(cell(row[place]) for row in values)]
         right = bool(values) and all(_is_number(row[place]) for row in values)
-        align, width = str.rjust if right else str.ljust, max(map(len, texts))
+        width = max(map(_width, texts))
         if place == len(heads) - 1 and not right:
             width = 0  # so that no line ends with spaces, also if its last cell is colored
-        columns.append([_painted(head, align(text, width)) for text in texts])
+        gaps = [" " * (width - _width(text)) for text in texts]
+        cells = [gap + text if right else text + gap for text, gap in zip(texts, gaps, strict=True)]
+        columns.append([_painted(head, text) for text in cells])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes: two for a wide character, none for a combining one."""
+    if text.isascii():
+        return len(text)
+    marks = sum(unicodedata.category(each) in {"Mn", "Me"} for each in text)
+    return len(text) - marks + sum(unicodedata.east_asian_width(each) in {"W", "F"} for each in text)
 
 
 def _painted(head: str, text: str) -> str:

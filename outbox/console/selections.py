@@ -31,6 +31,7 @@ def read(query: QueryParams, now: datetime) -> TaskSelection:
     times: dict[str, Any] = {
         name: resolved(MOMENT.value(query[name].strip(), name), now) for name in TIMES if query.get(name)
     }
+    flags.check_window(times.get("since"), times.get("until", now))
     ids = tuple(dict.fromkeys(flags.ID.value(id, "id") for id in query.getlist("id")))
     return TaskSelection(**texts, **times, ids=ids or None, include_expired=bool(query.get("expired")))
 

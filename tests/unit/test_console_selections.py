@@ -47,6 +47,20 @@ def test_relative_times_count_from_now_and_empty_fields_do_not_narrow() -> None:
 
 
 @pytest.mark.parametrize(
+    "query",
+    [
+        {"since": "2h", "until": "3h"},
+        {"since": "2h", "until": "2h"},
+        {"since": "2026-11-26T14:00:00+02:00"},
+        {"since": "2026-12-01T00:00:00Z"},
+    ],
+)
+def test_a_window_that_the_commands_refuse_is_refused(query: dict[str, str]) -> None:
+    with pytest.raises(SettingError, match="is not before the end"):
+        read(query)
+
+
+@pytest.mark.parametrize(
     ("name", "selection", "command"),
     [
         ("retry", TaskSelection(state="dead", **FILTER), True),

@@ -25,6 +25,14 @@ def harmless(text: str) -> bool:
     return all(each == " " or unicodedata.category(each)[0] not in "CZ" for each in text)
 
 
+def columns(text: str) -> int:
+    """Return how many columns of a terminal `text` takes."""
+    return sum(
+        0 if unicodedata.category(each) in {"Mn", "Me"} else 2 if unicodedata.east_asian_width(each) in "WF" else 1
+        for each in text
+    )
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
@@ -78,10 +86,16 @@ def test_a_table_has_a_line_for_each_row_and_straight_columns(rows: list[tuple[A
     lines = table(("TEXT", "NUMBER", "ANY"), rows).split("\n")
     assert len(lines) == 1 + len(rows)
     assert all(harmless(line) for line in lines)
-    width = max([4, *(len(cell(text)) for text, _, _ in rows)])
-    end = width + 2 + max([6, *(len(cell(number)) for _, number, _ in rows)])
+    width = max([4, *(columns(cell(text)) for text, _, _ in rows)])
+    rest = 2 + max([6, *(len(cell(number)) for _, number, _ in rows)])
     for line, (text, number, _) in zip(lines[1:], rows, strict=True):
-        assert line[:end] == cell(text).ljust(width) + cell(number).rjust(end - width)
+        assert line.startswith(cell(text) + " " * (width - columns(cell(text))) + cell(number).rjust(rest))
+
+
+@pytest.mark.parametrize("text", ["注文", "한글", "e\u0301t\u00e9", "\uff21\uff22", "🎉", "ｱﾊﾟｰﾄ"])
+def test_wide_and_combining_characters_do_not_shift_columns(text: str) -> None:
+    header, *lines = table(("ID", "TOPIC"), [(text, "orders"), ("order-33", "orders")]).split("\n")
+    assert {columns(line[: line.index("orders")]) for line in lines} == {header.index("TOPIC")}
 
 
 @given(st.recursive(TEXT | st.integers() | st.none(), lambda inner: st.dictionaries(TEXT, inner) | st.lists(inner)))
