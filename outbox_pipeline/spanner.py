@@ -49,9 +49,10 @@ class Table(TaskTable):
         return timedelta(seconds=SECONDS.parse(rows[0][0])) if rows else DEFAULT_RETENTION
 
     def keeps(self, at: datetime) -> bool:
-        """Tell whether the table can be read as of `at`, even if it is within the retention period.
+        """Tell whether the table can be read as of `at`, by a read of one row.
 
-        When the period is raised, Spanner does not bring back versions: https://cloud.google.com/spanner/docs/use-pitr
+        After the retention period was raised, even a time within it can be too old, because Spanner does not bring back
+        versions: https://cloud.google.com/spanner/docs/use-pitr
         """
         try:
             return all(True for _ in self.rows(("Id",), KeySet(all_=True), at, limit=1, seconds=CALL_SECONDS))

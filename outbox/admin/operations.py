@@ -73,8 +73,8 @@ class Operation(NamedTuple):
 def new_id() -> str:
     """Return a UUID for a new row: a random digit, and then the time to the year 4147, in 1/4096 s.
 
-    So the last operations are the first of 16 ranges of the primary key, and no range gets all new rows. Almost all
-    IDs that are random as a whole are behind them.
+    So the last operations come first in each of 16 ranges of the primary key, and no range gets all new rows. Almost
+    all IDs that are random as a whole come after them.
     """
     digits, left = uuid.uuid4().hex, f"{2**48 - int(time.time() * 2**12):014x}"
     # The digit between them is the version of a UUID.

@@ -190,7 +190,7 @@ class Resharding:
     def run(self, target: Layout, *, aborts: bool = False) -> Iterator[str]:
         """Run all steps to `target`, and yield a line before each. Can be interrupted anywhere and run again.
 
-        Raises OutboxError if another command has begun another change or an abort meanwhile.
+        Raises OutboxError if another command has begun a change or an abort meanwhile.
         """
         id, waits = self._operation(target, aborts=aborts), ""
         while (step := next_step(self.snapshot(), target)) is not None:
@@ -199,8 +199,8 @@ class Resharding:
             waits = step.text if step.kind == "wait" else ""
             if (latest := self._latest()) and latest.operation.id != id:
                 raise OutboxError(
-                    f"{self._table.name}: another command has begun to change the number to {latest.target}. "
-                    "See `outbox schema reshard --status`."
+                    f"{self._table.name}: another command has begun to change the number of shards to {latest.target}, "
+                    "so this one has stopped. `outbox schema reshard --status` shows the progress"
                 )
             self._do(step, target)
         if (latest := self._latest()) and latest.target == target.shards and not latest.operation.has_ended:
@@ -235,7 +235,7 @@ class Resharding:
         transaction.insert_or_update(_TABLE, _COLUMNS, rows)
 
     def _operation(self, target: Layout, *, aborts: bool) -> str | None:
-        """Return the ID of the record of who changes the number of shards, one for each change and each abort."""
+        """Record who changes the number of shards, once for each change and each abort. Return the ID of the record."""
         snapshot, latest = self.snapshot(), self._latest()
         former = next((each for each in snapshot.layouts if each != target), None)
         # `_build` completes a layout that an earlier change added. `Shard` is created by `outbox schema apply`.
@@ -281,8 +281,8 @@ class Resharding:
     def _update(self, statements: list[str], found: Mapping[Layout, Mapping[str, str]]) -> None:
         """Apply DDL to the layouts that were found.
 
-        Updates are queued. If an earlier one, such as that of a command that was interrupted, has changed the layouts
-        before this one is refused, the next step follows from them.
+        Spanner queues updates. If Spanner refuses this one because an earlier one has changed the layouts, such as that
+        of an interrupted command, ignore the error: `run` chooses the next step from the new layouts.
         """
         try:
             with schema.service_errors(self._table.name):

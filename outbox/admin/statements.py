@@ -270,7 +270,7 @@ SELECT task.SentAt FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
 def count_of_state(state: str, names: Collection[str]) -> str:
     """Return the statement that counts the tasks of a state at @now, at most @limit in each range, with a row for each.
 
-    So the counts of several selections add up, however long they take.
+    With one @now, the counts of several selections add up, however long they take.
     """
     # Without ORDER BY, because a count needs no order and sorting costs time.
     return at_now(

@@ -34,7 +34,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         found = conform(step for file in dict.fromkeys(options.files) for step in _steps(file))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SettingError(f"the steps of a worker do not fit together ({type(error).__name__}: {error})") from None
+        raise SettingError(
+            f"the steps of a worker do not fit together ({type(error).__name__}: {error}). "
+            "docs/architecture/specification.md lists the members of each step"
+        ) from None
     if not found.workers:
         raise SettingError("the files have no step of a worker, so nothing was compared")
     compared = f"{counted(found.workers, 'worker')}, {counted(found.transactions, 'transaction')} compared"

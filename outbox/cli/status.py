@@ -79,7 +79,7 @@ def _read(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> "
 
 
 def read_noted(task_table: "admin.table.TaskTable", **limits: Any) -> "admin.backlog.Backlog":
-    """Return the backlog. Print on stderr if it does not have all topics. Raises NotReached, OutboxError."""
+    """Return the backlog. If it does not have all topics, print a note. Raises NotReached, OutboxError."""
     found = admin.backlog.read(task_table, **limits)
     if not found.whole:
         topics = f"{admin.backlog.MAX_TOPICS:,}"

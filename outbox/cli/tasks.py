@@ -28,9 +28,10 @@ CreatedAt of others. If there are more tasks than --limit, the command prints th
 for the next page. Tasks that are sent or registered meanwhile do not shift the pages.
 --json prints one object per line.
 
-The command reads the index at LOW priority. Of each shard, topic and state it compares
-the first 10,000 tasks that workers take, or fewer if there are many topics. With a filter
-it compares up to 1,000,000 tasks of each state. It says so if there are more.
+The command reads the index at LOW priority. Of each shard, topic and state it sorts the
+10,000 tasks that workers would send first, or fewer if there are many topics. With
+--since, --until or --error it sorts up to 1,000,000 tasks of each state. It says so if
+there are more.
 
     outbox list --state dead --project my-project --instance main --database shop
     outbox list --state sent --topic orders --since 2h --until 1h ...

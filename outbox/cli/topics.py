@@ -208,7 +208,7 @@ def check_destination(table: "admin.table.TaskTable", options: argparse.Namespac
 
 
 def open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":
-    """Return the table. If a topic is unknown, ask first; a dry run only says so.
+    """Return the table. If a topic is unknown, ask first; in a dry run, only print a note.
 
     Raises SettingError, NotReached, OutboxError.
     """

@@ -71,8 +71,7 @@ class Action:
     def _continue(self, visit: Visit) -> Response:
         operation, _ = _found(visit)
         if _acted(operation) != self:
-            advice = "Open it from the list of operations."
-            raise Refused(400, f"A {operation.operation} cannot be continued here", advice)
+            raise Refused(400, "This operation cannot be continued here", "Run its command or its job again.")
         admin.operations.proceed(visit.console.table, operation.id, visit.author())
         visit.console.running.start(operation.id)
         return visit.redirect("/operation", id=operation.id)
@@ -138,7 +137,7 @@ def _found(visit: Visit) -> tuple[Operation, datetime]:
 def _stop(visit: Visit) -> Response:
     operation, _ = _found(visit)
     if not _acted(operation):
-        raise Refused(400, f"A {operation.operation} cannot be stopped here", "Stop the process that runs it.")
+        raise Refused(400, "This operation cannot be stopped here", "Stop the process that runs it.")
     admin.operations.stop(visit.console.table, operation.id, visit.author())
     return visit.redirect("/operation", id=operation.id)
 

@@ -61,7 +61,7 @@ class Shared:
         self._value: Status | None = None
         self._error: str | None = None
         self._read_at = self._tried_at = float("-inf")
-        #: The number of actions, and of those before the last read began.
+        #: The number of actions, and how many of them were done before the last read began.
         self._actions, self._included = 0, -1
 
     def get(self) -> Reading:

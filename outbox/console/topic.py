@@ -57,7 +57,7 @@ def _typed(flags: Mapping[str, Value], form: Mapping[str, str]) -> dict[str, Any
     typed = {flag: form.get(flag[2:], "").strip() for flag in flags}
     if form.get("off"):
         if any(typed.values()):
-            raise Refused(400, "The form has values, but removes all", "Go back and clear the fields, or the checkbox.")
+            raise Refused(400, "The form sets and removes values", "Go back and clear the fields, or the checkbox.")
         return {each.column: None for each in flags.values()}
     found = {each.column: each.kind.value(typed[flag], flag) for flag, each in flags.items() if typed[flag]}
     if not found:

@@ -71,7 +71,7 @@ class BatchReceiver(Receiver):
         try:
             with table_errors():
                 outcomes: list[Outcome] = self._run(lambda transaction: self._attempt_all(transaction, messages))
-        # ABORTED until the deadline may be about one message, whose function calls another service.
+        # If every attempt was aborted, the cause may be one message, whose function calls another service.
         except (_Singly, Aborted, *CONTENT) as error:
             self._receive_singly(messages, error)
         except NotReached:
@@ -92,9 +92,9 @@ class BatchReceiver(Receiver):
                 self._acknowledge(message)
 
     def _receive_singly(self, messages: list[PulledMessage], reason: Exception) -> None:
-        """Process messages in a transaction each. After two in a row without an answer, reject the rest untried.
+        """Process each message in its own transaction. After two unavailable errors in a row, reject the rest untried.
 
-        A single error of this kind may be about its message only.
+        The cause of only one such error may be its message.
         """
         text = "Consumer %s: %d messages get a transaction each instead of one together: %s"
         log.warning(text, self._settings.consumer, len(messages), reason)

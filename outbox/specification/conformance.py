@@ -119,9 +119,8 @@ def _whole(trace: list[Step]) -> list[Step]:
     for number, step in enumerate(trace, 1):
         if step["n"] != number:
             reason = "is missing" if step["n"] > number else "is there twice"
-            raise SettingError(
-                f"step {min(number, step['n']):,} of worker {step['worker']} {reason}. Pass each part of its trace once"
-            )
+            step_of = f"step {min(number, step['n']):,} of worker {step['worker']}"
+            raise SettingError(f"{step_of} {reason}. Pass all parts of its trace, each once")
     return trace
 
 

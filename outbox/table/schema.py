@@ -87,10 +87,10 @@ def apply(
 ) -> list[tuple[str, str]]:
     """Create the missing objects, columns and constraints in one schema update, and wait for it.
 
-    An index of a large table takes long. `wanted` is DDL from `statements`. A table that has been resharded keeps its
-    names. An object that exists may differ in the parts with names in `free`, such as SHARD_COUNT. Return pairs such as
-    ("table AsynchronousTasks", "created"), with "created" or "exists", in the order of `wanted`, and then such as
-    ("table AsynchronousTasks, column Id", "added").
+    An index of a large table takes long. `wanted` is DDL from `statements`. If the table was resharded, its names
+    replace those of `wanted`. An object that exists may differ in the parts with names in `free`, such as SHARD_COUNT.
+    Return pairs such as ("table AsynchronousTasks", "created"), with "created" or "exists", in the order of `wanted`,
+    and then such as ("table AsynchronousTasks, column Id", "added").
 
     Raises:
         SchemaDiffers: an object exists with another shape, and not only because parts are missing that can be added.
@@ -120,7 +120,7 @@ def apply(
 
 
 def _resharded(found: Mapping[str, Mapping[str, str]]) -> Layout | None:
-    """Return the layout of a table whose first one, with the names of schema.sql, is gone."""
+    """Return the layout of a table whose shard column is not that of schema.sql, or None for all others."""
     columns = " ".join(found.get(normalized("table AsynchronousTasks"), ()))
     suffixes = sorted(re.findall(r"\bcolumnshard(\d*)\b", columns))
     return Layout.added(int(suffixes[0])) if suffixes and suffixes[0] else None

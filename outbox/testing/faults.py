@@ -1,4 +1,4 @@
-"""Faults of Spanner for integration tests on the emulator. They act on all clients of this process but AsyncClients.
+"""Faults of Spanner for integration tests on the emulator. They act on all clients of this process except AsyncClients.
 
 with faults.abort_next_commit():
     place_order(database, "order-1")  # its transaction function runs twice

@@ -91,11 +91,11 @@ def session(name: str, master: str = EMBEDDED) -> "SparkSession":
             "Pub/Sub before, gRPC may have ended the JVM: create the Spark session first, or set "
             "GRPC_ENABLE_FORK_SUPPORT=0 (https://github.com/grpc/grpc/issues/43055)"
         ) from error
-    # PySpark logs each error of a query with its stack trace, and Py4J what fails when Ctrl-C closes a connection. The
-    # job prints one sentence.
+    # PySpark logs each error of a query with its stack trace, and Py4J each call that fails because Ctrl-C has closed
+    # its connection. The job prints one sentence.
     for logger in ("SQLQueryContextLogger", "DataFrameQueryContextLogger", "py4j.clientserver"):
         logging.getLogger(logger).disabled = True
-    # It logs an interrupted or failed call on the root logger, and also raises it.
+    # Py4J also logs other failed calls, on the root logger, although it raises their errors.
     logging.getLogger().addFilter(_is_not_of_py4j)
     if not submitted:  # a cluster has a log configuration of its own
         created.sparkContext.setLogLevel("ERROR")

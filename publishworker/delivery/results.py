@@ -62,7 +62,7 @@ class Results:
         """Return the changes that the unsent rows still need. Forget the decisions about other tasks of `ids`.
 
         A published task is marked if the row still holds its message. A failed attempt or a deferral is written only
-        if the row has not changed at all, or if the part before, which also locks this row, has written it.
+        if the row has not changed at all, or only because an earlier part, which also locks this row, has written it.
         """
         published, unwritten = self.published(), self._unwritten()
         unsent = [row for row in rows if row.sent_at is None]

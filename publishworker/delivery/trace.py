@@ -85,7 +85,7 @@ class Trace:
         self.batches = itertools.count(1)
 
     def step(self, name: str, **values: Any) -> None:
-        """Note a step. Any thread may call it. They are written in the order of their numbers, so no kill skips one."""
+        """Note a step. Any thread may call this. Steps are written in order, so a kill loses only the last ones."""
         with self._lock:
             self._write({"step": name, "worker": self._worker, "n": next(self._numbers), **values})
 

@@ -199,7 +199,7 @@ def test_the_record_of_a_reshard_ends_with_it(own_database: Database) -> None:
     next(each for each in changing if "poll Shard4" in each)
     assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["unfinished"]
     list(resharding.run(resharding.former(), aborts=True))
-    with pytest.raises(OutboxError, match="another command has begun to change the number to 10"):
+    with pytest.raises(OutboxError, match="another command has begun to change the number of shards to 10"):
         list(changing)
     assert list(resharding.snapshot().layouts) == [Layout(10)]
     assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["finished", "stopped"]
