@@ -72,7 +72,9 @@ async def register_once(
     """Register the task unless a row with `task_id` exists; return whether it was registered.
 
     Experimental. The arguments, the read and the errors are those of `outbox.register_once`. `transaction` is the one
-    that `run_in_transaction` of an `AsyncClient`'s database passes to its function.
+    that `run_in_transaction` of an `AsyncClient`'s database passes to its function. If the call is the first request of
+    the transaction, await it before you send others, such as with `asyncio.gather`. Until the first answer, the client
+    begins another transaction with each request, and the function fails.
 
     Raises:
         InvalidMessage: like `outbox.register`, before anything is read.
@@ -101,7 +103,7 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     """Delete an unsent task in `transaction`, and return whether it did. False: it is sent, or does not exist.
 
     Experimental. See `outbox.cancel`: it waits for a batch that holds the task, and a task that is in doubt may have
-    been published. `transaction` is the one of `register_once`.
+    been published. `transaction` is the one of `register_once`, and its first request is awaited alone.
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.

@@ -194,7 +194,10 @@ class Reader(Iterator[SentTask]):
             PositionExpired: tasks after the position may have been deleted, because they are older than the retention.
             NotReached: Spanner does not answer, or a permission is missing.
             OutboxError: Spanner refused the request.
+            ValueError: `timeout` is no number.
         """
+        if timeout is not None and (not isinstance(timeout, int | float) or math.isnan(timeout)):
+            raise ValueError(f"timeout is {timeout!r}. It must be a number of seconds, or None")
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self._closed.is_set():
             if not self._tasks and time.monotonic() >= self._next_page:

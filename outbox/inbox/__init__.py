@@ -27,6 +27,8 @@ __all__ = [
 
 #: Max messages in one transaction.
 MAX_BATCH = 1_000
+#: Google's client extends the acknowledgement deadline of a message for an hour by default.
+MAX_DELAY_SECONDS = 3_600
 #: The options of the client's `run_in_transaction`. It passes all others to the function, which then fails.
 TRANSACTION_OPTIONS = frozenset({
     "client_context", "commit_request_options", "default_retry_delay", "exclude_txn_from_change_streams",
@@ -69,7 +71,7 @@ class Handler:
                 number of delivery attempts. With "raise" the streaming pull ends, and its future raises MissingTaskId.
             max_batch: max messages in one transaction of a streaming pull, 1 to 1,000. With 1, each message has its
                 own. With more, one thread runs the function for one message after the other.
-            max_delay: max seconds for which a message waits for others, if `max_batch` is more than 1.
+            max_delay: max seconds for which a message waits for others, if `max_batch` is more than 1; 0 to 3,600.
             transaction_options: for `database.run_in_transaction`, such as `timeout_secs` or `transaction_tag`.
 
         Raises:
@@ -86,10 +88,10 @@ class Handler:
             )
         check_choice("key", key, Key)
         check_choice("missing_task_id", missing_task_id, Missing)
-        if not 1 <= max_batch <= MAX_BATCH:
-            raise ValueError(f"max_batch is {max_batch}. It must be 1 to {MAX_BATCH:,}")
-        if not max_delay >= 0:
-            raise ValueError(f"max_delay is {max_delay}. It must be 0 or more seconds")
+        if not (isinstance(max_batch, int) and 1 <= max_batch <= MAX_BATCH):
+            raise ValueError(f"max_batch is {max_batch!r}. It must be 1 to {MAX_BATCH:,}")
+        if not (isinstance(max_delay, int | float) and 0 <= max_delay <= MAX_DELAY_SECONDS):
+            raise ValueError(f"max_delay is {max_delay!r}. It must be 0 to {MAX_DELAY_SECONDS:,} seconds")
         self._settings = Settings(
             database=database,
             consumer=plain_consumer(consumer),

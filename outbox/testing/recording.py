@@ -182,7 +182,7 @@ def assert_registered(
     of_topic = [task for task in tasks if topic in (None, task.topic)]
     matching = [task for task in of_topic if wanted.items() <= dict(task.message.attributes).items()]
     if len(matching) != times:
-        asked = f"topic={topic!r}, attributes={attributes!r}; expected {times}"
+        asked = f"topic={topic!r}, attributes={attributes!r}; expected {times!r}"
         lines = [f"{len(matching)} of {len(tasks)} registered tasks match {asked}. Registered:"]
         lines += map(_line, tasks[:_MAX_TASKS])
         if len(tasks) > _MAX_TASKS:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -286,6 +287,12 @@ def test_process_has_a_transaction_for_its_message() -> None:
     [
         ({"max_batch": 0}, ValueError, "max_batch is 0. It must be 1 to 1,000"),
         ({"max_batch": 1_001}, ValueError, "max_batch is 1001"),
+        ({"max_batch": "5"}, ValueError, "max_batch is '5'. It must be 1 to 1,000"),
+        ({"max_batch": 2.5}, ValueError, "max_batch is 2.5"),
+        ({"max_batch": None}, ValueError, "max_batch is None"),
+        ({"max_batch": 5, "max_delay": "1"}, ValueError, "max_delay is '1'. It must be 0 to 3,600 seconds"),
+        ({"max_batch": 5, "max_delay": timedelta(seconds=1)}, ValueError, "max_delay is datetime.timedelta"),
+        ({"max_batch": 5, "max_delay": float("inf")}, ValueError, "max_delay is inf"),
         ({"max_batch": 5, "max_delay": -1.0}, ValueError, "max_delay is -1.0"),
         ({"max_batch": 5, "max_delay": float("nan")}, ValueError, "max_delay is nan"),
         ({"max_batches": 5}, TypeError, "max_batches is no option of Handler, nor of run_in_transaction"),

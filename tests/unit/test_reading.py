@@ -9,7 +9,7 @@ import pytest
 
 from outbox import reading
 from outbox.admin import statements
-from outbox.reading import Position, Row, SentTasks
+from outbox.reading import Position, Reader, Row, SentTasks
 from tests.support.operations import CREATED, MICROSECOND
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -89,6 +89,15 @@ def test_what_no_task_can_match_is_refused() -> None:
     for options in ({"topic": "bad topic"}, {"topic": 7}, {"since": "2026-01-01"}):
         with pytest.raises(ValueError, match=r"^(topic|since) .* It must be"):
             reading.reader(mock.Mock(), **options)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "1", timedelta(seconds=1)])
+def test_a_read_refuses_a_timeout_that_is_no_number(timeout: Any) -> None:
+    """With nan, it would never end."""
+    reader = Reader(mock.Mock())
+    reader.close()
+    with pytest.raises(ValueError, match=r"^timeout is .* It must be a number of seconds, or None$"):
+        reader.read(timeout=timeout)
 
 
 def test_a_position_is_a_text() -> None:

@@ -134,6 +134,8 @@ def test_a_failed_assertion_lists_the_registered_tasks() -> None:
         assert_registered(transaction)
     nothing = "0 of 0 registered tasks match topic=None, attributes=None; expected 1. Registered:"
     assert str(none.value) == nothing
+    with pytest.raises(AssertionError, match=r"expected '0'\. Registered:"):
+        assert_registered(transaction, times="0")  # type: ignore[arg-type]  # a text, which no number equals
     for n in range(21):
         outbox.register(transaction, "orders", bytes([65 + n]) * 101, {"n": str(n)}, task_id=f"t{n}")
     with pytest.raises(AssertionError) as many:
