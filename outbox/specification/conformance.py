@@ -11,14 +11,18 @@ applications, operators and time.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from outbox.errors import SettingError
 from outbox.specification import state as spec
-from outbox.specification.protocol import AGAIN, Protocol
-from outbox.specification.state import DEAD, GONE, NO_ANSWER, PUBLISHED, READY, RETRYING, Batch, Row, Seen, State
+from outbox.specification.protocol import AGAIN, MARK, ORDER, Protocol
+
+from outbox.specification.state import (  # isort: skip
+    DEAD, DEFERRED, GONE, NO_ANSWER, PUBLISHED, READY, RETRYING, SCHEDULED, SENDABLE, SENT, Batch, Row, Seen, State,
+)  # fmt: skip
 
 #: A line of a trace, as `publishworker.delivery.trace` writes it.
 Step: TypeAlias = Mapping[str, Any]
@@ -31,6 +35,8 @@ _PATHS = {
     "claim": (("lock",), _PUBLISH, ("commit",)), "mark_again": (("mark again",),), "read_again": (("read again",),)
 }  # fmt: skip
 _LEFT = (9,) * len(spec.EVENTS)
+#: The states of a row that exists.
+_STATES = {SCHEDULED, READY, RETRYING, DEFERRED, DEAD, SENT}
 
 
 @dataclass
@@ -46,7 +52,7 @@ class Conformance:
 class Transaction(NamedTuple):
     """A transaction attempt: the rows as read under the lock, and their states and TimesSent after it."""
 
-    at: str  # the commit timestamp, or the time of the lock if that is unknown
+    at: datetime  # the commit timestamp, or the time of the lock if that is unknown
     who: str
     rows: Mapping[str, Step]
     after: Mapping[str, tuple[str, int]]
@@ -60,11 +66,14 @@ class _Batch:
     claim: Step
     to: str  # the Pub/Sub topic, by the routes that its worker had read
     answers: dict[str, tuple[str, Any]] = field(default_factory=dict)  # with the version of the row then
+    asked: dict[str, Any] = field(default_factory=dict)  # the versions of tasks in requests without an answer
     path: str = "claim"
+    may_publish: bool = True  # until a transaction is, or may be, committed
     is_refused: bool = False
     lock: Step = field(default_factory=dict)  # of the current transaction attempt
     before: dict[str, tuple[str, Any]] = field(default_factory=dict)  # the answers at the lock
     marks: Mapping[str, str] = field(default_factory=dict)
+    is_marked: bool = False  # in the current transaction attempt
 
     def is_published(self, id: str) -> bool:
         """Tell whether Pub/Sub has accepted the task."""
@@ -81,16 +90,37 @@ class _Batch:
             releases = [(id, keys[id]) for id in ids if not self.is_published(id)]
         return _lanes(tasks, releases)
 
+    def is_specified(self, lane: Lane) -> bool:
+        """Tell whether the specification has tasks such as these."""
+        return all(self.lock["rows"][id]["is_specified"] for id in chain(*lane) if id in self.lock["rows"])
+
+    def objection(self, ids: Sequence[str]) -> str:
+        """Return why the batch must not publish these tasks now, or an empty text."""
+        rows, places = self.lock.get("rows", {}), {id: place for place, id in enumerate(ids)}
+        if not places.keys() <= rows.keys() & dict(self.claim["tasks"]).keys():
+            return "It has not claimed and locked all of them"
+        if self.is_marked or not self.may_publish:
+            return "It may only mark now"
+        for lane in _lanes(self.claim["tasks"], ()):
+            ours = [id for id in lane[0] if id in places] if self.is_specified(lane) else []
+            earlier = lane[0][: lane[0].index(ours[-1])] if ours else ()
+            unsent = {id for id in earlier if rows.get(id, {"state": GONE})["state"] in SENDABLE} - {*ours}
+            times = [_time(rows[id]["created"]) for id in ours]
+            is_sorted = ours == sorted(ours, key=places.__getitem__) and times == sorted(times)
+            if not (is_sorted and all(map(self.is_published, unsent))):
+                return ORDER
+        return ""
+
     def state(self, lane: Lane) -> tuple[tuple[str | None, ...], State]:
         """Return the keys of a lane and the state before the transaction. The marks tell what a failure counted as."""
         ids = (*lane[0], *lane[1])
-        rows = [self.lock["rows"].get(id, {"state": GONE, "times_sent": 0, "version": [None]}) for id in ids]
+        rows = [self.lock["rows"].get(id, {"state": GONE, "times_sent": 0, "version": [None, None]}) for id in ids]
         seen: list[Seen] = []
         for n, (id, row) in enumerate(zip(lane[0], rows, strict=False)):
             answer, version = self.before.get(id, ("", None))
             if answer == PUBLISHED:
-                seen.append(Seen(n, READY, row["times_sent"] if row["version"][0] == version[0] else -1, PUBLISHED))
-            elif answer and row["version"] == version:
+                seen.append(Seen(n, READY, row["times_sent"] if _version(row)[0] == version[0] else -1, PUBLISHED))
+            elif answer and _version(row) == version:
                 end = self.marks.get(id)
                 seen.append(Seen(n, row["state"], row["times_sent"], end if end in (RETRYING, DEAD) else NO_ANSWER))
                 break  # the later tasks of the request have no answer of their own
@@ -136,6 +166,7 @@ class _Replay:
 
     def transactions(self, trace: Iterable[Step]) -> Iterator[Transaction]:
         """Yield the transactions that are, or may be, committed. Note differences."""
+        in_batch = {"lock": self._lock, "publish": self._publish, "answer": self._answer, "mark": self._mark}
         for step in trace:
             match step["step"]:
                 case "route" | "poll":
@@ -144,77 +175,109 @@ class _Replay:
                     self._claim(step)
                 case "give up":
                     self._knows = {id: version for id, version in self._knows.items() if id not in step["ids"]}
-                case "lock":
-                    self._lock(self._batches[step["batch"]], step)
-                case "publish" | "answer":
-                    self._publish(self._batches[step["batch"]], step)
-                case "mark":
-                    self._mark(self._batches[step["batch"]], step["states"])
                 case "commit" | "fail":
                     yield from self._end(self._batches[step["batch"]], step)
+                case name:
+                    in_batch[name](self._batches[step["batch"]], step)
         for batch in self._batches.values():  # the worker has ended in this transaction
-            yield from self._end(batch, {"written": "unknown"})
+            yield from self._end(batch, {"step": "fail", "written": "unknown"})
 
     def _read(self, step: Step) -> None:
         if step["step"] == "route":
             self._routes = step["routes"]
         elif "batch" in step:
-            self._batches[step["batch"]].path = "read_again"
+            batch = self._batches[step["batch"]]
+            batch.path, batch.may_publish = "read_again", False
         else:
             self._queues[step["topic"], step["key"]] = step["queue"]
 
     def _claim(self, step: Step) -> None:
+        if step["batch"] in self._batches:
+            raise SettingError(f"batch {step['batch']} of worker {self._worker} begins twice")
         self._batches[step["batch"]] = _Batch(step, self._routes.get(step["topic"], step["topic"]))
         if step["kind"] != "mark first":
             keys = dict(step["tasks"])
             for lane in _lanes(step["tasks"], step["releases"]):
                 if (key := keys[lane[0][0]]) is not None:
                     queue = self._queues.get((step["topic"], key), ())
-                    if not _is_polled(queue, lane, defers=step["kind"] == "defer"):
+                    if not _is_polled(queue, lane, step["skips_dead"], defers=step["kind"] == "defer"):
                         self._differ(step["batch"], f"claims {lane[0]} and releases {lane[1]} after a poll of {queue}")
 
     def _lock(self, batch: _Batch, step: Step) -> None:
         batch.before = dict(batch.answers)
         batch.lock, batch.marks = {**step, "rows": {row["id"]: row for row in step["rows"]}}, {}
+        batch.is_marked = False
         for row in step["rows"]:  # a failure counts only for the row as it was
-            if not batch.is_published(row["id"]) and batch.answers.get(row["id"], ("",))[-1] != row["version"]:
+            if row["state"] not in _STATES:
+                raise SettingError(f"step {step['n']:,} of worker {self._worker} has a row in state {row['state']!r}")
+            if not batch.is_published(row["id"]) and batch.answers.get(row["id"], ("",))[-1] != _version(row):
                 batch.answers.pop(row["id"], None)
 
     def _publish(self, batch: _Batch, step: Step) -> None:
         if step.get("to", batch.to) != batch.to:
             self._differ(step["batch"], f"publishes to {step['to']}, but the routes of its worker lead to {batch.to}")
-        results = step.get("results", {}) if batch.lock else {}  # without: after the commit, as tasks are marked first
-        for id, answer in results.items():
-            version = batch.lock["rows"][id]["version"]
+        if batch.claim["kind"] != "mark first":  # such a batch publishes after its commit
+            if reason := batch.objection(step["ids"]):
+                self._differ(step["batch"], f"publishes {step['ids']}. {reason}")
+            batch.path = "claim"
+            rows = batch.lock.get("rows", {})
+            batch.asked |= {id: _version(rows[id]) for id in step["ids"] if id in rows}
+
+    def _answer(self, batch: _Batch, step: Step) -> None:
+        for id in step["results"].keys() & batch.asked.keys():
+            answer, version = step["results"][id], batch.asked.pop(id)
             batch.answers[id] = answer, version
             if answer == PUBLISHED:
                 if self._knows.get(id) == version[0]:
-                    self._differ(batch.claim["batch"], f"publishes {id} again. {AGAIN}")
+                    self._differ(step["batch"], f"publishes {id} again. {AGAIN}")
                 self._knows[id] = version[0]
 
-    def _mark(self, batch: _Batch, marks: Mapping[str, str]) -> None:
-        batch.marks, rows = marks, batch.lock["rows"]
-        for lane in batch.lanes():
-            is_specified = all(rows[id]["is_specified"] for id in chain(*lane) if id in rows)
-            if batch.claim["kind"] == "mark first" or batch.is_refused or not is_specified:
-                self._found.skipped += 1
-                continue
-            self._found.transactions += 1
+    def _mark(self, batch: _Batch, step: Step) -> None:
+        batch.marks, batch.is_marked, rows, number = step["states"], True, batch.lock["rows"], step["batch"]
+        is_first = batch.claim["kind"] == "mark first"
+        for id in (id for id, state in batch.marks.items() if state == SENT):
+            if rows[id]["is_specified"] if is_first else not batch.is_published(id):
+                self._differ(number, f"marks {id} as sent. {MARK}")
+        if is_first or batch.is_refused:
+            self._found.skipped += len(batch.lanes())
+            return
+        # If a transaction is aborted, the next one may also continue with the claim.
+        paths = ("mark_again", "claim") if batch.path == "mark_again" and batch.may_publish else (batch.path,)
+        for batch.path in paths:
+            if not (differences := [*self._compared(batch)]):
+                break
+        specified = sum(map(batch.is_specified, batch.lanes()))
+        self._found.transactions += specified
+        self._found.skipped += len(batch.lanes()) - specified
+        for text in differences:
+            self._differ(number, text)
+
+    def _compared(self, batch: _Batch) -> Iterator[str]:
+        """Yield how a transaction differs from the specification."""
+        lanes, ids, claimed = batch.lanes(), {*batch.lock["ids"]}, batch.claim["tasks"] + batch.claim["releases"]
+        if batch.path == "claim" and ids != dict(claimed).keys():
+            yield f"locks {sorted(ids)} for a claim of {sorted(dict(claimed))}"
+        if others := batch.marks.keys() - {*chain(*chain(*lanes))}:
+            yield f"marks {sorted(others)}, which are not in this transaction"
+        for lane in filter(batch.is_specified, lanes):
             keys, before = batch.state(lane)
             published = frozenset(n for n, id in enumerate(lane[0]) if batch.is_published(id))
-            after = tuple(marks.get(id, row.state) for id, row in zip(chain(*lane), before.rows, strict=True))
+            after = tuple(batch.marks.get(id, row.state) for id, row in zip(chain(*lane), before.rows, strict=True))
             ends = _ends(keys, batch.claim["skips_dead"], before, batch.path, published)
             if after not in ends:
                 answers = {id: batch.answers[id][0] for id in lane[0] if id in batch.answers}
                 allowed = " or ".join(_shown(lane, end) for end in sorted(ends)) or "no commit with these answers"
-                self._differ(
-                    batch.claim["batch"],
+                yield (
                     f"before: {_shown(lane, [row.state for row in before.rows])}\nanswers: {answers}\n"
-                    f"after: {_shown(lane, after)}\nallowed: {allowed}",
+                    f"after: {_shown(lane, after)}\nallowed: {allowed}"
                 )
 
     def _end(self, batch: _Batch, step: Step) -> Iterator[Transaction]:
-        written = step.get("written", "yes")
+        written = step["written"] if step["step"] == "fail" else "yes"
+        if written not in ("yes", "no", "refused", "unknown"):
+            raise SettingError(f"step {step['n']:,} of worker {self._worker} has {written!r} as `written`")
+        if written == "yes" and not batch.is_marked:
+            self._differ(step["batch"], "commits a transaction without the steps `lock` and `mark`")
         if batch.lock and written in ("yes", "unknown"):
             rows = batch.lock["rows"]
             after = {
@@ -222,9 +285,12 @@ class _Replay:
                 for id, row in rows.items()
             }
             gone = {id: {"state": GONE} for id in batch.lock["ids"] if id not in rows}
-            at, who = step.get("at", batch.lock["now"]), f"{self._worker}, batch {batch.claim['batch']}"
+            at, who = _time(step.get("at", batch.lock["now"])), f"{self._worker}, batch {batch.claim['batch']}"
             yield Transaction(at, who, rows | gone, after, written == "yes")
-        batch.lock, batch.path = {}, "mark_again"
+        is_published = any(map(batch.is_published, batch.answers))
+        batch.lock, batch.is_marked = {}, False
+        batch.path = "claim" if written == "no" and batch.may_publish and not is_published else "mark_again"
+        batch.may_publish &= written == "no"
         batch.is_refused |= written == "refused"
 
     def _differ(self, batch: int, text: str) -> None:
@@ -241,11 +307,11 @@ def _lanes(tasks: Iterable[tuple[str, str | None]], releases: Iterable[tuple[str
     return [(tuple(ids), tuple(id for id in behind[name] if id not in ids)) for name, ids in lanes.items()]
 
 
-def _is_polled(queue: Sequence[tuple[str, str]], lane: Lane, *, defers: bool) -> bool:
+def _is_polled(queue: Sequence[tuple[str, str]], lane: Lane, skip_dead: bool, *, defers: bool) -> bool:
     """Tell whether a poll that has read these first tasks of a key allows this claim."""
     ids = [id for id, _ in queue]
     rows = (*(Row(state) for _, state in queue), Row(READY))  # it has found a ready task, which may be behind them
-    machine = Protocol(("key",) * len(rows), batch_size=len(lane[0]))
+    machine = Protocol(("key",) * len(rows), batch_size=len(lane[0]), skip_dead=skip_dead)
     for (name, _, *claim), _ in machine.steps(State(rows, (spec.Worker(),), _LEFT)):
         if name == "poll" and claim[1] == defers:
             batch = Batch(*claim)  # type: ignore[arg-type]  # fields in their order
@@ -291,21 +357,32 @@ def _later(state: str, times_sent: int) -> frozenset[tuple[str, int]]:
 def _between(transactions: Iterable[Transaction]) -> Iterator[str]:
     """Yield the changes of rows between transactions that are no steps of the specification."""
     #: CreatedAt, the row after its last commit, and what commits without an answer may have made of it at any time.
-    known: dict[str, tuple[str, set[tuple[str, int]], set[tuple[str, int]]]] = {}
+    known: dict[str, tuple[datetime | None, set[tuple[str, int]], set[tuple[str, int]]]] = {}
     for each in transactions:
         for id, row in each.rows.items():
             if row["state"] == GONE or not row["is_specified"]:
                 known.pop(id, None)
                 continue
-            now, (created, last, unknown) = (row["state"], row["times_sent"]), known.get(id, ("", set(), set()))
-            if created != row["created"]:  # or it is registered again
+            now, (created, last, unknown) = (row["state"], row["times_sent"]), known.get(id, (None, set(), set()))
+            if created != _time(row["created"]):  # or it is registered again
                 last, unknown = set(), set()
             if not each.is_committed:
                 unknown = unknown | {now, each.after[id]}
             elif last and not any(now in _later(*state) for state in last | unknown):
                 before = sorted(last | unknown)
-                yield f"{each.who}: reads {id} as {now} at {each.at}\nby the steps in all files: {before}"
-            known[id] = row["created"], {each.after[id]} if each.is_committed else last, unknown
+                yield f"{each.who}: reads {id} as {now} at {each.at.isoformat()}\nby the steps in all files: {before}"
+            known[id] = _time(row["created"]), {each.after[id]} if each.is_committed else last, unknown
+
+
+def _time(text: str) -> datetime:
+    time = datetime.fromisoformat(text)
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _version(row: Step) -> tuple[object, object]:
+    """Return what differs between messages, and between rows. After a reset, equal bytes are another message."""
+    message, whole = row["version"]
+    return (message, row["times_sent"]), whole
 
 
 def _shown(lane: Lane, states: Iterable[str]) -> str:

@@ -50,6 +50,10 @@ def test_a_task_that_is_received_once_is_ok() -> None:
         ("register a, commit a, receive a, effect a, effect a", "effects_twice"),
         ("register a, commit a, effect a, receive a", "effects_without_message"),
         ("register a k, register b k, commit a, commit b, receive b, receive a", "order_violations"),
+        ("register a k, commit a, register b k, receive b, commit b, receive a", "order_violations"),
+        ("register a, commit a, receive a m1, retry a", "lost"),
+        ("receive a, register a, commit a", "unexpected"),
+        ("register a, rollback a, receive a m1, register a, commit a, receive a m1", "unexpected"),
     ],
 )
 def test_what_is_wrong_has_a_number(events: str, name: str) -> None:
@@ -65,11 +69,18 @@ def test_what_is_wrong_has_a_number(events: str, name: str) -> None:
         "register a k, register b k, commit a, commit b, delete a, receive b",
         "register a k, register b k, commit a, commit b, receive a m1, receive b, retry a, receive a m2",
         "register a k, register b j, commit a, commit b, receive b, receive a",
+        "register a, rollback a, register a, commit a, receive a",
+        "register a, commit a, register a, rollback a, receive a, register a, rollback a",
+        "register a k, register b k, receive a, commit a, receive b, commit b",
     ],
 )
-def test_an_operator_and_other_keys_cause_no_wrong_number(events: str) -> None:
+def test_an_operator_other_keys_and_a_second_registration_cause_no_wrong_number(events: str) -> None:
     found = numbers(events)
     assert not {*found} & {*checker.WRONG, "duplicated"}
+
+
+def test_other_events_are_ignored() -> None:
+    assert checker.check([{"event": "kill", "worker": "w"}])["problems"] == {}
 
 
 @pytest.mark.parametrize("seed", [6, 10, 11, 12])
@@ -98,10 +109,12 @@ def test_the_checker_notices_defects_of_the_relay(defect: str, name: str) -> Non
 
 
 def test_the_command_checks_the_kept_histories(tmp_path: Path) -> None:
-    """It also runs without the project, and fails if something is lost."""
+    """It also runs without the project, and fails if something is lost or there is nothing to check."""
     lost = tmp_path / "lost.jsonl"
     lost.write_bytes(lines(history("register a, commit a")))
     command = [sys.executable, "-I", str(FOLDER / "checker.py"), *map(str, KEPT)]
     assert len(KEPT) == 3
     assert subprocess.run(command, check=False, capture_output=True, cwd=tmp_path).returncode == 0
-    assert subprocess.run([*command, str(lost)], check=False, capture_output=True, cwd=tmp_path).returncode == 1
+    (tmp_path / "empty").touch()
+    for others in ([*command, str(lost)], [*command, "empty"], command[:3]):
+        assert subprocess.run(others, check=False, capture_output=True, cwd=tmp_path).returncode == 1

@@ -78,26 +78,151 @@ def test_a_defect_of_the_relay_is_not_allowed(defect: str) -> None:
         assert any(found.differences for _, found in played(iter(range(20))))
 
 
-def sent(worker: str, at: int, *, times_sent: int = 0) -> list[dict[str, Any]]:
-    """Return the steps of a batch that sends a task."""
-    row = {"id": "a", "state": "ready", "times_sent": times_sent, "created": "0", "version": [1, 1]}
-    steps: list[dict[str, Any]] = [
-        {"step": "claim", "kind": "publish", "topic": "t", "tasks": [["a", None]], "releases": [], "skips_dead": False},
-        {"step": "lock", "now": f"{at}", "ids": ["a"], "rows": [row | {"is_specified": True}]},
-        {"step": "publish", "ids": ["a"]},
-        {"step": "answer", "results": {"a": "published"}},
-        {"step": "mark", "states": {"a": "sent"}},
-        {"step": "commit", "at": f"{at + 1}"},
+def row(id: str = "a", **values: Any) -> dict[str, Any]:
+    default = {"state": "ready", "times_sent": 0, "created": at(0), "version": [1, 1], "is_specified": True}
+    return {"id": id, **default, **values}
+
+
+def at(second: float) -> str:
+    """Return a time without the zeros at its end, as some languages write it."""
+    return f"2026-01-01T00:00:{second:04.1f}Z".replace(".0Z", "Z")
+
+
+CLAIM = {"step": "claim", "kind": "publish", "topic": "t", "tasks": [["a", None]], "releases": [], "skips_dead": False}
+BOTH = CLAIM | {"tasks": [["a", "k"], ["b", "k"]]}
+POLL = {"step": "poll", "topic": "t", "key": "k", "queue": [["a", "ready"], ["b", "ready"]]}
+COMMIT = {"step": "commit", "at": at(2)}
+
+
+def lock(*rows: dict[str, Any], ids: str = "") -> dict[str, Any]:
+    return {"step": "lock", "now": at(1), "ids": [*ids] or [row["id"] for row in rows], "rows": [*rows]}
+
+
+def published(*ids: str, answer: str = "published") -> list[dict[str, Any]]:
+    return [{"step": "publish", "ids": [*ids]}, {"step": "answer", "results": dict.fromkeys(ids, answer)}]
+
+
+def mark(**states: str) -> dict[str, Any]:
+    return {"step": "mark", "states": states}
+
+
+def fail(written: str) -> dict[str, Any]:
+    return {"step": "fail", "written": written}
+
+
+def trace(*steps: dict[str, Any], worker: str = "w") -> list[dict[str, Any]]:
+    """Number the steps. Each claim begins a batch."""
+    batches = itertools.accumulate(int(step["step"] == "claim") for step in steps)
+    return [
+        {"worker": worker, "n": n, **({} if step["step"] == "poll" else {"batch": batch}), **step}
+        for n, (step, batch) in enumerate(zip(steps, batches, strict=True), 1)
     ]
-    return [{**step, "worker": worker, "n": n, "batch": 1} for n, step in enumerate(steps, 1)]
+
+
+def sent(worker: str, second: float, *, times_sent: int = 0) -> list[dict[str, Any]]:
+    """Return the steps of a batch that sends a task."""
+    locked, commit = lock(row(times_sent=times_sent)), COMMIT | {"at": at(second)}
+    return trace(CLAIM, locked, *published("a"), mark(a="sent"), commit, worker=worker)
 
 
 def test_a_commit_without_a_trace_is_a_difference() -> None:
     """Only an operator who sends the task again explains the second batch, and nothing explains a third."""
-    assert not conform([*sent("x", 5, times_sent=1), *sent("y", 1)]).differences
-    [found] = conform([*sent("x", 5, times_sent=2), *sent("y", 1)]).differences
-    assert "x, batch 1: reads a as ('ready', 2) at 6" in found
+    assert not conform([*sent("x", 6, times_sent=1), *sent("y", 2)]).differences
+    [found] = conform([*sent("x", 6, times_sent=2), *sent("y", 2)]).differences
+    assert "x, batch 1: reads a as ('ready', 2) at 2026-01-01T00:00:06+00:00" in found
     assert "by the steps in all files: [('sent', 1)]" in found
+
+
+def test_times_are_compared_as_times() -> None:
+    """The text of 2.5 s would come before the text of 2 s."""
+    assert not conform([*sent("x", 2.5, times_sent=1), *sent("y", 2)]).differences
+    assert conform([*sent("x", 2, times_sent=1), *sent("y", 2.5)]).differences
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([CLAIM, *published("a")], id="publish without a lock"),
+        pytest.param([CLAIM, lock(row()), mark(), COMMIT, *published("a")], id="publish after the commit"),
+        pytest.param([CLAIM, lock(row()), mark(), *published("a"), COMMIT], id="publish after the marks"),
+        pytest.param([CLAIM, lock(ids="a"), *published("a"), mark(), COMMIT], id="publish of a missing row"),
+        pytest.param([CLAIM, lock(row(), row("b")), *published("a", "b"), mark(a="sent"), COMMIT], id="not claimed"),
+        pytest.param([CLAIM, lock(row()), *published("a"), COMMIT], id="commit without marks"),
+        pytest.param([CLAIM, lock(row()), *published("a"), mark(a="sent", b="sent"), COMMIT], id="mark of another"),
+        pytest.param(
+            [CLAIM, lock(row(), row("b")), *published("a"), mark(a="sent", b="dead"), COMMIT], id="change of another"
+        ),
+        pytest.param([CLAIM, lock(row()), fail("no"), lock(row()), mark(a="sent"), COMMIT], id="mark after an abort"),
+        pytest.param([CLAIM, lock(row(is_specified=False)), mark(a="sent"), COMMIT], id="mark of an expiring task"),
+        pytest.param([CLAIM | {"kind": "mark first"}, lock(row()), mark(a="sent"), COMMIT], id="mark first"),
+        pytest.param([POLL, BOTH, lock(row(), row("b")), *published("b", "a")], id="wrong order in a request"),
+        pytest.param([POLL, BOTH, lock(row(), row("b")), *published("b"), *published("a")], id="wrong order"),
+        pytest.param([POLL, BOTH, lock(row(created=at(1)), row("b")), *published("a", "b")], id="not by CreatedAt"),
+        pytest.param(
+            [POLL, BOTH, lock(row(), row("b")), *published("a")[:1], *published("b")], id="before the first answer"
+        ),
+        pytest.param(
+            [POLL, BOTH, lock(row(), row("b")), *published("a"), mark(a="sent"), fail("unknown"),
+             lock(row(), row("b")), *published("b"), mark(a="sent"), COMMIT],
+            id="publish while in doubt",
+        ),
+        pytest.param(
+            [POLL, CLAIM | {"tasks": [["a", "k"]], "releases": [["b", "k"]]}, lock(row()), *published("a"),
+             mark(a="sent"), COMMIT],
+            id="no lock of the next task",
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_that_breaks_a_promise_is_a_difference(steps: list[dict[str, Any]]) -> None:
+    assert conform(trace(*steps)).differences
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(
+            [CLAIM, lock(row()), fail("no"), lock(row()), *published("a"), mark(a="sent"), COMMIT], id="abort"
+        ),
+        pytest.param(
+            [CLAIM | {"tasks": [["a", None], ["b", None]]}, lock(row(), row("b")), *published("a"), fail("no"),
+             lock(row(), row("b")), *published("b"), mark(a="sent", b="sent"), COMMIT],
+            id="abort between two requests",
+        ),
+        pytest.param(
+            [CLAIM, lock(row()), *published("a"), mark(a="sent"), COMMIT,
+             CLAIM, lock(row(times_sent=1)), *published("a"), mark(a="sent"), COMMIT | {"at": at(3)}],
+            id="reset",
+        ),
+        pytest.param(
+            [CLAIM, lock(row()), *published("a"), mark(a="sent"), fail("unknown"),
+             lock(row(times_sent=1)), mark(), COMMIT],
+            id="reset in doubt",
+        ),
+        pytest.param(
+            [POLL | {"queue": [["a", "dead"], ["b", "ready"]]}, CLAIM | {"tasks": [["b", "k"]], "skips_dead": True},
+             lock(row("b")), *published("b"), mark(b="sent"), COMMIT],
+            id="a dead head is skipped",
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_of_another_relay_that_keeps_the_promises_is_none(steps: list[dict[str, Any]]) -> None:
+    """Versions are hashes of the message only, an abort is a failure, and polls return dead tasks."""
+    found = conform(trace(*steps))
+    assert not found.differences
+    assert found.transactions
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"),
+    [
+        ([CLAIM, lock(row(state="Dead"))], "step 2 of worker w has a row in state 'Dead'"),
+        ([CLAIM, lock(row()), fail("maybe")], "step 3 of worker w has 'maybe' as `written`"),
+        ([CLAIM, CLAIM | {"batch": 1}], "batch 1 of worker w begins twice"),
+    ],
+)
+def test_an_unknown_value_is_refused(steps: list[dict[str, Any]], error: str) -> None:
+    with pytest.raises(SettingError, match=error):
+        conform(trace(*steps))
 
 
 def test_a_missing_part_of_a_trace_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
