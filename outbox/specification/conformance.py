@@ -19,10 +19,22 @@ from typing import Any, NamedTuple, TypeAlias
 from outbox.errors import SettingError
 from outbox.specification import state as spec
 from outbox.specification.protocol import AGAIN, MARK, ORDER, Protocol
-
-from outbox.specification.state import (  # isort: skip
-    DEAD, DEFERRED, GONE, NO_ANSWER, PUBLISHED, READY, RETRYING, SCHEDULED, SENDABLE, SENT, Batch, Row, Seen, State,
-)  # fmt: skip
+from outbox.specification.state import (
+    DEAD,
+    DEFERRED,
+    GONE,
+    NO_ANSWER,
+    PUBLISHED,
+    READY,
+    RETRYING,
+    SCHEDULED,
+    SENDABLE,
+    SENT,
+    Batch,
+    Row,
+    Seen,
+    State,
+)
 
 #: A line of a trace, as `publishworker.delivery.trace` writes it.
 Step: TypeAlias = Mapping[str, Any]

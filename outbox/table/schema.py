@@ -255,6 +255,6 @@ def service_errors(target: str) -> Iterator[None]:
         yield
     except (google.GoogleAPIError, GoogleAuthError) as error:
         advice = next(advice for kind, advice in _ADVICE.items() if isinstance(error, kind))
-        reason = re.sub(r",? request_id = [0-9.]+", "", str(error).partition("\n")[0])
+        reason = re.sub(r",? request_id = [0-9.]+", "", str(error).partition("\n")[0]).rstrip(".")
         kind = OutboxError if isinstance(error, (*_REFUSED, google.Aborted)) else NotReached
         raise kind(f"{target}{advice} {reason}") from error

@@ -207,7 +207,7 @@ def _answers_of(ids: Sequence[str], message_ids: Sequence[str], name: str) -> di
 
 def failure_of(error: Any, topic: str, create_command: Callable[[str], str]) -> Failed:
     """Return a failure with its reason, advice, and Pub/Sub's error details, which may name another cause."""
-    reason, details = reason_of(error), error.details() or "no details"
+    reason, details = reason_of(error), (error.details() or "no details").rstrip(".")
     advice = {
         "not_found": f"the topic does not exist. Create it: `{create_command(topic)}`. Pub/Sub: ",
         "permission_denied": "the worker may not publish to the topic. Grant it roles/pubsub.publisher. Pub/Sub: ",

@@ -58,6 +58,7 @@ def is_lost_session(error: BaseException | None) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """Return the first line of a service's error, without request IDs."""
+    """Return the first line of a service's error, without request IDs and a full stop."""
     text = str(getattr(error, "cause", None) or error)
-    return re.sub(r",? request_id = [0-9.]+", "", text.splitlines()[0] if text else type(error).__name__)[:500]
+    line = text.splitlines()[0] if text else type(error).__name__
+    return re.sub(r",? request_id = [0-9.]+", "", line)[:500].rstrip(".")

@@ -1,10 +1,16 @@
-"""The table of failures (publishworker/pubsub/errors.py): every status has a row with the kind written here."""
+"""The table of failures (publishworker/pubsub/errors.py), and the texts of services' errors."""
 
 from types import SimpleNamespace
 
 import grpc
+import pytest
+from google.api_core.exceptions import ServiceUnavailable
 
+from outbox.errors import NotReached
+from outbox.table.schema import service_errors
 from publishworker.pubsub.errors import REASONS, FailureKind, failure_kind, is_refused, reason_of
+from publishworker.pubsub.publisher import failure_of
+from publishworker.spanner.errors import describe
 
 STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 KINDS = {
@@ -48,3 +54,13 @@ def test_which_failures_prove_that_nothing_was_published() -> None:
     refused = {*content_and_target, "resource_exhausted", "unauthenticated", "credentials"}
     assert {each.name for each in REASONS if is_refused(each.name)} == refused
     assert not is_refused("something new")
+
+
+def test_the_text_of_a_service_ends_without_a_full_stop() -> None:
+    """Otherwise, a log line that goes on would have two."""
+    error = ServiceUnavailable("One at a time.")  # type: ignore[no-untyped-call]  # the client has no types
+    assert describe(error) == "503 One at a time"
+    with pytest.raises(NotReached, match=r"One at a time$"), service_errors("orders"):
+        raise error
+    answer = SimpleNamespace(code=lambda: grpc.StatusCode.UNAVAILABLE, details=lambda: "Try later.")
+    assert failure_of(answer, "orders", str).error == "orders: Try later"
