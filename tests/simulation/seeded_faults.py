@@ -21,9 +21,9 @@ from publishworker.topics.circuit_breaker import CircuitBreakers
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
-from publishworker.turn.poller import KnownTopics, Poller
+from publishworker.turn.poller import KEEP_POLLING_SECONDS, Poller
 from publishworker.turn.worker import Worker
-from publishworker.types import Deferred, LockedRow, NotSent, Published, Skipped, Version
+from publishworker.types import Deferred, LockedRow, NotSent, PollRequest, Published, Skipped, Version
 
 
 def always(value: object) -> Callable[[Any], Any]:
@@ -67,6 +67,17 @@ def late_mark(real: Any) -> Any:
     def ours(self: Any, eligible: Any, now: Any) -> Any:
         marks = real(self, eligible, now)
         return marks | {row.id: Published("") for row in eligible if row.id not in marks}
+
+    return ours
+
+
+def first_found_only(real: Any) -> Any:
+    """Return `_read` without topics that a discovery has found again, whose time of polling is doubled."""
+
+    def ours(self: Poller, request: PollRequest, *arguments: Any) -> Any:
+        known = self.known._topics
+        topics = {name for name in request.topics if known[name].keep_polling_seconds <= KEEP_POLLING_SECONDS}
+        return real(self, replace(request, topics=frozenset(topics)), *arguments)
 
     return ours
 
@@ -130,9 +141,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (rules, "should_record", always(True)),
     "every shard is polled": (Membership, "assign", one_shard_less),
-    "a topic without candidates is found again": (KnownTopics, "note_discovered", lambda real: lambda self, names: (
-        real(self, [name for name in names if name not in self.recent])
-    )),
+    "a topic without candidates is found again": (Poller, "_read", first_found_only),
     "due tasks are polled": (
         Poller, "_read", lambda real: lambda self, request, *a: real(self, replace(request, due=False), *a)
     ),
