@@ -92,7 +92,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit("Pass the files to check")
     results = {name: check(read(Path(name))) for name in sys.argv[1:]}
     for name, result in results.items():
         print(json.dumps({"file": name, **result}))
-    sys.exit(not results or any(result["problems"] or not result["attempted"] for result in results.values()))
+    sys.exit(any(result["problems"] or not result["attempted"] for result in results.values()))
