@@ -9,16 +9,46 @@ from typing import Any
 
 import yaml
 
+from outbox.program.settings import fields_of
+from publishworker.process.settings import WorkerSettings
+
 K8S = Path(__file__).parent
 CHART = K8S / "helm"
+#: The names of the objects contain the release, so two releases fit into one namespace. A tag can be too long for a
+#: label.
+HELPERS = """\
+{{- define "publishworker.name" -}}
+{{- $name := printf "%s-%s" .Release.Name .Chart.Name -}}
+{{- ternary .Release.Name $name (contains .Chart.Name .Release.Name) | trunc 63 | trimSuffix "-" -}}
+{{- end }}
+{{- define "publishworker.tag" -}}
+{{- .Values.image.tag | default .Chart.AppVersion -}}
+{{- end }}
+{{- define "publishworker.version" -}}
+{{- include "publishworker.tag" . | trunc 63 | trimAll "-_." -}}
+{{- end }}
+"""
 #: What the values replace. In the base these are the only places with these texts.
-TAG = "{{ .Values.image.tag | default .Chart.AppVersion }}"
+NAME = '{{ include "publishworker.name" . }}'
+REPLACED = {
+    r"(app.kubernetes.io/instance: )publishworker": r"\1{{ .Release.Name | quote }}",
+    r"(tags.datadoghq.com/service: )publishworker": rf"\1{NAME}",
+    r"(tags.datadoghq.com/version: )unset": r'\1{{ include "publishworker.version" . | quote }}',
+    r"(tags.datadoghq.com/env: )unset": r"\1{{ .Values.env | quote }}",
+    r"(?m)^(  name: )publishworker$": rf"\1{NAME}",
+    r"(serviceAccountName: )publishworker": rf"\1{NAME}",
+    r"image: publishworker:unset": 'image: "{{ .Values.image.repository }}:{{ include "publishworker.tag" . }}'
+    '{{ with .Values.image.digest }}@{{ . }}{{ end }}"',
+}
 #: In the pod's template, because `helm upgrade` would delete or change a ConfigMap that older pods still read.
 SETTINGS = """\
         env:
         {{- range $name, $value := .Values.settings }}
         - name: {{ $name }}
           value: {{ $value | quote }}
+        {{- end }}
+        {{- with .Values.extraEnv }}
+        {{- toYaml . | nindent 8 }}
         {{- end }}
 """
 REPLICAS = """\
@@ -30,18 +60,31 @@ REPLICAS = """\
 GRACE = '{{ add 30 (ceil (float64 (default "30" .Values.settings.OUTBOX_SHUTDOWN_TIMEOUT))) }}'
 NOTE = "# Written by `make chart` from k8s/base. Change the base, whose files say why, and not this file.\n"
 VALUES = """\
-# The image without a tag; the tag is the version of the chart if it is empty.
+# The repository has no tag. An empty tag is the version of the chart. A digest such as sha256:... pins the image. The
+# tag is then only the label `version`.
 image:
   repository: publishworker
   tag: ""
+  digest: ""
 # null if an autoscaler of your own sets the number. Otherwise each `helm upgrade` would reset it.
 replicas: 2
 # The environment in Datadog.
 env: production
-# Environment variables, all as texts: docs/reference/settings.md. A changed setting starts new pods.
+# Variables of other libraries, and variables with `valueFrom`, as in a container of a pod.
+extraEnv: []
+# The worker's settings, all as texts: docs/reference/settings.md. A changed setting starts new pods.
 # Add OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE.
 settings:
 """
+#: What a registry and a label accept, so that a wrong value fails here and not in a pod.
+_PART = "[a-z0-9]+([._-]+[a-z0-9]+)*"
+REPOSITORY = rf"^([A-Za-z0-9.-]+(:[0-9]+)?/)?{_PART}(/{_PART})*$"
+IMAGE = {
+    "repository": REPOSITORY,
+    "tag": r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$",
+    "digest": "^(sha256:[0-9a-f]{64})?$",
+}
+LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
 
 
 def main() -> None:
@@ -65,6 +108,7 @@ def files() -> dict[str, str]:
         "Chart.yaml": NOTE + "\n".join(_chart()) + "\n",
         "values.yaml": NOTE + VALUES + "".join(f"  {name}: {json.dumps(settings[name])}\n" for name in settings),
         "values.schema.json": _schema(),
+        "templates/_helpers.tpl": HELPERS,
         **{f"templates/{each['kind'].lower()}.yaml": NOTE + _template(each) for each in objects if "data" not in each},
     }
 
@@ -79,28 +123,37 @@ def _chart() -> Iterator[str]:
 
 def _template(manifest: dict[str, Any]) -> str:
     text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
-    text = re.sub(r"(tags.datadoghq.com/version: )unset", rf"\1{TAG.replace(' }}', ' | quote }}')}", text)
-    text = re.sub(r"(tags.datadoghq.com/env: )unset", r"\1{{ .Values.env | quote }}", text)
     text = re.sub(r" +envFrom:\n.*\n.*\n", "", text).replace("        env:\n", SETTINGS)
-    text = text.replace("image: publishworker:unset", f'image: "{{{{ .Values.image.repository }}}}:{TAG}"')
+    for old, new in REPLACED.items():
+        text = re.sub(old, new, text)
     text = text.replace("terminationGracePeriodSeconds: 60", f"terminationGracePeriodSeconds: {GRACE}")
     return text.replace("  replicas: 2\n", REPLICAS)
 
 
 def _schema() -> str:
     """Return the schema of the values, so that Helm refuses a misspelled setting."""
-    text = {"type": "string"}
-    image = {"type": "object", "properties": {"repository": text, "tag": text}, "additionalProperties": False}
-    settings = json.loads((K8S.parent / "docs/reference/settings.schema.json").read_text(encoding="utf-8"))
+    reference = json.loads((K8S.parent / "docs/reference/settings.schema.json").read_text(encoding="utf-8"))
+    settings = {field.variable: reference["properties"][field.variable] for field in fields_of(WorkerSettings)}
+    variable = _object(
+        {"name": _text("^[A-Za-z_.-][A-Za-z0-9_.-]*$"), "value": _text(), "valueFrom": {"type": "object"}}
+    )
     properties = {
-        "image": image,
+        "image": _object({name: _text(pattern) for name, pattern in IMAGE.items()}),
         "replicas": {"type": ["integer", "null"], "minimum": 0},
-        "env": text,
-        "settings": {key: value for key, value in settings.items() if key not in {"$schema", "title", "$comment"}},
+        "env": _text(LABEL),
+        "settings": _object(dict(sorted(settings.items()))),
+        "extraEnv": {"type": "array", "items": variable | {"required": ["name"]}},
         "global": {"type": "object"},
     }
-    schema = {"$schema": settings["$schema"], "type": "object", "properties": properties, "additionalProperties": False}
-    return json.dumps(schema, indent=2) + "\n"
+    return json.dumps({"$schema": reference["$schema"], **_object(properties)}, indent=2) + "\n"
+
+
+def _text(pattern: str | None = None) -> dict[str, Any]:
+    return {"type": "string", **({"pattern": pattern} if pattern else {})}
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 if __name__ == "__main__":

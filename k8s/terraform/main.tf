@@ -1,21 +1,50 @@
 locals {
   # Workload Identity Federation: a role for the Kubernetes service account, without a key or a Google service account.
-  pool   = "projects/${var.project_number}/locations/global/workloadIdentityPools/${var.project}.svc.id.goog"
-  worker = "principal://iam.googleapis.com/${local.pool}/subject/ns/${var.namespace}/sa/publishworker"
+  pool    = "projects/${var.project_number}/locations/global/workloadIdentityPools/${var.project}.svc.id.goog"
+  account = "principal://iam.googleapis.com/${local.pool}/subject/ns/${var.namespace}/sa"
+  worker  = "${local.account}/publishworker"
+  console = "${local.account}/outbox-console"
+  # One entry for each database role of a member.
+  database_roles = {
+    for pair in concat(
+      [{ role = "publishworker", member = local.worker }],
+      [{ role = var.console_actions ? "outbox_operator" : "outbox_viewer", member = local.console }],
+      [for member in var.applications : { role = "outbox_application", member = member }],
+      [for member in var.cancellers : { role = "outbox_canceller", member = member }],
+      [for member in var.operators : { role = "outbox_operator", member = member }],
+      [for member in var.viewers : { role = "outbox_viewer", member = member }],
+    ) : "${pair.role} ${pair.member}" => pair
+  }
   # Pub/Sub forwards dead letters as this service agent.
   pubsub = "serviceAccount:service-${var.project_number}@gcp-sa-pubsub.iam.gserviceaccount.com"
   # Names of subscriptions are unique in a project.
   subscriptions = merge([for topic, names in var.topics : { for name in names : name => topic }]...)
 }
 
+# A grant may only use the database, and the other one names the roles that it may assume there (schema/roles.sql).
 resource "google_spanner_database_iam_member" "database_users" {
-  for_each = toset(concat([local.worker], tolist(var.applications)))
+  for_each = toset(values(local.database_roles)[*].member)
 
   project  = var.project
   instance = var.instance
   database = var.database
-  role     = "roles/spanner.databaseUser"
+  role     = "roles/spanner.fineGrainedAccessUser"
   member   = each.value
+}
+
+resource "google_spanner_database_iam_member" "database_roles" {
+  for_each = local.database_roles
+
+  project  = var.project
+  instance = var.instance
+  database = var.database
+  role     = "roles/spanner.databaseRoleUser"
+  member   = each.value.member
+
+  condition {
+    title      = each.value.role
+    expression = "resource.type == \"spanner.googleapis.com/DatabaseRole\" && resource.name.endsWith(\"/${each.value.role}\")"
+  }
 }
 
 resource "google_pubsub_topic" "topics" {

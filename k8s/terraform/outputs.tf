@@ -3,6 +3,11 @@ output "worker" {
   value       = local.worker
 }
 
+output "console" {
+  description = "The identity of the console, for further roles."
+  value       = local.console
+}
+
 output "subscribers" {
   description = "The e-mail address of each subscriber's account, by subscription."
   value       = { for name, account in google_service_account.subscribers : name => account.email }

@@ -30,6 +30,30 @@ variable "applications" {
   default     = []
 }
 
+variable "cancellers" {
+  description = "Those of the applications that also call outbox.cancel. They can read messages."
+  type        = set(string)
+  default     = []
+}
+
+variable "operators" {
+  description = "IAM members that run the outbox commands, such as group:on-call@example.com."
+  type        = set(string)
+  default     = []
+}
+
+variable "viewers" {
+  description = "IAM members that run the outbox commands that only read, without messages."
+  type        = set(string)
+  default     = []
+}
+
+variable "console_actions" {
+  description = "Whether the console has OUTBOX_ALLOW_ACTIONS=true or OUTBOX_SHOW_DATA=true."
+  type        = bool
+  default     = false
+}
+
 variable "topics" {
   description = "The topics, and for each its subscriptions. A name of a subscription becomes a part of an account's name."
   type        = map(set(string))

@@ -137,3 +137,25 @@ def _field(pod: Object, variable: Object) -> str:
         return str(pod["metadata"]["labels"][label[1]])
     here = {"status.hostIP": "127.0.0.1", "status.podIP": "127.0.0.1", "metadata.uid": "0-0-0"}
     return here.get(path) or str(pod["metadata"]["name"])
+
+
+def pods(deployment: Object) -> Object:
+    """Return the labels by which a Deployment selects its pods, which have them."""
+    selected: Object = deployment["spec"]["selector"]["matchLabels"]
+    assert selected.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    return selected
+
+
+def selectors(objects: Objects) -> set[str]:
+    """Return each selection of pods in these objects, as JSON."""
+    found: set[str] = set()
+
+    def find(value: Any) -> None:
+        if isinstance(value, dict):
+            found.update([json.dumps(value["matchLabels"])] if "matchLabels" in value else [])
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            find(each)
+
+    # An egress rule selects the pods of others.
+    find([{key: each["spec"][key] for key in each["spec"] if key != "egress"} for each in objects if "spec" in each])
+    return found

@@ -1,6 +1,7 @@
 """The Helm chart renders the objects of the kustomize base. Helm itself renders it, as a library."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from outbox import __version__
-from tests.manifests.rendering import K8S, Objects, kubectl, rendered, the, worker
+from tests.manifests.rendering import K8S, Objects, kubectl, pods, rendered, selectors, the, validate, worker
 
 CHART = K8S / "helm"
 SETTINGS = {"OUTBOX_PROJECT": "bank-1", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop", "OUTBOX_WAKE": "off"}
@@ -25,10 +26,10 @@ def chart() -> Any:
     return helm.Chart.load(CHART)
 
 
-def installed(chart: Any, **values: Any) -> Objects:
+def installed(chart: Any, release: str = "publishworker", /, **values: Any) -> Objects:
     """Return what `helm template` prints, by kind."""
     chart.validate_schema(values)
-    return in_order(list(map(yaml.safe_load, chart.render(values, name="any", namespace="outbox").values())))
+    return in_order(list(map(yaml.safe_load, chart.render(values, name=release, namespace="outbox").values())))
 
 
 def in_order(objects: Objects) -> Objects:
@@ -68,6 +69,7 @@ def test_values_and_an_overlay_have_the_same_effect(chart: Any, tmp_path: Path) 
     overlay = yaml.safe_load((K8S / "overlays/production/kustomization.yaml").read_text(encoding="utf-8"))
     for key in ("namespace", "components", "patches"):
         del overlay[key]
+    overlay["replacements"] = [each for each in overlay["replacements"] if each["source"]["kind"] == "Deployment"]
     here = Path("../" * len(tmp_path.parts[1:])) / K8S.relative_to("/") / "base"
     overlay |= {"resources": [str(here)], "replicas": [{"name": "publishworker", "count": 5}]}
     overlay["images"][0] |= {"newName": VALUES["image"]["repository"], "newTag": VALUES["image"]["tag"]}
@@ -77,10 +79,49 @@ def test_values_and_an_overlay_have_the_same_effect(chart: Any, tmp_path: Path) 
     assert installed(chart, **VALUES, replicas=5, settings=SETTINGS) == kustomized(tmp_path)
 
 
-def test_the_version_of_the_chart_is_the_default_of_the_image(chart: Any) -> None:
-    [deployment] = [each for each in installed(chart) if each["kind"] == "Deployment"]
-    [container] = deployment["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == f"publishworker:{__version__}"
+def test_two_releases_in_a_namespace_share_no_object_and_no_pod(chart: Any) -> None:
+    a, b = (installed(chart, release) for release in ("eu", "us-publishworker"))
+    assert [each["metadata"]["name"] for each in (*a, *b)] == ["eu-publishworker"] * 3 + ["us-publishworker"] * 3
+    assert selectors(a).isdisjoint(selectors(b))
+    for objects in (a, b):
+        assert selectors(objects) == {json.dumps(pods(the(objects, "Deployment")))}
+        assert (
+            the(objects, "Deployment")["metadata"]["labels"]["tags.datadoghq.com/service"]
+            == objects[0]["metadata"]["name"]
+        )
+
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("image", "reference", "version"),
+    [
+        ({}, f"publishworker:{__version__}", __version__),
+        ({"tag": "1.2", "digest": DIGEST}, f"publishworker:1.2@{DIGEST}", "1.2"),
+        ({"repository": "localhost:5000/a/b", "tag": "x" * 62 + ".-1"}, f"localhost:5000/a/b:{'x' * 62}.-1", "x" * 62),
+        ({"tag": "_1_"}, "publishworker:_1_", "1"),
+    ],
+)
+def test_the_tag_is_the_label_and_a_digest_pins_the_image(
+    chart: Any, image: dict[str, str], reference: str, version: str
+) -> None:
+    objects = installed(chart, image=image)
+    for each in objects:
+        validate(each)
+    template = worker(objects)["spec"]["template"]
+    assert template["spec"]["containers"][0]["image"] == reference
+    assert template["metadata"]["labels"]["tags.datadoghq.com/version"] == version
+
+
+def test_a_variable_can_have_its_value_from_elsewhere(chart: Any) -> None:
+    """As OTLP needs it: components/opentelemetry sets these variables."""
+    name = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    attributes = {"name": "OTEL_RESOURCE_ATTRIBUTES", "value": "service.instance.id=$(POD_NAME)"}
+    objects = installed(chart, extraEnv=[name, attributes])
+    variables = worker(objects)["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert [each for each in variables if each in (name, attributes)] == [name, attributes]
+    validate(worker(objects))
 
 
 @pytest.mark.parametrize(("replicas", "found"), [(0, [0]), (None, [])])
@@ -103,6 +144,15 @@ def test_the_grace_period_follows_the_shutdown_timeout(chart: Any, seconds: str 
         ({"settings": {"OUTBOX_LOG_FORMAT": "yaml"}}, "value must be one of 'auto', 'json', 'text'"),
         ({"replicas": "two"}, "got string, want null or integer"),
         ({"setting": {}}, "additional properties 'setting' not allowed"),
+        ({"settings": {"OTEL_SERVICE_NAME": "a"}}, "additional properties 'OTEL_SERVICE_NAME' not allowed"),
+        ({"settings": {"OUTBOX_ARCHIVE": "gs://a"}}, "additional properties 'OUTBOX_ARCHIVE' not allowed"),
+        ({"image": {"repository": "a/b:1.2"}}, "image/repository"),
+        ({"image": {"repository": "a/b@" + DIGEST}}, "image/repository"),
+        ({"image": {"repository": 'a" b'}}, "image/repository"),
+        ({"image": {"tag": f"1.2@{DIGEST}"}}, "image/tag"),
+        ({"image": {"digest": "sha256:1"}}, "image/digest"),
+        ({"env": "my env"}, "'/env'"),
+        ({"extraEnv": [{"value": "a"}]}, "missing property 'name'"),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ WORKER, PIPELINE = "docs/operations/deploy.md", "docs/operations/pipeline-deploy
 PAGES = (WORKER, PIPELINE, "k8s/README.md")
 PARSERS = {"outbox": outbox.cli._parser, "publishworker": publishworker.process.cli._parser}
 TOOLS = ("gcloud", "kubectl", "docker", "helm", "pip", "tar", "python", "outbox-pipeline", "spark-submit", *PARSERS)
-NAMESPACES = {"outbox": OVERLAYS["production"], "outbox-development": OVERLAYS["development"]}
+NAMESPACES = {"outbox": OVERLAYS["production"], "outbox-pipeline": SPARK, "outbox-development": OVERLAYS["development"]}
 #: The answers of the registry and the project.
 REGISTRY, NUMBER = "registry.example/my-project/outbox", "123456789012"
 #: The messages of gcloud and kubectl for a parsed command line that they cannot send.
@@ -210,7 +210,7 @@ def test_roles_are_granted_to_the_account_of_the_manifests(
     page: str, folder: Path, roles: set[str], others: set[str]
 ) -> None:
     """The account has the roles of the page's table, and none on the project; one other account has its own roles."""
-    namespace = the(rendered(OVERLAYS["production"]), "Namespace")["metadata"]["name"]
+    namespace = the(rendered(folder), "Namespace")["metadata"]["name"]
     account = the(rendered(folder), "ServiceAccount")["metadata"]["name"]
     pool = f"//iam.googleapis.com/projects/{NUMBER}/locations/global/workloadIdentityPools/my-project.svc.id.goog"
     principal = f"principal:{pool}/subject/ns/{namespace}/sa/{account}"

@@ -27,8 +27,11 @@ from tests.manifests.rendering import (
     check_golden,
     container,
     environment,
+    of_kind,
+    pods,
     rendered,
     rendered_text,
+    selectors,
     the,
     validate,
     worker,
@@ -85,6 +88,31 @@ def test_each_egress_rule_has_a_destination(tmp_path: Path) -> None:
     assert [each["ports"] for each in rules if "to" not in each] == [[{"protocol": "UDP", "port": 8125}]]
     assert [each for each in rules if each in console] == console
     assert len(console) == len(rules) - 2
+
+
+def test_two_databases_share_a_namespace(tmp_path: Path) -> None:
+    """With `namePrefix`, which kustomize adds to names, no object covers the pods of the other deployment."""
+    shutil.copytree(K8S, tmp_path / "k8s")
+    file = tmp_path / "k8s/overlays/production/kustomization.yaml"
+    text = file.read_text().replace("\ncomponents:\n", "\ncomponents:\n  - ../../components/console\n")
+    file.write_text(text)
+    a = rendered(file.parent)
+    pinned = text.replace("newTag: 0.0.0-placeholder", f"newTag: 1.2.3\n    digest: sha256:{'0' * 64}")
+    shutil.copytree(file.parent, tmp_path / "k8s/overlays/eu")
+    (tmp_path / "k8s/overlays/eu/kustomization.yaml").write_text(
+        pinned.replace("\nnamespace: outbox\n", "\nnamespace: shop\nnamePrefix: eu-\n")
+    )
+    b = rendered(tmp_path / "k8s/overlays/eu")
+    for objects, prefix, namespace in ((a, "", "outbox"), (b, "eu-", "shop")):
+        deployments = of_kind(objects, "Deployment")
+        names = {f"{prefix}{name}" for name in ("publishworker", "outbox-console")}
+        assert {each["metadata"]["name"] for each in deployments} == names
+        assert selectors(objects) == {json.dumps(pods(each)) for each in deployments}
+        [metric] = the(objects, "HorizontalPodAutoscaler")["spec"]["metrics"]
+        assert metric["external"]["metric"]["name"] == f"datadogmetric@{namespace}:{prefix}publishworker-backlog"
+    assert selectors(a).isdisjoint(selectors(b))
+    labels = the(b, "Deployment", "eu-publishworker")["spec"]["template"]["metadata"]["labels"]
+    assert (labels[f"{TAG}/service"], labels[f"{TAG}/version"]) == ("eu-publishworker", "1.2.3")
 
 
 def test_datadog_udp_can_replace_datadog_csi_in_production(tmp_path: Path) -> None:
@@ -167,7 +195,7 @@ def test_tags_and_names_agree_with_each_other(overlay: str) -> None:
     tags = {name: labels[f"{TAG}/{name}"] for name in ("env", "service", "version")}
     assert tags["version"] == container(deployment, "publishworker")["image"].partition(":")[2]
     assert labels.items() >= {f"{TAG}/{name}": value for name, value in tags.items()}.items()
-    assert deployment["spec"]["selector"]["matchLabels"].keys() == {"app.kubernetes.io/name"}
+    assert pods(deployment).keys() == {"app.kubernetes.io/name", "app.kubernetes.io/instance"}
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     name = namespace["metadata"]["name"]
     assert {each["metadata"].get("namespace", name) for each in objects} == {name}

@@ -89,10 +89,14 @@ def test_only_the_archive_is_restarted_and_always_in_time() -> None:
     assert archive["concurrencyPolicy"] == register["concurrencyPolicy"] == "Forbid"
 
 
-def test_one_account_is_used_bound_and_in_the_namespace_of_production() -> None:
+def test_one_account_is_used_and_bound_in_a_namespace_that_the_worker_does_not_share() -> None:
+    """The driver can create pods in its namespace, and each of them can use all accounts there."""
     objects = rendered(SPARK)
-    namespace = the(rendered(OVERLAYS["production"]), "Namespace")["metadata"]["name"]
-    assert {each["metadata"]["namespace"] for each in objects} == {namespace}
+    namespaces = [the(each, "Namespace") for each in (objects, rendered(OVERLAYS["production"]))]
+    namespace = namespaces[0]["metadata"]["name"]
+    assert {each["metadata"]["namespace"] for each in objects if each["kind"] != "Namespace"} == {namespace}
+    assert namespaces[0]["metadata"]["labels"] == namespaces[1]["metadata"]["labels"]
+    assert namespaces[0] != namespaces[1]
     account = the(objects, "ServiceAccount")["metadata"]["name"]
     [subject] = the(objects, "RoleBinding")["subjects"]
     assert (subject["name"], subject["namespace"]) == (account, namespace)

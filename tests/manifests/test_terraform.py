@@ -65,8 +65,10 @@ def test_the_worker_has_the_roles_of_the_deploy_page() -> None:
     page = (ROOT / "docs/operations/deploy.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `(roles/[\w.]+)` \|", page, re.MULTILINE))
     roles = {block["role"].strip('"') for _, block in parsed("resource") if "local.worker" in block.get("member", "")}
-    users = {block["role"].strip('"') for _, block in parsed("resource") if "local.worker" in block.get("for_each", "")}
-    assert roles | users == documented
+    limited = {block["role"].strip('"') for [_, name], block in parsed("resource") if name.startswith("database_")}
+    assert "roles/spanner.databaseUser" not in TEXT
+    assert roles == documented - {"roles/spanner.databaseUser"}
+    assert limited == set(re.findall(r"--role=(roles/spanner\.(?!databaseUser)\w+)", page))
     assert re.sub(r"\$(NUMBER|PROJECT)", "N", "projects/$NUMBER/locations/global/workloadIdentityPools/$PROJECT") in (
         re.sub(r"\$\{var\.\w+\}", "N", TEXT)
     )
@@ -103,3 +105,33 @@ def test_a_subscription_that_cannot_be_created_is_refused(topics: Any, sentence:
     done = terraform(tmp_path, "plan", "-input=false")
     assert (done.returncode == 0) == (sentence == "")
     assert sentence in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_each_database_role_exists() -> None:
+    sql = (ROOT / "schema/roles.sql").read_text(encoding="utf-8")
+    named = set(re.findall(r'"(publishworker|outbox_\w+)"', FILES["main.tf"]))
+    assert named <= set(re.findall(r"CREATE ROLE (\w+);", sql))
+    assert {"publishworker", "outbox_application", "outbox_operator", "outbox_viewer"} <= named
+
+
+def test_members_get_their_database_role_only(tmp_path: Path) -> None:
+    """Terraform itself evaluates the expression."""
+    (tmp_path / "main.tf").write_text(re.findall(r"(?ms)^locals \{\n.*?^\}\n", FILES["main.tf"])[0])
+    (tmp_path / "variables.tf").write_text(FILES["variables.tf"])
+    (tmp_path / "outputs.tf").write_text('output "roles" {\n  value = local.database_roles\n}\n')
+    required = dict.fromkeys(["project", "project_number", "instance", "database"], "1")
+    members = {"applications": ["a", "b"], "cancellers": ["b"], "operators": ["c"], "viewers": ["c"]}
+    (tmp_path / "terraform.tfvars.json").write_text(json.dumps(required | {"topics": {}} | members))
+    planned = terraform(tmp_path, "plan", "-input=false", "-out=plan")
+    assert planned.returncode == 0, planned.stderr
+    output = json.loads(terraform(tmp_path, "show", "-json", "plan").stdout)["planned_values"]["outputs"]["roles"]
+    found = sorted((each["member"].rpartition("/")[2], each["role"]) for each in output["value"].values())
+    assert found == [
+        ("a", "outbox_application"),
+        ("b", "outbox_application"),
+        ("b", "outbox_canceller"),
+        ("c", "outbox_operator"),
+        ("c", "outbox_viewer"),
+        ("outbox-console", "outbox_viewer"),
+        ("publishworker", "publishworker"),
+    ]
