@@ -65,7 +65,7 @@ class ChangeStream:
     def __init__(
         self, database: Any, inserted: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read from a LimitedDatabase. Call `inserted` on any thread after commits and failures."""
+        """Read from a LimitedDatabase. Call `inserted` on any thread: after commits and failures, and at each start."""
         self._database = database
         self._inserted = inserted
         self._clock = clock
@@ -110,6 +110,7 @@ class ChangeStream:
     def _follow(self, attempt: _Attempt) -> None:
         """Find the partitions, and read them on several threads, until one fails. Raises its error."""
         waiting = self._first_partitions(attempt)
+        self._inserted()  # for what was committed since the last poll, and before the time from which this attempt reads
         unread = set(waiting)  # the partitions that have not ended
         began, readers = self._clock(), 0
         while not self._stopped.is_set():

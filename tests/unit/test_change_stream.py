@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -95,8 +95,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def reading(database: Scripted) -> Iterator[ChangeStream]:
-    stream = ChangeStream(database, lambda: None)
+def reading(database: Scripted, inserted: Callable[[], None] = lambda: None) -> Iterator[ChangeStream]:
+    stream = ChangeStream(database, inserted)
     stream.start()
     yield stream
     stream.stop()
@@ -132,6 +132,18 @@ def test_a_partition_that_cannot_be_read_is_logged_once_until_it_can(
     assert lines == ["change_stream_failed", "change_stream_works", "change_stream_failed"]
     assert sorted(set(database.starts)) == database.starts
     assert (database.renewals >= ATTEMPTS - 1) == isinstance(error, NotFound) == (database.renewals > 0)
+
+
+def test_a_worker_polls_after_the_time_from_which_each_attempt_reads(database: Scripted) -> None:
+    """Otherwise a task that is committed between a failure and the next attempt waits until the idle interval ends."""
+    woken: list[datetime] = []
+    with reading(database, lambda: woken.append(database.now)) as stream:
+        for error in (ServiceUnavailable("connection reset"), None):
+            eventually(lambda: stream.works and database.starts[-1] in woken, seconds=60)
+            if error:
+                database.errors["b"] = error
+                eventually(lambda: not stream.works, seconds=60)
+                database.errors.clear()
 
 
 def test_a_child_partition_is_read_once_after_all_its_parents_have_ended(database: Scripted) -> None:
