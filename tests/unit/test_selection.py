@@ -1,6 +1,7 @@
 """Which batches start: deferrals and sendable tasks, leftover tasks, limits of bytes and of topics."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from random import Random
@@ -142,6 +143,26 @@ def test_one_topic_leaves_bytes_to_a_less_urgent_one() -> None:
         bench.start(*(claim_of("orders", id, bytes=quarter) for id in "abc"))
         large = tasks(8, bytes=quarter, priority=100)
         assert [claim.topic for claim in bench.select([*large, *tasks(10, "invoices")])] == expected
+
+
+@pytest.mark.parametrize("fair_share", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("places", "in_flight", "expected"), [(8, 0, (4, 4)), (5, 0, (3, 2)), (8, 3, (1, 4)), (8, 6, (0, 2)), (2, 1, (0, 1))]
+)
+def test_a_topic_gets_half_of_the_places_while_another_one_of_its_priority_waits(
+    places: int, in_flight: int, expected: tuple[int, int], fair_share: float
+) -> None:
+    """Those in flight count. Both have tasks for all places, and either may be the topic that comes first by chance."""
+    for seed in range(20):
+        bench = Bench(places, fair_share=fair_share)
+        bench.random.seed(seed)
+        bench.start(*(claim_of("orders", f"in flight {n}") for n in range(in_flight)))
+        counts = Counter(batch.topic for batch in bench.select([*tasks(200), *tasks(200, "invoices")]))
+        of_topic = counts["orders"], counts["invoices"]
+        assert (of_topic if in_flight else tuple(sorted(of_topic, reverse=True))) == expected
+    for topics in ([tasks(200)], [tasks(200), tasks(200, "invoices", priority=0)]):  # the other one does not wait
+        batches = Bench(places).select([each for of_topic in topics for each in of_topic])
+        assert [batch.topic for batch in batches] == ["orders"] * places
 
 
 def test_deferrals_and_at_most_once_tasks_get_no_more_than_the_free_places() -> None:
