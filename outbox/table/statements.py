@@ -124,9 +124,9 @@ def by_ids(columns: str, *, lock: bool = False) -> str:
     return f"{hint}\nSELECT {columns}\nFROM UNNEST(@ids) AS wanted\n{SEEK} {BY_ID} AS task ON task.Id = wanted"
 
 
-def at_now(statement: str) -> str:
-    """Return a statement for the time @now, so that several statements mean the same time."""
-    return statement.replace("CURRENT_TIMESTAMP()", "@now")
+def at_now(statement: str, now: str = "@now") -> str:
+    """Return a statement for the time @now or another SQL expression, so that several statements mean the same time."""
+    return statement.replace("CURRENT_TIMESTAMP()", now)
 
 
 def as_structs(statement: str) -> str:

@@ -8,14 +8,12 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
 
 from google.api_core.exceptions import AlreadyExists
 from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
-from google.cloud.spanner_v1.param_types import TIMESTAMP
-from google.cloud.spanner_v1.transaction import Transaction
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 from google.pubsub_v1.types import PubsubMessage
 
@@ -24,6 +22,7 @@ from outbox.program.channels import channel
 from outbox.program.pubsub import emulator_host, open_pubsub
 from outbox.program.values import plain
 from outbox.table.controls import problems
+from outbox.table.statements import at_now
 from outbox.table.states import NEVER
 from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
@@ -41,14 +40,8 @@ from publishworker.types import Answer, Failed, LockedRow, Published
 SECONDS = 10.0
 #: Messages in one pull, and the pause between two pulls in seconds.
 PULL_SIZE, PULL_PAUSE = 1_000, 0.02
-#: Dead tasks stay dead.
-COME_CLOSER = """\
-UPDATE AsynchronousTasks
-SET AvailableAt = TIMESTAMP_SUB(
-      AvailableAt, INTERVAL TIMESTAMP_DIFF(@now, CURRENT_TIMESTAMP(), MICROSECOND) MICROSECOND),
-    ExpiresAt = TIMESTAMP_SUB(
-      ExpiresAt, INTERVAL TIMESTAMP_DIFF(@now, CURRENT_TIMESTAMP(), MICROSECOND) MICROSECOND)
-WHERE SentAt IS NULL AND IFNULL(AvailableAt < @never, ExpiresAt IS NOT NULL)"""
+#: The latest time for a drain. No time that it writes reaches NEVER, and so dead tasks stay dead.
+LATEST = NEVER - timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +52,6 @@ class Drained:
     failed: int
 
 
-def _come_closer(transaction: Transaction, now: datetime) -> None:
-    transaction.execute_update(COME_CLOSER, {"now": now, "never": NEVER}, {"now": TIMESTAMP, "never": TIMESTAMP})
-
-
 class OutboxRelay:
     """Relays the tasks of one database when the test says so."""
 
@@ -70,6 +59,9 @@ class OutboxRelay:
         """Connect to the database that the variables name, and to the emulator of PUBSUB_EMULATOR_HOST."""
         self._settings = RelaySettings.read({}, environment)
         self._store = open_store(self._settings)
+        self._now: datetime | None = None  # None: the time of the database
+        api = self._store.database.spanner_api  # this relay's own
+        api.execute_streaming_sql = self._with_clock(api.execute_streaming_sql)
         # The client's own channel to an emulator receives at most 4 MB.
         plaintext = channel(SubscriberGrpcTransport, emulator_host(self._settings))
         self._topics = PublisherClient()
@@ -89,11 +81,11 @@ class OutboxRelay:
         """Publish all tasks that are due, as a worker does that has just started, in this thread.
 
         Topics that do not exist are created, also those to which a route leads. A failed task is due again at once, for
-        the next call. Scheduled tasks stay until they are due.
+        the next call with this or a later `now`. Scheduled tasks stay until they are due.
 
         Args:
-            now: a later time, such as one in a week, to publish what is due then. The `available_at` and `expires_at`
-                of all unsent tasks come closer by the time until then, because the clock is that of the database.
+            now: the time of this call, such as one in a week, to publish what is due then. The default is the time of
+                the database. No task changes its `available_at` or `expires_at` because of it.
 
         Raises:
             ValueError: `now` has no time zone.
@@ -101,11 +93,13 @@ class OutboxRelay:
         if now is not None:
             if now.utcoffset() is None:
                 raise ValueError(f"now {now} has no time zone; give one, such as datetime.now(UTC) + ...")
-            self._store.database.run_in_transaction(_come_closer, now)
+            now = min(now, LATEST).astimezone(UTC)
+        self._now = None  # the next reads use the time that they read as their timestamp
         routes = self._store.discover((), ()).controls.routes
         for topic in UnsentTasks(self._store).topics()[0]:
             if not problems({"PublishTo": (to := routes.get(topic, topic))}):
                 self._subscribe(topic_name(to, self._settings.project))
+        self._now = now
         relay, published, failed = self._relay(), 0, 0
         while True:
             self._publisher.failed = False
@@ -149,6 +143,16 @@ class OutboxRelay:
             yield
         finally:
             self._publisher.loses_answers = False
+
+    def _with_clock(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of the client with the time of `drain` in each statement."""
+
+        def execute_at(*, request: Any, **options: Any) -> Any:
+            if self._now is not None:
+                request.sql = at_now(request.sql, f"TIMESTAMP '{self._now.isoformat()}'")
+            return execute(request=request, **options)
+
+        return execute_at
 
     def _relay(self) -> Relay:
         """Return a new relay, because the circuits of a used one may be open."""

@@ -89,13 +89,31 @@ def test_a_message_arrives_on_the_topic_of_its_route(outbox_database, outbox_rel
     assert published("orders") == []
 
 
-def test_what_is_due_in_a_year_is_published(outbox_database, outbox_relay, published):
+def in_days(number):
+    return datetime.now(UTC) + timedelta(days=number)
+
+
+def test_a_call_publishes_what_is_due_at_its_time_whatever_calls_came_before(outbox_database, outbox_relay, published):
+    # No time of a row changes. One task expires before the first call, and one is behind the head of its key.
     with outbox_database.batch() as batch:
-        outbox.register(batch, "orders", b"in a year", available_at=NEXT_YEAR)
-        outbox.register(batch, "orders", b"in two years", available_at=NEXT_YEAR + timedelta(days=365))
-        outbox.register(batch, "orders", b"only today", expires_at=NEXT_YEAR)
-    assert outbox_relay.drain(now=NEXT_YEAR + timedelta(minutes=1)).published == 1
-    assert [message.data for message in published("orders")] == [b"in a year"]
+        for day in range(1, 7):
+            outbox.register(batch, "orders", b"%d" % day, available_at=in_days(day), expires_at=in_days(day + 10))
+        outbox.register(batch, "orders", b"only today", priority=0, available_at=in_days(0.5), expires_at=in_days(0.7))
+        outbox.register(batch, "orders", b"head", ordering_key="key", available_at=in_days(5.5))
+        outbox.register(batch, "orders", b"behind", ordering_key="key")
+    before = {task.id: task.available_at for task in assert_registered(outbox_database, times=9)}
+    sent = []
+    for day in (1, 1, 3, 2, 1, 3, 4):
+        assert outbox_relay.drain(now=in_days(day)).published == len(published("orders")) - len(sent)
+        sent = [message.data for message in published("orders")]
+        assert sorted(sent) == [b"%d" % n for n in range(1, max(day, len(sent)) + 1)]
+    left = [task for task in assert_registered(outbox_database, times=9) if task.message.data in (b"5", b"6", b"head")]
+    assert [task.available_at for task in left] == [before[task.id] for task in left]
+    with outbox_relay.losing_publish_answers():
+        outbox_relay.drain(now=in_days(5))
+    assert outbox_relay.drain(now=in_days(6)).published == 4
+    assert [message.data for message in published("orders")][-2:] == [b"head", b"behind"]
+    assert outbox_relay.drain(now=datetime.max.replace(tzinfo=UTC)).published == 0
 
 
 def test_messages_of_others_are_left_out(outbox_database, outbox_relay, published):
