@@ -110,7 +110,7 @@ class ChangeStream:
     def _follow(self, attempt: _Attempt) -> None:
         """Find the partitions, and read them on several threads, until one fails. Raises its error."""
         waiting = self._first_partitions(attempt)
-        self._inserted()  # for what was committed since the last poll, and before the time from which this attempt reads
+        self._inserted()  # for commits after the last poll and before the time from which this attempt reads
         unread = set(waiting)  # the partitions that have not ended
         began, readers = self._clock(), 0
         while not self._stopped.is_set():

@@ -147,7 +147,8 @@ def test_one_topic_leaves_bytes_to_a_less_urgent_one() -> None:
 
 @pytest.mark.parametrize("fair_share", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("places", "in_flight", "expected"), [(8, 0, (4, 4)), (5, 0, (3, 2)), (8, 3, (1, 4)), (8, 6, (0, 2)), (2, 1, (0, 1))]
+    ("places", "in_flight", "expected"),
+    [(8, 0, (4, 4)), (5, 0, (3, 2)), (8, 3, (1, 4)), (8, 6, (0, 2)), (2, 1, (0, 1))],
 )
 def test_a_topic_gets_half_of_the_places_while_another_one_of_its_priority_waits(
     places: int, in_flight: int, expected: tuple[int, int], fair_share: float
