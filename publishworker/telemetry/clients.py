@@ -20,6 +20,8 @@ QUEUED_PACKETS, SOCKET_SECONDS = 1000, 1.0
 LOST_SECONDS = 3600.0
 #: The instrument of OpenTelemetry for each type of metric.
 INSTRUMENTS = {"count": "counter", "gauge": "gauge", "distribution": "histogram"}
+#: The standard variable that chooses the exporter of metrics.
+EXPORTER = "OTEL_METRICS_EXPORTER"
 #: The package of the exporter for each protocol of OTLP. The first one is the default and part of the extra.
 EXPORTERS = {"http/protobuf": "http", "grpc": "grpc"}
 #: Tags that have an attribute in the semantic conventions. Other attributes begin with `outbox.`.
@@ -33,7 +35,7 @@ TASKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 def client(kind: str) -> Client | None:
     """Return the client of a kind, or None if no metrics are wanted or no agent is configured. Raises SettingError."""
     if kind == "opentelemetry":
-        return _opentelemetry()
+        return _opentelemetry() if _chosen(EXPORTER, "otlp", "none") == "otlp" else None
     return _datadog() if kind == "datadog" else None
 
 
@@ -95,8 +97,7 @@ def _opentelemetry() -> Client:
 
 def _exporter_class() -> Any:
     names = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-    name = next(filter(os.environ.get, names), names[1])
-    protocol = one_of(*EXPORTERS).value(os.environ.get(name) or next(iter(EXPORTERS)), name)
+    protocol = _chosen(next(filter(os.environ.get, names), names[1]), *EXPORTERS)
     package = EXPORTERS[protocol]
     try:
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.metric_exporter")
@@ -106,6 +107,12 @@ def _exporter_class() -> Any:
             f"opentelemetry-exporter-otlp-proto-{package}. Another protocol can be set in {names[0]}"
         ) from error
     return module.OTLPMetricExporter
+
+
+def _chosen(name: str, *choices: str) -> str:
+    """Return the value of a variable, whose case does not matter, by default the first choice. Raises SettingError."""
+    value: str = one_of(*choices).value((os.environ.get(name) or choices[0]).lower(), name)
+    return value
 
 
 class _OpenTelemetry:

@@ -11,6 +11,7 @@ from opentelemetry.sdk.metrics.export import ConsoleMetricExporter
 from outbox.errors import SettingError
 from publishworker.telemetry import clients
 
+EXPORTER = "OTEL_METRICS_EXPORTER"
 ALL, METRICS = "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"
 OF_GRPC = "opentelemetry.exporter.otlp.proto.grpc.metric_exporter"
 
@@ -42,6 +43,7 @@ def test_the_exporter_has_the_protocol_of_the_variables(
     [
         ({METRICS: "http/json"}, f"{METRICS}: 'http/json' is not allowed. It must be http/protobuf or grpc"),
         ({ALL: "gprc"}, f"{ALL}: 'gprc' is not allowed. It must be http/protobuf or grpc. Did you mean 'grpc'"),
+        ({EXPORTER: "console"}, f"{EXPORTER}: 'console' is not allowed. It must be otlp or none"),
         ({ALL: "grpc"}, "exporter for grpc is missing. Install it: pip install opentelemetry-exporter-otlp-proto-grpc"),
     ],
 )
@@ -54,6 +56,17 @@ def test_a_protocol_that_cannot_be_used_is_a_sentence(
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match=sentence):
         clients.client("opentelemetry")
+
+
+@pytest.mark.parametrize(("value", "exports"), [("none", False), ("None", False), ("otlp", True), ("", True)])
+def test_the_variable_of_the_exporter_turns_metrics_off(
+    value: str, exports: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is imported or started then, and no value of another variable matters."""
+    created = object()
+    monkeypatch.setattr(clients, "_opentelemetry", lambda: created)
+    monkeypatch.setenv(EXPORTER, value)
+    assert clients.client("opentelemetry") is (created if exports else None)
 
 
 def test_a_variable_that_the_exporter_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
