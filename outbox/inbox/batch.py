@@ -10,7 +10,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 from outbox.errors import MissingTaskId, NotReached
 from outbox.inbox.collector import Collector
 from outbox.inbox.once import COLUMNS, TABLE, ReceivedMessage, inbox_row, table_errors
-from outbox.inbox.receiver import EarlierFailed, Handle, PulledMessage, Receiver, Settings, log, name_of
+from outbox.inbox.receiver import EarlierFailed, Failure, Handle, PulledMessage, Receiver, Settings, log, name_of
 from outbox.inbox.watching import Watch, uncommitted, watched
 from outbox.metrics import count_delivery
 from outbox.table.transact import CONTENT
@@ -47,7 +47,7 @@ class BatchReceiver(Receiver):
         try:
             self._row(message)
         except MissingTaskId:
-            self._receive(message)
+            super().__call__(message)
         else:
             self._batches.add(message)
 
@@ -58,7 +58,7 @@ class BatchReceiver(Receiver):
         """Process messages, together if there are several. Raises what ends the streaming pull."""
         try:
             if len(messages) == 1:
-                self._receive(messages[0])
+                super().__call__(messages[0])
             else:
                 self._receive_together(messages)
         except BaseException:
@@ -68,28 +68,36 @@ class BatchReceiver(Receiver):
             raise
 
     def _receive_together(self, messages: list[PulledMessage]) -> None:
+        reason: Exception | None = None
+        outcomes: list[Outcome] = []
         try:
             with table_errors():
-                outcomes: list[Outcome] = self._run(lambda transaction: self._attempt_all(transaction, messages))
+                outcomes = self._run(lambda transaction: self._attempt_all(transaction, messages))
         # If every attempt was aborted, the cause may be one message, whose function calls another service.
         except (_Singly, Aborted, *CONTENT) as error:
-            self._receive_singly(messages, error)
+            reason = error
         except NotReached:
             raise
         except Exception as error:
-            self._settle(messages, [error] * len(messages))
-        else:
-            self._settle(messages, outcomes)
+            outcomes = [error] * len(messages)
+        if reason is None:
+            self._log_failures(self._settle(messages, outcomes))
+        else:  # here, so that no traceback of a message has that of the batch
+            self._receive_singly(messages, reason)
 
-    def _settle(self, messages: list[PulledMessage], outcomes: Sequence[Outcome]) -> None:
-        """Count, and acknowledge or reject, after the transaction."""
+    def _settle(self, messages: list[PulledMessage], outcomes: Sequence[Outcome]) -> list[Failure]:
+        """Count, and acknowledge or reject, after the transaction. Return the failures, which are not logged yet."""
+        accepted, failures = list[PulledMessage](), list[Failure]()
         for message, outcome in zip(messages, outcomes, strict=True):
             failed = isinstance(outcome, Exception)
             count_delivery(self._settings.consumer, "failed" if failed else "processed" if outcome else "duplicate")
             if isinstance(outcome, Exception):
-                self._reject(message, outcome)
+                message.nack()
+                failures.append((message, outcome))
             else:
-                self._acknowledge(message)
+                accepted.append(message)
+        self._acknowledge(accepted)
+        return failures
 
     def _receive_singly(self, messages: list[PulledMessage], reason: Exception) -> None:
         """Process each message in its own transaction. After two unavailable errors in a row, reject the rest untried.
@@ -99,14 +107,19 @@ class BatchReceiver(Receiver):
         text = "Consumer %s: %d messages get a transaction each instead of one together: %s"
         log.warning(text, self._settings.consumer, len(messages), reason)
         failed, outage, unavailable = set[str](), None, None
-        for message in messages:
-            if error := outage or self._earlier_failed(message, failed):
-                self._settle([message], [error])
-                continue
-            if error := self._receive(message):
-                failed.add(_ordering_key(message))
-            before, unavailable = unavailable, error if isinstance(error, _UNAVAILABLE) else None
-            outage = before and unavailable
+        failures = list[Failure]()
+        try:
+            for message in messages:
+                if error := outage or self._earlier_failed(message, failed):
+                    failures += self._settle([message], [error])
+                    continue
+                if error := self._receive(message):
+                    failed.add(_ordering_key(message))
+                    failures.append((message, error))
+                before, unavailable = unavailable, error if isinstance(error, _UNAVAILABLE) else None
+                outage = before and unavailable
+        finally:
+            self._log_failures(failures)
 
     def _earlier_failed(self, message: ReceivedMessage, failed: Collection[str]) -> Exception | None:
         if (key := _ordering_key(message)) and key in failed:

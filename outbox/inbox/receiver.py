@@ -1,9 +1,11 @@
 """The callback for a streaming pull that processes one message in each transaction."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
+from itertools import count
+from traceback import walk_tb
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from google.cloud.spanner_v1.database import Database
@@ -15,6 +17,7 @@ from outbox.inbox.once import Key, ReceivedMessage, inbox_row, process_once
 from outbox.inbox.watching import uncommitted, unsettled
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.metrics import count_delivery
+from outbox.program.terminal import counted, listed
 from outbox.program.values import check_finished
 from outbox.table.transact import transact
 from outbox.tracing import processing
@@ -71,7 +74,8 @@ class Receiver:
                 processed.
             MissingTaskId: the message has no task ID, and `missing_task_id` is "raise".
         """
-        self._receive(message)
+        if error := self._receive(message):
+            self._log_failures([(message, error)])
 
     def process(self, message: ReceivedMessage) -> bool:
         """Run the function in a transaction, unless the task was processed before; return whether it ran.
@@ -108,19 +112,35 @@ class Receiver:
                 isinstance(error, MissingTaskId) and self._settings.missing_task_id == "raise"
             ):
                 raise  # the streaming pull negatively acknowledges the message
-            self._reject(message, error)
+            message.nack()
             return error
-        self._acknowledge(message)
+        self._acknowledge([message])
         return None
 
-    def _acknowledge(self, message: PulledMessage) -> None:
-        message.ack_with_response().add_done_callback(lambda future: self._acknowledged(message, future))
+    def _acknowledge(self, messages: Sequence[PulledMessage]) -> None:
+        refused, answers = list[Failure](), count(1)
 
-    def _reject(self, message: PulledMessage, error: Exception) -> None:
-        text = "%s failed and will be redelivered: %s"
-        has_trace = not isinstance(error, MissingTaskId | EarlierFailed)
-        log.error(text, self._describe(message), error, exc_info=error if has_trace else None)
-        message.nack()
+        def answered(message: PulledMessage, future: Any) -> None:
+            """Count a failure, which only a subscription with exactly-once delivery reports. Log all after the last."""
+            if error := future.exception():
+                count_delivery(self._settings.consumer, "not_acknowledged")
+                refused.append((message, error))
+            if next(answers) == len(messages):
+                for same, error in _by_text(refused):
+                    text = "%s may be redelivered, because the acknowledgement failed: %s"
+                    log.warning(text, self._describe(same), error)
+
+        for message in messages:
+            message.ack_with_response().add_done_callback(partial(answered, message))
+
+    def _log_failures(self, failures: Sequence["Failure"]) -> None:
+        """Log each text once, although it may be that of each message of a batch, and one traceback of each place."""
+        places = set[object]()
+        for messages, error in _by_text(failures):
+            has_trace = not isinstance(error, MissingTaskId | EarlierFailed) and place_of(error) not in places
+            places.add(place_of(error))
+            text = "%s failed and will be redelivered: %s"
+            log.error(text, self._describe(messages), error, exc_info=error if has_trace else None)
 
     def _run(self, attempt: Callable[[Transaction], T]) -> T:
         """Run `attempt` in a transaction, again after each ABORTED."""
@@ -143,15 +163,29 @@ class Receiver:
             result = self.handle(transaction, message)
         check_finished(result, name_of(self.handle), StreamedResultSet)
 
-    def _acknowledged(self, message: ReceivedMessage, future: Any) -> None:
-        """Log and count a failed acknowledgement, which only a subscription with exactly-once delivery reports."""
-        if error := future.exception():
-            count_delivery(self._settings.consumer, "not_acknowledged")
-            log.warning("%s was not acknowledged and may be redelivered: %s", self._describe(message), error)
+    def _describe(self, messages: Sequence[ReceivedMessage]) -> str:
+        ids = [message.attributes.get(TASK_ID_ATTRIBUTE) or "without an ID" for message in messages]
+        if len(ids) > 1:
+            return f"Consumer {self._settings.consumer}: {counted(len(ids), 'task')} ({listed(ids)})"
+        return f"Consumer {self._settings.consumer}: task {ids[0]} (message {messages[0].message_id})"
 
-    def _describe(self, message: ReceivedMessage) -> str:
-        task_id = message.attributes.get(TASK_ID_ATTRIBUTE, "")
-        return f"Consumer {self._settings.consumer}: task {task_id or 'without an ID'} (message {message.message_id})"
+
+#: A message, and the error for which it will be redelivered.
+Failure: TypeAlias = tuple[PulledMessage, BaseException]
+
+
+def _by_text(failures: Iterable[Failure]) -> Iterable[tuple[list[PulledMessage], BaseException]]:
+    """Return the messages of all errors that have the same class and text, and the first of these errors."""
+    found: dict[tuple[type, str], tuple[list[PulledMessage], BaseException]] = {}
+    for message, error in failures:
+        found.setdefault((type(error), str(error)), ([], error))[0].append(message)
+    return found.values()
+
+
+def place_of(error: BaseException) -> object:
+    """Return the class of the error and the line of code that raised it. They are equal for equal failures."""
+    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    return type(error), *frames[-1:]
 
 
 class EarlierFailed(Exception):

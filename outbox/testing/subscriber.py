@@ -1,5 +1,6 @@
 """A subscription that delivers more than once, to test whether a callback is idempotent."""
 
+import logging
 import queue
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from google.cloud.pubsub_v1.subscriber._protocol.requests import AckRequest, Mod
 from google.cloud.pubsub_v1.subscriber.message import Message
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox.inbox.receiver import place_of
 from outbox.program.values import check_finished
 
 #: How often a message is delivered before its acknowledgement is given up.
@@ -37,16 +39,28 @@ class RedeliveringSubscriber:
         wait. After the last message of a key, all of its messages are delivered once more. An exception of the callback
         is raised here.
 
+        The log of the inbox has one traceback for each line of code that fails, and not one for each delivery.
+
         Raises:
-            AssertionError: a message was delivered ten times and not acknowledged.
+            AssertionError: a message was delivered ten times and not acknowledged. It names the last error that the
+                inbox has logged.
             TypeError: the callback has returned, but its work is not finished: it is a coroutine function, for example.
         """
         __tracebackhide__ = True  # pytest shows the line of the test
+        log, failures = logging.getLogger("outbox"), _Failures()
+        log.addFilter(failures)
+        try:
+            self._deliver_all(callback, failures)
+        finally:
+            log.removeFilter(failures)
+
+    def _deliver_all(self, callback: Callable[[Message], object], failures: "_Failures") -> None:
+        __tracebackhide__ = True
         waiting = {lane: [*messages, *messages] for lane, messages in self._lanes.items()}
         refused: Counter[str | int] = Counter()
         while waiting:
             lane = self._random.choice([*waiting])
-            message = waiting[lane][0]
+            message, failures.last = waiting[lane][0], ""
             if _deliver(message, callback):
                 del waiting[lane][0], refused[lane]
                 if not waiting[lane]:
@@ -54,10 +68,29 @@ class RedeliveringSubscriber:
                 continue
             refused[lane] += 1
             if refused[lane] == MAX_DELIVERIES:
+                cause = f". The last one failed: {failures.last}" if failures.last else ""
                 raise AssertionError(
                     f"message {message.message_id!r} with the attributes {dict(message.attributes)} was not "
-                    f"acknowledged in {MAX_DELIVERIES} deliveries"
+                    f"acknowledged in {MAX_DELIVERIES} deliveries{cause}"
                 )
+
+
+class _Failures(logging.Filter):
+    """Keeps the last error that was logged, and leaves out its traceback if one of the same line of code was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = ""
+        self._places: set[object] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        self.last = record.getMessage() if error is None else repr(error)
+        if error is not None:
+            if (place := place_of(error)) in self._places:
+                record.exc_info = None
+            self._places.add(place)
+        return True
 
 
 def _deliver(message: PubsubMessage, callback: Callable[[Message], object]) -> bool:

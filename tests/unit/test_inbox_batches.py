@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 from google.api_core.exceptions import Aborted, AlreadyExists, DeadlineExceeded, NotFound, ServiceUnavailable
+from google.cloud.pubsub_v1.subscriber.exceptions import AcknowledgeError, AcknowledgeStatus
 from google.cloud.spanner_v1 import KeySet
 
 import outbox
@@ -26,8 +27,8 @@ from tests.unit.test_inbox import message as single
 SECONDS = 30.0
 
 
-def message(task_id: str, key: str = "") -> Any:
-    of = single(task_id)
+def message(task_id: str, key: str = "", **more: Any) -> Any:
+    of = single(task_id, **more)
     of.ordering_key = key
     return of
 
@@ -247,6 +248,46 @@ def test_an_outage_is_waited_for_by_two_messages_and_not_by_each(outcomes: list[
     deliver(Database(), handle, *of)
     assert calls == [of[0], of[0], of[1]]
     assert (seen(*of), outcomes) == ([["nack"]] * 5, ["failed"] * 5)
+
+
+def away_for_each(_transaction: Any, _message: Any) -> None:
+    raise ServiceUnavailable("away")
+
+
+def wrong_for_each(_transaction: Any, of: Any) -> None:
+    raise LookupError(of.attributes[outbox.TASK_ID_ATTRIBUTE])
+
+
+@pytest.mark.parametrize(
+    ("database", "handle", "lines"),
+    [
+        (Database(refuses=DeadlineExceeded("no answer")), effect, 1),
+        (Database(), away_for_each, 2),  # the first line says that each message gets a transaction
+        (Database(), wrong_for_each, 50),  # each error has a text of its own
+    ],
+)  # fmt: skip
+def test_an_error_of_all_messages_is_one_traceback_and_one_line_for_each_text(
+    database: Database, handle: Any, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    of = [message(f"{n:02}") for n in range(50)]
+    deliver(database, handle, *of)
+    assert seen(*of) == [["nack"]] * 50
+    assert caplog.text.count("Traceback (most recent call last)") == 1
+    assert len(caplog.records) == lines
+    if lines < 50:
+        assert "Consumer billing: 50 tasks (00, 01, 02, 03, 04, ...) failed and will be redelivered" in caplog.text
+
+
+def test_a_refused_acknowledgement_of_all_messages_is_one_line(
+    outcomes: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    refused: Future[None] = Future()
+    of = [message(f"{n:02}", acknowledged=refused) for n in range(50)]
+    deliver(Database(), effect, *of)
+    refused.set_exception(AcknowledgeError(AcknowledgeStatus.OTHER, "away"))
+    [line] = caplog.messages
+    assert line.startswith("Consumer billing: 50 tasks (00, 01, 02, 03, 04, ...) may be redelivered, because")
+    assert outcomes.count("not_acknowledged") == 50
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,22 @@
 """The subscriber of tests: every message at least twice, in another order, the order of a key kept."""
 
 from collections import Counter
+from itertools import count
 
 import pytest
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox import TASK_ID_ATTRIBUTE, inbox
 from outbox.testing import RedeliveringSubscriber
+from tests.unit.test_inbox import Database
 
 
 def messages(*keys: str) -> list[PubsubMessage]:
     return [PubsubMessage(message_id=f"{number}", ordering_key=key) for number, key in enumerate(keys)]
+
+
+def tasks(number: int) -> list[PubsubMessage]:
+    return [PubsubMessage(message_id=f"{n}", attributes={TASK_ID_ATTRIBUTE: f"task-{n}"}) for n in range(number)]
 
 
 def test_each_message_comes_twice_in_an_order_that_the_seed_decides() -> None:
@@ -41,6 +48,24 @@ def test_a_message_that_is_never_acknowledged_is_an_error_that_names_it() -> Non
     subscriber = RedeliveringSubscriber(messages("", "a", "a"))
     with pytest.raises(AssertionError, match=r"message '2' .* not acknowledged in 10 deliveries"):
         subscriber.deliver(lambda message: message.nack() if message.message_id == "2" else message.ack())
+
+
+def test_a_handler_that_always_fails_is_named_with_one_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Although each error has another text, and the log has a line for each delivery."""
+    runs = count()
+
+    def handle(_transaction: object, message: PubsubMessage) -> None:
+        raise LookupError(f"no order {message.message_id} in run {next(runs)}")
+
+    with pytest.raises(AssertionError, match=r"in 10 deliveries. The last one failed: LookupError\('no order \d in"):
+        RedeliveringSubscriber(tasks(5)).deliver(inbox.Handler(Database(), consumer="billing")(handle))
+    assert len(caplog.records) == next(runs) >= 10
+    assert caplog.text.count("Traceback") == 1
+    caplog.clear()
+    with pytest.raises(AssertionError, match=r"in 10 deliveries$"):  # without an error of this call
+        RedeliveringSubscriber(tasks(1)).deliver(lambda message: message.nack())
+    with pytest.raises(AssertionError, match=r"The last one failed: Consumer billing: task without an ID"):
+        RedeliveringSubscriber(messages("")).deliver(inbox.Handler(Database(), consumer="billing")(handle))
 
 
 def test_a_callback_may_extend_the_deadline_before_it_acknowledges() -> None:
