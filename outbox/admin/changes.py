@@ -22,7 +22,7 @@ from outbox.admin.operations import UNNAMED, Author, Progress
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
 from outbox.errors import OutboxError
 from outbox.program.terminal import counted, escaped
-from outbox.program.times import shown
+from outbox.program.times import MOMENT, shown
 from outbox.program.values import chunked
 from outbox.table.ddl import OPERATIONS
 from outbox.table.statements import NEXT_OF_KEYS, RELEASED
@@ -70,9 +70,8 @@ class TaskSelection:
         """Return the selection from the column Selection. Raises OutboxError: it is not whole, or not a selection."""
         try:
             values = json.loads(text)
-            times = {name: datetime.fromisoformat(values[name]) for name in ("since", "until") if name in values}
-            ids = {"ids": tuple(values["ids"])} if "ids" in values else {}
-            return cls(**values | times | ids)
+            json.dumps(values, ensure_ascii=False).encode()  # refuses surrogates, as Spanner does
+            return cls(**{name: _recorded(name, value) for name, value in values.items()})
         except (ValueError, TypeError, AttributeError, RecursionError):
             # `more_ids` is no field: the record does not have all IDs.
             raise OutboxError("its record does not contain the whole selection. Start a new operation") from None
@@ -271,6 +270,16 @@ def check(name: str, selection: TaskSelection) -> None:
         raise OutboxError(f"{name} is for tasks that are {', '.join(states)}, not for {selection.state or 'any'}")
     if name == "retry" and selection.state == "sent" and selection.until is None:
         raise OutboxError("a retry of sent tasks needs `until`")
+
+
+def _recorded(name: str, value: Any) -> Any:
+    """Return a field of a recorded selection. Raises ValueError, TypeError: any program may write the column."""
+    if name in ("since", "until"):
+        value = MOMENT.parse(value)
+    kind: Any = {"since": datetime, "until": datetime, "ids": list, "include_expired": bool}.get(name, str)
+    if not isinstance(value, kind) or (kind is list and not all(isinstance(id, str) for id in value)):
+        raise ValueError(name)
+    return tuple(value) if kind is list else value
 
 
 def _make_due(transaction: Transaction, rows: Sequence[_Row]) -> None:

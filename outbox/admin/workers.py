@@ -138,7 +138,10 @@ def shards_without_worker(table: TaskTable, workers: Sequence[Worker]) -> list[i
 
 
 def _parsed(text: str | None) -> Mapping[str, Any]:
-    found = json.loads(text or "null")
+    try:
+        found = json.loads(text or "null")
+    except (ValueError, RecursionError):
+        found = None
     return found if isinstance(found, dict) else {}
 
 

@@ -3,10 +3,11 @@
 import concurrent.futures
 import html
 import re
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import RequestOptions
+from google.cloud.spanner_v1 import JsonObject, RequestOptions
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
@@ -18,7 +19,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.program.terminal import escaped
 from outbox.table.states import NEVER
 from tests.support.console import ORIGIN, SAME
-from tests.support.operations import CALLS, FUTURE, insert, opened, pause, row
+from tests.support.operations import CALLS, CREATED, FUTURE, PAST, insert, opened, pause, row
 from tests.support.proxy import Proxy
 from tests.support.spanner import record_requests
 
@@ -76,6 +77,65 @@ def test_hostile_rows_are_shown_as_text(database: Database) -> None:
         # The link of the overview leads to the topic itself.
         links = [html.unescape(each) for each in re.findall(r'href="(/topic\?[^"]*)"', caller.get("/").text)]
         assert sum("Resume" in caller.get(link).text for link in links) == len(links)
+
+
+#: Selections and Infos that no program of this project writes.
+WRONG_SELECTIONS = (
+    "", "null", "[]", "no JSON", "[" * 5_000, '{"state": "dead", "until": "2026-01-01T00:00:00"}', '{"since": 5}',
+    '{"state": "dead", "until": "0001-01-01T00:00:00+14:00"}', '{"state": "dead", "until": "2h"}',
+    '{"state": {"a": 1}}',
+    '{"state": "dead", "topic": 3}', '{"ids": "abc"}', '{"ids": [1, {}]}', '{"ids": null}', '{"ids": ["\\ud800"]}',
+    '{"\\ud800": "\\ud800"}', '{"state": "gone", "id_prefix": []}', '{"include_expired": "yes"}', '{"a": NaN}',
+    f'{{"state": {"9" * 5_000}}}', '{"ids": [' + "[" * 900 + "]" * 900 + "]}",
+)  # fmt: skip
+WRONG_INFOS = (
+    None, [], 3, "x", {"shards": 3}, {"shards": [[1, 2, 3], ["a", "b"], [5, 1], [0, 10**9]]}, {"settings": [1]},
+    {"settings": {"a": {"b": [None]}}, "version": {"c": 1}}, {"circuits": [3, {"open_seconds": "x"}, {"topic": []}]},
+    {"circuits": [{"topic": 5, "open_seconds": 1e300, "seconds_to_probe": -1}]}, {"host": "<script>", "in_flight": "x"},
+)  # fmt: skip
+FIRST, LAST = datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+
+
+def test_a_malformed_row_of_another_table_breaks_no_page(database: Database) -> None:
+    """Any program may write these columns. Each page shows what it can."""
+    insert(database, [row("a"), row("dead", AvailableAt=NEVER, LastError="x"), row("sent", SentAt=CREATED)])
+    with database.batch() as batch:
+        columns = ("OperationId", "Operation", "StartedAt", "Principal", "Selection", "Tasks", "Selected", "SeenAt")
+        rows = [
+            (f"{number}", name, time, None, selection, number - 5, -number, time)
+            for number, (selection, name, time) in enumerate(
+                (selection, name, time)
+                for selection in WRONG_SELECTIONS
+                for name in ("retry", "\x00 odd")
+                for time in (PAST, FIRST)
+            )
+        ]
+        batch.insert("AsynchronousTaskOperations", columns, rows)
+    caller = browser(database)
+    for path in ("/", "/operations", "/task?id=a", "/task?id=dead", "/task?id=sent", "/tasks/retry?id=dead"):
+        answer = caller.get(path)
+        assert answer.status_code == 200, (path, text(answer.text))
+    for id, name, *_ in rows:
+        assert caller.get(f"/operation?id={id}").status_code == 200, id
+        if name == "retry":
+            answer = caller.post(f"/operation/continue-retry?id={id}", headers=SAME)
+            assert answer.status_code in (303, 400), (id, text(answer.text))
+
+
+def test_a_malformed_info_of_a_worker_breaks_no_page(database: Database) -> None:
+    with database.batch() as batch:
+        columns = ("WorkerId", "SeenAt", "StartedAt", "LivenessTimeoutSeconds", "Info")
+        now = TaskTable(opened(database)).now()
+        rows = [
+            (f"{number} {started_at:%Y}", now, started_at, 2**63 - 1, JsonObject(info))
+            for number, info in enumerate(WRONG_INFOS)
+            for started_at in (FIRST, now, LAST)
+        ]
+        batch.insert("AsynchronousTaskWorkers", columns, rows)
+    caller = browser(database)
+    for path in ("/", "/workers", "/topic?name=orders"):
+        answer = caller.get(path)
+        assert answer.status_code == 200, (path, text(answer.text))
 
 
 def test_an_error_that_is_one_long_word_is_shown_in_part(database: Database) -> None:

@@ -1,5 +1,6 @@
 """Tasks as `outbox list`, `show` and `tail` read them from Spanner."""
 
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 from random import Random
@@ -13,7 +14,7 @@ from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.cli.flags import MAX_ID_CHARACTERS, TEXT
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SettingError
 from outbox.reading import Position, SentTasks
 from outbox.table.states import NEVER, STATES, UNSENT
 from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PAST, SECOND, Watch, insert, row, update
@@ -102,6 +103,24 @@ def test_a_cursor_goes_on_only_where_it_came_from(database: Database, table: Tas
             tasks.find(table, after=edited)
     with pytest.raises(OutboxError, match="is from a list of the oldest tasks"):
         tasks.find(table, after=cursor, newest=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{}", "[]", "7", "[true, 1, 2, 3]", "[" * 5_000, '[false, "x", "y", "z"]', '[1, TIME, TIME, "a"]',
+        "[false, TIME, TIME, 5]", '[false, TIME, TIME, ["a"]]', '[false, TIME, TIME, "\\ud800"]', "[false, TIME, TIME]",
+        '[false, "2026-01-01", TIME, "a"]', '[false, TIME, null, "a"]', '[false, "2026-02-30T00:00:00Z", TIME, "a"]',
+        '[false, "9999-12-31T23:59:59.999999Z", TIME, "a"]', '[false, "0001-01-01T00:00:00Z", TIME, "a"]',
+        '[ false,TIME,TIME,"a"]',
+    ],
+)  # fmt: skip
+def test_a_forged_cursor_is_refused(table: TaskTable, text: str):
+    """Anyone can compute the digest."""
+    forged = tasks._encoded(text.replace("TIME", '"2026-01-01T00:00:00.000001Z"').encode())
+    for newest, states in itertools.product((False, True), (("dead",), ("sent",))):
+        with pytest.raises(SettingError, match="is not a cursor from the end of a list"):
+            tasks.find(table, states, after=forged, newest=newest)
 
 
 def test_the_command_accepts_the_cursor_of_the_longest_id(database: Database, table: TaskTable):
