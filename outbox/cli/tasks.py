@@ -3,6 +3,7 @@
 import argparse
 import base64
 import codecs
+import contextlib
 import json
 import re
 import signal
@@ -52,6 +53,8 @@ people can run it at once.
 
 #: Bytes of a message's data that `show` prints. `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
+#: Max characters of the indents of JSON. A text that is nested deeply would get thousands of times as long as it is.
+SHOWN_CHARACTERS = 16 * SHOWN_BYTES
 #: The columns that `tail --json` prints.
 SENT_FIELDS = ("Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "SentAt", "Bytes")
 #: The tokens of a JSON text: texts, empty objects and arrays, punctuation, and other values.
@@ -209,17 +212,25 @@ def readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
         text = "\0"
     if any(unicodedata.category(each) == "Cc" and each not in "\n\r\t" for each in text):
         return "hex", [data[start : start + 32].hex(" ") for start in range(0, len(data), 32)]
-    try:
+    kind, lines = "text", text.expandtabs().splitlines()
+    with contextlib.suppress(ValueError, RecursionError):
         json.loads(text)
-    except (ValueError, RecursionError):
-        return "text", [escaped(line) for line in text.expandtabs().splitlines()]
-    return "JSON", [escaped(line) for line in _indented(text)]
+        kind, lines = "JSON", _indented(text) or lines
+    return kind, [escaped(line) for line in lines]
+
+
+#: The tokens that begin a line.
+_BREAKS = frozenset("{[,]}")
 
 
 def _indented(text: str) -> list[str]:
-    """Return the lines of a JSON text. Numbers and repeated names stay as written: Python would write 1.10 as 1.1."""
-    lines, depth = [""], 0
-    for written in _TOKENS.findall(text):
+    """Return the lines of a JSON text, or none if the indents are too long.
+
+    Numbers and repeated names stay as written: Python would write 1.10 as 1.1.
+    """
+    lines, depth, left = [""], 0, SHOWN_CHARACTERS
+    for match in _TOKENS.finditer(text):
+        written = match[0]
         is_text = written[0] == '"'
         token = json.dumps(json.loads(written), ensure_ascii=False) if is_text else "".join(written.split())
         if token in ("}", "]"):
@@ -227,6 +238,9 @@ def _indented(text: str) -> list[str]:
             lines.append("  " * depth)
         lines[-1] += {":": ": "}.get(token, token)
         depth += token in ("{", "[")
+        left -= 2 * depth if token in _BREAKS else 0
+        if left < 0:
+            return []
         if token in ("{", "[", ","):
             lines.append("  " * depth)
     return lines

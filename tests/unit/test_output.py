@@ -132,6 +132,15 @@ def test_data_is_shown_as_json_text_or_hex(data: bytes, kind: str, shown: str):
     assert tasks.readable(data, whole=True) == (kind, shown.split("\n"))
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 900 + "1," * 31_000 + "1" + "]" * 900, '{"a":' * 900 + "[" + "[],{}," * 9_000 + "1]" + "}" * 900]
+)
+def test_json_that_is_nested_deeply_is_not_indented(text: str):
+    """65 kB with 900 levels would be lines of 58 MB."""
+    kind, lines = tasks.readable(text.encode(), whole=True)
+    assert (kind, "".join(lines)) == ("JSON", text)
+
+
 @given(st.binary(max_size=80) | TEXT.map(lambda text: text.encode(errors="surrogatepass")), st.booleans())
 def test_no_control_code_of_data_reaches_the_terminal(data: bytes, whole: bool):
     """Whatever was published."""
