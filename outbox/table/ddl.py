@@ -65,7 +65,7 @@ def statements(
         raise ValueError(f"shards is {shards}. It must be 1 to {MAX_SHARDS}")
     if retention_days is not None and not 1 <= retention_days <= MAX_RETENTION_DAYS:
         raise ValueError(f"retention_days is {retention_days}. It must be None or 1 to {MAX_RETENTION_DAYS}")
-    table, *others = cut(_schema_sql())
+    table, *others = cut(text())
     if relay_only:
         others = [each for each in others if not any(f"TABLE {name} " in each for name in _NOT_OF_RELAY)]
     table = re.sub(r"(FARM_FINGERPRINT\(.+\), )\d+(?=\)\))", rf"\g<1>{shards}", table)
@@ -85,7 +85,7 @@ def columns() -> dict[str, str]:
 
 def tables() -> list[str]:
     """Return the names of the tables, for example for the filter of a migration tool."""
-    return re.findall(r"^CREATE TABLE (\w+)", _schema_sql(), re.MULTILINE)
+    return re.findall(r"^CREATE TABLE (\w+)", text(), re.MULTILINE)
 
 
 def added_layout(layout: Layout) -> list[str]:
@@ -134,10 +134,11 @@ def cut(sql: str) -> list[str]:
     return [statement.strip() for statement in statements if statement.strip()]
 
 
-def _schema_sql() -> str:
+def text(name: str = "schema.sql") -> str:
+    """Return a file of the folder schema."""
     # pyproject.toml puts schema/ into the wheel as outbox/ddl; in a checkout it is beside the package.
-    installed = importlib.resources.files("outbox") / "ddl" / "schema.sql"
-    source = installed if installed.is_file() else Path(__file__).parents[2] / "schema" / "schema.sql"
+    installed = importlib.resources.files("outbox") / "ddl" / name
+    source = installed if installed.is_file() else Path(__file__).parents[2] / "schema" / name
     return source.read_text(encoding="utf-8")
 
 

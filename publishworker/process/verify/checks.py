@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from google.api_core.exceptions import GoogleAPIError, PermissionDenied
@@ -70,9 +68,7 @@ def _roles(scratch: Scratch) -> Finding:
     if uses_emulator(scratch.settings):
         return Finding(NOT_AVAILABLE, "the emulator has no roles")
     database: Any = scratch.database
-    installed = files("outbox") / "ddl" / "roles.sql"
-    source = installed if installed.is_file() else Path(__file__).parents[3] / "schema" / "roles.sql"
-    database.update_ddl(ddl.cut(source.read_text(encoding="utf-8"))).result(timeout=300)
+    database.update_ddl(ddl.cut(ddl.text("roles.sql"))).result(timeout=300)
     verify_grants(open_database(replace(scratch.settings, database_role="publishworker")))
     application: Any = open_database(replace(scratch.settings, database_role="outbox_application"))
     with application.batch() as batch:
