@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import ipaddress
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ from typing import Any
 from outbox import console
 from outbox.cli import flags
 from outbox.cli.output import note
+from outbox.console.arguments import DOCS_URL, HEADER, HOSTS, NETWORKS, PATH, TEXT
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
 from outbox.program.lazy import need
@@ -28,6 +28,8 @@ from outbox.program.settings import (
 from outbox.program.signals import exit_on
 from outbox.program.terminal import say
 
+#: Longer than Google's load balancers keep an idle connection, 600 s, so that none of them uses one that is closed.
+KEEP_ALIVE_SECONDS = 620
 DESCRIPTION = """\
 Serve the outbox to a browser until Ctrl-C or SIGTERM: backlog, tasks, workers, blocked keys
 and operations. It needs the extra spanner-outbox[console]. On this machine it needs no
@@ -46,18 +48,7 @@ def _address(text: str) -> tuple[str, int]:
     return host_and_port(host)[0], int(port)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(host_and_port(each.strip())[0].lower() for each in text.split(","))
-
-
 ADDRESS = SettingType(_address, "HOST:PORT or [IPV6]:PORT; port 0 selects a free port")
-HOSTS = SettingType(_names, "host names, separated by commas")
-NETWORKS = SettingType(
-    lambda text: tuple(ipaddress.ip_network(each.strip()) for each in text.split(",") if each.strip()),
-    "addresses or networks such as 10.0.0.0/8, separated by commas",
-)
-HEADER = matching("[A-Za-z0-9-]*", "a name of a header, or nothing")
-TEXT = matching(r"[^\s]*", "text without spaces")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +73,11 @@ class ConsoleSettings(Settings):
     allowed_hosts: tuple[str, ...] = setting(
         "localhost,127.0.0.1,[::1]", HOSTS, "The host names under which people open the console."
     )
-    path_prefix: str = setting("", matching("(/[A-Za-z0-9._~-]+)*", "a path such as /outbox"), "Path of all pages.")
+    path_prefix: str = setting("", PATH, "Path of all pages.")
     production: str = setting("", TEXT, "The header is red if the database's full name contains this text.")
+    docs_url: str = setting(
+        "", DOCS_URL, "Where the folder docs of this project is published. Errors link to its operations/runbook.md."
+    )
 
     def __post_init__(self) -> None:
         if self.identity == "local" and not is_loopback(self.bind[0]):
@@ -128,7 +122,7 @@ def _serve(application: Any, listener: socket.socket) -> None:
     # proxy_headers would let any client choose the address that --trusted-proxy is compared with.
     config = uvicorn.Config(
         application, log_config=None, access_log=False, lifespan="off", proxy_headers=False, server_header=False,
-        ws="none", timeout_graceful_shutdown=5,
+        ws="none", timeout_graceful_shutdown=5, timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=[listener])
 
@@ -152,6 +146,7 @@ def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
         allowed_hosts=settings.allowed_hosts,
         path_prefix=settings.path_prefix,
         production=settings.production,
+        docs_url=settings.docs_url,
     )
 
 

@@ -1,11 +1,13 @@
 """The only way into the console: every request passes these checks, in this order, before a handler runs.
 
-1. `Host` is one of the allowed hosts, so no other site can point its own name at the console (DNS rebinding).
-2. A request that is neither GET nor HEAD comes from a page of the console: `Sec-Fetch-Site` is `same-origin` or, if a
+1. /healthz answers at once. The health check of a balancer has neither a name of the console nor an identity.
+2. `Host` is one of the allowed hosts, so no other site can point its own name at the console (DNS rebinding).
+3. A request that is neither GET nor HEAD comes from a page of the console: `Sec-Fetch-Site` is `same-origin` or, if a
    browser sends none (an old one, or any without TLS), the host of `Origin` is `Host`. There is no token and no cookie.
-3. The route exists. Only a route without a role, such as /healthz, needs no identity.
-4. The request has an identity.
+   Any other request that another site's page sends is the navigation of a tab, as when a person follows a link.
+4. The route exists, and the request has an identity.
 5. The person holds the role of the route.
+6. The handler gets one of a few places. A page that gets none says so, and the browser loads it again.
 
 docs/security.md says against whom. Every answer has the same headers.
 """
@@ -13,19 +15,24 @@ docs/security.md says against whom. Every answer has the same headers.
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+import anyio
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import QueryParams
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from outbox.console.identity import Identify
 from outbox.console.roles import Role, Roles
-from outbox.console.visits import Console, Refused, Route, Visit, answer
+from outbox.console.visits import Console, Refused, Route, Visit, Work, answer
 from outbox.errors import NotReached, OutboxError
-from outbox.program.settings import host_and_port
+from outbox.program.settings import host_name
+from outbox.program.terminal import counted
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -34,10 +41,21 @@ HEADERS = {
     "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
 }
+#: Handlers that work at a time. Together they leave some of the server's 40 threads free for identities.
+PLACES: Mapping[Work, int] = {Work.LIGHT: 16, Work.SCAN: 8, Work.MESSAGE: 1}
+#: How long a request waits for a place, and how often it tries.
+WAIT_SECONDS, TRY_SECONDS = 5.0, 0.02
+#: Seconds for which a further view of the same page by the same person is not logged, and how many views are known.
+#: A visible tab reads its page every five seconds.
+VIEW_SECONDS, VIEWS = 600.0, 1_000
 #: Max bytes of a form: a thousand selected tasks with the longest IDs need less.
 MAX_FORM = 256 * 1024
 _SAFE = ("GET", "HEAD")
+#: The name of the person in the scope of a request, for the log.
+_PERSON = "outbox.console.person"
 _RELOAD = "Go back, reload the page and try again."
 _log = logging.getLogger("outbox")
 
@@ -48,43 +66,95 @@ class Access:
 
     console: Console
     routes: Sequence[Route]
+    #: The files that pages load, by path.
+    files: Mapping[str, Callable[[], Response]]
     identify: Identify
     roles: Roles
     allowed_hosts: Sequence[str]
     path_prefix: str
+    _places: Mapping[Work, threading.Semaphore] = dataclasses.field(
+        init=False, default_factory=lambda: {work: threading.Semaphore(number) for work, number in PLACES.items()}
+    )
+    #: When a view was last logged.
+    _views: dict[tuple[str, ...], float] = dataclasses.field(init=False, default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        if scope["type"] == "websocket":
+            return await WebSocketClose()(scope, receive, send)
         if scope["type"] != "http":
             raise RuntimeError(f"the console answers HTTP only, not {scope['type']}")
-        prefix = scope.get("root_path", "") + self.path_prefix
+        request, prefix = Request(scope, receive), scope.get("root_path", "") + self.path_prefix
         try:
-            response = await self._answer(Request(scope, receive), prefix)
+            response = await self._answer(request, prefix)
+        except ClientDisconnect:
+            _log.info("the client left before its form had arrived: %s", _trace(request))
+            return None
         except Exception as error:
-            refused = _refused(error, scope["path"])
+            refused = _refused(error, request)
             response = answer("refused", refused.status, refused=refused, prefix=prefix)
+            if refused.wait:
+                response.headers["Retry-After"] = f"{WAIT_SECONDS:.0f}"
+                if request.method in _SAFE:
+                    response.headers["Refresh"] = f"{WAIT_SECONDS:.0f}"
         response.headers.update(HEADERS)
-        await response(scope, receive, send)
+        return await response(scope, receive, send)
 
     async def _answer(self, request: Request, prefix: str) -> Response:
+        path = _path(request, prefix)
+        # It does not ask Spanner, because no restart of the console ends an outage of Spanner.
+        if path == "/healthz" and request.method in _SAFE:
+            return PlainTextResponse("ok\n")
         self._check_host(request)
         _check_origin(request)
-        path = _path(request, prefix)
+        if path in self.files and request.method in _SAFE:
+            return self.files[path]()
         route = self._route(request.method, path)
-        person = await run_in_threadpool(self.identify, request) if route.role else ""
-        if route.role and not person:
+        person = await run_in_threadpool(self.identify, request)
+        if not person:
             raise Refused(403, "The request has no identity", "Sign in where the console gets the names of people.")
-        roles = self.roles.of(person) & self.console.allowed if route.role else frozenset[Role]()
+        request.scope[_PERSON] = person
+        roles = self.roles.of(person) & self.console.allowed
         self._check_role(route, person, roles)
         visit = Visit(
             console=self.console, person=person, roles=roles, path=path, prefix=prefix,
             query=request.query_params, form=await _form(request),
         )  # fmt: skip
-        return await run_in_threadpool(route.handler, visit)
+        self._log_view(request, person)
+        async with self._place(route.work):
+            return await run_in_threadpool(route.handler, visit)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, work: Work) -> AsyncIterator[None]:
+        """Wait for a place without a thread. Raises Refused if there is none."""
+        places, until = self._places[work], time.monotonic() + WAIT_SECONDS
+        while not places.acquire(blocking=False):
+            if time.monotonic() > until:
+                raise Refused(
+                    503,
+                    f"The console is busy: {counted(PLACES[work], 'page')} of this kind read already",
+                    f"The browser loads this page again in {WAIT_SECONDS:.0f} seconds. A narrower filter reads less.",
+                    wait=True,
+                )
+            await anyio.sleep(TRY_SECONDS)
+        try:
+            yield
+        finally:
+            places.release()
+
+    def _log_view(self, request: Request, person: str) -> None:
+        """Log who sends what from where. A page that is read again is logged again after a while."""
+        view, now = (person, _trace(request)), time.monotonic()
+        if request.method in _SAFE and now - self._views.get(view, float("-inf")) < VIEW_SECONDS:
+            return
+        _log.info("%s: %s", *view)
+        self._views[view] = now
+        if len(self._views) > VIEWS:
+            del self._views[next(iter(self._views))]
 
     def _check_host(self, request: Request) -> None:
         with contextlib.suppress(ValueError):
-            if host_and_port(request.headers.get("host", ""))[0].lower() in self.allowed_hosts:
+            if host_name(request.headers.get("host", "")) in self.allowed_hosts:
                 return
         advice = "Open it under a name of --allowed-hosts, or add this one there."
         raise Refused(403, "The console does not answer to this host name", advice)
@@ -99,7 +169,7 @@ class Access:
         return route
 
     def _check_role(self, route: Route, person: str, roles: frozenset[Role]) -> None:
-        if not route.role or route.role in roles:
+        if route.role in roles:
             return
         advice = f"Ask for {person} to be added to the role {route.role} in the file of --roles."
         if route.role not in self.console.allowed:
@@ -108,12 +178,23 @@ class Access:
 
 
 def _check_origin(request: Request) -> None:
-    """Raise Refused if another site's page may have sent the request."""
+    """Raise Refused if another site's page may have sent the request, except for a navigation."""
     host, site = request.headers["host"], request.headers.get("sec-fetch-site")
-    if request.method in _SAFE or site == "same-origin":
+    if site == "same-origin":
         return
+    if request.method in _SAFE:
+        # `none`: the person typed the address. An old browser, or any without TLS, sends no such header.
+        if site in (None, "none") or _is_navigation(request):
+            return
+        raise Refused(403, "The request does not come from a page of the console", "Open the page in a tab of its own.")
     if site is not None or request.headers.get("origin") not in (f"http://{host}", f"https://{host}"):
         raise Refused(403, "The request does not come from a page of the console", _RELOAD)
+
+
+def _is_navigation(request: Request) -> bool:
+    """Tell whether a browser opens the page in a tab, which it does not do to load it in advance."""
+    kind = (request.headers.get("sec-fetch-mode"), request.headers.get("sec-fetch-dest"))
+    return kind == ("navigate", "document") and "prefetch" not in request.headers.get("sec-purpose", "")
 
 
 def _path(request: Request, prefix: str) -> str:
@@ -136,12 +217,21 @@ async def _form(request: Request) -> QueryParams:
     return QueryParams(bytes(body).decode(errors="replace"))
 
 
-def _refused(error: Exception, path: str) -> Refused:
-    """Return what the page of an error says, and log the error."""
+def _trace(request: Request) -> str:
+    """Return what was asked for, and from where. X-Forwarded-For may be forged, unless a proxy sets it."""
+    address, forwarded = request.client.host if request.client else "no address", request.headers.get("x-forwarded-for")
+    query = f"?{request.url.query}" if request.url.query else ""
+    behind = f", X-Forwarded-For {forwarded[:200]}" if forwarded else ""
+    return f"{request.method} {request.scope['path'] + query:.500} from {address}{behind}"
+
+
+def _refused(error: Exception, request: Request) -> Refused:
+    """Return what the page of an error says, and log the error with who asked for what."""
+    trace = f"{request.scope.get(_PERSON) or 'nobody'}: {_trace(request)}"
     if not isinstance(error, Refused | OutboxError):
-        _log.error("the page %s failed", path, exc_info=error)
+        _log.error("the page failed for %s", trace, exc_info=error)
         return Refused(500, "The page failed", "The log of the console has the reason. Reload the page.")
-    _log.info("refused: %s", f"{error}: {error.__cause__}" if error.__cause__ else error)
+    _log.info("refused %s: %s", trace, f"{error}: {error.__cause__}" if error.__cause__ else error)
     if isinstance(error, NotReached):
         return Refused(503, "Spanner did not answer", f"{error}. Reload the page.")
     return error if isinstance(error, Refused) else Refused(400, "This was refused", str(error))

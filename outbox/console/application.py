@@ -1,27 +1,28 @@
 """The console as an ASGI application."""
 
-from collections.abc import Sequence
+import mimetypes
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from importlib import resources
 
 from google.cloud.spanner_v1.database import Database
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import Response
 
 from outbox.admin.table import TaskTable
 from outbox.console import operations, tasks, topic
 from outbox.console.access import Access
+from outbox.console.arguments import DOCS_URL, HOSTS, PATH, TEXT
 from outbox.console.identity import Identify
 from outbox.console.readings import Shared, read_status
 from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
-from outbox.console.visits import Console, Redact, Route, Visit, render
+from outbox.console.visits import Console, Redact, Route, Work, render
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 TAG = "outbox-console"
 #: The pages that show nothing but the shared figures.
 FIGURES = {"/": "overview", "/blocked": "blocked", "/workers": "workers", "/operations": "operations"}
-_STATIC = Path(__file__).with_name("static")
 
 
 def app(
@@ -34,6 +35,7 @@ def app(
     allowed_hosts: Sequence[str] = LOOPBACK_HOSTS,
     path_prefix: str = "",
     production: str = "",
+    docs_url: str = "",
     redact: Redact = lambda _topic, attributes, data: (attributes, data),
 ) -> Access:
     """Return the console of a database as an ASGI application, to serve or to mount.
@@ -41,11 +43,15 @@ def app(
     `identify` returns the name of the person who sends a request: `Iap`, `Header`, or a function of your own that asks
     the session of your application. Without it, everyone who reaches the console acts as the account of its
     credentials, and `roles` default to all. With it, they default to the viewer. `allow_actions` and `show_data` are
-    needed besides. The header is red if the full name of the database contains `production`. `redact` changes what
-    people see of a message.
+    needed besides. The header is red if the full name of the database contains `production`. Links to the documentation
+    begin with `docs_url`, and without it there are none. `redact` changes what people see of a message.
 
-    Raises NotReached, SchemaDiffers.
+    Raises SettingError if the command would refuse the same value, NotReached, SchemaDiffers.
     """
+    # A text is also a sequence of texts: its characters.
+    hosts = HOSTS.value(allowed_hosts if isinstance(allowed_hosts, str) else ",".join(allowed_hosts), "allowed_hosts")
+    path_prefix, production = PATH.value(path_prefix, "path_prefix"), TEXT.value(production, "production")
+    docs_url = DOCS_URL.value(docs_url, "docs_url")
     table = TaskTable(database, TAG)
     console = Console(
         table=table,
@@ -54,26 +60,29 @@ def app(
         allowed=frozenset({Role.VIEWER, *(ACTIONS if allow_actions else ()), *([Role.DATA] if show_data else ())}),
         is_production=production != "" and production in table.name,
         redact=redact,
+        docs_url=docs_url,
     )
     return Access(
         console=console,
         routes=routes(),
+        files=files(),
         identify=identify or (lambda _request: table.principal),
         roles=roles or (VIEWERS if identify else EVERYTHING),
-        allowed_hosts=allowed_hosts,
+        allowed_hosts=hosts,
         path_prefix=path_prefix,
     )
 
 
 def routes() -> list[Route]:
     """Return all routes of the console."""
-    pages = [Route(path, partial(render, template=name, actions=operations.ACTIONS)) for path, name in FIGURES.items()]
-    static = [Route(f"/static/{file.name}", partial(_file, path=file)) for file in _STATIC.iterdir()]
-    others = (route for module in (topic, tasks, operations) for route in module.ROUTES)
-    # It does not ask Spanner, because no restart of the console ends an outage of Spanner.
-    healthz = Route("/healthz", lambda _visit: PlainTextResponse("ok\n"), role=None)
-    return [healthz, *static, *pages, *others]
+    figures = {path: partial(render, template=name, actions=operations.ACTIONS) for path, name in FIGURES.items()}
+    pages = [Route(path, handler, work=Work.LIGHT) for path, handler in figures.items()]
+    return [*pages, *(route for module in (topic, tasks, operations) for route in module.ROUTES)]
 
 
-def _file(_visit: Visit, *, path: Path) -> Response:
-    return FileResponse(path)
+def files() -> dict[str, Callable[[], Response]]:
+    """Return the files that pages load. They are in memory, so they need no thread."""
+    return {
+        f"/static/{file.name}": partial(Response, file.read_bytes(), media_type=mimetypes.guess_type(file.name)[0])
+        for file in (resources.files("outbox.console") / "static").iterdir()
+    }

@@ -17,7 +17,7 @@ from outbox.admin.changes import OF_IDS, TaskSelection
 from outbox.admin.operations import Operation
 from outbox.console import selections
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, render
+from outbox.console.visits import Refused, Route, Visit, Work, render
 from outbox.program.settings import matching, whole_number
 from outbox.program.terminal import counted
 from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
@@ -40,7 +40,7 @@ class Action:
         """Yield the page that shows what would happen, and the forms that begin it and continue it."""
         yield Route(f"/tasks/{self.name}", self._preview, self.role)
         yield Route(f"/tasks/{self.name}", self._begin, self.role, "POST")
-        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST")
+        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST", Work.LIGHT)
 
     def _preview(self, visit: Visit) -> Response:
         selection = self._selection(visit)
@@ -143,7 +143,7 @@ def _stop(visit: Visit) -> Response:
 
 
 ROUTES = (
-    Route("/operation", show),
-    Route("/operation/stop", _stop, Role.OPERATOR, "POST"),
+    Route("/operation", show, work=Work.LIGHT),
+    Route("/operation/stop", _stop, Role.OPERATOR, "POST", Work.LIGHT),
     *(route for each in ACTIONS for route in each.routes()),
 )

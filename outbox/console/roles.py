@@ -31,7 +31,7 @@ _INCLUDED = {Role.DESTROYER: ACTIONS}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roles:
-    """The names of each role. `*@example.com` is everyone of a domain, and `*` is everyone with an identity."""
+    """The names of each role, in any case. `*@example.com` is everyone of a domain, `*` everyone with an identity."""
 
     names: Mapping[Role, tuple[str, ...]]
 
@@ -65,4 +65,5 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _matches(person: str, pattern: str) -> bool:
+    person, pattern = person.lower(), pattern.lower()
     return person.endswith(pattern[1:]) if pattern.startswith("*") else person == pattern

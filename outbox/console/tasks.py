@@ -17,7 +17,7 @@ from outbox.cli.tasks import SHOWN_BYTES, readable
 from outbox.console import selections
 from outbox.console.operations import ACTIONS
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, render
+from outbox.console.visits import Refused, Route, Visit, Work, render
 from outbox.errors import OutboxError
 from outbox.table.states import is_dead
 
@@ -148,5 +148,5 @@ ROUTES = (
     Route("/tasks", show),
     Route("/search", search),
     Route("/task", show_one),
-    Route("/task/message", show_data, Role.DATA, "POST"),
+    Route("/task/message", show_data, Role.DATA, "POST", Work.MESSAGE),
 )

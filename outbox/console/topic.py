@@ -9,7 +9,7 @@ from starlette.responses import Response
 from outbox import admin
 from outbox.cli.topics import LIMITS, POLICY, TOPIC_NAME, Value, described
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, render
+from outbox.console.visits import Refused, Route, Visit, Work, render
 from outbox.program.times import MOMENT, shown
 
 #: A worker reads the topic controls at least this often.
@@ -66,6 +66,6 @@ def _typed(flags: Mapping[str, Value], form: Mapping[str, str]) -> dict[str, Any
 
 
 ROUTES = (
-    Route("/topic", show),
-    *(Route(f"/topic/{name}", _change, Role.OPERATOR, "POST") for name in (*SWITCHES, *FORMS)),
+    Route("/topic", show, work=Work.LIGHT),
+    *(Route(f"/topic/{name}", _change, Role.OPERATOR, "POST", Work.LIGHT) for name in (*SWITCHES, *FORMS)),
 )

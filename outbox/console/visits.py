@@ -12,6 +12,7 @@
 """
 
 import dataclasses
+import enum
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,9 +41,10 @@ Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], byte
 class Refused(Exception):
     """The answer is a page with this status, what is wrong, and what to do. Access and handlers raise it."""
 
-    def __init__(self, status: int, title: str, advice: str) -> None:
+    def __init__(self, status: int, title: str, advice: str, *, wait: bool = False) -> None:
         super().__init__(title)
-        self.status, self.title, self.advice = status, title, advice
+        #: `wait`: the browser loads the page again after a while.
+        self.status, self.title, self.advice, self.wait = status, title, advice, wait
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,8 @@ class Console:
     allowed: frozenset[Role]
     is_production: bool
     redact: Redact
+    #: Where the documentation is, or an empty text.
+    docs_url: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,7 @@ class Visit:
     def link(self, path: str, **query: object) -> str:
         """Return the address of a page. Values that are None or empty are left out, except a `name` or an `id`."""
         given = {name: value for name, value in query.items() if value not in (None, "") or name in ("id", "name")}
-        return f"{self.prefix}{path}{'?' if given else ''}{urlencode(given, doseq=True)}"
+        return f"{self.prefix}{path}{'?' if given else ''}{urlencode(given, doseq=True, errors='replace')}"
 
     def redirect(self, path: str, **query: object) -> Response:
         """Return the answer to an action: the browser gets this page, with new figures."""
@@ -97,17 +101,26 @@ class Visit:
 Handler = Callable[[Visit], Response]
 
 
+class Work(enum.Enum):
+    """What a handler takes. `Access` bounds how many of each kind work at a time."""
+
+    LIGHT = enum.auto()  # the shared figures, or single rows
+    SCAN = enum.auto()  # up to a minute of Spanner
+    MESSAGE = enum.auto()  # the memory of a large message
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """A path, by default of a page, and the role that it needs. Without a role, no identity is needed either."""
+    """A path, by default of a page, and the role that it needs."""
 
     path: str
     handler: Handler
-    role: Role | None = Role.VIEWER
+    role: Role = Role.VIEWER
     method: str = "GET"
+    work: Work = Work.SCAN
 
     def __post_init__(self) -> None:
-        if self.method != "GET" and self.role in (None, Role.VIEWER):
+        if self.method != "GET" and self.role is Role.VIEWER:
             raise ValueError(f"{self.path}: a viewer changes nothing")
 
 

@@ -21,13 +21,13 @@ PREFIX = "OUTBOX_"
 #: The variable names of all settings of all commands, without PREFIX. Each command reports a misspelled one.
 NAMES = frozenset(
     """ALLOWED_HOSTS ALLOWED_TOPICS ALLOW_ACTIONS ARCHIVE ATTRIBUTE BACKOFF_INITIAL BACKOFF_MAX BATCH_BYTES BATCH_SIZE
-    BIND CLOCK_SKEW COLOR CONCURRENCY DATABASE DATABASE_ROLE DEAD_AFTER FAIR_SHARE GRACE HEARTBEAT_FILE
+    BIND CLOCK_SKEW COLOR CONCURRENCY DATABASE DATABASE_ROLE DEAD_AFTER DOCS_URL FAIR_SHARE GRACE HEARTBEAT_FILE
     IAP_AUDIENCE IDENTITY IDENTITY_HEADER IDLE_INTERVAL INBOX INBOX_DATABASE INPUT INPUT_FORMAT INSTANCE KEY
     LOG_FORMAT LOG_LEVEL MAX_AGE MAX_ATTEMPTS MAX_ROWS_PER_SECOND METRICS ON_ORDERING_FAILURE OUTPUT PATH_PREFIX
     POLL_INTERVAL PRODUCTION PROJECT PUBLISH_TIMEOUT PUBSUB_ENDPOINT PUBSUB_PLAINTEXT PUBSUB_PORT RECEIVED
     RECEIVED_DATA RECEIVED_FORMAT RECEIVED_UNTIL REJECTS REQUEST_PRIORITY ROLES SAMPLES SHOW_DATA
     SHUTDOWN_TIMEOUT SINCE SPANNER_ENDPOINT SPANNER_PLAINTEXT SPANNER_PORT TASKS TOPIC TRUSTED_PROXY UNTIL WAKE
-    WHERE WINDOW WORKERS""".split()  # noqa: SIM905 - a list would have 67 lines
+    WHERE WINDOW WORKERS""".split()  # noqa: SIM905 - a list would have 68 lines
 )
 #: Kubernetes sets these in every container for a Service whose name begins with `outbox`.
 _OF_KUBERNETES = re.compile(r"OUTBOX_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
@@ -156,6 +156,12 @@ def host_and_port(address: str) -> tuple[str, int | None]:
     if match["ipv6"] is not None:
         ipaddress.IPv6Address(match["ipv6"])  # raises ValueError
     return match["ipv6"] or match["name"], int(match["port"]) if match["port"] else None
+
+
+def host_name(address: str) -> str:
+    """Return the host of HOST or HOST:PORT as one text, whatever its case and notation. Raises ValueError."""
+    host = address if address.count(":") > 1 and address[0] != "[" else host_and_port(address)[0].lower()
+    return str(ipaddress.ip_address(host)) if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:

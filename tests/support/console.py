@@ -7,9 +7,10 @@ from unittest import mock
 
 from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Message
 
 from outbox.console.access import Access
-from outbox.console.application import LOOPBACK_HOSTS
+from outbox.console.application import LOOPBACK_HOSTS, files
 from outbox.console.identity import Identify
 from outbox.console.readings import Shared
 from outbox.console.roles import EVERYTHING, Role, Roles
@@ -42,6 +43,29 @@ def recording(routes: Sequence[Route]) -> tuple[list[Route], list[Visit]]:
     return [dataclasses.replace(each, handler=handler) for each in routes], visits
 
 
+async def asked(app: ASGIApp, path: str, *received: Message) -> tuple[int, dict[str, str], str]:
+    """Return the answer to one request in this event loop: status, headers and body. With `received`, it is a POST."""
+    sent: list[Message] = []
+    remaining = [*received]
+
+    async def receive() -> Message:
+        return remaining.pop(0) if remaining else {"type": "http.request", "body": b""}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    pairs = {"host": "localhost"} | SAME
+    scope = {
+        "type": "http", "method": "POST" if received else "GET", "path": path, "query_string": b"",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in pairs.items()],
+    }  # fmt: skip
+    await app(scope, receive, send)
+    if not sent:
+        return 0, {}, ""
+    given = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], given, b"".join(each["body"] for each in sent[1:]).decode()
+
+
 def client(
     routes: Sequence[Route],
     *,
@@ -52,7 +76,7 @@ def client(
 ) -> TestClient:
     """Return a client of these routes."""
     access = Access(
-        console=bare_console(**values), routes=routes, identify=identify, roles=roles, allowed_hosts=LOOPBACK_HOSTS,
-        path_prefix=prefix,
+        console=bare_console(**values), routes=routes, files=files(), identify=identify, roles=roles,
+        allowed_hosts=LOOPBACK_HOSTS, path_prefix=prefix,
     )  # fmt: skip
     return TestClient(access, base_url=ORIGIN, follow_redirects=False)

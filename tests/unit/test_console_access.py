@@ -1,22 +1,28 @@
 """Access to the console: every route and method with every role, and requests of other sites, hosts and proxies."""
 
 import itertools
+import logging
+import re
+import threading
 from typing import Any
 from unittest import mock
 
+import anyio
 import pytest
 from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
-from outbox.console import application
+from outbox.console import access, application
 from outbox.console.access import HEADERS, MAX_FORM
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
-from outbox.console.visits import Route, Visit
-from outbox.errors import NotReached
+from outbox.console.visits import Route, Visit, Work
+from outbox.errors import NotReached, SettingError
 from outbox.table import schema
-from tests.support.console import ORIGIN, SAME, client, recording
+from tests.support.console import ORIGIN, SAME, asked, bare_console, client, recording
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 #: Each role alone, and a person without any.
@@ -35,7 +41,7 @@ def test_every_route_and_method_needs_its_role(held: frozenset[Role]) -> None:
         visits.clear()
         answer = caller.request(method, route.path, headers=SAME)
         found = [each for each in recorded if each.path == route.path and each.method == method.replace("HEAD", "GET")]
-        allowed = bool(found) and (found[0].role is None or found[0].role in may)
+        allowed = bool(found) and found[0].role in may
         assert bool(visits) == allowed, (method, route.path, answer.status_code)
         assert answer.status_code == (200 if allowed else 403 if found else 405), (method, route.path)
         assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS
@@ -44,11 +50,9 @@ def test_every_route_and_method_needs_its_role(held: frozenset[Role]) -> None:
 
 def test_every_unsafe_route_has_a_role_of_its_own() -> None:
     found = routes()
-    assert all(route.role not in (None, Role.VIEWER) for route in found if route.method != "GET")
-    assert [route.path for route in found if route.role is None] == ["/healthz"]
-    for role in (None, Role.VIEWER):
-        with pytest.raises(ValueError, match="a viewer changes nothing"):
-            Route("/x", lambda _visit: pytest.fail("called"), role, "POST")
+    assert all(route.role is not Role.VIEWER for route in found if route.method != "GET")
+    with pytest.raises(ValueError, match="a viewer changes nothing"):
+        Route("/x", lambda _visit: pytest.fail("called"), Role.VIEWER, "POST")
 
 
 CHANGE = Route("/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR, "POST")
@@ -80,7 +84,39 @@ def test_only_a_page_of_the_console_sends_an_action(headers: dict[str, str], sta
     assert (answer.status_code, len(visits)) == (status, status == 200)
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8080", "127.0.0.1:9", "[::1]:8080"])
+@pytest.mark.parametrize(
+    ("site", "mode", "dest", "purpose", "status"),
+    [
+        ("same-origin", "cors", "empty", "", 200),
+        ("same-origin", "no-cors", "style", "", 200),
+        ("none", "navigate", "document", "", 200),
+        ("cross-site", "navigate", "document", "", 200),
+        ("same-site", "navigate", "document", "", 200),
+        ("cross-site", "no-cors", "image", "", 403),
+        ("same-site", "no-cors", "script", "", 403),
+        ("cross-site", "cors", "empty", "", 403),
+        ("cross-site", "navigate", "iframe", "", 403),
+        ("cross-site", "navigate", "object", "", 403),
+        ("cross-site", "navigate", "document", "prefetch;prerender", 403),
+        ("cross-site", None, None, "", 403),
+        ("", "navigate", "iframe", "", 403),
+    ],
+)
+def test_a_page_of_another_site_can_only_lead_to_a_page(
+    site: str, mode: str | None, dest: str | None, purpose: str, status: int
+) -> None:
+    """An image, a script, a frame or a page that is loaded in advance would run the queries of a page unseen."""
+    recorded, visits = recording([SHOW])
+    given = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest, "Sec-Purpose": purpose}
+    headers = {name: value for name, value in given.items() if value is not None}
+    for method in ("GET", "HEAD"):
+        visits.clear()
+        answer = client(recorded).request(method, "/show", headers=headers)
+        assert (answer.status_code, len(visits)) == (status, status == 200)
+        assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8080", "127.0.0.1:9", "[::1]:8080", "[0:0:0:0:0:0:0:1]"])
 def test_the_console_answers_to_its_hosts(host: str) -> None:
     recorded, _ = recording([SHOW])
     assert client(recorded).get("/show", headers={"Host": host}).status_code == 200
@@ -90,10 +126,12 @@ def test_the_console_answers_to_its_hosts(host: str) -> None:
     "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil", "[::1", "", "a@localhost"]
 )
 def test_the_console_answers_to_no_other_host(host: str) -> None:
-    recorded, visits = recording([SHOW, Route("/healthz", SHOW.handler, role=None)])
-    for path in ("/show", "/healthz", "/none"):
+    recorded, visits = recording([SHOW])
+    for path in ("/show", "/static/console.css", "/none"):
         assert client(recorded).get(path, headers={"Host": host}).status_code == 403
     assert not visits
+    # The health check of a balancer sends the address of the pod.
+    assert client(recorded, prefix="/outbox").get("/outbox/healthz", headers={"Host": host}).text == "ok\n"
 
 
 def test_actions_and_data_need_their_flags_whatever_the_roles_file_says() -> None:
@@ -168,3 +206,109 @@ def test_the_console_can_be_mounted_in_another_application() -> None:
     answer = TestClient(mounted, base_url=ORIGIN).get("/ops/show?q=1")
     assert (answer.status_code, visits[0].path, visits[0].prefix) == (200, "/show", "/ops")
     assert TestClient(mounted, base_url=ORIGIN).get("/ops/none").status_code == 404
+
+
+def test_a_mounted_console_closes_a_web_socket() -> None:
+    mounted = Starlette(routes=[Mount("/ops", client([]).app)])
+    with pytest.raises(WebSocketDisconnect), TestClient(mounted, base_url=ORIGIN).websocket_connect("/ops/"):
+        pytest.fail("opened")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"path_prefix": "/outbox/"}, "path_prefix: '/outbox/' is not allowed"),
+        ({"path_prefix": "outbox"}, "path_prefix: 'outbox' is not allowed"),
+        ({"allowed_hosts": ["a b"]}, "allowed_hosts: 'a b' is not allowed"),
+        ({"allowed_hosts": ["https://outbox.example.com"]}, "allowed_hosts: 'https://outbox.example.com' is not"),
+        ({"allowed_hosts": []}, "allowed_hosts: '' is not allowed"),
+        ({"production": "shop prod"}, "production: 'shop prod' is not allowed"),
+        ({"docs_url": "javascript:alert(1)"}, "docs_url: 'javascript:alert(1)' is not allowed"),
+    ],
+)
+def test_the_function_refuses_what_the_command_refuses(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError, match=re.escape(said)), mock.patch.object(schema, "layout"):
+        application.app(mock.Mock(), **given)
+
+
+@pytest.mark.parametrize("hosts", ["Outbox.example.com:443, [::0:1]", ["OUTBOX.example.com", "::1"]])
+def test_the_notation_of_a_host_does_not_matter(hosts: Any) -> None:
+    with mock.patch.object(schema, "layout"):
+        assert application.app(mock.Mock(), allowed_hosts=hosts).allowed_hosts == ("outbox.example.com", "::1")
+
+
+def test_slow_pages_delay_neither_the_health_check_nor_files_nor_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page without a place says so, and the browser loads it again. Later it gets one."""
+    monkeypatch.setattr(access, "WAIT_SECONDS", 0.05)
+    may_end = threading.Event()
+
+    def slow(_visit: Visit) -> Response:
+        return PlainTextResponse(str(may_end.wait(60)))
+
+    app = client([Route("/slow", slow), Route("/", slow, work=Work.LIGHT), SHOW, CHANGE]).app
+    app.routes[2:] = recording(app.routes[2:])[0]
+
+    async def scenario() -> None:
+        async with anyio.create_task_group() as tasks:
+            answers: list[tuple[int, dict[str, str], str]] = []
+            all_wait = anyio.Event()
+
+            async def ask(path: str) -> None:
+                answers.append(await asked(app, path))
+                if len(answers) == 90 - access.PLACES[Work.LIGHT] - access.PLACES[Work.SCAN]:
+                    all_wait.set()
+
+            for _ in range(45):
+                tasks.start_soon(ask, "/slow")
+                tasks.start_soon(ask, "/")
+            await all_wait.wait()
+            assert {(status, headers["retry-after"]) for status, headers, _ in answers} == {(503, "0")}
+            assert any("The console is busy: 8 pages" in body for _, _, body in answers)
+            assert all(headers["refresh"] for _, headers, _ in answers)
+            assert (await asked(app, "/healthz"))[2] == "ok\n"
+            assert (await asked(app, "/static/console.css"))[0] == 200
+            status, headers, _ = await asked(app, "/change", {"type": "http.request", "body": b""})
+            assert (status, "refresh" in headers) == (503, False)  # a form is not sent again
+            may_end.set()
+        assert {status for status, _, _ in answers[-24:]} == {200}
+        assert (await asked(app, "/slow"))[0] == 200
+
+    anyio.run(scenario)
+
+
+def test_a_client_that_leaves_while_it_sends_a_form_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    recorded, visits = recording([CHANGE])
+    part = {"type": "http.request", "body": b"reason=", "more_body": True}
+    with caplog.at_level(logging.INFO, "outbox"):
+        answer = anyio.run(asked, client(recorded).app, "/change", part, {"type": "http.disconnect"})
+    assert (answer[0], visits) == (0, [])
+    assert [(each.levelname, each.exc_info) for each in caplog.records] == [("INFO", None)]
+
+
+def test_views_and_refusals_leave_a_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """Who, what and from where. A tab that reads its page again adds nothing, and each form adds a line."""
+    recorded, _ = recording([SHOW, CHANGE])
+    ann = client(recorded, roles=VIEWERS)
+    bob = client(recorded, identify=lambda _request: "bob")
+    with caplog.at_level(logging.INFO, "outbox"):
+        for _ in range(3):
+            ann.get("/show?id=a%0Ab", headers={"X-Forwarded-For": "192.0.2.7"})
+        ann.get("/none")
+        ann.post("/change", headers=SAME)
+        for _ in range(2):
+            bob.post("/change", headers=SAME)
+        client(recorded, identify=lambda _request: "").get("/show", headers={"Host": "evil.example"})
+    assert [each.getMessage() for each in caplog.records] == [
+        "ann: GET /show?id=a%0Ab from testclient, X-Forwarded-For 192.0.2.7",
+        "refused nobody: GET /none from testclient: There is no such page",
+        "refused ann: POST /change from testclient: This needs the role operator",
+        "bob: POST /change from testclient",
+        "bob: POST /change from testclient",
+        "refused nobody: GET /show from testclient: The console does not answer to this host name",
+    ]
+
+
+def test_a_link_holds_any_text_of_a_row() -> None:
+    assert Visit(console=bare_console(), person="ann", roles=frozenset(), path="/").link("/topic", name="\ud800") == (
+        "/topic?name=%3F"
+    )

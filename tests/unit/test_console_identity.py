@@ -1,12 +1,15 @@
 """Who sends a request: assertions of IAP, the header of a trusted proxy, and the file of roles."""
 
 import base64
+import concurrent.futures
 import ipaddress
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
+import google.auth.exceptions
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
@@ -14,7 +17,17 @@ from google.auth import crypt, jwt
 from google.auth.crypt import es
 from starlette.requests import Request
 
-from outbox.console.identity import IAP_HEADER, IAP_ISSUER, KEY_SECONDS, UNKNOWN_KEY_SECONDS, Header, Iap, Keys
+from outbox.console import identity
+from outbox.console.identity import (
+    FIRST_KEY_SECONDS,
+    IAP_HEADER,
+    IAP_ISSUER,
+    KEY_SECONDS,
+    UNKNOWN_KEY_SECONDS,
+    Header,
+    Iap,
+    Keys,
+)
 from outbox.console.roles import Role, parsed
 from outbox.console.visits import Refused
 from outbox.errors import SettingError
@@ -114,20 +127,66 @@ def test_keys_are_read_again_when_they_are_unknown_or_old_but_not_for_each_reque
     assert reads == [0, UNKNOWN_KEY_SECONDS + 3, KEY_SECONDS * 2]
 
 
-def test_a_failed_read_of_the_keys_refuses_the_request() -> None:
+def test_unknown_keys_cause_one_read_a_minute_whatever_its_result() -> None:
+    """Also if many threads ask at once."""
+    now, reads = [0.0], list[float]()
+
     def fetch() -> dict[str, str]:
-        raise OSError("no route")
+        reads.append(now[0])
+        if len(reads) > 1:
+            raise OSError("no route")
+        return {"k1": PUBLIC}
 
-    with pytest.raises(Refused, match="IAP did not vouch"):
-        Iap(AUDIENCE, Keys(fetch))(request({IAP_HEADER: assertion()}))
+    keys = Keys(fetch, lambda: now[0])
+    for second in (0.0, UNKNOWN_KEY_SECONDS + 1):
+        now[0] = second
+        with concurrent.futures.ThreadPoolExecutor(10) as threads:
+            list(threads.map(keys.with_key, (f"forged {number}" for number in range(50))))
+    assert reads == [0.0, UNKNOWN_KEY_SECONDS + 1]
 
 
-PROXY = Header("X-Forwarded-Email", [ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")])
+def test_keys_stay_valid_while_the_key_server_cannot_be_reached() -> None:
+    now = [0.0]
+    fetch = mock.Mock(return_value={"k1": PUBLIC})
+    named = Iap(AUDIENCE, Keys(fetch, lambda: now[0]))
+    for error in (None, OSError("no route"), ValueError("status 500"), google.auth.exceptions.TransportError("reset")):
+        fetch.side_effect = error
+        assert named(request({IAP_HEADER: assertion()})) == "ann@example.com"
+        now[0] += KEY_SECONDS + 1
+    assert fetch.call_count == 4
 
 
-def test_the_header_of_a_trusted_proxy_names_the_person() -> None:
-    for client in ("10.1.2.3", "fd00::1"):
-        assert PROXY(request({"x-forwarded-email": "bob@example.com"}, client)) == "bob@example.com"
+def test_a_console_that_starts_without_the_key_server_opens_soon_after_it_is_back() -> None:
+    now = [0.0]
+    fetch = mock.Mock(side_effect=OSError("no route"))
+    named = Iap(AUDIENCE, Keys(fetch, lambda: now[0]))
+    for _ in range(2):
+        with pytest.raises(Refused, match="IAP did not vouch"):
+            named(request({IAP_HEADER: assertion()}))
+    assert fetch.call_count == 1
+    now[0], fetch.side_effect, fetch.return_value = FIRST_KEY_SECONDS + 1, None, {"k1": PUBLIC}
+    assert named(request({IAP_HEADER: assertion()})) == "ann@example.com"
+
+
+@pytest.mark.parametrize(("status", "body"), [(500, b"{}"), (404, b'{"error": "x"}'), (200, b"[]"), (200, b"<html>")])
+def test_only_an_answer_with_keys_is_keys(status: int, body: bytes) -> None:
+    answer = mock.Mock(status=status, data=body)
+    with (
+        mock.patch.object(identity, "HttpRequest", return_value=lambda *_, **__: answer),
+        pytest.raises(ValueError, match=r"status|Expecting"),
+    ):
+        identity._fetched()
+
+
+PROXY = Header("X-Forwarded-Email", ["10.0.0.0/8", "fd00::/8"])
+
+
+@pytest.mark.parametrize("proxies", ["10.0.0.0/8,fd00::/8", ["::ffff:10.0.0.0/104", ipaddress.ip_network("fd00::/8")]])
+@pytest.mark.parametrize("client", ["10.1.2.3", "fd00::1", "::ffff:10.1.2.3", "::ffff:a01:203", "fd00::1%eth0"])
+def test_the_header_of_a_trusted_proxy_names_the_person(proxies: Any, client: str) -> None:
+    """Whatever the notation of its address: a socket for IPv6 shows an IPv4 address as ::ffff:10.1.2.3."""
+    proxy = Header("X-Forwarded-Email", proxies)
+    assert proxy(request({"x-forwarded-email": "bob@example.com"}, client)) == "bob@example.com"
 
 
 @pytest.mark.parametrize("client", ["11.0.0.1", "127.0.0.1", "::ffff:11.0.0.1", "testclient", ""])
@@ -138,15 +197,47 @@ def test_the_header_of_another_address_names_nobody(client: str) -> None:
 
 
 @pytest.mark.parametrize("values", [[], [""], ["bob@example.com", "eve@example.com"]])
-def test_the_header_names_one_person(values: list[str]) -> None:
+def test_the_proxy_sets_the_header_once(values: list[str]) -> None:
     with pytest.raises(Refused, match="The proxy sent no X-Forwarded-Email"):
         PROXY(request([("X-Forwarded-Email", value) for value in values]))
+
+
+@pytest.mark.parametrize("name", ["jörg", "jörg@example.com", "ann+ops@example.com", "o'hara@example.com", "x" * 320])
+def test_a_name_is_utf8(name: str) -> None:
+    assert PROXY(request({"X-Forwarded-Email": name.encode().decode("latin-1")})) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "evil@evil.com, vi@example.com", "evil@evil.com;vi@example.com", "evil@evil.com vi@example.com",
+        "evil@evil.com\tvi@example.com", "Vi <vi@example.com>", '"evil@evil.com"@example.com',
+        "evil@evil.com@example.com", "@example.com", "vi@", "x" * 309 + "@example.com", "jo\u0308rg@example.com",
+        "\u212aai@example.com", "vi\u200b@example.com", "vi\u202e@example.com", "evil@evil.com\x85vi@example.com",
+    ],
+)  # fmt: skip
+def test_a_header_names_one_person_in_one_notation(name: str) -> None:
+    with pytest.raises(Refused, match="The proxy did not name one person"):
+        PROXY(request({"X-Forwarded-Email": name.encode().decode("latin-1")}))
+
+
+def test_a_header_that_is_not_utf8_names_nobody() -> None:
+    with pytest.raises(Refused, match="The proxy did not name one person"):
+        PROXY(request({"X-Forwarded-Email": "j\xf6rg"}))
+
+
+@pytest.mark.parametrize("wrong", [lambda: Header("", []), lambda: Header("X-Email", "10.0.0.1/8"), lambda: Iap("")])
+def test_an_identity_without_its_check_is_refused(wrong: Callable[[], object]) -> None:
+    with pytest.raises(SettingError):
+        wrong()
 
 
 def test_the_file_of_roles() -> None:
     roles = parsed('{"viewer": ["*@example.com"], "destroyer": ["ann@example.com"], "data": ["eve@other.org"]}')
     assert roles.of("ann@example.com") == {Role.VIEWER, Role.OPERATOR, Role.DESTROYER}
     assert roles.of("bob@example.com") == roles.of("joann@example.com") == {Role.VIEWER}
+    assert roles.of("ANN@Example.COM") == roles.of("ann@example.com")
+    assert parsed('{"data": ["JÖRG@Example.com"]}').of("jörg@example.com") == {Role.VIEWER, Role.DATA}
     assert roles.of("eve@other.org") == {Role.VIEWER, Role.DATA}
     for nobody in ("", "example.com", "ann@example.com.evil.org", "*@example.com.evil", "ANN@example.com "):
         assert roles.of(nobody) == set()

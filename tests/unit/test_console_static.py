@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from outbox.console.application import routes
+from outbox.console.application import files
 from outbox.console.visits import _ENVIRONMENT
 from outbox.table.states import STATES
 from publishworker.pubsub.errors import REASONS, FailureKind
@@ -28,12 +28,12 @@ def test_htmx_is_the_published_file() -> None:
 
 def test_pages_load_nothing_from_elsewhere_and_have_no_inline_code() -> None:
     """The content security policy would block it, silently for a person without the browser's console."""
-    served = {route.path for route in routes()}
+    served = files()
     for template in TEMPLATES.iterdir():
         text = template.read_text(encoding="utf-8")
         assert not re.search(r"<(script|link|img)[^>]*(https?:)?//", text)
         assert not re.search(r"\son\w+=|\sstyle=|javascript:|<style|\|safe", text)
-        assert {f"/static/{name}" for name in re.findall(r"/static/([\w.]+)", text)} <= served
+        assert {f"/static/{name}" for name in re.findall(r"/static/([\w.]+)", text)} <= served.keys()
 
 
 def test_pages_explain_every_state() -> None:
@@ -58,4 +58,4 @@ def test_every_reason_leads_to_a_section_that_exists() -> None:
 
 def test_other_errors_lead_to_the_whole_runbook() -> None:
     for error in ("", ": x", "by hand: x"):
-        assert PARTS.runbook(error).endswith("/docs/operations/runbook.md")
+        assert PARTS.runbook(error).strip() == "operations/runbook.md"
