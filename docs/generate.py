@@ -55,7 +55,6 @@ OTHER_FLAGS = f"""\
 
 | command | flag | meaning |
 |---|---|---|
-| `publishworker run` | `--trace FILE` | Append each [step](../architecture/specification.md#check-a-trace) to a file. |
 | `publishworker drain` | `--deadline SECONDS` | Stop after this time with exit code 4. The default is no limit. |
 | `publishworker check` | `TOPIC ...` | Topics to check in addition to those of pending tasks. |
 | `publishworker verify` | `--database`, `--rows`, `--keep`, `--yes`, `--json` | \

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from outbox._version import __version__
 from outbox.cli import (
     changes,
-    conform,
     console,
     emulators,
     flags,
@@ -30,7 +29,7 @@ from outbox.program.lazy import need
 from outbox.program.settings import one_of, unknown_variables
 from outbox.program.terminal import Escaped, ended, prepare_streams, say
 
-COMMANDS = (emulators, schema, status, tasks, changes, topic_list, topics, workers, operations, console, conform)
+COMMANDS = (emulators, schema, status, tasks, changes, topic_list, topics, workers, operations, console)
 
 COMPLETION_DESCRIPTION = """\
 Print a script that completes the commands and flags of `outbox`. It needs the extra

@@ -26,14 +26,6 @@ class Tools:
     marking: SharedMarking
     host: Host = field(default_factory=Host)
 
-    def for_reads(self) -> Store:
-        """Return the store for the reads of turns. `TracedTools` returns one that records them."""
-        return self.store
-
-    def for_batch(self, _claim: Claim) -> "Tools":
-        """Return the tools of a batch. `TracedTools` returns tools that record its steps."""
-        return self
-
     def publish(self, claim: Claim, rows: Sequence[LockedRow]) -> dict[str, Answer]:
         """Publish rows of a claim within the time limit. Tasks that failed before share no request."""
         alone = rules.published_alone(claim, rows)

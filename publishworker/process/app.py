@@ -21,7 +21,6 @@ from outbox.table.layouts import Layout
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.tools import Tools
-from publishworker.delivery.trace import Trace, TracedTools
 from publishworker.host import Host
 from publishworker.log import log
 from publishworker.process import exits
@@ -65,7 +64,6 @@ class App:
         id: str,
         metrics: Metrics,
         touch_file: Callable[[], None] = lambda: None,
-        trace: Trace | None = None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
@@ -78,7 +76,7 @@ class App:
             create_command=partial(create_topic_command, settings),
         )
         host = Host(progress=touch_file)
-        self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host, trace=trace)
+        self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host)
         self.membership.info = partial(worker_info, settings, self.relay)
         self._stream = (
             ChangeStream(self.store.database.on_own_connection(), self.relay.wake)
@@ -191,7 +189,6 @@ def relay_of(
     *,
     metrics: Metrics,
     host: Host,
-    trace: Trace | None = None,
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
     places = settings.concurrency
@@ -204,9 +201,8 @@ def relay_of(
         random=host.random,
         skip_dead=settings.on_ordering_failure == "skip",
     )
-    tools = Tools if trace is None else partial(TracedTools, trace=trace)
     return Relay(
-        tools(
+        Tools(
             store=store,
             publisher=publisher,
             policy=policy,
@@ -222,7 +218,7 @@ def relay_of(
             fair_share=settings.fair_share,
         ),
         membership,
-        Reporter(metrics, host.clock, trace),
+        Reporter(metrics, host.clock),
         # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
         discovery_seconds=min(settings.poll_interval / 2, 1.0),
     )

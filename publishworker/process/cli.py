@@ -91,8 +91,6 @@ def _parser() -> argparse.ArgumentParser:
 
     run = add("run", commands.run, "Publish tasks until SIGTERM.")
     WorkerSettings.add_flags(run)
-    trace = "Append the steps of the relay to this file, without messages, for `outbox conform`."
-    run.add_argument("--trace", metavar="FILE", help=trace)
     drain = add("drain", commands.drain, "Publish until nothing is pending or retrying; print what remains.")
     WorkerSettings.add_flags(drain)
     add_deadline(drain)

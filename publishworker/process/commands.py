@@ -16,7 +16,6 @@ from outbox.program import logs
 from outbox.program.settings import unknown_variables
 from outbox.program.signals import handled
 from outbox.program.terminal import say
-from publishworker.delivery.trace import File, Trace
 from publishworker.log import ThrottledLog, log
 from publishworker.process import exits
 from publishworker.process.app import App, until_drained
@@ -29,7 +28,7 @@ from publishworker.telemetry.metrics import Metrics
 def run(options: argparse.Namespace) -> int:
     """Publish tasks until a signal; return the exit code."""
     settings = WorkerSettings.read(vars(options))
-    with _worker(settings, options.trace) as (worker, stop):
+    with _worker(settings) as (worker, stop):
         return worker.until_stopped(stop, lambda _turn: False, timeout_exit_code=exits.FAILED)
 
 
@@ -60,7 +59,7 @@ def drain(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _worker(settings: WorkerSettings, trace: str | None = None) -> Iterator[tuple[App, threading.Event]]:
+def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
     """Configure this process. Yield the worker, and an event that a signal sets; until then, it ends the process."""
     logs.configure(settings.log_format, settings.log_level)
     for sentence in unknown_variables():
@@ -75,7 +74,6 @@ def _worker(settings: WorkerSettings, trace: str | None = None) -> Iterator[tupl
             id=id,
             metrics=metrics,
             touch_file=heartbeat_file(Path(settings.heartbeat_file)),
-            trace=Trace(File(trace).write, id) if trace is not None else None,
         )
         collect_garbage_rarely()
         with stop_on_signals() as stop, stack.pop_all():

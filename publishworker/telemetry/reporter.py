@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outbox.program.terminal import counted
 from publishworker.delivery.claim import Delivered, Kind, Recorded, Unmarked, turn_counts
-from publishworker.delivery.trace import Trace
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
@@ -38,9 +37,8 @@ class Reporter:
     FAILURE_LINES about single tasks.
     """
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float], trace: Trace | None = None) -> None:
+    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
-        self._trace = trace
         self._throttled_log = ThrottledLog(clock)
         self._clock = clock
         self._work: Counter[str] = Counter()
@@ -92,8 +90,6 @@ class Reporter:
         """Log tasks that cannot be marked now, or that the batch has stopped trying to mark."""
         topic, ids = unmarked.claim.topic, unmarked.claim.ids
         if unmarked.given_up:
-            if self._trace is not None:
-                self._trace.step("give up", ids=ids)  # they are published again, or stay marked
             self._unconfirmed(topic, ids if unmarked.state == "marked" else ())
             if unmarked.state == "published":
                 self._throttled_log.log(

@@ -78,7 +78,7 @@ _KINDS = {Kind.PUBLISH: Delivery, Kind.MARK_FIRST: MarkFirst, Kind.DEFER: Deferr
 
 def delivery_of(claim: Claim, tools: Tools) -> Delivery:
     """Return the delivery of a claim."""
-    return _KINDS[claim.kind](claim, tools.for_batch(claim))
+    return _KINDS[claim.kind](claim, tools)
 
 
 @dataclass(eq=False, slots=True)

@@ -29,7 +29,7 @@ class Relay:
         discovery_seconds: float,
     ) -> None:
         """Turns and batches use `tools`. While turns run, topics are discovered at least every `discovery_seconds`."""
-        store, host = tools.for_reads(), tools.host
+        store, host = tools.store, tools.host
         self._reporter = reporter
         #: Set by `wake`. The worker then ends its pause.
         self.woken = host.threads.event()

@@ -15,7 +15,7 @@ from tests.support.commands import Commands
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compare what the workers of each test do with the specification."""
     trace = tmp_path / "trace.jsonl"
-    monkeypatch.setattr(relays, "trace", trace)
+    monkeypatch.setattr(relays, "traces", trace)
     yield
     if trace.exists():
         relays.compare(trace)

@@ -14,7 +14,6 @@ from unittest import mock
 
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.layouts import Layout
-from publishworker.delivery.trace import Trace
 from publishworker.telemetry.metrics import Client
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
@@ -31,6 +30,7 @@ from tests.simulation.spanner import (
     Spanner,
     Transaction,
 )
+from tests.specification.trace import Trace
 from tests.support.fakes import serialized
 from tests.support.parts import relay_of
 

@@ -1,30 +1,18 @@
 """What workers do is allowed by the specification, step by step: workers of the simulation, and in `tests/faults`."""
 
 import itertools
-import json
-import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from outbox import cli
-from outbox.errors import SettingError
-from outbox.specification.conformance import Conformance, conform
-from publishworker.delivery.marking import SharedMarking
-from publishworker.delivery.tools import Tools
-from publishworker.delivery.trace import File, Trace
-from publishworker.host import Host
-from publishworker.turn.in_flight import delivery_of
 from tests.simulation.plan import Plan
 from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import World
-from tests.support.fakes import FakePublisher, FakeStore
-from tests.support.parts import claim_of, policy
-from tests.support.processes import ROOT
+from tests.specification.conformance import Conformance, conform
+from tests.specification.trace import Trace
 from tests.support.relay_bench import Bench
 
 
@@ -221,97 +209,27 @@ def test_a_step_of_another_relay_that_keeps_the_promises_is_none(steps: list[dic
     ],
 )
 def test_an_unknown_value_is_refused(steps: list[dict[str, Any]], error: str) -> None:
-    with pytest.raises(SettingError, match=error):
+    with pytest.raises(ValueError, match=error):
         conform(trace(*steps))
 
 
-def test_a_missing_part_of_a_trace_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its name is printed instead. The parts may come in any order."""
+def test_a_missing_part_of_a_trace_is_no_difference() -> None:
     steps = traced(1)
-    worker = steps[0]["worker"]
-    parts = [tmp_path / f"{n}.jsonl" for n in range(3)]
-    for part, begin, end in zip(parts, (0, 3, 6), (3, 6, None), strict=True):
-        part.write_text("".join(json.dumps(step) + "\n" for step in steps[begin:end]), encoding="utf-8")
-    assert cli.main(["conform", *map(str, reversed(parts))]) == 0
-    for given, reason in (
-        (parts[1:], "step 1 of worker {} is missing"), (parts[::2], "step 4 of worker {} is missing"),
-    ):  # fmt: skip
-        assert cli.main(["conform", *map(str, given)]) == 2
-        assert reason.format(worker) in capsys.readouterr().err
-    with pytest.raises(SettingError, match=r"step 1 of worker .* is there twice"):
-        conform(steps + steps)
+    assert not conform(steps[::-1]).differences
+    for part, reason in (
+        (steps[3:], "step 1 of worker .* is missing"),
+        (steps[:3] + steps[6:], "step 4 of worker .* is missing"),
+        (steps + steps, "step 1 of worker .* is there twice"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            conform(part)
 
 
-def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A killed worker leaves an incomplete line. The first step that is not allowed is printed with both states."""
-    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    lines = [json.dumps(step) for step in traced(1)]
-    good.write_text("\n".join(lines) + '\n{"step": "lo', encoding="utf-8")
-    bad.write_text("\n".join(lines).replace('"sent"', '"dead"') + "\n", encoding="utf-8")
-    assert cli.main(["conform", str(good)]) == 0
-    assert "1 worker, 4 transactions compared, 0 not specified, 0 differences" in capsys.readouterr().out
-    assert cli.main(["conform", str(bad)]) == 1
-    printed = capsys.readouterr().out
-    assert "before: [" in printed
-    assert "after: [" in printed
-
-
-def test_a_worker_that_starts_again_cuts_an_incomplete_line(tmp_path: Path) -> None:
-    """Otherwise its first step would follow on the same line. A file that is given twice is compared once."""
-    file = tmp_path / "trace.jsonl"
-    file.write_text("".join(json.dumps(step) + "\n" for step in traced(1)) + '{"step": "lo', encoding="utf-8")
-    Trace(File(str(file)).write, "again").step("route", routes={})
-    assert cli.main(["conform", str(file), str(file)]) == 0
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[" * 100_000 + "\n", '{"worker": "w", "step": "walk"}\n', "no JSON\n", '{"step": "lock"}\n', "7\n",
-     '{"worker": "w", "step": "lock"}\n', '{"worker": "w", "step": "lock", "n": 1}\n'],
-)  # fmt: skip
-def test_the_command_refuses_other_files(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "other.jsonl"
-    file.write_text(text, encoding="utf-8")
-    assert cli.main(["conform", str(file)]) == 2
-    assert "outbox: " in capsys.readouterr().err
-    assert cli.main(["conform", str(tmp_path / "gone")]) == 2
-    assert "cannot be read: No such file" in capsys.readouterr().err
-
-
-def test_a_trace_has_no_message_and_no_ordering_key(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    bench = Bench(trace=Trace(File(str(file)).write, "w"))
+def test_a_trace_has_no_message_and_no_ordering_key() -> None:
+    steps: list[dict[str, Any]] = []
+    bench = Bench(trace=Trace(steps.append, "w"))
     bench.line("a", key="personal")
     bench.turns()
-    text = file.read_text(encoding="utf-8")
-    steps = [json.loads(line)["step"] for line in text.splitlines()]
-    assert steps == ["poll", "claim", "lock", "publish", "answer", "mark", "commit"]
-    assert "personal" not in text
-    assert "data" not in text
-
-
-def test_the_page_names_every_member_of_a_step() -> None:
-    """Another relay writes its trace by the page."""
-    page = (ROOT / "docs/architecture/specification.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(\w+)`", page[page.index("To check a relay in another language") :])
-    assert {name for seed in range(3) for step in traced(seed) for name in step} <= {*named}
-
-
-@pytest.mark.parametrize("path", ["/", ""])
-def test_a_trace_needs_a_file(path: str) -> None:
-    with pytest.raises(SettingError, match=f"--trace: '{path}' cannot be written: Is a directory"):
-        File(path)
-
-
-def test_a_batch_without_a_trace_uses_the_store_itself() -> None:
-    tools = Tools(
-        store=FakeStore(), publisher=FakePublisher(), policy=policy(), publish_seconds=5, marking=SharedMarking(Host())
-    )
-    assert delivery_of(claim_of("orders", "a"), tools)._tools is tools
-
-
-def test_a_full_disk_ends_the_trace_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    file = File("/dev/full")
-    for _ in range(3):
-        file.write({"step": "poll"})
-    assert len(caplog.records) == 1
+    assert [each["step"] for each in steps] == ["poll", "claim", "lock", "publish", "answer", "mark", "commit"]
+    assert "personal" not in str(steps)
+    assert "data" not in str(steps)

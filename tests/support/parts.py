@@ -1,7 +1,6 @@
 """The worker's parts, put together for a test: small numbers, one seed, a turn that waits for its batches."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import zip_longest
 from random import Random
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from publishworker.delivery.claim import Claim, ClaimedTask, Kind, TopicHints
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.delivery.tools import Tools
-from publishworker.delivery.trace import TracedTools
 from publishworker.host import Host
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Store
@@ -25,6 +23,7 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.poller import Poller
 from publishworker.turn.relay import Relay
 from publishworker.types import PollRequest
+from tests.specification.trace import Trace
 
 HOST, SHARES = {"clock", "random", "threads", "progress"}, {"max_stragglers", "fair_share"}
 
@@ -48,11 +47,11 @@ def relay_of(
     **options: Any,
 ) -> Relay:
     host = Host(**{"random": Random(1)} | {name: options.pop(name) for name in HOST & options.keys()})
-    trace = options.pop("trace", None)
+    trace: Trace | None = options.pop("trace", None)
+    store = trace.store(store) if trace else store
     shares = {name: options.pop(name) for name in SHARES & options.keys()}
-    tools = Tools if trace is None else partial(TracedTools, trace=trace)
-    return Relay(
-        tools(
+    relay = Relay(
+        Tools(
             store=store,
             publisher=publisher,
             policy=policy(random=host.random, skip_dead=options.pop("skip_dead", False), **(retries or {})),
@@ -62,9 +61,10 @@ def relay_of(
         ),
         Limits(size, batch_bytes, batches, **shares),
         membership or Membership(store, "worker"),
-        Reporter(Metrics(client), host.clock, trace),
+        Reporter(Metrics(client), host.clock),
         **{"discovery_seconds": 0, **options},
     )
+    return trace.batches_of(relay) if trace else relay
 
 
 def reads_of(

@@ -15,14 +15,14 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from outbox.specification.conformance import conform
+from tests.specification.conformance import conform
 from tests.support.processes import Process, started
 from tests.support.pubsub import Subscription
 from tests.support.spanner import query, variables
 from tests.support.waiting import eventually
 
 #: Where the workers of a test write their traces, if anywhere.
-trace: Path | None = None
+traces: Path | None = None
 #: A value of AsynchronousTasks.Data that is no PubsubMessage, encoded as the client wants it.
 UNDECODABLE = b"////"
 
@@ -124,18 +124,21 @@ def worker(
     *arguments: str,
     command: str = "run",
     module: str = "publishworker",
+    trace: Path | None = None,
     **environment: str,
 ) -> Iterator[Process]:
     """Start `publishworker` on a database; its environment is that of `outbox emulators`, except for one variable.
 
-    A `module` of our own may prepare the process.
+    A `module` of our own may prepare the process. It writes its steps to `trace`, or else to `traces`.
     """
     heartbeat = Path("/tmp") / f"publishworker-{uuid.uuid4().hex}.heartbeat"
     settings = variables(database.database_id, emulators) | {"OUTBOX_HEARTBEAT_FILE": str(heartbeat)}
     try:
         environment = settings | environment
-        traced = ("--trace", str(trace)) if trace is not None and command == "run" else ()
-        with started(module, command, *traced, *arguments, environment=environment) as process:
+        if (trace := trace or traces) is not None and command == "run":
+            environment |= {"TRACE_FILE": str(trace), "TRACED_MODULE": module}
+            module = "tests.support.traced_worker"
+        with started(module, command, *arguments, environment=environment) as process:
             yield process
     finally:
         heartbeat.unlink(missing_ok=True)

@@ -148,8 +148,10 @@ class Trial:
         variables: dict[str, Any] = {
             "SPANNER_EMULATOR_HOST": self.spanner_host, "PUBSUB_EMULATOR_HOST": self.pubsub_host, **environment
         }  # fmt: skip
-        trace = ("--trace", str(self._folder / "trace.jsonl"))
-        with worker(self.emulators, self.database, *OPTIONS, *trace, *flags, module=module, **variables) as process:
+        trace = self._folder / "trace.jsonl"
+        with worker(
+            self.emulators, self.database, *OPTIONS, *flags, module=module, trace=trace, **variables
+        ) as process:
             yield process
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ There is no clock: a task becomes due at any moment, and a lock is lost at any m
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outbox.specification.state import (  # isort: skip
+from tests.specification.state import (  # isort: skip
     ABSENT, DEAD, DEFERRED, EVENTS, FAULTS, GONE, NO_ANSWER, NOT_DUE, NOT_UNSENT, OPERATOR, PUBLISHED, READY, RETRYING,
     SCHEDULED, SENDABLE, SENT, Batch, Row, Seen, State, Worker,
 )  # fmt: skip

@@ -1,30 +1,25 @@
-"""The steps of the relay, for `outbox conform`: route, poll, claim, lock, publish, answer, mark, commit, fail, give up.
+"""The steps of a relay: route, poll, claim, lock, publish, answer, mark, commit, fail, give up.
 
-A trace has IDs and states of tasks, but no message. Without a trace nothing here is called: only TracedTools give a
-batch another store and another publisher.
+A traced relay gets another store, and each of its batches another store and another publisher. A trace has IDs and
+states of tasks, but no message.
 """
 
 import itertools
-import json
-import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from outbox.errors import SettingError
-from outbox.specification.state import DEAD, DEFERRED, READY, RETRYING, SCHEDULED, SENT
 from outbox.table.states import is_dead
-from publishworker.delivery.claim import Claim, ClaimedTask
-from publishworker.delivery.tools import Tools
-from publishworker.log import log
+from publishworker.delivery.claim import Claim, ClaimedTask, Recorded, Unmarked
+from publishworker.delivery.delivery import Delivery
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.spanner.store import Decide, Store
+from publishworker.turn.relay import Relay
 from publishworker.types import (
     Answer,
     Deferred,
@@ -37,42 +32,7 @@ from publishworker.types import (
     RowChange,
     Version,
 )
-
-#: Max bytes of a step.
-MAX_LINE_BYTES = 10_000_000
-
-
-class File:
-    """Appends steps to a file, as JSON lines. The constructor raises SettingError."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - open until the process ends
-            _cut_incomplete_line(Path(path))
-        except OSError as error:
-            raise SettingError(f"--trace: {path!r} cannot be written: {error.strerror}") from None
-        self._ended = False
-
-    def write(self, step: Mapping[str, Any]) -> None:
-        """Write a step. A failure ends the trace."""
-        try:
-            line = json.dumps(step).encode() + b"\n"
-            reason = None if self._ended or self._file.write(line) == len(line) else "the disk is full"
-        except OSError as error:
-            reason = error.strerror
-        if reason is not None:
-            self._ended = True
-            log.warning("The trace %s ends: %s", self._file.name, reason, extra={"action": "trace_ended"})
-
-
-def _cut_incomplete_line(path: Path) -> None:
-    """Cut the end of a line that a killed worker or a full disk has left. Raises OSError."""
-    if path.is_file():
-        with path.open("rb+") as file:
-            begin = max(0, file.seek(0, os.SEEK_END) - MAX_LINE_BYTES)
-            file.seek(begin)
-            if (end := file.read()) and not end.endswith(b"\n"):
-                file.truncate(begin + end.rfind(b"\n") + 1)
+from tests.specification.state import DEAD, DEFERRED, READY, RETRYING, SCHEDULED, SENT
 
 
 class Trace:
@@ -82,32 +42,39 @@ class Trace:
         """Pass each step to `write`."""
         self._write, self._worker = write, worker
         self._lock, self._numbers = threading.Lock(), itertools.count(1)
-        self.batches = itertools.count(1)
+        self._batches = itertools.count(1)
 
     def step(self, name: str, **values: Any) -> None:
         """Note a step. Any thread may call this. Steps are written in order, so a kill loses only the last ones."""
         with self._lock:
             self._write({"step": name, "worker": self._worker, "n": next(self._numbers), **values})
 
+    def store(self, store: Store) -> Store:
+        """Return a store for turns, which notes the routes and the key heads that it returns."""
+        return cast(Store, _Reading(store, self.step))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedTools(Tools):
-    """Tools whose use is traced."""
+    def batches_of(self, relay: Relay) -> Relay:
+        """Let a relay with such a store note the steps of its batches, too, and return it."""
+        in_flight, reporter = relay.in_flight, relay._reporter
+        in_flight._delivery_of = partial(self._delivery_of, in_flight._delivery_of)  # type: ignore[assignment]
+        report_later = reporter.report_later
 
-    trace: Trace
+        def noted(report: Unmarked | Recorded) -> None:
+            if isinstance(report, Unmarked) and report.given_up:
+                self.step("give up", ids=report.claim.ids)  # they are published again, or stay marked
+            report_later(report)
 
-    def for_reads(self) -> Store:
-        """Return a store that notes the routes and the key heads that it returns."""
-        return cast(Store, _Reading(self.store, self.trace.step))
+        reporter.report_later = noted  # type: ignore[method-assign]
+        return relay
 
-    def for_batch(self, claim: Claim) -> Tools:
-        """Note the claim, and return tools that note the other steps of its batch."""
-        step = partial(self.trace.step, batch=next(self.trace.batches))
+    def _delivery_of(self, real: partial[Delivery], claim: Claim) -> Delivery:
+        tools, step = real.keywords["tools"], partial(self.step, batch=next(self._batches))
         kind = claim.kind.name.lower().replace("_", " ")
         tasks, releases = ([[task.id, _key(task)] for task in each] for each in (claim.tasks, claim.releases))
-        skips_dead = self.policy.skip_dead
+        skips_dead = tools.policy.skip_dead
         step("claim", kind=kind, topic=claim.topic, tasks=tasks, releases=releases, skips_dead=skips_dead)
-        return replace(self, store=cast(Store, _Store(self.store, step)), publisher=_Publisher(self.publisher, step))
+        store, publisher = cast(Store, _Store(tools.store.untraced, step)), _Publisher(tools.publisher, step)
+        return real(claim, tools=replace(tools, store=store, publisher=publisher))
 
 
 Step: TypeAlias = Callable[..., None]
@@ -115,21 +82,21 @@ Step: TypeAlias = Callable[..., None]
 
 class _Reading:
     def __init__(self, store: Store, step: Step) -> None:
-        self._store, self._step = store, step
+        self.untraced, self._step = store, step
         self._routes: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+        return getattr(self.untraced, name)
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
-        found = self._store.discover(shards, known)
+        found = self.untraced.discover(shards, known)
         if found.controls.routes != self._routes:
             self._routes = dict(found.controls.routes)
             self._step("route", routes=self._routes)
         return found
 
     def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
-        found = self._store.key_heads(keys, per_key, skip_dead=skip_dead)
+        found = self.untraced.key_heads(keys, per_key, skip_dead=skip_dead)
         for key, tasks in found.items():
             queue = [[each.id, _queued(each)] for each in tasks if not each.expired_before_due]
             self._step("poll", topic=key.topic, key=_hashed(key.ordering_key), queue=queue)
@@ -145,7 +112,7 @@ class _Store(_Reading):
             return marks
 
         try:
-            committed = self._store.claim(ids, traced)
+            committed = self.untraced.claim(ids, traced)
         except StoreError as error:
             written = "refused" if isinstance(error, Refused) else "no" if isinstance(error, NotWritten) else "unknown"
             self._step("fail", written=written)

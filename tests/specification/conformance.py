@@ -16,10 +16,9 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
-from outbox.errors import SettingError
-from outbox.specification import state as spec
-from outbox.specification.protocol import AGAIN, MARK, ORDER, Protocol
-from outbox.specification.state import (
+from tests.specification import state as spec
+from tests.specification.protocol import AGAIN, MARK, ORDER, Protocol
+from tests.specification.state import (
     DEAD,
     DEFERRED,
     GONE,
@@ -36,7 +35,7 @@ from outbox.specification.state import (
     State,
 )
 
-#: A line of a trace, as `publishworker.delivery.trace` writes it.
+#: A line of a trace, as `trace.py` writes it.
 Step: TypeAlias = Mapping[str, Any]
 #: The tasks of an ordering key in a claim, or a task without a key, and the tasks to release behind them.
 Lane: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
@@ -144,7 +143,7 @@ class _Batch:
 
 
 def conform(steps: Iterable[Step]) -> Conformance:
-    """Compare the steps of workers with the specification. Raises SettingError if one is missing before the last."""
+    """Compare the steps of workers with the specification. Raises ValueError if one is missing before the last."""
     traces: dict[str, list[Step]] = defaultdict(list)
     for step in steps:
         traces[step["worker"]].append(step)
@@ -162,7 +161,7 @@ def _whole(trace: list[Step]) -> list[Step]:
         if step["n"] != number:
             reason = "is missing" if step["n"] > number else "is there twice"
             step_of = f"step {min(number, step['n']):,} of worker {step['worker']}"
-            raise SettingError(f"{step_of} {reason}. Pass all parts of its trace, each once")
+            raise ValueError(f"{step_of} {reason}. Pass all parts of its trace, each once")
     return trace
 
 
@@ -205,7 +204,7 @@ class _Replay:
 
     def _claim(self, step: Step) -> None:
         if step["batch"] in self._batches:
-            raise SettingError(f"batch {step['batch']} of worker {self._worker} begins twice")
+            raise ValueError(f"batch {step['batch']} of worker {self._worker} begins twice")
         self._batches[step["batch"]] = _Batch(step, self._routes.get(step["topic"], step["topic"]))
         if step["kind"] != "mark first":
             keys = dict(step["tasks"])
@@ -221,7 +220,7 @@ class _Replay:
         batch.is_marked = False
         for row in step["rows"]:  # a failure counts only for the row as it was
             if row["state"] not in _STATES:
-                raise SettingError(f"step {step['n']:,} of worker {self._worker} has a row in state {row['state']!r}")
+                raise ValueError(f"step {step['n']:,} of worker {self._worker} has a row in state {row['state']!r}")
             if not batch.is_published(row["id"]) and batch.answers.get(row["id"], ("",))[-1] != _version(row):
                 batch.answers.pop(row["id"], None)
 
@@ -287,7 +286,7 @@ class _Replay:
     def _end(self, batch: _Batch, step: Step) -> Iterator[Transaction]:
         written = step["written"] if step["step"] == "fail" else "yes"
         if written not in ("yes", "no", "refused", "unknown"):
-            raise SettingError(f"step {step['n']:,} of worker {self._worker} has {written!r} as `written`")
+            raise ValueError(f"step {step['n']:,} of worker {self._worker} has {written!r} as `written`")
         if written == "yes" and not batch.is_marked:
             self._differ(step["batch"], "commits a transaction without the steps `lock` and `mark`")
         if batch.lock and written in ("yes", "unknown"):
