@@ -11,10 +11,10 @@ from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any
 
-from google.api_core.exceptions import AlreadyExists, FailedPrecondition
+from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
 
-from outbox.admin.table import TaskTable
+from outbox.admin.table import TaskTable, kept
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import SECONDS
@@ -84,17 +84,12 @@ class Table(TaskTable):
         Column `Shard` is that of the table's layout.
         """
         columns = [self.layout.sql(name) for name in columns]
-        with self._errors(), self.database.snapshot(read_timestamp=at) as snapshot:
-            try:
-                yield from snapshot.read(
-                    TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
-                    request_options={"priority": LOW, "request_tag": "outbox-pipeline-read"},
-                    **retry_and_timeout(seconds),
-                )  # fmt: skip
-            except FailedPrecondition as error:
-                if "staleness" in str(error) or "too old" in str(error):
-                    raise OutboxError(too_old(at)) from error
-                raise
+        with self._errors(), kept(at), self.database.snapshot(read_timestamp=at) as snapshot:
+            yield from snapshot.read(
+                TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
+                request_options={"priority": LOW, "request_tag": "outbox-pipeline-read"},
+                **retry_and_timeout(seconds),
+            )  # fmt: skip
 
     def insert(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], tag: str) -> bool:
         """Insert all of `rows` in one commit. Return False, and insert none, if one of the IDs exists."""
@@ -120,12 +115,3 @@ def _table(settings: DatabaseSettings, _emulator: str | None, _process: int) -> 
 def open_table(settings: DatabaseSettings) -> Table:
     """Return this process's table of the database. Raises NotReached, SchemaDiffers."""
     return _table(settings, os.environ.get("SPANNER_EMULATOR_HOST"), os.getpid())
-
-
-def too_old(at: datetime) -> str:
-    """Return the error message for a timestamp outside the version retention period."""
-    return (
-        f"the table cannot be read as of {at.isoformat()}: Spanner keeps old versions of rows for the database's "
-        "version_retention_period, 1 hour by default. To keep later versions for up to 7 days, run ALTER DATABASE ... "
-        "SET OPTIONS (version_retention_period = '7d'). This does not bring back older ones"
-    )

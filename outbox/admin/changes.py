@@ -1,8 +1,10 @@
 """Changes by operators: retry, purge, cancel. They are made in chunks, and each chunk is one transaction.
 
-Each transaction reads its tasks again under the lock, so a task that has left the selection meanwhile is not changed.
-It also records, in the row of the operation, where the next chunk begins. So a change that was stopped, or lost its
-process, continues there (`resume`). No chunk is executed twice, even if two processes continue the same operation.
+The IDs are read as of the preview (`TaskSelection.as_of`), and each transaction reads its tasks again under the lock.
+So a change takes a task only if it matched at the preview and still matches, also if another process continues it.
+Each transaction also records, in the row of the operation, where the next chunk begins. So a change that was stopped,
+or lost its process, continues there (`resume`). No chunk is executed twice, even if two processes continue the same
+operation.
 """
 
 import dataclasses
@@ -10,7 +12,7 @@ import functools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -39,6 +41,8 @@ GROUPS = 50
 ANY_UNSENT = "unsent"
 #: The state of a selection by `ids` if it names none, for each change.
 OF_IDS = {"retry": None, "cancel": ANY_UNSENT, "purge": "sent"}
+#: As the state of an unchanged task: it matches now, but did not at the preview.
+NEWCOMER = "newcomer"
 _log = logging.getLogger("outbox")
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 #: The columns that a retry writes. `retry_values` returns the values.
@@ -53,6 +57,7 @@ class TaskSelection:
     `error` is a part of LastError, ignoring case. `id_prefix` is the beginning of the ID. With `ids` and no state,
     pending tasks are excluded, because they need no retry, and blocked ones, because the head of their key releases
     them, unless this head is gone. Without `include_expired`, unsent tasks whose ExpiresAt has passed are excluded.
+    `as_of` is the time of the preview. A count is as of then, and a change takes only tasks that matched then, too.
     """
 
     state: str | None = None
@@ -64,6 +69,7 @@ class TaskSelection:
     ordering_key: str | None = None
     id_prefix: str | None = None
     include_expired: bool = True
+    as_of: datetime | None = None
 
     @classmethod
     def recorded(cls, text: str) -> "TaskSelection":
@@ -156,38 +162,38 @@ class Preview:
 _Write = Callable[[Transaction, Sequence[_Row]], None]
 
 
-def count(table: TaskTable, selection: TaskSelection, *, exact: bool, at: datetime | None = None) -> Count:
-    """Return the number of selected tasks, at a time or now.
+def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
+    """Return the number of selected tasks, as of the selection's `as_of` or now.
 
     Unless `exact`, count at most COUNT_LIMIT in each shard and topic.
     """
+    selection = _previewed(table, selection)
     if selection.ids is not None:
-        return Count(sum(row.matches for row in _rows_of_ids(table, selection)))
-    limit = NO_LIMIT if exact else COUNT_LIMIT
+        return Count(len(_matching_ids(table, selection, selection.ids)))
+    at, limit = selection.as_of, NO_LIMIT if exact else COUNT_LIMIT
     statement = statements.count_of_state(_state(selection), selection.names)
-    at = at or table.now()
-    values = selection.values | _ranges(table, selection) | _now(statement, at) | {"limit": limit}
+    values = selection.values | _ranges(table, selection) | _now(statement, selection) | {"limit": limit}
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
     numbers = [number for (number,) in table.query(statement, "outbox-count", values, at=at, seconds=seconds)]
     return Count(sum(numbers), limit in numbers)
 
 
 def preview(table: TaskTable, selection: TaskSelection) -> Preview:
-    """Return what a change of the selection would do, as of now."""
+    """Return what a change of the selection would do, as of its `as_of` or now."""
+    selection = _previewed(table, selection)
     if selection.ids is not None:
         return _preview_of_ids(table, selection)
-    now = table.now()
     statement = statements.grouped(_state(selection), selection.names)
-    values = selection.values | _ranges(table, selection) | _now(statement, now) | {"limit": GROUPS}
-    groups = table.query(statement, "outbox-count", values, at=now, seconds=COUNT_SECONDS)
-    tasks = count(table, selection, exact=True, at=now).number
+    values = selection.values | _ranges(table, selection) | _now(statement, selection) | {"limit": GROUPS}
+    groups = table.query(statement, "outbox-count", values, at=selection.as_of, seconds=COUNT_SECONDS)
+    tasks = count(table, selection, exact=True).number
     everything = dataclasses.replace(selection, include_expired=True)
-    expired = count(table, everything, exact=True, at=now).number - tasks if "unexpired" in selection.names else 0
+    expired = count(table, everything, exact=True).number - tasks if "unexpired" in selection.names else 0
     return Preview(tasks, groups, {"expired": expired} if expired else {})
 
 
 def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
-    rows = list(_rows_of_ids(table, selection))
+    rows = list(_rows_of_ids(table, selection, selection.ids or ()))
     matching = Counter((row.topic, row.error) for row in rows if row.matches)
     refused = Counter(row.state for row in rows if not row.matches)
     refused["missing"] = len(selection.ids or ()) - len(rows)
@@ -195,16 +201,27 @@ def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
     return Preview(matching.total(), groups, +refused)
 
 
-def _rows_of_ids(table: TaskTable, selection: TaskSelection) -> Iterator[_Row]:
+def _rows_of_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> Iterator[_Row]:
+    """Yield the existing rows of these IDs, as of the selection's `as_of`."""
     statement = statements.by_ids(selection.condition)
-    for ids in chunked(selection.ids or (), CHUNK):
-        yield from (_Row(*row) for row in table.query(statement, "outbox-count", selection.values | {"ids": ids}))
+    for ids in chunked(wanted, CHUNK):
+        values = selection.values | {"ids": ids, "now": selection.as_of}
+        yield from (_Row(*row) for row in table.query(statement, "outbox-count", values, at=selection.as_of))
+
+
+def _matching_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> set[str]:
+    return {row.id for row in _rows_of_ids(table, selection, wanted) if row.matches}
+
+
+def _previewed(table: TaskTable, selection: TaskSelection) -> TaskSelection:
+    """Return the selection with a time of its preview: now, if it has none."""
+    return dataclasses.replace(selection, as_of=selection.as_of or table.now())
 
 
 def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
     """Return the number of unsent tasks of a topic, of all states."""
     now = table.now()
-    counts = [count(table, TaskSelection(state=state, topic=topic), exact=exact, at=now) for state in UNSENT]
+    counts = [count(table, TaskSelection(state=state, topic=topic, as_of=now), exact=exact) for state in UNSENT]
     return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
@@ -221,10 +238,10 @@ def change(
     A retry makes them due now, with 0 failed attempts. Cancel and purge delete them. A cancel also releases the next
     tasks of their keys, and logs the IDs. Each of its transactions waits at most 20 s for the batches that hold its
     tasks. `id` is the ID of the operation, by default a new one. Raises OutboxError if the change is not for these
-    tasks.
+    tasks, or if Spanner no longer keeps the versions of the selection's `as_of`.
     """
     check(name, selection)
-    return _Change(table, name, selection, author).outcomes(Progress(id or operations.new_id()))
+    return _Change(table, name, _previewed(table, selection), author).outcomes(Progress(id or operations.new_id()))
 
 
 def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
@@ -233,6 +250,7 @@ def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author,
     Return False, and record nothing, if the operation exists, because a form may be sent twice.
     """
     check(name, selection)
+    selection = _previewed(table, selection)
 
     def work(transaction: Transaction) -> bool:
         if transaction.read(OPERATIONS, ("OperationId",), KeySet(keys=[[id]])):
@@ -257,7 +275,7 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     check(operation.operation, selection)
     [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), KeySet(keys=[[id]]), "outbox-operations")
     progress = Progress(id, tasks, position, is_recorded=True)
-    return _Change(table, operation.operation, selection, author).outcomes(progress)
+    return _Change(table, operation.operation, _previewed(table, selection), author).outcomes(progress)
 
 
 def check(name: str, selection: TaskSelection) -> None:
@@ -274,9 +292,9 @@ def check(name: str, selection: TaskSelection) -> None:
 
 def _recorded(name: str, value: Any) -> Any:
     """Return a field of a recorded selection. Raises ValueError, TypeError: any program may write the column."""
-    if name in ("since", "until"):
-        value = MOMENT.parse(value)
-    kind: Any = {"since": datetime, "until": datetime, "ids": list, "include_expired": bool}.get(name, str)
+    times = dict.fromkeys(("since", "until", "as_of"), datetime)
+    value = MOMENT.parse(value) if name in times else value
+    kind: Any = (times | {"ids": list, "include_expired": bool}).get(name, str)
     if not isinstance(value, kind) or (kind is list and not all(isinstance(id, str) for id in value)):
         raise ValueError(name)
     return tuple(value) if kind is list else value
@@ -291,8 +309,14 @@ def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
 
 
 def _delete_and_release(transaction: Transaction, rows: Sequence[_Row]) -> None:
-    if any(row.ordering_key for row in rows):
-        heads = transaction.query(NEXT_OF_KEYS, {"ids": [row.id for row in rows]})
+    """Delete rows, and release the next task of each ordering key of which a row was not blocked.
+
+    Behind deleted rows that were all blocked, the task that blocks the key is still there. A release would be for
+    nothing, and would take the next task out of a selection of blocked tasks before its chunk.
+    """
+    keys = {(row.topic, row.ordering_key) for row in rows if row.ordering_key and row.state != "blocked"}
+    if ids := [row.id for row in rows if (row.topic, row.ordering_key) in keys]:
+        heads = transaction.query(NEXT_OF_KEYS, {"ids": ids})
         transaction.update(_TABLE, ("Id", *RELEASED), [(id, None, None) for (id,) in heads])
     _delete(transaction, rows)
 
@@ -313,7 +337,8 @@ class _Change:
         """Execute the chunks that follow `progress`."""
         tag = f"outbox-{self.name}"
         for position, ids in _selected_ids(self.table, self.selection, tag, progress.position):
-            work = functools.partial(self._chunk, ids, position, progress)
+            seen = set(ids) if self.selection.ids is None else _matching_ids(self.table, self.selection, ids)
+            work = functools.partial(self._chunk, ids, seen, position, progress)
             rows, progress = self.table.transact(tag, work)
             outcome = _outcome(ids, rows)
             if self.name == "cancel":
@@ -323,13 +348,14 @@ class _Change:
             yield Outcome((), {}, (), warning)
 
     def _chunk(
-        self, ids: Sequence[str], position: str, progress: Progress, transaction: Transaction
+        self, ids: Sequence[str], seen: Collection[str], position: str, progress: Progress, transaction: Transaction
     ) -> tuple[Sequence[_Row], Progress]:
         if progress.is_recorded:
             progress.check(transaction)
         # Sorted, so that two commands lock the rows in the same order.
         values = self.selection.values | {"ids": sorted(ids)}
-        rows = [_Row(*row) for row in transaction.query(statements.by_ids(self.selection.condition, lock=True), values)]
+        statement = statements.by_ids(self.selection.condition, lock=True)
+        rows = [_as_seen(_Row(*row), seen) for row in transaction.query(statement, values)]
         matching = [row for row in rows if row.matches]
         if matching:
             _WRITES[self.name](transaction, matching)
@@ -341,6 +367,11 @@ class _Change:
             recorded, columns = dataclasses.asdict(self.selection), columns | {"OperationId": progress.id}
             operations.record(transaction, self.table, self.name, recorded, self.author, **columns)
         return rows, after
+
+
+def _as_seen(row: _Row, seen: Collection[str]) -> _Row:
+    """Return a row that does not match unless it matched at the preview, too."""
+    return row._replace(matches=False, state=NEWCOMER) if row.matches and row.id not in seen else row
 
 
 def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
@@ -377,7 +408,7 @@ def _selected_ids(
     ranges = {name: value for name, value in _ranges(table, selection).items() if name == "topics"}
     for shard in table.shards[begin["shard"] :]:
         values = selection.values | ranges | {"shard": shard, "limit": PAGE}
-        after: str | None = begin.get("after") if shard == begin["shard"] else None
+        after: list[str] | None = begin.get("after") if shard == begin["shard"] else None
         for next_after, of_shard in _ids_of_shard(table, selection, tag, values, after):
             yield json.dumps({"column": layout.column, "shard": shard, "after": next_after}), of_shard
         if table.layout != layout:
@@ -386,36 +417,35 @@ def _selected_ids(
 
 
 def _ids_of_shard(
-    table: TaskTable, selection: TaskSelection, tag: str, values: dict[str, Any], after: str | None
-) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the selected IDs of a shard in chunks, each with the text where the next begins: a SentAt, or an ID."""
-    state = _state(selection)
-    statement = statements.next_ids(state, selection.names)
-    if state == "sent":
-        values |= {"after": datetime.fromisoformat(after) if after else selection.since or _LONG_AGO}
-    else:
-        values |= {"after_id": after or ""}
+    table: TaskTable, selection: TaskSelection, tag: str, values: dict[str, Any], after: Sequence[str] | None
+) -> Iterator[tuple[list[str], Sequence[str]]]:
+    """Yield the selected IDs of a shard in chunks, each with where the next begins: after an ID, and a SentAt."""
+    statement = statements.next_ids(_state(selection), selection.names)
+    values |= {"after_id": after[0] if after else ""} | _now(statement, selection)
+    if selection.state == "sent":
+        values |= {"after": datetime.fromisoformat(after[1]) if after else selection.since or _LONG_AGO}
     rows: Sequence[Any] = range(PAGE)
     while len(rows) == PAGE:
-        rows = table.query(statement, tag, values, seconds=SCAN_SECONDS)
+        rows = table.query(statement, tag, values, at=selection.as_of, seconds=SCAN_SECONDS)
         for chunk in chunked(rows, CHUNK):
             last_id, last_sent_at = chunk[-1]
-            yield shown(last_sent_at) if state == "sent" else last_id, [id for id, _ in chunk]
+            yield [last_id, *([shown(last_sent_at)] if last_sent_at else [])], [id for id, _ in chunk]
         if rows:
-            values |= {"after": rows[-1][1]} if state == "sent" else {"after_id": rows[-1][0]}
+            last_id, last_sent_at = rows[-1]
+            values |= {"after_id": last_id} | ({"after": last_sent_at} if last_sent_at else {})
 
 
 def _ranges(table: TaskTable, selection: TaskSelection) -> dict[str, Any]:
     """Return the shards and topics of the index ranges to read. The range of sent tasks has no topics."""
     if selection.state == "sent":
         return {"shards": list(table.shards)}
-    topics = [selection.topic] if selection.topic is not None else table.topics()
+    topics = [selection.topic] if selection.topic is not None else table.topics(at=selection.as_of)
     return {"shards": list(table.shards), "topics": topics}
 
 
-def _now(statement: str, at: datetime) -> dict[str, datetime]:
-    """Return the time as a parameter, if the statement has it. Those for sent tasks do not."""
-    return {"now": at} if "@now" in statement else {}
+def _now(statement: str, selection: TaskSelection) -> dict[str, datetime | None]:
+    """Return the time of the preview as a parameter, if the statement has it. Those for sent tasks do not."""
+    return {"now": selection.as_of} if "@now" in statement else {}
 
 
 def _state(selection: TaskSelection) -> str:

@@ -311,22 +311,23 @@ GROUP BY of_task, error ORDER BY number DESC, of_task, error LIMIT @limit""")
 
 
 def next_ids(state: str, names: Collection[str]) -> str:
-    """Return the statement for the next @limit tasks (Id, SentAt) of @shard, and of @topics unless the state is sent.
+    """Return the statement for the next @limit tasks (Id, SentAt) of @shard at @now, and of @topics unless it is sent.
 
-    Changed tasks leave the range of sent tasks, so the next page begins at @after. A retried task can become dead
-    again, so the pages of other states begin after @after_id.
+    The pages are read at one time, at which no task is changed yet. So each one begins after the last row of the page
+    before: after @after_id, and of sent tasks after (@after, @after_id).
     """
     narrowing = narrowed(state, names)
     if state == "sent":
-        return f"""
-SELECT Id, SentAt FROM {TO_SEND} WHERE Shard = @shard AND SentAt >= @after{narrowing}
-ORDER BY {TO_SEND_ORDER}, Id LIMIT @limit"""
+        return at_now(f"""
+SELECT Id, SentAt FROM {TO_SEND}
+WHERE Shard = @shard AND SentAt >= @after AND (SentAt > @after OR Id > @after_id){narrowing}
+ORDER BY SentAt, Id LIMIT @limit""")
     range_ = " OR ".join(RANGES[state])
-    return f"""
+    return at_now(f"""
 SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
 {SEEK} {_index(names)[0]} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND ({range_})
 WHERE Id > @after_id{narrowing}
-ORDER BY Id LIMIT @limit"""
+ORDER BY Id LIMIT @limit""")
 
 
 #: The columns of `sent_after`.
@@ -349,7 +350,7 @@ SELECT {", ".join(SENT_COLUMNS)} FROM (
 
 
 def by_ids(condition: str, *, lock: bool = False) -> str:
-    """Return the statement that reads tasks by @ids. With `lock`, no worker publishes them at the same time.
+    """Return the statement that reads tasks by @ids, at @now. With `lock`, it reads them now, and locks them.
 
     A condition with HELD also makes a seek for the head of each deferred task.
 
@@ -360,7 +361,7 @@ def by_ids(condition: str, *, lock: bool = False) -> str:
     ELSE {STATE_SQL} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy,
   {ERROR_SQL}"""
-    return of_ids(columns, lock=lock)
+    return of_ids(columns, lock=True) if lock else at_now(of_ids(columns))
 
 
 #: The ID and SentAt of tasks, with exclusive locks.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
-from google.api_core.exceptions import NotFound
+from google.api_core.exceptions import FailedPrecondition, NotFound
 from google.cloud.spanner_v1 import RequestOptions
 from google.cloud.spanner_v1.database import Database
 
@@ -51,6 +51,26 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container whose user ID has no name
         return "unknown user"
+
+
+@contextlib.contextmanager
+def kept(at: datetime | None) -> Iterator[None]:
+    """Raise OutboxError if Spanner refuses a read because it no longer keeps the versions of `at`."""
+    try:
+        yield
+    except FailedPrecondition as error:
+        if at is not None and ("staleness" in str(error) or "too old" in str(error)):
+            raise OutboxError(too_old(at)) from error
+        raise
+
+
+def too_old(at: datetime) -> str:
+    """Return the error message for a timestamp outside the version retention period."""
+    return (
+        f"the table cannot be read as of {at.isoformat()}: Spanner keeps old versions of rows for the database's "
+        "version_retention_period, 1 hour by default. To keep later versions for up to 7 days, run ALTER DATABASE ... "
+        "SET OPTIONS (version_retention_period = '7d'). This does not bring back older ones"
+    )
 
 
 def open_table(settings: DatabaseSettings) -> "TaskTable":
@@ -117,7 +137,7 @@ class TaskTable:
         seconds: float = QUERY_SECONDS,
     ) -> list[list[Any]]:
         """Return the rows of one statement, read at the time `at`, or now. Takes no locks."""
-        with self._errors(), self.database.snapshot(read_timestamp=at) as snapshot:
+        with self._errors(), kept(at), self.database.snapshot(read_timestamp=at) as snapshot:
             return list(_result(snapshot, self.layout.sql(statement), parameters or {}, self._tag or tag, seconds))
 
     def strong_query(

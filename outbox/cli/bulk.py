@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from outbox import admin
 from outbox.cli.output import named, note
@@ -16,6 +16,7 @@ from outbox.program.terminal import counted, say
 
 #: The commands ask for confirmation above this number of tasks.
 CONFIRM_ABOVE = 1_000
+_ALWAYS = {admin.changes.NEWCOMER: "because they match only since the preview. Run the command again"}
 #: Seconds between two lines about the progress.
 PROGRESS_SECONDS = 10.0
 
@@ -29,7 +30,7 @@ class Report:
     missing: list[str] = dataclasses.field(default_factory=list)
     heads: set[str] = dataclasses.field(default_factory=set)
 
-    def explain(self, reasons: Mapping[str, str], otherwise: str) -> int:
+    def explain(self, reasons: dict[str, str], otherwise: str) -> int:
         """Print on stderr which tasks were not changed, and why. Return 1 if one is missing or has the wrong state.
 
         `reasons` has the text for each state that is not an error. Other states use `otherwise`, a text with the
@@ -37,7 +38,7 @@ class Report:
         """
         for state in sorted(set(self.unchanged.values())):
             ids = [id for id, its in self.unchanged.items() if its == state]
-            why = reasons.get(state) or otherwise.format(state=state)
+            why = (reasons | _ALWAYS).get(state) or otherwise.format(state=state)
             note(f"{counted(len(ids), 'task')} not changed, {why}: {named(ids)}")
         if self.missing:
             note(f"{counted(len(self.missing), 'task')} not in the table: {named(self.missing)}")

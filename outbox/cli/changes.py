@@ -73,6 +73,9 @@ def add(commands: Any) -> None:
     for parser, text in ((retrying, asks), (purging, skips), (cancelling, "Skip the confirmation.")):
         parser.add_argument("--dry-run", action="store_true", help="Only print the number of tasks.")
         parser.add_argument("--yes", action="store_true", help=text)
+        allowed = f"Allowed: {MOMENT.allowed}, as long as Spanner keeps versions (version_retention_period)"
+        preview = "Change only tasks that also matched at this time (default now), such as that of a dry run. "
+        flags.add(parser, "--as-of", MOMENT, preview + allowed, metavar="TIME")
     retrying.add_argument("--include-expired", action="store_true", help="Also send tasks whose ExpiresAt has passed.")
     for parser in (retrying, purging):
         flags.add_reason(parser)
@@ -84,17 +87,17 @@ def run_retry(options: argparse.Namespace) -> int:
     ids = _ids(options)
     table = flags.open_table(options)
     ids = ids and flags.full_ids(table, options, ids)
-    now = table.now()
-    selection = flags.selection(options, now, ids)
-    # Select only tasks before `now`. A task that this command sends again gets a later SentAt, so neither this run nor
-    # its continuation selects it twice.
-    until = min(selection.until or now, now)
-    selection = dataclasses.replace(selection, until=until, include_expired=options.include_expired)
+    at = _preview_time(table, options)
+    selection = flags.selection(options, at, ids)
+    # Select only tasks before the preview. A task that this command sends again gets a later SentAt, so neither this
+    # run nor its continuation selects it twice.
+    until = min(selection.until or at, at)
+    selection = dataclasses.replace(selection, until=until, as_of=at, include_expired=options.include_expired)
     flags.check_window(selection.since, until)
-    count = admin.changes.count(table, selection, exact=options.dry_run, at=now)
+    count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
-        say(f"{count} would become due now")
-        return _explain_refused(table, selection) if ids else _explain_count(table, selection, options, count, now)
+        _say_dry(count, "become due now", at)
+        return _explain_refused(table, selection) if ids else _explain_count(table, selection, options, count)
     all_topics = ids is None and options.topic is None and count.number > 0
     if all_topics and not options.yes:
         errors.print_selected(table, selection)
@@ -108,7 +111,7 @@ def run_retry(options: argparse.Namespace) -> int:
         if heads := sorted(report.heads - set(ids)):
             note(f"retry the head of the ordering key, or cancel it: {named(heads)}")
         return code
-    return 0 if report.changed else _explain_count(table, selection, options, count, now)
+    return 0 if report.changed else _explain_count(table, selection, options, count)
 
 
 def _explain_count(
@@ -116,13 +119,12 @@ def _explain_count(
     selection: "admin.changes.TaskSelection",
     options: argparse.Namespace,
     count: "admin.changes.Count",
-    now: datetime,
 ) -> int:
     """Print how many expired tasks match, or else why no task does. Returns 0."""
     expired = 0
     if "unexpired" in selection.names:
         everything = dataclasses.replace(selection, include_expired=True)
-        expired = admin.changes.count(table, everything, exact=options.dry_run, at=now).number - count.number
+        expired = admin.changes.count(table, everything, exact=options.dry_run).number - count.number
     if expired:
         what = "counted" if options.dry_run else "changed"
         note(f"{counted(expired, 'expired task')} not {what}. Pass --include-expired to send expired tasks, too")
@@ -143,17 +145,17 @@ def _explain_refused(table: "admin.table.TaskTable", selection: "admin.changes.T
 def run_purge(options: argparse.Namespace) -> int:
     """Delete sent tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
     table = flags.open_table(options)
-    now = table.now()
+    now = _preview_time(table, options)
     before = resolved(options.sent_before, now)
     if before > now - MARKS_FINAL_AFTER:
         raise SettingError(
             f"--sent-before {shown(before)} is less than a minute ago (database time {shown(now)}). Pass an earlier "
             "time: an at-most-once task is marked as sent shortly before it is published"
         )
-    selection = admin.changes.TaskSelection(state="sent", topic=options.topic, until=before)
+    selection = admin.changes.TaskSelection(state="sent", topic=options.topic, until=before, as_of=now)
     count = admin.changes.count(table, selection, exact=options.dry_run)
     if options.dry_run:
-        say(f"{count} would be deleted")
+        _say_dry(count, "be deleted", now)
         return 0
     if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
         bulk.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
@@ -168,28 +170,46 @@ def run_cancel(options: argparse.Namespace) -> int:
         raise SettingError("--reason is missing. It is required with --state")
     table = flags.open_table(options)
     ids = ids and flags.full_ids(table, options, ids, unasked=options.yes)
-    now = table.now()
-    selection = flags.selection(options, now, ids)
-    # Only tasks from before `now`, so that neither this run nor its continuation deletes a task registered meanwhile.
-    until = min(selection.until or now, now) if ids is None else selection.until
+    at = _preview_time(table, options)
+    selection = flags.selection(options, at, ids)
+    # Only tasks from before the preview, so that neither this run nor its continuation deletes a task that is
+    # registered meanwhile under an ID of the preview.
+    until = min(selection.until or at, at) if ids is None else selection.until
     state = selection.state or admin.changes.ANY_UNSENT
-    selection = dataclasses.replace(selection, state=state, until=until)
+    selection = dataclasses.replace(selection, state=state, until=until, as_of=at)
     count = admin.changes.count(table, selection, exact=options.dry_run or ids is not None)
     if not count.number and ids:
         raise OutboxError(f"no unsent task among the {counted(len(ids), 'given ID')}. Nothing was deleted")
+    if options.dry_run:
+        _say_dry(count, "be deleted", at)
+    elif not count.number:
+        say(f"{count} deleted")
+    if not count.number:
+        flags.explain_none(table, selection, options)
     if not count.number or options.dry_run:
-        say(f"{count} {'would be ' if options.dry_run else ''}deleted")
-        if not count.number:
-            flags.explain_none(table, selection, options)
         return 0
     if ids is None and options.topic is None and not options.yes:
         errors.print_selected(table, selection)
     bulk.confirm(f"{count} ({selection.state}) will be deleted permanently and never sent.", yes=options.yes)
     logs.configure()
     report = _carry_out(table, options, selection, since=selection.since, until=until)
-    if ids is None:
-        report.missing.clear()  # another operator has cancelled them meanwhile
-    return report.explain({}, "because the state is {state}")
+    return int(bool(report.unchanged)) if ids is None else report.explain({}, "because the state is {state}")
+
+
+def _preview_time(table: "admin.table.TaskTable", options: argparse.Namespace) -> datetime:
+    """Return the time as of which tasks are counted and selected: --as-of, or now. Raises SettingError."""
+    now = table.now()
+    at = resolved(options.as_of, now) if options.as_of is not None else now
+    if at > now:
+        raise SettingError(f"--as-of {shown(at)} is in the future. The database's time is {shown(now)}")
+    return at
+
+
+def _say_dry(count: "admin.changes.Count", effect: str, at: datetime) -> None:
+    """Print what a change would do, and how to change no other tasks."""
+    say(f"{count} would {effect}")
+    if count.number:
+        note(f"to change only tasks that are counted here, pass --as-of={shown(at)}")
 
 
 def _ids(options: argparse.Namespace) -> tuple[str, ...] | None:
@@ -208,10 +228,22 @@ def _carry_out(
     **times: datetime | None,
 ) -> bulk.Report:
     """Change the tasks and print their number. `times` are flags of the command that continues."""
-    given = {flag: shown(time) for flag, time in times.items() if time}
+    given = {flag: shown(time) for flag, time in (times | {"as_of": selection.as_of}).items() if time}
     author, id = flags.author(options), admin.operations.new_id()
     outcomes = admin.changes.change(table, options.command, selection, author, id=id)
     record_stop = functools.partial(admin.operations.stop, table, id, author)
     report = bulk.carry_out(outcomes, flags.continue_command(options, **given), record_stop)
     say(f"{'due now' if options.command == 'retry' else 'deleted'}: {counted(report.changed, 'task')}")
+    if selection.ids is None:
+        _explain_difference(table, selection, report)
     return report
+
+
+def _explain_difference(
+    table: "admin.table.TaskTable", selection: "admin.changes.TaskSelection", report: bulk.Report
+) -> None:
+    """Print which tasks have left the selection since the preview, and how many match now."""
+    report.explain({}, "because the state is {state} now")
+    came = admin.changes.count(table, dataclasses.replace(selection, as_of=None), exact=False)
+    if came.number:
+        note(f"{came} match now, but did not at the preview, or match again. Run the command again to change them, too")

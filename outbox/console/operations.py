@@ -1,8 +1,8 @@
 """Retry, cancel or purge selected tasks, or all that match a filter: first what would happen, then an operation.
 
-The form of the first page has the previewed number, the time up to which tasks are selected, and the ID of the
-operation. So an operation never selects tasks that the person cannot have seen, and a form that is sent twice begins
-one operation. The page of an operation says who changed what, when and why. There it is stopped and continued.
+The form of the first page has the previewed number, the time of the preview, and the ID of the operation. So an
+operation changes only tasks that the person has seen, and a form that is sent twice begins one operation. The page of
+an operation says who changed what, when and why. There it is stopped and continued.
 """
 
 import dataclasses
@@ -18,8 +18,9 @@ from outbox.admin.operations import Operation
 from outbox.console import selections
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, render
+from outbox.errors import OutboxError
 from outbox.program.settings import matching, whole_number
-from outbox.program.terminal import counted
+from outbox.program.times import MOMENT, resolved, shown
 from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
 
 COUNT = whole_number(1, 2**63 - 1)
@@ -43,7 +44,8 @@ class Action:
         yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST", Work.LIGHT)
 
     def _preview(self, visit: Visit) -> Response:
-        selection = self._selection(visit)
+        now = visit.console.table.now()
+        selection = self._selection(visit, now)
         found = admin.changes.preview(visit.console.table, selection)
         return render(
             visit,
@@ -51,18 +53,23 @@ class Action:
             acted=self,
             selection=selection,
             found=found,
-            query=selections.address(selection),
+            query=selections.address(selection) | {"as_of": shown(now)},
             operation=admin.operations.new_id(),
             command=selections.command(visit, self.name, selection, reason="TEXT"),
         )
 
     def _begin(self, visit: Visit) -> Response:
-        selection, count = self._selection(visit), COUNT.value(visit.query.get("count", ""), "count")
+        count = COUNT.value(visit.query.get("count", ""), "count")
+        selection = self._selection(visit, _preview_time(visit))
         id = ID.value(visit.query.get("operation", ""), "operation")
         is_destructive = self.role is Role.DESTROYER
         author = visit.author(required=is_destructive or selection.ids is None)
         if is_destructive:
-            _check_count(visit, selection, count)
+            _check_typed(visit, count)
+        # It also fails if Spanner no longer keeps the versions of the preview.
+        seen = admin.changes.count(visit.console.table, selection, exact=is_destructive)
+        if is_destructive and seen.number != count:
+            raise Refused(400, "The number is not that of the preview", "Open the preview again.")
         # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
         if admin.changes.begin(visit.console.table, self.name, selection, author, id=id, selected=count):
             visit.console.running.start(id)
@@ -76,33 +83,36 @@ class Action:
         visit.console.running.start(operation.id)
         return visit.redirect("/operation", id=operation.id)
 
-    def _selection(self, visit: Visit) -> TaskSelection:
-        """Return the tasks of the address. None of them is newer than the page. Raises SettingError, OutboxError."""
+    def _selection(self, visit: Visit, at: datetime) -> TaskSelection:
+        """Return the tasks of the address as of `at`, and none that is newer. Raises SettingError, OutboxError."""
         if visit.query.get("selected") and not visit.query.get("id"):
             raise Refused(400, "No task is selected", "Go back and check the tasks, or act on all that match.")
-        now = visit.console.table.now()
-        found = selections.read(visit.query, now)
+        found = selections.read(visit.query, at)
         # An at-most-once task is marked as sent shortly before it is published.
-        newest = now - MARKS_FINAL_AFTER if self.name == "purge" else now
+        newest = at - MARKS_FINAL_AFTER if self.name == "purge" else at
         selection = dataclasses.replace(
             found,
             state=found.state or OF_IDS[self.name],
             until=min(found.until or newest, newest),
             include_expired=found.include_expired or self.name != "retry",
+            as_of=at,
         )
         admin.changes.check(self.name, selection)
         return selection
 
 
-def _check_count(visit: Visit, selection: TaskSelection, count: int) -> None:
-    """Raise Refused unless the person typed the number of the preview, and no more tasks match now."""
+def _preview_time(visit: Visit) -> datetime:
+    """Return the time of the preview, which is in the form. Raises SettingError, Refused."""
+    now = visit.console.table.now()
+    if (at := resolved(MOMENT.value(visit.query.get("as_of", ""), "as_of"), now)) > now:
+        raise Refused(400, "The time of the preview is in the future", "Open the preview again.")
+    return at
+
+
+def _check_typed(visit: Visit, count: int) -> None:
+    """Raise Refused unless the person typed the number of the preview."""
     if re.sub(r"[\s,._']", "", visit.form.get("typed", "")) != str(count):
-        advice = f"Go back and type {count:,}. If the number changed meanwhile, look at the selection again."
-        raise Refused(409, "The typed number is not the number of tasks", advice)
-    now = admin.changes.count(visit.console.table, selection, exact=True).number
-    if now > count:
-        found = f"{counted(now, 'task')} match now, and {count:,} when you looked."
-        raise Refused(409, "More tasks match than you have seen", f"{found} Nothing was changed. Look again.")
+        raise Refused(409, "The typed number is not the number of tasks", f"Go back and type {count:,}.")
 
 
 ACTIONS = (
@@ -115,7 +125,17 @@ ACTIONS = (
 def show(visit: Visit) -> Response:
     """Show one operation, and the forms to stop or continue it."""
     operation, now = _found(visit)
-    return render(visit, "operation", operation=operation, acted=_acted(operation), read_at=now)
+    matching = _matching_now(visit, operation)
+    return render(visit, "operation", operation=operation, acted=_acted(operation), read_at=now, matching=matching)
+
+
+def _matching_now(visit: Visit, operation: Operation) -> str | None:
+    """Return the address of the tasks that match now, also those that did not at the preview, or None."""
+    try:
+        selection = TaskSelection.recorded(operation.selection)
+    except OutboxError:
+        return None
+    return None if selection.ids or not selection.state else visit.link("/tasks", **selections.address(selection))
 
 
 def _acted(operation: Operation) -> Action | None:

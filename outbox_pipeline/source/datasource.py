@@ -12,14 +12,14 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from outbox.admin.table import LayoutChanged
+from outbox.admin.table import LayoutChanged, too_old
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import resolved, shown
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
-from outbox_pipeline.spanner import Table, open_table, too_old
+from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.tasks import read_parts
 
 try:

@@ -112,7 +112,7 @@ def test_a_retry_over_all_topics_shows_them_and_asks_first(outbox: Commands, dat
     assert table(database) == before
     for words, expired in (("--state dead", True), ("a0", False), ("--state retrying", False)):
         dry = outbox.here("retry", *words.split(), "--dry-run")
-        assert dry.stderr.startswith("outbox: 1 expired task not counted. Pass --include-expired") == expired
+        assert ("outbox: 1 expired task not counted. Pass --include-expired" in dry.stderr) == expired
     for words, code, reason in (
         ("a0", 0, ""),
         ("expired", 0, "because ExpiresAt has passed"),

@@ -1,5 +1,6 @@
 """`retry`, `purge` and `cancel` on Spanner change the selected tasks and no others, whatever happens meanwhile."""
 
+import itertools
 from datetime import UTC, datetime
 from typing import Any
 
@@ -327,4 +328,58 @@ def test_cancel_releases_only_the_first_deferred_task_of_a_key(database: Databas
     assert set(before) - set(after) == set(ids)
     for id in released:
         assert after[id] == before[id] | {"AvailableAt": None, "BlockedBy": None}
-    assert watch.tags() == {"outbox-cancel", "outbox-operations"}
+    assert watch.tags() == {"outbox-cancel", "outbox-count", "outbox-now", "outbox-operations"}
+
+
+def test_a_cancel_of_blocked_tasks_takes_all_of_them(
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
+):
+    """Each chunk leaves the next one blocked, because the head of the key still blocks it. Nothing else is released."""
+    monkeypatch.setattr(changes, "CHUNK", 2)
+    monkeypatch.setattr(changes, "PAGE", 4)
+    insert(database, [*line("a", DEAD, *[DEFERRED] * 11), *line("b", {"AvailableAt": FUTURE}, *[DEFERRED] * 5)])
+    insert(database, line("a", DEAD, DEFERRED, topic="invoices"))
+    before = rows_of(database)
+    assert len(changed(changes.change(table, "cancel", TaskSelection(state="blocked", topic="orders")))) == 16
+    assert rows_of(database) == {id: before[id] for id in ("a 0", "b 0", "invoices a 0", "invoices a 1")}
+
+
+SENT = {"SentAt": PAST}
+
+
+@pytest.mark.parametrize("how", ["change", "begin", "continue"])
+@pytest.mark.parametrize(
+    ("name", "state", "columns"),
+    [("retry", "dead", DEAD), ("retry", "sent", SENT), ("cancel", "dead", DEAD), ("purge", "sent", SENT)],
+)
+def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # noqa: PLR0917 - cases
+    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, how: str, name: str, state: str,
+    columns: dict[str, Any],
+):  # fmt: skip
+    """By filter and by IDs, on many pages of one SentAt, at once, later, and continued by another process."""
+    monkeypatch.setattr(changes, "CHUNK", 2)
+    monkeypatch.setattr(changes, "PAGE", 2)
+    for of_ids in (False, True):
+        stay, leave, come = ([f"{of_ids} {n} {kind}" for n in range(7)] for kind in ("stays", "leaves", "comes"))
+        insert(database, [row(id, **columns, OrderingKey="one shard") for id in (*stay, *leave)])
+        insert(database, [row(id, OrderingKey="one shard") for id in come])
+        at = table.now()
+        ids = tuple(sorted([*stay, *leave, *come])) if of_ids else None
+        selection = TaskSelection(state=state, ids=ids, as_of=at, until=at)
+        for id in leave:
+            update(database, id, AvailableAt=None, SentAt=None)
+        for id in come:
+            update(database, id, **columns)
+        if how == "change":
+            outcomes = list(changes.change(table, name, selection))
+        else:
+            changes.begin(table, name, selection, changes.UNNAMED, id=f"{of_ids}", selected=14)
+            chunks = 1 if how == "continue" else 100
+            outcomes = list(itertools.islice(changes.resume(table, f"{of_ids}"), chunks))
+            outcomes += changes.resume(table, f"{of_ids}") if how == "continue" else ()
+        assert changed(outcomes) == stay
+        unchanged = {id: state for outcome in outcomes for id, state in outcome.unchanged.items()}
+        came = dict.fromkeys(come if of_ids else (), changes.NEWCOMER)
+        assert unchanged == dict.fromkeys(leave, "pending") | came
+        after = rows_of(database)
+        assert all(after[id][column] == value for id in come for column, value in columns.items())

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -26,7 +26,10 @@ def recorded(table: TaskTable) -> list[Operation]:
 
 
 def seen(each: Operation) -> tuple[str, Any, int | None]:
-    return each.operation, json.loads(each.selection), each.tasks
+    selection = json.loads(each.selection)
+    if as_of := selection.pop("as_of", None):  # the preview
+        assert datetime.fromisoformat(as_of) < each.started_at
+    return each.operation, selection, each.tasks
 
 
 def test_each_change_has_a_record(database: Database, table: TaskTable):

@@ -32,7 +32,6 @@ from tests.support.archives import (
     NEXT_DAY,
     archived,
     data_folders,
-    delete,
     first_try_fails,
     ids,
     manifests,
@@ -42,7 +41,7 @@ from tests.support.archives import (
     settings_of,
     window_folders,
 )  # fmt: skip
-from tests.support.operations import insert, row, rows_of, update
+from tests.support.operations import delete, insert, row, rows_of, update
 from tests.support.waiting import eventually
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)

@@ -26,9 +26,9 @@ from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
 from outbox_pipeline.jobs.replay.job import CHUNK_ROWS, Replayed, replay_chunk, run
 from outbox_pipeline.spanner import Table, open_table
-from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, delete, rewrite, sent, settings_of, window_folders
+from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
-from tests.support.operations import PAST, Watch, insert, opened, row, rows_of, update
+from tests.support.operations import PAST, Watch, delete, insert, opened, row, rows_of, update
 from tests.support.pipeline import meddle, noted, replay_rows_and_fail, replay_settings
 from tests.support.processes import kill_family, started
 from tests.support.pubsub import Subscription

@@ -15,8 +15,7 @@ from outbox.program.settings import DatabaseSettings
 from outbox.program.times import shown
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
 from outbox_pipeline.spanner import open_table
-from tests.support.archives import delete
-from tests.support.operations import insert, row, rows_of, update
+from tests.support.operations import delete, insert, row, rows_of, update
 from tests.support.pipeline import options
 
 Published = Counter[tuple[str, str]]

@@ -6,8 +6,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from google.cloud.spanner_v1 import KeySet
-from google.cloud.spanner_v1.database import Database
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
@@ -30,11 +28,6 @@ Published = tuple[str, datetime]
 
 def sent(id: str, at: datetime, **columns: Any) -> dict[str, Any]:
     return row(id, SentAt=at, **columns)
-
-
-def delete(database: Database, *ids: str) -> None:
-    with database.batch() as batch:
-        batch.delete("AsynchronousTasks", KeySet(keys=[[id] for id in ids]))
 
 
 def settings_of(target: DatabaseSettings, archive: Path | str, **given: str) -> ArchiveSettings:

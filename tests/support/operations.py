@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from google.cloud.spanner_v1 import RequestOptions, TransactionOptions
+from google.cloud.spanner_v1 import KeySet, RequestOptions, TransactionOptions
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin.changes import Outcome
@@ -74,6 +74,11 @@ def insert(database: Database, rows: Iterable[Mapping[str, Any]]) -> None:
 def update(database: Database, id: str, **columns: Any) -> None:
     with database.batch() as batch:
         batch.update("AsynchronousTasks", ("Id", *columns), [(id, *columns.values())])
+
+
+def delete(database: Database, *ids: str) -> None:
+    with database.batch() as batch:
+        batch.delete("AsynchronousTasks", KeySet(keys=[[id] for id in ids]))
 
 
 def limit(database: Database, topic: str, rate: float) -> None:
