@@ -236,6 +236,10 @@ class Version(NamedTuple):
             attempts = change.attempts
         return self._replace(schedule=(change.available_at, expires_at, attempts, isinstance(change, Deferred)))
 
+    def is_of_task(self, row: LockedRow | None) -> bool:
+        """Tell whether this is still the row of the task. The ID of a deleted one may be registered again."""
+        return row is not None and row.created_at == self.message[2]
+
     def has_message_of(self, row: LockedRow) -> bool:
         """Tell whether the row still holds the message of this version."""
         return self.message == Version.of(row).message
@@ -363,6 +367,7 @@ class Turn:
     recorded: int = 0  # failed attempts that were written to their rows
     deferred: int = 0  # put behind a key head that is not due
     uncommitted: int = 0  # published, but the commit failed
+    cancelled: int = 0  # published, and then deleted before the mark
     in_flight: int = 0  # batches that have not ended
     next: Next = Next.LATER
     seconds_to_retry: float | None = None  # seconds until a topic that is unavailable now may be tried again

@@ -159,6 +159,8 @@ class Delivered:
     #: Failed attempts and deferrals that are written.
     recorded: Mapping[str, NotSent] = field(default_factory=dict)
     deferred: Mapping[str, Deferred] = field(default_factory=dict)
+    #: Published tasks whose rows were deleted before their mark, by a cancel. An ID that was registered again counts.
+    deleted: frozenset[str] = frozenset()
     #: Tasks whose marks are not written. The batch goes on to write them.
     unmarked: frozenset[str] = frozenset()
     #: At-most-once tasks that may be marked as sent without having been published.
@@ -176,13 +178,19 @@ class Delivered:
         return [id for id, answer in self.answers.items() if isinstance(answer, Published)]
 
     def uncommitted(self) -> list[str]:
-        """Return the IDs of published tasks whose marks are not written, or whose rows were deleted after an abort."""
-        uncommitted = self.unmarked.union(self._skipped("gone"))
-        return [id for id in self.published() if id in uncommitted]
+        """Return the IDs of published tasks whose marks are not written yet."""
+        return [id for id in self.published() if id in self.unmarked]
+
+    def cancelled(self) -> dict[str, str]:
+        """Return the message ID of each published task that was deleted before its mark."""
+        deleted = self.deleted - self.unmarked  # the batch locks an unmarked task again, and reports it then
+        published = {id: answer for id, answer in self.answers.items() if isinstance(answer, Published)}
+        return {id: answer.message_id for id, answer in published.items() if id in deleted}
 
     def has_written(self) -> bool:
         """Tell whether the batch has changed a row. Then the next poll may find other tasks."""
-        return len(self.published()) > len(self.uncommitted()) or bool(self.recorded or self.deferred)
+        without_mark = self.unmarked | self.deleted
+        return any(id not in without_mark for id in self.published()) or bool(self.recorded or self.deferred)
 
     def already_sent(self) -> list[str]:
         """Return the IDs that another worker had sent."""
@@ -193,8 +201,10 @@ class Delivered:
         return {id: answer for id, answer in self.answers.items() if isinstance(answer, Failed)}
 
     def recorded_later(self, ids: Collection[str]) -> "Recorded":
-        """Return the failed attempts of these tasks, which were written after the first report."""
-        return Recorded(self.claim, self.failed(), {id: each for id, each in self.recorded.items() if id in ids})
+        """Return what the batch has found out about these tasks after its first report."""
+        recorded = {id: each for id, each in self.recorded.items() if id in ids}
+        cancelled = {id: message_id for id, message_id in self.cancelled().items() if id in ids}
+        return Recorded(self.claim, self.failed(), recorded, cancelled)
 
     def at_most_once(self) -> Claim | None:
         """Return a claim of the skipped at-most-once tasks that are behind no failure, or None if there are none."""
@@ -218,16 +228,21 @@ def turn_counts(batches: Sequence[Delivered]) -> Turn:
         recorded=sum(len(each.recorded) for each in batches),
         deferred=sum(len(each.deferred) for each in batches),
         uncommitted=sum(len(each.uncommitted()) for each in batches),
+        cancelled=sum(len(each.cancelled()) for each in batches),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Failed attempts that were written after the first report of their batch."""
+    """Failed attempts that were written after the first report of their batch.
+
+    `cancelled` are published tasks that were found deleted, with their message IDs.
+    """
 
     claim: Claim
     failed: Mapping[str, Failed]
     recorded: Mapping[str, NotSent]
+    cancelled: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,7 @@ class Delivery:
             skipped=results.decided(Skipped),
             recorded=results.decided(NotSent, without=unmarked),
             deferred=results.decided(Deferred, without=unmarked),
+            deleted=frozenset(results.deleted),
             unmarked=unmarked,
             latencies=dict(self.timing.latencies),
             phases=dict(self.timing.phases),

@@ -29,12 +29,15 @@ class Results:
         self._versions: dict[str, Version] = {}
         #: The last decision about each task that gets no SentAt.
         self._decided: dict[str, Skipped | NotSent | Deferred] = {}
+        #: The published tasks that the last lock of their rows has not found any more.
+        self.deleted: set[str] = set()
 
     def begin_run(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
         """Forget earlier decisions about the claimed `ids`, and the failures of locked rows that have changed.
 
         Record the versions of rows without an answer.
         """
+        self._find_deleted(ids, rows)
         for id in ids if self._decided else ():
             self._decided.pop(id, None)
         for row in rows if self.answers else ():
@@ -64,6 +67,7 @@ class Results:
         A published task is marked if the row still holds its message. A failed attempt or a deferral is written only
         if the row has not changed at all, or only because an earlier part, which also locks this row, has written it.
         """
+        self._find_deleted(ids, rows)
         published, unwritten = self.published(), self._unwritten()
         unsent = [row for row in rows if row.sent_at is None]
         others = {
@@ -81,6 +85,13 @@ class Results:
         """Forget the failed attempts and deferrals of these tasks."""
         for id in self._unwritten().keys() & set(ids):
             del self._decided[id]
+
+    def _find_deleted(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
+        """Record which published tasks among `ids` are not in the locked rows."""
+        if published := self.published():
+            by_id = {row.id: row for row in rows}
+            found = {id for id in ids if id in published and not published[id].is_of_task(by_id.get(id))}
+            self.deleted = self.deleted.difference(ids) | found
 
     def _unwritten(self) -> dict[str, NotSent | Deferred]:
         return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}

@@ -54,6 +54,9 @@ ALREADY_PUBLISHED = Metric("outbox.already_published_tasks_count", "count", "tas
     "Tasks claimed too late: another worker had sent them.")
 UNCOMMITTED = Metric("outbox.published_but_failed_commits_count", "count", "task", ("topic",), -1,
     "Tasks in doubt: published, but the commit failed or its outcome is unknown. A duplicate may follow.")
+CANCELLED = Metric("outbox.cancelled_after_publish_count", "count", "task", ("topic",), -1,
+    "Tasks that were published and then found deleted before the worker could mark them, so subscribers receive a "
+    "message that an application or an operator has cancelled. The worker logs the ID of each.")
 FAILED = Metric("outbox.failed_task_count", "count", "task", ("topic", "reason"), -1,
     "Failed attempts to publish a task, by reason.")
 DEAD = Metric("outbox.dead_task_count", "count", "task", ("topic", "reason"), -1,
@@ -118,9 +121,9 @@ PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "r
 
 #: Of the workers.
 METRICS = (
-    PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, FAILED, DEAD, UNCONFIRMED, DEFERRED, ABORTED, PENDING, TOPIC_TASKS,
-    OLDEST_AGE, TOPIC_OLDEST_AGE, LATENCY, PHASE_DURATION, BATCH_SIZE, IN_FLIGHT, CIRCUIT_STATE, SHARDS, WORKERS,
-    HEARTBEAT, BUILD, SHUTDOWN_TIMEOUT, STUCK,
+    PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, CANCELLED, FAILED, DEAD, UNCONFIRMED, DEFERRED, ABORTED, PENDING,
+    TOPIC_TASKS, OLDEST_AGE, TOPIC_OLDEST_AGE, LATENCY, PHASE_DURATION, BATCH_SIZE, IN_FLIGHT, CIRCUIT_STATE, SHARDS,
+    WORKERS, HEARTBEAT, BUILD, SHUTDOWN_TIMEOUT, STUCK,
 )
 #: Of applications and subscribers.
 APPLICATION = (REGISTERED, INBOX)

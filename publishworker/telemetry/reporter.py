@@ -20,6 +20,8 @@ SUMMARY_SECONDS = 60.0
 LATENCY_SAMPLES = 20
 #: Max lines a minute about single tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
+#: Max lines a minute about single cancelled tasks of a topic. Further ones share lines of at most CANCELLED_IDS tasks.
+CANCELLED_LINES, CANCELLED_IDS = 5, 100
 #: The counts of a turn in the summary, each with its noun and the words after it.
 _SUMMARY = {
     "published": ("task", "published"),
@@ -27,6 +29,7 @@ _SUMMARY = {
     "already_sent": ("task", "sent by others"),
     "deferred": ("task", "deferred"),
     "uncommitted": ("task", "published without a commit"),
+    "cancelled": ("task", "cancelled after the publish"),
 }
 
 
@@ -44,12 +47,11 @@ class Reporter:
         self._work: Counter[str] = Counter()
         self._work_since = 0.0
         self._logged_open: set[str] = set()  # topics whose open circuit was logged
+        self._cancelled: list[str] = []  # tasks that were cancelled after their publish, and are still to be logged
 
     def report_batch(self, delivered: Delivered, change: CircuitChange | None = None) -> None:
         """Count the outcomes of a batch, and log what went wrong, and the change of the circuit of its topic."""
-        if not self._work:
-            self._work_since = self._clock()
-        self._work += _numbers(turn_counts([delivered]))
+        self._count_work(turn_counts([delivered]))
         topic = delivered.claim.topic
         self._metrics.count(m.PUBLISHED, len(delivered.published()), topic=topic)
         self._metrics.count(m.ALREADY_PUBLISHED, len(delivered.already_sent()), topic=topic)
@@ -76,6 +78,7 @@ class Reporter:
             text = f"The rows of {tasks} were not locked, so nothing was published: {delivered.error}"
             self._throttled_log.log("lock_failed", topic, text)
         self._unconfirmed(topic, delivered.unconfirmed)
+        self._log_cancelled(topic, delivered.cancelled())
         if change is not None:
             self.report_circuit(change)
 
@@ -85,6 +88,8 @@ class Reporter:
             self._unmarked(report)
         else:
             self._recorded(report.claim.topic, report.failed, report.recorded)
+            self._count_work(Turn(cancelled=len(report.cancelled)))
+            self._log_cancelled(report.claim.topic, report.cancelled)
 
     def _unmarked(self, unmarked: Unmarked) -> None:
         """Log tasks that cannot be marked now, or that the batch has stopped trying to mark."""
@@ -92,12 +97,12 @@ class Reporter:
         if unmarked.given_up:
             self._unconfirmed(topic, ids if unmarked.state == "marked" else ())
             if unmarked.state == "published":
-                self._throttled_log.log(
-                    "given_up",
-                    topic,
-                    f"{_tasks(ids)} of topic {topic} cannot be marked as sent: {unmarked.error}. The worker no longer "
-                    "tries, so they will be published again",
-                )
+                # All IDs, and not throttled, for the same reason as in _unconfirmed: a task may be cancelled now.
+                log.warning(
+                    "%s of topic %s cannot be marked as sent: %s. The worker no longer tries, so they will be "
+                    "published again, unless they are cancelled. IDs: %s",
+                    _tasks(ids), topic, unmarked.error, ", ".join(ids), extra={"action": "given_up"},
+                )  # fmt: skip
             return
         what = {"published": "published but not marked as sent", "marked": "marked as sent but not published"}
         self._throttled_log.log(
@@ -151,6 +156,37 @@ class Reporter:
             fields = {**self._work, "seconds": round(seconds, 1)}
             log.info("In the last %.0f s: %s", seconds, counts, extra={"action": "summary", "fields": fields})
             self._work.clear()
+        self._log_cancelled_together()
+
+    def _count_work(self, turn: Turn) -> None:
+        if not self._work:
+            self._work_since = self._clock()
+        self._work += _numbers(turn)
+
+    def _log_cancelled(self, topic: str, cancelled: Mapping[str, str]) -> None:
+        """Log each task that subscribers receive although a cancel has deleted it. Its ID is nowhere else."""
+        self._metrics.count(m.CANCELLED, len(cancelled), topic=topic)
+        for id, message_id in cancelled.items():
+            if not self._throttled_log.log(
+                "cancelled_after_publish",
+                topic,
+                f"Task {id} of topic {topic} was cancelled after the worker had published it as message {message_id}, "
+                "so subscribers receive it",
+                max_lines=CANCELLED_LINES,
+                fields={"task_id": id, "topic": topic, "message_id": message_id},
+            ):
+                self._cancelled.append(f"{id} of topic {topic} (message {message_id})")
+                if len(self._cancelled) >= CANCELLED_IDS:
+                    self._log_cancelled_together()
+
+    def _log_cancelled_together(self) -> None:
+        if self._cancelled:
+            log.warning(
+                "%s cancelled after the worker had published them, so subscribers receive them: %s",
+                counted(len(self._cancelled), "more task"), ", ".join(self._cancelled),
+                extra={"action": "cancelled_after_publish"},
+            )  # fmt: skip
+            self._cancelled.clear()
 
     def _unconfirmed(self, topic: str, ids: Sequence[str]) -> None:
         if ids:

@@ -273,6 +273,7 @@ class InFlight:
                     self._reporter.report_later(report)
         for entry in list(self._running):
             self._give_up(entry)
+        self._reporter.log_summary()
 
     def _give_up(self, entry: _Entry) -> None:
         claim = entry.delivery.claim

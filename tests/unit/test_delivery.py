@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from outbox.message import RawPubsubMessage
-from publishworker.delivery.claim import Delivered, Kind
+from publishworker.delivery.claim import Delivered, Kind, Recorded
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.tools import Tools
 from publishworker.host import Host
 from publishworker.spanner.errors import StoreError
 from publishworker.turn.in_flight import delivery_of
-from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, Failed
+from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, Failed, Published
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized
 from tests.support.parts import claim_of, policy
 
@@ -104,6 +104,32 @@ def test_a_task_published_in_an_aborted_attempt_is_reported_without_its_row(benc
     result = bench.deliver("a", "b")
     assert (result.error, sorted(result.published())) == ("no answer", ["a", "b"])
     assert result.uncommitted() == ["a", "b"]
+
+
+@pytest.mark.parametrize("errors", [[Abort()], [StoreError("no answer")], [Abort(), StoreError("no answer")]])
+def test_a_task_that_is_cancelled_after_its_publish_is_reported_once(bench: Bench, errors: list[Exception]) -> None:
+    """With its message ID, by the next run of the transaction or when it is marked again, also if the ID is reused."""
+    bench.insert("gone", "again", "sent again", "stays")
+    bench.insert("never sent", available_at=bench.store.now + HOUR)
+
+    def commit() -> None:
+        if errors:
+            for id in ("gone", "again", "sent again", "never sent"):
+                bench.store.rows.pop(id, None)
+            bench.insert("again", created_at=bench.store.now)
+            bench.insert("sent again", created_at=bench.store.now, sent_at=bench.store.now)
+            raise errors.pop(0)
+
+    bench.store.before_commit = commit
+    batch = bench.batch("gone", "again", "sent again", "stays", "never sent")
+    delivered = batch.run()
+    later = [each for each in batch.mark_again() if isinstance(each, Recorded)]
+    found = [item for each in (delivered.cancelled(), *(each.cancelled for each in later)) for item in each.items()]
+    messages = {id: answer.message_id for id, answer in delivered.answers.items() if isinstance(answer, Published)}
+    assert sorted(found) == sorted((id, messages[id]) for id in ("gone", "again", "sent again"))
+    assert set(delivered.uncommitted()) == (set(messages) if later else set())
+    assert bench.store.rows["stays"].sent_at is not None
+    assert bench.store.rows["again"].sent_at is None
 
 
 def test_a_batch_has_written_if_it_has_marked_a_task_or_recorded_a_failure(bench: Bench) -> None:

@@ -1,6 +1,7 @@
 """The logs and counts of batches, turns and topics: complete, in pairs, and without repetition."""
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Delivered, Kind, turn_counts
+from publishworker.delivery.claim import Delivered, Kind, Recorded, turn_counts
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
@@ -115,6 +116,23 @@ def test_each_task_that_may_be_lost_is_named(watch: Watch) -> None:
     assert named == batches
     assert watch.actions() == ["unconfirmed", "unconfirmed"]
     assert watch.counts[m.UNCONFIRMED.name] == 202
+
+
+def test_each_task_that_is_cancelled_after_its_publish_is_named(watch: Watch) -> None:
+    """With its message: five a minute in lines of their own, the others in lines of at most a hundred tasks."""
+    ids = [f"id-{number}" for number in range(250)]
+    answers: dict[str, Answer] = {id: Published(id.replace("id-", "m")) for id in ids}
+    first = Delivered(claim_of("orders", *ids), answers=answers, deleted=frozenset(ids[:-1]))
+    watch.reporter.report_batch(first)
+    watch.reporter.report_later(Recorded(first.claim, {}, {}, {ids[-1]: "m249"}))
+    watch.seconds += 61
+    watch.reporter.report_turn(Turn())
+    named = [re.findall(r"id-(\d+) of topic orders .*?message m\1\b", line) for line in watch.caplog.messages]
+    assert [len(each) for each in named] == [1, 1, 1, 1, 1, 100, 100, 0, 45]
+    assert sorted(int(number) for each in named for number in each) == [*range(250)]
+    assert vars(watch.caplog.records[0])["fields"] == {"task_id": "id-0", "topic": "orders", "message_id": "m0"}
+    assert watch.actions() == ["cancelled_after_publish"] * 7 + ["summary", "cancelled_after_publish"]
+    assert watch.counts == {m.PUBLISHED.name: 250, m.CANCELLED.name: 250}
 
 
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
