@@ -4,9 +4,11 @@
 synchronous. Only `register_once` and `cancel` read. This module is experimental as long as the client is.
 """
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterable, Mapping, Sequence
 from typing import Any, Protocol, Unpack
+from weakref import WeakKeyDictionary
 
 from google.api_core.retry import AsyncRetry
 from google.cloud.spanner_v1 import KeySet
@@ -28,6 +30,9 @@ from outbox.table.transactions import (
     insert,
     inserted,
 )
+
+#: The transactions of `cancel`.
+_cancelling: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
 
 
 class AsyncTransaction(SupportsInsert, SupportsDelete, Protocol):
@@ -102,12 +107,13 @@ async def register_once(
 async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     """Delete an unsent task in `transaction`, and return whether it did. False: it is sent, or does not exist.
 
-    Experimental. See `outbox.cancel`: it waits for a batch that holds the task, and a task that is in doubt may have
-    been published. `transaction` is the one of `register_once`, and its first request is awaited alone.
+    Experimental. See `outbox.cancel`: call it first in the transaction, and a task that it deletes may have been
+    published before. Concurrent calls in one transaction run one after the other. `transaction` is the one of
+    `register_once`.
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
-        InvalidTransaction: `transaction` was committed or rolled back before.
+        InvalidTransaction: `transaction` has registered the task itself, or was committed or rolled back before.
         TypeError: `transaction` is not that of an `AsyncClient`.
         RetryError, DeadlineExceeded: see `outbox.cancel`.
     """
@@ -117,16 +123,19 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
         rows = await transaction.execute_sql(sql, **parameters(values), **cancellation.REQUEST_OPTIONS, **_limits())
         return [row async for row in rows]
 
-    earlier = deleted(transaction)
-    [[is_unsent, ordering_key]] = await query(LOCK_UNSENT, id=check_task_id(task_id))
-    if not is_unsent or task_id in earlier:
-        return False
-    heads: list[Sequence[Any]] = []
-    if ordering_key is not None:
-        layout = Layout.usable(await query(LAYOUTS))
-        heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*earlier, task_id])
-    cancellation.delete(transaction, task_id, [id for (id,) in heads])
-    return True
+    check_task_id(task_id)
+    # Two calls that read before either deletes would both release no task of their common key.
+    async with _cancelling.setdefault(transaction, asyncio.Lock()):
+        cancellation.check_not_registered(task_id, inserted(transaction))
+        [[is_unsent, ordering_key]] = await query(LOCK_UNSENT, id=task_id)
+        if not is_unsent or task_id in deleted(transaction):
+            return False
+        heads: list[Sequence[Any]] = []
+        if ordering_key is not None:
+            layout = Layout.usable(await query(LAYOUTS))
+            heads = await query(layout.sql(NEXT_OF_KEYS), ids=[*deleted(transaction), task_id])
+        cancellation.delete(transaction, task_id, [id for (id,) in heads])
+        return True
 
 
 def _limits() -> dict[str, Any]:

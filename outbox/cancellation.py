@@ -5,12 +5,21 @@ from typing import Any
 
 from google.cloud.spanner_v1 import KeySet
 
+from outbox.errors import InvalidTransaction
 from outbox.message import check_task_id
 from outbox.registration import TABLE
 from outbox.table.layouts import Layout
 from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
 from outbox.table.transact import retry_and_timeout
-from outbox.table.transactions import READ_SECONDS, SupportsCancel, SupportsDelete, check_transaction, deleted
+from outbox.table.transactions import (
+    READ_SECONDS,
+    Key,
+    SupportsCancel,
+    SupportsDelete,
+    check_transaction,
+    deleted,
+    inserted,
+)
 
 #: The options of the requests, except for retries and timeouts.
 REQUEST_OPTIONS = {"request_options": {"request_tag": "outbox-cancel"}}
@@ -26,12 +35,15 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
     workers do not publish it any more. If it is the head of an ordering key, the same transaction releases the next
     task of the key.
 
-    Locks the row for the transaction. If a batch of a worker holds the lock, the call waits until the batch has
-    committed, usually for less than a second. It returns False if the batch has sent the task. If the batch has
-    published the task but could not mark it, the task is deleted, although subscribers receive its message.
+    No cancel takes a message back. The call locks the row for the transaction. If a batch of a worker holds the lock,
+    the younger of the two transactions waits. So a transaction that begins with the call waits until the batch has
+    committed, usually for less than a second, and gets False if the task was sent. A transaction that has read before
+    can be older. Then Spanner aborts the batch, which may have published the task: the call returns True, although
+    subscribers receive the message. The same happens to a task that is in doubt. So call `cancel` first in the
+    transaction. A worker logs the ID of each task that it finds deleted after it has published it.
 
-    A task that the same transaction registers is not in the table before the commit, so it cannot be cancelled. To
-    replace a task, cancel it, and then register the new one. The new one may have the same ID.
+    To replace a task, cancel it, and then register another one with a new ID. The inbox of a subscriber that has
+    received the cancelled one would ignore the same ID for 32 days.
 
     `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. Call `cancel`
     before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table. If the client uses a database role, the role
@@ -39,13 +51,14 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
-        InvalidTransaction: `transaction` was committed or rolled back before, or belongs to a DB-API connection, which
-            would drop the change after an abort.
+        InvalidTransaction: `transaction` has registered the task itself, was committed or rolled back before, or
+            belongs to a DB-API connection, which would drop the change after an abort.
         TypeError: `transaction` cannot read (a Batch, a MutationGroup) or cannot write.
         RetryError, DeadlineExceeded: from google.api_core. Spanner was unavailable, or another transaction held the
             row, for 30 s.
     """
     check_transaction(transaction, "cancel", reads=True)
+    check_not_registered(task_id, inserted(transaction))
 
     def query(sql: str, values: Mapping[str, Any]) -> list[Sequence[Any]]:
         # Read to the end, because until then the client blocks the next statement of the transaction.
@@ -56,6 +69,15 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
     if heads is not None:
         delete(transaction, task_id, heads)
     return heads is not None
+
+
+def check_not_registered(task_id: str, inserted: Collection[Key]) -> None:
+    """Raise InvalidTransaction if the transaction has inserted the task: its reads do not return it."""
+    if (task_id,) in inserted:
+        raise InvalidTransaction(
+            f"task {task_id!r} was registered by the same transaction, so it is not in the table yet and cannot be "
+            "cancelled. Roll back, or decide before you register it"
+        )
 
 
 def next_heads(query: Query, task_id: str, deleted_before: Collection[str] = ()) -> list[str] | None:

@@ -126,8 +126,7 @@ def register(
     # Adds one insert to the transaction of the caller, and so keeps OUT-LOSS-1 of docs/guarantees.md.
     insert(transaction, TABLE, *_without_defaults([row]))
     id: str = row[0]
-    if task_id is not None:
-        inserted(transaction).add((id,))
+    inserted(transaction).add((id,))
     count_registered(row[1])
     return id
 
@@ -196,12 +195,11 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
             begins with the index of the task.
     """
     check_transaction(transaction, "register_many")
-    rows, ids = _task_rows(tasks)
+    rows = _task_rows(tasks)
     if not rows:
         return []  # Spanner refuses an insert without rows
     insert(transaction, TABLE, *_without_defaults(rows))
-    if ids:
-        inserted(transaction).update((id,) for id in ids)
+    inserted(transaction).update(row[:1] for row in rows)
     for topic, count in Counter(row[1] for row in rows).items():
         count_registered(topic, count)
     return [row[0] for row in rows]
@@ -255,8 +253,8 @@ def _columns_and_getter(*optional: int) -> tuple[tuple[str, ...], Callable[[tupl
     return values(COLUMNS), values
 
 
-def _task_rows(tasks: Collection[Task]) -> tuple[list[tuple[Any, ...]], list[str]]:
-    """Return the rows, and the IDs that callers chose. Raises like `register_many`."""
+def _task_rows(tasks: Collection[Task]) -> list[tuple[Any, ...]]:
+    """Return the rows. Raises like `register_many`."""
     if not isinstance(tasks, Collection):
         raise TypeError(
             f"tasks is {class_name(tasks)}. It must be a list or another collection of outbox.Task, such as "
@@ -275,7 +273,7 @@ def _task_rows(tasks: Collection[Task]) -> tuple[list[tuple[Any, ...]], list[str
         if task.task_id is not None and (first := chosen.setdefault(row[0], index)) != index:
             raise InvalidMessage(f"tasks[{index}]: task_id {row[0]!r} is also the task_id of tasks[{first}]")
         rows.append(row)
-    return rows, list(chosen)
+    return rows
 
 
 def _priority(priority: int) -> int:

@@ -1,9 +1,11 @@
 """`cancel` for applications deletes an unsent task in their transaction, and releases the next task of its key."""
 
 import asyncio
+import logging
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from random import Random
@@ -53,14 +55,11 @@ def cancel(
     if request.param == "spanner":
         yield lambda *ids: [database.run_in_transaction(outbox.cancel, id) for id in ids]
     elif request.param == "aio":
-        monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
 
-        async def work(*ids: str) -> list[bool]:
-            client = AsyncClient(project=PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
-            ours = await client.instance(INSTANCE).database(database.database_id)
+        async def work(ours: Any, *ids: str) -> list[bool]:
             return [await ours.run_in_transaction(aio.cancel, id) for id in ids]
 
-        yield lambda *ids: asyncio.run(work(*ids))
+        yield lambda *ids: in_async(database, emulators, monkeypatch, lambda ours: work(ours, *ids))
     else:
         with closing(STACKS[request.param](database)) as stack:
 
@@ -70,6 +69,22 @@ def cancel(
                     return answer
 
             yield lambda *ids: [one(id) for id in ids]
+
+
+def in_async(
+    database: Database,
+    emulators: Emulators,
+    monkeypatch: pytest.MonkeyPatch,
+    work: Callable[[Any], Awaitable[list[bool]]],
+) -> list[bool]:
+    """Run an asynchronous function with the database of an AsyncClient."""
+    monkeypatch.setenv("SPANNER_EMULATOR_HOST", emulators.spanner_host)
+
+    async def main() -> list[bool]:
+        client = AsyncClient(project=PROJECT, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
+        return await work(await client.instance(INSTANCE).database(database.database_id))
+
+    return asyncio.run(main())
 
 
 def test_unsent_tasks_of_every_state_are_deleted_and_no_others(cancel: Cancel, database: Database) -> None:
@@ -130,16 +145,46 @@ def test_a_processed_task_stays_processed_when_it_is_cancelled(database: Databas
     assert database.run_in_transaction(lambda both: (outbox.cancel(both, "id"), process(both))) == (True, False)
 
 
-def test_a_replaced_task_has_the_same_id(database: Database) -> None:
-    insert(database, [row("id", AvailableAt=FUTURE)])
+def test_a_task_of_the_same_transaction_is_not_cancelled(database: Database) -> None:
+    """Whichever function has registered it, also with a random ID, or in the place of a cancelled task."""
+    insert(database, [row("id", AvailableAt=FUTURE), row("other")])
 
-    def replace(transaction: Any) -> None:
+    def work(transaction: Any) -> None:
         assert outbox.cancel(transaction, "id")
-        outbox.register(transaction, "bills", b"", task_id="id")
+        ids = [
+            outbox.register(transaction, "bills", b"", task_id="id"),
+            outbox.register(transaction, "orders", b""),
+            *outbox.register_many(transaction, [outbox.Task("orders", b""), outbox.Task("orders", b"", task_id="b")]),
+        ]
+        assert outbox.register_once(transaction, "orders", b"", task_id="once")
+        assert not outbox.register_once(transaction, "orders", b"", task_id="other")
+        for id in (*ids, "once"):
+            with pytest.raises(outbox.InvalidTransaction, match=f"task '{id}' was registered by the same transaction"):
+                outbox.cancel(transaction, id)
+        assert outbox.cancel(transaction, "other")
 
-    database.run_in_transaction(replace)
-    [task] = rows_of(database).values()
-    assert (task["Id"], task["Topic"], task["AvailableAt"]) == ("id", "bills", None)
+    database.run_in_transaction(work)
+    tasks = rows_of(database)
+    assert (len(tasks), tasks["id"]["Topic"], tasks["id"]["AvailableAt"], "other" in tasks) == (5, "bills", None, False)
+
+
+def test_concurrent_cancels_of_a_key_release_its_next_task(
+    database: Database, emulators: Emulators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one transaction, as its first requests. A task of this transaction is refused here, too."""
+    insert(database, line("a", {"AvailableAt": FUTURE}, *[DEFERRED] * 4))
+
+    async def both(transaction: Any) -> list[bool]:
+        answers = await asyncio.gather(*(aio.cancel(transaction, id) for id in ("a 0", "a 1", "a 2", "a 0")))
+        with pytest.raises(outbox.InvalidTransaction, match="was registered by the same transaction"):
+            await aio.cancel(transaction, outbox.register(transaction, "orders", b""))
+        return answers
+
+    assert in_async(database, emulators, monkeypatch, lambda ours: ours.run_in_transaction(both)) == [
+        True, True, True, False,
+    ]  # fmt: skip
+    after = rows_of(database)
+    assert {id: each["BlockedBy"] for id, each in after.items() if each["OrderingKey"]} == {"a 3": None, "a 4": "head"}
 
 
 def test_a_rolled_back_cancel_deletes_nothing(database: Database) -> None:
@@ -210,10 +255,13 @@ def in_chunks(ids: Sequence[str], size: int) -> list[Sequence[str]]:
 
 
 @pytest.mark.parametrize("tasks", [60, pytest.param(1_000, marks=[pytest.mark.extended, pytest.mark.timeout(300)])])
-def test_a_task_is_either_cancelled_or_received(database: Database, tasks: int) -> None:
+def test_a_task_is_cancelled_or_received_or_named(
+    database: Database, tasks: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Two workers, two applications and an operator at once. Half of the tasks have a key.
 
-    A task that is both was in doubt: its commit had failed or was aborted after the publish. The worker counts these.
+    A transaction of an application that has read rows before can be older than a worker's claim, and abort it after the
+    publish. Then a task is both. A worker names each of these in its log, and no other.
     """
     keys = [f"k{n % 20}" if n % 2 else None for n in range(tasks)]
     ids = [str(uuid.UUID(int=Random(n).getrandbits(128))) for n in range(tasks)]
@@ -229,8 +277,17 @@ def test_a_task_is_either_cancelled_or_received(database: Database, tasks: int) 
         one.finish()
 
     def application(seed: int) -> None:
-        some = Random(seed).sample(ids, tasks // 2)
-        cancelled.extend(id for id in some if database.run_in_transaction(outbox.cancel, id, timeout_secs=200))
+        random, again = Random(seed), {"timeout_secs": 200, "default_retry_delay": 0.01}
+
+        def cancel(transaction: Any, id: str) -> bool:
+            age = random.choice((0, 0, 0.005))
+            if age:
+                list(transaction.execute_sql("SELECT 1 FROM AsynchronousTaskTopics"))
+                time.sleep(age)
+            return outbox.cancel(transaction, id)
+
+        some = random.sample(ids, tasks // 2)
+        cancelled.extend(id for id in some if database.run_in_transaction(cancel, id, **again))
 
     def operator() -> None:
         table = TaskTable(opened(database))
@@ -252,7 +309,13 @@ def test_a_task_is_either_cancelled_or_received(database: Database, tasks: int) 
     assert len(cancelled) == len(set(cancelled)), "a task is cancelled twice"
     assert received | set(cancelled) == set(ids)
     assert 0 < len(cancelled) < tasks
-    assert len(received & set(cancelled)) <= counted.counts[m.UNCOMMITTED.name]
+    named = {id for id in ids for record in caplog.records if _is_named(id, record)}
+    assert received & set(cancelled) == named
+    assert counted.counts[m.CANCELLED.name] == len(named)
+
+
+def _is_named(id: str, record: logging.LogRecord) -> bool:
+    return getattr(record, "action", "") == "cancelled_after_publish" and id in record.getMessage()
 
 
 def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
