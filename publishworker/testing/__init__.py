@@ -11,16 +11,13 @@ fixture is used. A test whose emulator is not installed is skipped. If the varia
 
 import contextlib
 import os
-import secrets
-import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Client, Connection, Listener
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.devtools.child_process import LOOPBACK
 from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one, without_proxy
+from outbox.devtools.shared import sharing
 from outbox.errors import NotReached
 
 if TYPE_CHECKING:
@@ -28,59 +25,6 @@ if TYPE_CHECKING:
     from google.pubsub_v1.types import PubsubMessage
 
     from publishworker.testing.relay import OutboxRelay
-
-#: Host and port of the controller of pytest-xdist, and its key.
-_Address: TypeAlias = tuple[str, int, str]
-
-
-class _Sharing:
-    """Emulators that the processes of pytest-xdist share: the controller starts each when the first one needs it."""
-
-    def __init__(self) -> None:
-        key = secrets.token_hex()
-        self._listener = Listener((LOOPBACK, 0), authkey=key.encode())
-        host, port = self._listener.address
-        self.address: _Address = (str(host), int(port), key)
-        # The emulators end with the thread that has started them.
-        self._thread = threading.Thread(target=self._serve, name="outbox-emulators", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        with _connected(self.address) as connection:
-            connection.send("")
-        self._thread.join()
-
-    def _serve(self) -> None:
-        hosts: dict[str, str] = {}
-        with self._listener, contextlib.ExitStack() as stack:
-            while True:
-                with self._listener.accept() as connection:
-                    if not (title := connection.recv()):
-                        return
-                    program = SPANNER if title == SPANNER.title else PUBSUB
-                    try:
-                        hosts[title] = hosts.get(title) or stack.enter_context(running_one(program))
-                        connection.send((hosts[title], ""))
-                    except NotReached as error:
-                        connection.send(("", str(error)))
-
-
-def _ask(address: _Address, program: Program) -> str:
-    with _connected(address) as connection:
-        connection.send(program.title)
-        host, missing = connection.recv()
-    if missing:
-        raise NotReached(missing)
-    return str(host)
-
-
-def _connected(address: _Address) -> Connection:
-    host, port, key = address
-    return Client((host, port), authkey=key.encode())
-
-
-_SHARING = pytest.StashKey[_Sharing]()
-_ADDRESS = "outbox_emulators"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,40 +34,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Share the emulators of a run with pytest-xdist: its controller starts each when the first process needs it."""
-    sharing = node.config.stash.setdefault(_SHARING, None) or _Sharing()
-    node.config.stash[_SHARING] = sharing
-    node.workerinput[_ADDRESS] = sharing.address
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop the shared emulators."""
-    if sharing := config.stash.get(_SHARING, None):
-        sharing.end()
-
-
 @pytest.fixture(scope="session")
 def spanner_emulator(request: pytest.FixtureRequest) -> Iterator[str]:
     """HOST:PORT of a Spanner emulator, to which the environment points. SPANNER_EMULATOR_HOST can name one."""
-    with _running(request.config, SPANNER) as host:
+    with _running(request, SPANNER) as host:
         yield host
 
 
 @pytest.fixture(scope="session")
 def pubsub_emulator(request: pytest.FixtureRequest) -> Iterator[str]:
     """HOST:PORT of a Pub/Sub emulator, to which the environment points. PUBSUB_EMULATOR_HOST can name one."""
-    with _running(request.config, PUBSUB) as host:
+    with _running(request, PUBSUB) as host:
         yield host
 
 
 @contextlib.contextmanager
-def _running(config: pytest.Config, program: Program) -> Iterator[str]:
-    address = getattr(config, "workerinput", {}).get(_ADDRESS)
+def _running(request: pytest.FixtureRequest, program: Program) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         try:
-            host = _ask(address, program) if address else stack.enter_context(running_one(program))
+            if hasattr(request.config, "workerinput"):  # a process of pytest-xdist; the folder is that of the run
+                folder = request.getfixturevalue("tmp_path_factory").getbasetemp().parent
+                host = stack.enter_context(sharing(program, folder))
+            else:
+                host = stack.enter_context(running_one(program))
         except NotReached as error:
             if os.environ.get("CI"):
                 pytest.fail(str(error), pytrace=False)

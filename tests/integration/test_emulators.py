@@ -1,19 +1,22 @@
 """Where emulators come from, and the error if one cannot be started. The binaries here are fakes."""
 
+import contextlib
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from outbox.devtools import child_process, emulators
+from outbox.devtools import child_process, emulators, shared
 from outbox.errors import NotReached, SettingError
 from outbox.program.pubsub import open_pubsub
 from outbox.program.settings import PubSubSettings
 from outbox.table.connection import open_database
+from tests.support.processes import ROOT
 from tests.support.proxy import silent_port
 from tests.support.waiting import eventually
 
@@ -211,3 +214,45 @@ def test_both_emulators_are_stopped_when_the_block_fails(monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt), emulators.running() as running:
         raise KeyboardInterrupt
     assert [child.process.poll() for child in running.children] == [-signal.SIGKILL, -signal.SIGTERM]
+
+
+USE = """
+import sys, pathlib
+from outbox.devtools import emulators, shared
+with shared.sharing(emulators.SPANNER, pathlib.Path(sys.argv[1])) as host:
+    print(host, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_shared_emulator_outlives_the_process_that_started_it_and_ends_with_its_last_user(
+    sdk: Sdk, tmp_path: Path
+) -> None:
+    """Although the first one is killed. Nobody listens for the users, so none of them can disturb the others."""
+    sdk()
+    with contextlib.ExitStack() as stack:
+
+        def use() -> tuple[subprocess.Popen[bytes], str]:
+            command = [sys.executable, "-c", USE, str(tmp_path)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            user = stack.enter_context(subprocess.Popen(command, cwd=ROOT, **pipes))  # type: ignore[call-overload]  # pipes
+            return user, user.stdout.readline().decode().strip()
+
+        (first, host), (_second, same) = use(), use()
+        first.kill()
+        first.wait()
+        assert use()[1] == same == host
+        assert child_process.answers(host)
+    eventually(lambda: not child_process.answers(host), message="the end of the emulator")
+    with shared.sharing(emulators.SPANNER, tmp_path) as host:  # another one, of this process
+        assert child_process.answers(host)
+    eventually(lambda: not child_process.answers(host), message="the end of the emulator")
+
+
+def test_what_is_missing_for_a_shared_emulator_is_said_to_each_user(tmp_path: Path) -> None:
+    for _ in range(2):
+        with (
+            pytest.raises(NotReached, match="the Spanner emulator not found"),
+            shared.sharing(emulators.SPANNER, tmp_path),
+        ):
+            pass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox.devtools.emulators import Emulators
+from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators
 from tests.support import processes
 from tests.support.processes import ROOT, Finished
 
@@ -112,7 +112,8 @@ def test_a_call_publishes_what_is_due_at_its_time_whatever_calls_came_before(out
     with outbox_relay.losing_publish_answers():
         outbox_relay.drain(now=in_days(5))
     assert outbox_relay.drain(now=in_days(6)).published == 4
-    assert [message.data for message in published("orders")][-2:] == [b"head", b"behind"]
+    sent = [message.data for message in published("orders")]
+    assert sent.index(b"head") < sent.index(b"behind")
     assert outbox_relay.drain(now=datetime.max.replace(tzinfo=UTC)).published == 0
 
 
@@ -210,7 +211,8 @@ def project(tmp_path: Path) -> Path:
 def test_a_test_gets_emulators_a_database_and_a_relay(
     arguments: tuple[str, ...], emulators: Emulators, project: Path
 ) -> None:
-    ended = run(project, *arguments, **emulators.environment())
+    parallel = {SPANNER.variable: "", PUBSUB.variable: ""}  # two processes start and share their own
+    ended = run(project, *arguments, **(parallel if arguments else emulators.environment()))
     assert ended.code == 0, ended.stdout
     assert "16 passed" in ended.stdout
 
@@ -233,6 +235,17 @@ def test_ddl_that_the_emulator_refuses_is_an_error_that_names_the_file(emulators
     (project / "shop.sql").write_text("CREATE TABLE Wrong;")
     ended = run(project, "-k", "once", **emulators.environment())
     assert re.search(r"the setting outbox_ddl \(.*shop.sql\): could not create database outbox", ended.stdout)
+
+
+@pytest.mark.extended
+def test_parallel_runs_that_use_no_fixture_open_no_socket(tmp_path: Path) -> None:
+    """In no process, although the plugin is installed."""
+    hook = "lambda event, _: event.startswith('socket.') and open('events', 'a').write(event)"
+    (tmp_path / "conftest.py").write_text(f"import os, sys\nos.chdir({str(tmp_path)!r})\nsys.addaudithook({hook})\n")
+    (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    assert "1 passed" in run(tmp_path, "-n", "1").stdout
+    assert not (tmp_path / "events").exists()
 
 
 def test_loading_the_plugin_imports_no_google_client() -> None:
