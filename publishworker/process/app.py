@@ -4,8 +4,10 @@ Its caller, a command or a Spark task, handles signals, configures logs and name
 """
 
 import os
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -156,6 +158,11 @@ class App:
             self.relay.in_flight.abandon()
             for each in self._background:
                 each.stop()
+
+
+def worker_id() -> str:
+    """Return an ID for a worker of this process: unique for all time, and people recognize the host name."""
+    return f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"
 
 
 def run_on_thread(

@@ -5,9 +5,7 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -18,7 +16,7 @@ from outbox.program.signals import handled
 from outbox.program.terminal import say
 from publishworker.log import ThrottledLog, log
 from publishworker.process import exits
-from publishworker.process.app import App, until_drained
+from publishworker.process.app import App, until_drained, worker_id
 from publishworker.process.settings import WorkerSettings
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.clients import client
@@ -67,8 +65,7 @@ def _worker(settings: WorkerSettings) -> Iterator[tuple[App, threading.Event]]:
     metrics = Metrics(client(settings.metrics))
     with contextlib.ExitStack() as stack:
         stack.callback(metrics.stop)
-        # Unique for all time. People recognize the host name.
-        id = f"{socket.gethostname()[:46]}-{uuid.uuid4().hex[:12]}"
+        id = worker_id()
         worker = App(
             settings,
             id=id,

@@ -240,12 +240,13 @@ def test_ddl_that_the_emulator_refuses_is_an_error_that_names_the_file(emulators
 @pytest.mark.extended
 def test_parallel_runs_that_use_no_fixture_open_no_socket(tmp_path: Path) -> None:
     """In no process, although the plugin is installed."""
-    hook = "lambda event, _: event.startswith('socket.') and open('events', 'a').write(event)"
-    (tmp_path / "conftest.py").write_text(f"import os, sys\nos.chdir({str(tmp_path)!r})\nsys.addaudithook({hook})\n")
+    opened = tmp_path / "opened"
+    hook = f"lambda event, _: event == 'socket.bind' and open({str(opened)!r}, 'a').write(event)"
+    (tmp_path / "conftest.py").write_text(f"import sys\nsys.addaudithook({hook})\n")
     (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     assert "1 passed" in run(tmp_path, "-n", "1").stdout
-    assert not (tmp_path / "events").exists()
+    assert not opened.exists()
 
 
 def test_loading_the_plugin_imports_no_google_client() -> None:
