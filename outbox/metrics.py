@@ -1,9 +1,10 @@
 """Where an application plugs in its metrics client. There is none by default, and it never fails the caller."""
 
+import inspect
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 
-from outbox.program.values import check_finished
+from outbox.program.values import check_finished, class_name
 
 _log = logging.getLogger("outbox")
 
@@ -25,9 +26,30 @@ def set_metrics(recorder: Recorder | None) -> None:
     Args:
         recorder: called in the thread that registers or processes. None, the default, counts nothing. Its first error
             is logged with a traceback, later ones are ignored.
+
+    Raises:
+        TypeError: `recorder` is neither None nor an object with such a plain method.
     """
+    if recorder is not None and not _can_count(recorder):
+        raise TypeError(
+            f"recorder is {class_name(recorder)}. It must have a plain method increment(metric, value, tags), as a "
+            "DogStatsd of the package datadog has, or be None"
+        )
     global _recorder, _complained
     _recorder, _complained = recorder, False
+
+
+def _can_count(recorder: object) -> bool:
+    increment: Any = getattr(recorder, "increment", None)
+    if not callable(increment) or inspect.iscoroutinefunction(increment) or inspect.isclass(recorder):
+        return False
+    try:
+        inspect.signature(increment).bind("metric", 1, ["tag:value"])
+    except TypeError:
+        return False
+    except ValueError:
+        pass  # a function without a signature, such as one of C
+    return True
 
 
 def count_registered(topic: str, count: int = 1) -> None:

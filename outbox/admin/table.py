@@ -20,6 +20,7 @@ from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.statements import CONTROLS, NOW, parameters
 from outbox.table.transact import PESSIMISTIC, retry_and_timeout, transact
+from outbox.table.transactions import check_database
 
 T = TypeVar("T")
 
@@ -91,6 +92,7 @@ class TaskTable:
     """
 
     def __init__(self, database: Database, tag: str | None = None) -> None:
+        check_database(database)
         self.database: Any = database  # its methods carry no types
         self.name = str(database.name)
         self._tag = tag

@@ -18,7 +18,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.inbox.batch import BatchReceiver
 from outbox.inbox.once import Key, ReceivedMessage, check_choice, plain_consumer, process_once, pushed_message
 from outbox.inbox.receiver import Handle, Missing, PulledMessage, Receiver, Settings, name_of
-from outbox.program.values import class_name
+from outbox.table.transactions import check_database
 
 __all__ = [
     "Handle", "Handler", "Key", "Missing", "PulledMessage", "ReceivedMessage", "Receiver", "process_once",
@@ -81,11 +81,11 @@ class Handler:
         """
         if unknown := transaction_options.keys() - TRANSACTION_OPTIONS:
             raise TypeError(f"{min(unknown)} is no option of Handler, nor of run_in_transaction")
-        if not callable(getattr(database, "run_in_transaction", None)):
-            raise TypeError(
-                f"database is {class_name(database)}. It must be a Spanner Database. With SQLAlchemy, Django or "
-                "DB-API, call process_once of outbox.ext in a transaction for each message, without `max_batch`"
-            )
+        check_database(
+            database,
+            ". With SQLAlchemy, Django or DB-API, call process_once of outbox.ext in a transaction for each message, "
+            "without `max_batch`",
+        )
         check_choice("key", key, Key)
         check_choice("missing_task_id", missing_task_id, Missing)
         if not (isinstance(max_batch, int) and 1 <= max_batch <= MAX_BATCH):

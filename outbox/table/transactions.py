@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from google.cloud.spanner_v1 import KeySet, Mutation
 from google.cloud.spanner_v1.batch import Batch, MutationGroup
+from google.cloud.spanner_v1.session import Session
 from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.errors import InvalidTransaction
@@ -80,6 +81,28 @@ _ALTERNATIVES = {
 }
 
 
+#: By the name of a class of the client, what to do instead of passing it as a transaction that inserts.
+_REMEDIES = {
+    "BatchCheckout": "Use `with database.batch() as batch:`, and pass batch",
+    "MutationGroupsCheckout": "Use `with database.mutation_groups() as groups:`, and pass groups.group()",
+    "MutationGroups": "Pass its group()",
+    "Database": "Call {} in a function given to its run_in_transaction, and pass the transaction of this function",
+}
+
+
+def check_database(database: object, remedy: str = "") -> None:
+    """Raise TypeError, which ends with `remedy`, unless `database` is that of a synchronous Spanner client.
+
+    A Session has the same methods, but one transaction at a time.
+    """
+    run = getattr(database, "run_in_transaction", None)
+    if inspect.iscoroutinefunction(run):
+        remedy = ". That of an AsyncClient needs `await`, so use one of spanner.Client"
+    elif callable(run) and not isinstance(database, Session):
+        return
+    raise TypeError(f"database is {class_name(database)}. It must be the Database of a Spanner Client{remedy}")
+
+
 def check_transaction(transaction: object, function: str, *, reads: bool = False) -> None:
     """Raise TypeError if `transaction` cannot insert, or if `reads` is true and it cannot read.
 
@@ -95,9 +118,12 @@ def check_transaction(transaction: object, function: str, *, reads: bool = False
             + _ALTERNATIVES.get(function, "")
         )
     if not callable(insert):
+        remedy = _REMEDIES.get(type(transaction).__name__) if "google." in class_name(transaction) else None
         raise TypeError(
             f"transaction is {class_name(transaction)}. It must be a Spanner Transaction, Batch or MutationGroup. "
-            f"With SQLAlchemy, Django or DB-API use {function} of outbox.ext.sqlalchemy, .django or .dbapi"
+            + (remedy or "With SQLAlchemy, Django or DB-API use {} of outbox.ext.sqlalchemy, .django or .dbapi").format(
+                function
+            )
         )
     check_open(transaction, function)
     # The client's `run_in_transaction` sets both attributes, and `session.transaction()` sets neither. Only DB-API sets

@@ -18,6 +18,7 @@ from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox.program.values import plain
 from outbox.registration import COLUMNS, TABLE
 from outbox.table.statements import LOCK_UNSENT
+from outbox.table.transactions import check_database
 
 #: How many tasks a failure lists, and how many bytes of each.
 _MAX_TASKS, _MAX_BYTES = 20, 100
@@ -174,6 +175,7 @@ def assert_registered(
     if isinstance(transaction, RecordingTransaction):
         tasks = transaction.tasks
     else:
+        check_database(transaction, ", or a RecordingTransaction")
         with transaction.snapshot() as snapshot:
             rows = [dict(zip(COLUMNS, row, strict=True)) for row in snapshot.read(TABLE, COLUMNS, KeySet(all_=True))]
         rows.sort(key=lambda row: (row["CreatedAt"], row["Sequence"] or 0, row["Id"]))

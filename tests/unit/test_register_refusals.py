@@ -1,5 +1,6 @@
 """The refusals of `outbox.register`: full sentences that name the argument, its value and the allowed values."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -9,11 +10,15 @@ from unittest import mock
 
 import pytest
 from google.cloud.pubsub_v1.subscriber.message import Message
+from google.cloud.spanner_v1._async import database as async_database
+from google.cloud.spanner_v1.batch import MutationGroups
+from google.cloud.spanner_v1.session import Session
 from google.pubsub_v1.types import PubsubMessage
 
 import outbox
+from outbox import console, inbox
 from outbox.ext import dbapi, sqlalchemy
-from outbox.testing import RecordingTransaction
+from outbox.testing import RecordingTransaction, assert_registered
 from tests.support import spanner
 from tests.support.drivers import STACKS
 
@@ -220,6 +225,53 @@ def test_a_transaction_of_another_type_is_a_type_error(module: Any, sentence: st
     with pytest.raises(TypeError) as caught:
         module.register(wrong, "orders", b"")
     assert str(caught.value).startswith(sentence.format(type(wrong).__name__))
+
+
+#: A real database, which sends nothing until it is used.
+DATABASE = spanner.client("host:1").instance("instance").database("database")
+ASYNC = async_database.Database("database", mock.MagicMock(), mock.MagicMock())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        (DATABASE, "Call register in a function given to its run_in_transaction, and pass the transaction"),
+        (DATABASE.batch(), "Use `with database.batch() as batch:`, and pass batch"),
+        (DATABASE.mutation_groups(), "Use `with database.mutation_groups() as groups:`, and pass groups.group()"),
+        (MutationGroups(mock.Mock()), "Pass its group()"),
+        (ASYNC.batch(), "Use `with database.batch"),
+    ],
+)
+def test_another_object_of_the_client_is_refused_with_what_to_do(wrong: Any, remedy: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^transaction is google\.cloud\.spanner_v1\..* MutationGroup\. {re.escape(remedy)}"
+    ):
+        outbox.register(wrong, "orders", b"")
+
+
+@pytest.mark.parametrize("wrong", [ASYNC, DATABASE._instance, Session(DATABASE), None, "shop"])
+@pytest.mark.parametrize(
+    "call", [lambda of: inbox.Handler(of, consumer="billing"), outbox.reader, console.app, assert_registered]
+)
+def test_what_is_no_synchronous_database_is_refused_at_once(call: Callable[[Any], Any], wrong: Any) -> None:
+    """Wherever one is passed, and not at the first message."""
+    remedy = " That of an AsyncClient needs `await`" if wrong is ASYNC else ""
+    with pytest.raises(TypeError, match=rf"^database is .*\. It must be the Database of a Spanner Client.*{remedy}"):
+        call(wrong)
+
+
+class Asynchronous:
+    async def increment(self, metric: str, value: float, tags: list[str]) -> None: ...
+
+
+class OfOneArgument:
+    def increment(self, metric: str) -> None: ...
+
+
+@pytest.mark.parametrize("wrong", [object(), Asynchronous(), Asynchronous, OfOneArgument(), "statsd"])
+def test_a_recorder_that_cannot_count_is_refused_at_once(set_metrics: Callable[[Any], None], wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^recorder is .* increment\(metric, value, tags\)"):
+        set_metrics(wrong)
 
 
 def test_times_are_limited_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:

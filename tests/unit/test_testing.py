@@ -35,15 +35,12 @@ def test_register_once_finds_given_and_registered_tasks() -> None:
 
 
 def test_cancel_finds_given_tasks_until_they_are_cancelled() -> None:
-    """As in a database, a task of the same transaction is not in the table yet."""
+    """As in a database, a task of the same transaction is refused."""
     transaction = RecordingTransaction(["there"])
     outbox.register(transaction, "orders", b"", task_id="new")
-    assert [outbox.cancel(transaction, id) for id in ("there", "there", "new", "unknown")] == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert [outbox.cancel(transaction, id) for id in ("there", "there", "unknown")] == [True, False, False]
+    with pytest.raises(outbox.InvalidTransaction, match="'new' was registered by the same transaction"):
+        outbox.cancel(transaction, "new")
     assert [each.method for each in transaction.mutations] == ["insert", "delete"]
 
 
