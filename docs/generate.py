@@ -174,7 +174,8 @@ PYTHON = {
         "PositionExpired",
     ),
     "outbox.inbox": (
-        "process_once", "Handler", "Receiver", "pushed_message", "ReceivedMessage", "PulledMessage", "Key", "Missing",
+        "process_once", "Handler", "BatchHandler", "Receiver", "BatchReceiver", "pushed_message", "ReceivedMessage",
+        "PulledMessage", "Key", "Missing",
     ),
     "outbox.ext.sqlalchemy": DBAPI,
     "outbox.ext.django": DBAPI,

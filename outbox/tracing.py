@@ -38,10 +38,15 @@ def span_of(attributes: Mapping[str, str]) -> trace.SpanContext | None:
 
 
 @contextmanager
-def processing(consumer: str, message: Any) -> Iterator[None]:
-    """Continue the trace of a received message in a span for the block. A current span, as of a request, is linked."""
-    parent = span_of(message.attributes)
+def processing(consumer: str, *messages: Any) -> Iterator[None]:
+    """Continue the trace of a received message in a span for the block. A current span, as of a request, is linked.
+
+    The span of several messages links their traces, as OpenTelemetry's conventions for batches ask for.
+    """
+    spans = [span for message in messages if (span := span_of(message.attributes))]
+    [parent] = spans if len(spans) == len(messages) == 1 else [None]
     current = trace.get_current_span().get_span_context()
+    of_one = {"messaging.message.id": messages[0].message_id}
     with trace.get_tracer("outbox").start_as_current_span(
         f"process {consumer}",
         context=trace.set_span_in_context(NonRecordingSpan(parent)) if parent else None,
@@ -50,9 +55,9 @@ def processing(consumer: str, message: Any) -> Iterator[None]:
             "messaging.system": "gcp_pubsub",
             "messaging.operation.name": "process",
             "messaging.operation.type": "process",
-            "messaging.message.id": message.message_id,
+            **(of_one if len(messages) == 1 else {"messaging.batch.message_count": len(messages)}),
         },
-        links=[Link(current)] if parent and current.is_valid else [],
+        links=[Link(current)] if parent and current.is_valid else [] if parent else [*map(Link, spans)],
     ):
         yield
 

@@ -7,6 +7,7 @@
 
 `process_once` records the ID of a task in the table ProcessedTasks of the subscriber's own database, in the transaction
 that also changes the subscriber's rows. `Handler` does this for each message, and acknowledges after the commit.
+`BatchHandler` calls a function with the messages that arrive together.
 """
 
 import inspect
@@ -21,8 +22,8 @@ from outbox.inbox.receiver import Handle, Missing, PulledMessage, Receiver, Sett
 from outbox.table.transactions import check_database
 
 __all__ = [
-    "Handle", "Handler", "Key", "Missing", "PulledMessage", "ReceivedMessage", "Receiver", "process_once",
-    "pushed_message",
+    "BatchHandler", "BatchReceiver", "Handle", "Handler", "Key", "Missing", "PulledMessage", "ReceivedMessage",
+    "Receiver", "process_once", "pushed_message",
 ]  # fmt: skip
 
 #: Max messages in one transaction.
@@ -56,8 +57,6 @@ class Handler:
         consumer: str,
         key: Key = "task_id",
         missing_task_id: Missing = "nack",
-        max_batch: int = 1,
-        max_delay: float = 0.02,
         **transaction_options: Any,
     ) -> None:
         """Check the settings; nothing is sent.
@@ -69,9 +68,6 @@ class Handler:
             missing_task_id: what happens to a message without a task ID if `key` is "task_id". With "nack" Pub/Sub
                 redelivers it. If the subscription has a dead-letter topic, Pub/Sub forwards it there after the maximum
                 number of delivery attempts. With "raise" the streaming pull ends, and its future raises MissingTaskId.
-            max_batch: max messages in one transaction of a streaming pull, 1 to 1,000. With 1, each message has its
-                own. With more, one thread runs the function for one message after the other.
-            max_delay: max seconds for which a message waits for others, if `max_batch` is more than 1; 0 to 3,600.
             transaction_options: for `database.run_in_transaction`, such as `timeout_secs` or `transaction_tag`.
 
         Raises:
@@ -80,25 +76,18 @@ class Handler:
             TypeError: `database` is not a Spanner Database, or an option is unknown.
         """
         if unknown := transaction_options.keys() - TRANSACTION_OPTIONS:
-            raise TypeError(f"{min(unknown)} is no option of Handler, nor of run_in_transaction")
+            raise TypeError(f"{min(unknown)} is no option of {type(self).__name__}, nor of run_in_transaction")
         check_database(
             database,
-            ". With SQLAlchemy, Django or DB-API, call process_once of outbox.ext in a transaction for each message, "
-            "without `max_batch`",
+            ". With SQLAlchemy, Django or DB-API, call process_once of outbox.ext in a transaction for each message",
         )
         check_choice("key", key, Key)
         check_choice("missing_task_id", missing_task_id, Missing)
-        if not (isinstance(max_batch, int) and 1 <= max_batch <= MAX_BATCH):
-            raise ValueError(f"max_batch is {max_batch!r}. It must be 1 to {MAX_BATCH:,}")
-        if not (isinstance(max_delay, int | float) and 0 <= max_delay <= MAX_DELAY_SECONDS):
-            raise ValueError(f"max_delay is {max_delay!r}. It must be 0 to {MAX_DELAY_SECONDS:,} seconds")
         self._settings = Settings(
             database=database,
             consumer=plain_consumer(consumer),
             key=key,
             missing_task_id=missing_task_id,
-            max_batch=max_batch,
-            max_delay=max_delay,
             transaction_options=transaction_options,
         )
 
@@ -112,6 +101,10 @@ class Handler:
             TypeError: `handle` is a coroutine, generator or async generator function, which would have no effect, or
                 cannot be called with two arguments, such as a method without its object.
         """
+        self._check(handle, "a message")
+        return Receiver(self._settings, handle)
+
+    def _check(self, handle: Handle, second: str) -> None:
         for is_kind, kind in _WITHOUT_EFFECT.items():
             if is_kind(handle):
                 raise TypeError(f"{name_of(handle)} is {kind}. It must be a plain function")
@@ -119,9 +112,58 @@ class Handler:
             inspect.signature(handle).bind(None, None)
         except TypeError as error:
             raise TypeError(
-                f"{name_of(handle)} cannot be called with a transaction and a message: {error}. Wrap a method where "
-                "its object exists, as in Handler(...)(service.handle)"
+                f"{name_of(handle)} cannot be called with a transaction and {second}: {error}. Wrap a method where "
+                f"its object exists, as in {type(self).__name__}(...)(service.handle)"
             ) from error
         except ValueError:
             pass  # a function without a signature, such as one of C
-        return (Receiver if self._settings.max_batch == 1 else BatchReceiver)(self._settings, handle)
+
+
+class BatchHandler(Handler):
+    """Wraps a function `handle(transaction, messages)`, which gets the messages that arrive together as a list.
+
+    The list has the messages that the consumer has not processed, each task once, at least one. The changes of a call
+    are committed together. If the call or the commit fails, nothing of it is kept, and each message is tried alone, as
+    a list of one in a transaction of its own. So a bad message delays no other.
+
+    A decorator like `Handler`. It needs a streaming pull. Only one thread runs the function at a time.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        consumer: str,
+        key: Key = "task_id",
+        missing_task_id: Missing = "nack",
+        max_batch: int = 100,
+        max_delay: float = 0.02,
+        **transaction_options: Any,
+    ) -> None:
+        """Check the settings; nothing is sent.
+
+        Args:
+            database: see `Handler`.
+            consumer: see `process_once`.
+            key: see `process_once`.
+            missing_task_id: see `Handler`.
+            max_batch: max messages of a list, 1 to 1,000. Spanner limits the mutations of a commit to 80,000.
+            max_delay: max seconds for which a message waits for others, 0 to 3,600.
+            transaction_options: see `Handler`.
+
+        Raises:
+            InvalidConsumer: see `process_once`.
+            ValueError: an argument is not one of the values above.
+            TypeError: see `Handler`.
+        """
+        super().__init__(database, consumer=consumer, key=key, missing_task_id=missing_task_id, **transaction_options)
+        if not (isinstance(max_batch, int) and 1 <= max_batch <= MAX_BATCH):
+            raise ValueError(f"max_batch is {max_batch!r}. It must be 1 to {MAX_BATCH:,}")
+        if not (isinstance(max_delay, int | float) and 0 <= max_delay <= MAX_DELAY_SECONDS):
+            raise ValueError(f"max_delay is {max_delay!r}. It must be 0 to {MAX_DELAY_SECONDS:,} seconds")
+        self._max_batch, self._max_delay = max_batch, max_delay
+
+    def __call__(self, handle: Handle) -> BatchReceiver:
+        """Return the callback. See `Handler`: `handle` is called with the transaction and the list of messages."""
+        self._check(handle, "a list of messages")
+        return BatchReceiver(self._settings, handle, self._max_batch, self._max_delay)

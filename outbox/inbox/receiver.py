@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import count
@@ -51,8 +52,6 @@ class Settings:
     consumer: str
     key: Key
     missing_task_id: Missing
-    max_batch: int
-    max_delay: float
     transaction_options: Mapping[str, Any]
 
 
@@ -154,14 +153,19 @@ class Receiver:
         if not process_once(transaction, message, consumer=settings.consumer, key=settings.key):
             return False
         with uncommitted(transaction):
-            self._call(transaction, message)
+            self._call(transaction, [message])
         return True
 
-    def _call(self, transaction: Transaction, message: ReceivedMessage) -> None:
+    def _call(self, transaction: Transaction, messages: Sequence[ReceivedMessage]) -> None:
         # A result that is not read was never sent: the client sends a statement when its first row is read.
-        with unsettled(message):
-            result = self.handle(transaction, message)
+        with ExitStack() as stack:
+            for message in messages:
+                stack.enter_context(unsettled(message))
+            result = self._handled(transaction, messages)
         check_finished(result, name_of(self.handle), StreamedResultSet)
+
+    def _handled(self, transaction: Transaction, messages: Sequence[ReceivedMessage]) -> object:
+        return self.handle(transaction, messages[0])
 
     def _describe(self, messages: Sequence[ReceivedMessage]) -> str:
         ids = [message.attributes.get(TASK_ID_ATTRIBUTE) or "without an ID" for message in messages]

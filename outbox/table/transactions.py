@@ -24,10 +24,6 @@ READ_SECONDS = 30.0
 #: The classes of the client whose inserts return nothing.
 _CLIENT = (Transaction, Batch, MutationGroup)
 
-#: The class of inserts and updates. Deletes have another one, and so have the mutations of Spanner queues.
-_WRITE = Mutation.Write.pb()
-ANY_TABLE = "*"
-
 #: A primary key.
 Key = tuple[str, ...]
 T = TypeVar("T")
@@ -223,24 +219,3 @@ def _remembered(memory: WeakKeyDictionary[object, set[T]], transaction: object) 
         return memory.setdefault(transaction, set())
     except TypeError:  # a test's fake that has no weak reference or no hash
         return set()
-
-
-class Savepoint:
-    """The mutations that a transaction had buffered when this object was created."""
-
-    def __init__(self, transaction: Any) -> None:
-        """Note how many mutations there are now."""
-        self._transaction = transaction
-        self._mutations = len(transaction._mutations)  # noqa: SLF001 - nothing public removes a mutation
-        self._inserted, self._deleted = set(inserted(transaction)), set(deleted(transaction))
-
-    def tables(self) -> set[str]:
-        """Return the tables that the mutations change, in lower case, and ANY_TABLE for a delete, which may cascade."""
-        raw = map(Mutation.pb, self._transaction._mutations[: self._mutations])  # noqa: SLF001 - see above
-        writes = [getattr(each, each.WhichOneof("operation")) for each in raw]
-        return {each.table.lower() if isinstance(each, _WRITE) else ANY_TABLE for each in writes}
-
-    def restore(self) -> None:
-        """Drop what was buffered since."""
-        del self._transaction._mutations[self._mutations :]  # noqa: SLF001 - see above
-        _inserted[self._transaction], _deleted[self._transaction] = self._inserted, self._deleted

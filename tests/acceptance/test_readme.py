@@ -286,7 +286,7 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
         for id in ("task-2", "task-3", "task-3"):
             by_sqlalchemy.take_from_stock(PubsubMessage(data=data, attributes={outbox.TASK_ID_ATTRIBUTE: id}))
         by_sqlalchemy.engine.dispose()
-        in_batches = importlib.import_module("stock_in_batches").in_batches
+        in_batches = importlib.import_module("stock_in_batches").take_from_stock
         for expected in (True, False):
             of = PubsubMessage(data=data, attributes={outbox.TASK_ID_ATTRIBUTE: "task-4"})
             assert in_batches.process(of) is expected

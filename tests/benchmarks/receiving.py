@@ -43,8 +43,12 @@ Way = Callable[[Database], Callable[[Any], None]]
 
 
 def effect(transaction: Any, message: Any) -> None:
-    task_id = message.attributes[outbox.TASK_ID_ATTRIBUTE]
-    transaction.insert("Effects", ("EffectId", "TaskId"), [(str(uuid.uuid4()), task_id)])
+    effects(transaction, [message])
+
+
+def effects(transaction: Any, messages: Any) -> None:
+    ids = [message.attributes[outbox.TASK_ID_ATTRIBUTE] for message in messages]
+    transaction.insert("Effects", ("EffectId", "TaskId"), [(str(uuid.uuid4()), task_id) for task_id in ids])
 
 
 def without(database: Database) -> Callable[[Any], None]:
@@ -55,11 +59,15 @@ def without(database: Database) -> Callable[[Any], None]:
     return receive
 
 
-def of_inbox(max_batch: int) -> Way:
-    return lambda database: inbox.Handler(database, consumer="billing", max_batch=max_batch, **RETRY)(effect)
+def singly(database: Database) -> Callable[[Any], None]:
+    return inbox.Handler(database, consumer="billing", **RETRY)(effect)
 
 
-WAYS: dict[str, Way] = {WITHOUT: without, SINGLY: of_inbox(1), BATCHES: of_inbox(SIZE)}
+def in_batches(database: Database) -> Callable[[Any], None]:
+    return inbox.BatchHandler(database, consumer="billing", max_batch=SIZE, **RETRY)(effects)
+
+
+WAYS: dict[str, Way] = {WITHOUT: without, SINGLY: singly, BATCHES: in_batches}
 
 
 def run(bench: Bench) -> Section:

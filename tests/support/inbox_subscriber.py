@@ -29,10 +29,10 @@ def main(database_id: str, max_batch: str, *subscriptions: str) -> None:
     database: Any = client(os.environ["SPANNER_EMULATOR_HOST"]).instance(INSTANCE).database(database_id)
     outbox.set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: print(tags[1], flush=True)))
 
-    @inbox.Handler(database, consumer=CONSUMER, max_batch=int(max_batch), default_retry_delay=0.02)
-    def receive(transaction: Any, message: Any) -> None:
-        task_id = message.attributes[outbox.TASK_ID_ATTRIBUTE]
-        transaction.insert("Effects", ("EffectId", "TaskId"), [(str(uuid.uuid4()), task_id)])
+    @inbox.BatchHandler(database, consumer=CONSUMER, max_batch=int(max_batch), default_retry_delay=0.02)
+    def receive(transaction: Any, messages: Any) -> None:
+        ids = [each.attributes[outbox.TASK_ID_ATTRIBUTE] for each in messages]
+        transaction.insert("Effects", ("EffectId", "TaskId"), [(str(uuid.uuid4()), task_id) for task_id in ids])
 
     end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: end.set())

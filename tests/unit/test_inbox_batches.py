@@ -1,4 +1,4 @@
-"""The callback of the inbox with `max_batch`: what each message of a batch gets, without a service."""
+"""The callback of `BatchHandler`: the lists that its function gets, and the end of each message, without a service."""
 
 import logging
 import threading
@@ -13,13 +13,11 @@ from unittest import mock
 import pytest
 from google.api_core.exceptions import Aborted, AlreadyExists, DeadlineExceeded, NotFound, ServiceUnavailable
 from google.cloud.pubsub_v1.subscriber.exceptions import AcknowledgeError, AcknowledgeStatus
-from google.cloud.spanner_v1 import KeySet
 
 import outbox
 from outbox import inbox
 from outbox.errors import NotReached
 from outbox.inbox.collector import Collector
-from outbox.table.transactions import inserted
 from tests.support.waiting import eventually
 from tests.unit.test_inbox import Database
 from tests.unit.test_inbox import message as single
@@ -33,14 +31,18 @@ def message(task_id: str, key: str = "", **more: Any) -> Any:
     return of
 
 
-def effect(transaction: Any, of: Any) -> None:
-    transaction.insert("Effects", ("TaskId",), [(of.attributes[outbox.TASK_ID_ATTRIBUTE],)])
+def ids_of(messages: Any) -> list[str]:
+    return [of.attributes[outbox.TASK_ID_ATTRIBUTE] for of in messages]
 
 
-def deliver(database: Any, handle: Any, *messages: Any, **options: Any) -> inbox.Receiver:
+def effect(transaction: Any, messages: Any) -> None:
+    transaction.insert("Effects", ("TaskId",), [(id,) for id in ids_of(messages)])
+
+
+def deliver(database: Any, handle: Any, *messages: Any, **options: Any) -> inbox.BatchReceiver:
     """Deliver messages in this order, so that they are one batch."""
     options |= {"consumer": "billing", "max_batch": len(messages), "max_delay": SECONDS}
-    receive: Any = inbox.Handler(database, **options)(handle)
+    receive: Any = inbox.BatchHandler(database, **options)(handle)
     errors: list[BaseException] = []
 
     def first() -> None:
@@ -76,7 +78,7 @@ def test_messages_of_a_batch_have_one_transaction(attempts: int, outcomes: list[
     """New ones, one that was processed before, and one that is there twice. An abort changes nothing."""
     database, of = Database("old", attempts=attempts), [message(id) for id in ("a", "old", "b", "a")]
     deliver(database, effect, *of)
-    assert database.rows("Effects") == [["a"], ["b"]]
+    assert database.rows("Effects") == [["a", "b"]]
     assert database.rows("ProcessedTasks") == [["a", "b"]]
     assert len(database.committed) == 1
     assert seen(*of) == [["ack"]] * 4
@@ -86,149 +88,68 @@ def test_messages_of_a_batch_have_one_transaction(attempts: int, outcomes: list[
 def test_a_failed_message_leaves_nothing_behind_and_the_others_are_committed(
     outcomes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not even the memory of a task that it has registered. Later messages of its ordering key wait for it."""
+    """Each is tried alone, and not even a task is remembered that the failed call has registered.
 
-    # With "a" first, "one" would be remembered as registered if its mutation stayed.
-    def once(transaction: Any, of: Any) -> None:
-        id = of.attributes[outbox.TASK_ID_ATTRIBUTE]
-        first = outbox.register_once(transaction, "orders", b"", task_id="one")
-        assert first == (id in ("a", "b")), id
-        effect(transaction, of)
-        if id in ("a", "c"):
-            raise LookupError(id)
+    Later messages of its ordering key wait for it.
+    """
+    calls: list[list[str]] = []
+
+    def once(transaction: Any, messages: Any) -> None:
+        calls.append(ids_of(messages))
+        assert outbox.register_once(transaction, "orders", b"", task_id="one")
+        effect(transaction, messages)
+        transaction.execute_update("UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
+        if {"a", "c"} & {*ids_of(messages)}:
+            raise LookupError(str(ids_of(messages)))
 
     database = Database()
     of = [message("a"), message("b", "k2"), message("c", "k"), message("d", "k"), message("e", "k2")]
     deliver(database, once, *of)
-    [transaction] = database.committed
+    assert calls == [["a", "b", "c", "d", "e"], ["a"], ["b"], ["c"], ["e"]]
     assert database.rows("Effects") == [["b"], ["e"]]
-    assert database.rows("ProcessedTasks") == [["b", "e"]]
-    assert ("one",) in inserted(transaction)
+    assert database.rows("ProcessedTasks") == [["b"], ["e"]]
     assert seen(*of) == [["nack"], ["ack"], ["nack"], ["nack"], ["ack"]]
     assert outcomes == ["failed", "processed", "failed", "failed", "processed"]
     assert "an earlier message of its ordering key 'k' failed" in caplog.text
 
 
-SALE = "UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE"
+def test_a_list_has_each_new_task_once_and_is_never_empty() -> None:
+    """The first message of a task is in the list. Its second delivery is acknowledged with it."""
+    calls: list[Any] = []
+    of = [message(id) for id in ("b", "old", "a", "b")]
+    deliver(Database("old"), lambda _transaction, messages: calls.extend(messages), *of)
+    assert calls == [of[0], of[2]]
+    assert seen(*of) == [["ack"]] * 4
+    calls.clear()
+    deliver(Database("old"), lambda *_: calls.append("called"), message("old"), message("old"))
+    assert calls == []
 
 
-def not_found() -> None:
-    raise NotFound("no topic")
+def test_a_batch_of_one_and_process_call_the_function_with_a_list_of_one() -> None:
+    calls: list[list[str]] = []
+    database: Any = Database()
+    receive = inbox.BatchHandler(database, consumer="billing", max_batch=1)(
+        lambda _transaction, messages: calls.append(ids_of(messages))
+    )
+    receive(message("a"))
+    assert receive.process(message("b")) is True
+    assert receive.process(message("c")) is True
+    assert calls == [["a"], ["b"], ["c"]]
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda transaction: transaction.execute_update(SALE),
-        lambda transaction: transaction.execute_update(dml=SALE),
-        lambda transaction: transaction.batch_update(iter([SALE])),
-        lambda transaction: list(transaction.execute_sql(f"-- take\n{SALE} THEN RETURN Pieces")),
-        lambda _transaction: not_found(),
-    ],
-    ids=["dml", "named dml", "many", "returning", "calls a service"],
-)
-def test_messages_have_a_transaction_each_if_a_failure_cannot_be_undone(
-    act: Any, outcomes: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """After DML, and after an error of a Google client. It is logged. An ordering key keeps its order."""
-
-    def handle(transaction: Any, of: Any) -> None:
-        if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-            act(transaction)
-            raise LookupError
-
-    database, of = Database(), [message("a"), message("bad", "k"), message("b", "k"), message("c")]
-    deliver(database, handle, *of)
-    assert database.rows("ProcessedTasks") == [["a"], ["c"]]
-    assert seen(*of) == [["ack"], ["nack"], ["nack"], ["ack"]]
-    assert outcomes == ["processed", "failed", "failed", "processed"]
-    assert "4 messages get a transaction each instead of one together: one failed" in caplog.text
-
-
-def test_a_query_of_a_failed_message_needs_no_other_transaction(outcomes: list[str]) -> None:
-    """DML of another message does not matter."""
-
-    def handle(transaction: Any, of: Any) -> None:
-        if of.attributes[outbox.TASK_ID_ATTRIBUTE] == "bad":
-            list(transaction.execute_sql("SELECT 1"))
-            raise LookupError
-        transaction.execute_update("UPDATE Stock SET Pieces = 1 WHERE TRUE")
-
-    database = Database()
-    deliver(database, handle, message("a"), message("bad"))
-    assert len(database.committed) == 1
-    assert outcomes == ["processed", "failed"]
-
-
-def counts(transaction: Any, _message: Any) -> None:
-    list(transaction.read("Stock", ("Pieces",), KeySet(all_=True)))
-    transaction.update("Stock", ("Article", "Pieces"), [("book", 1)])
-
-
-def counts_by_sql(transaction: Any, _message: Any) -> None:
-    list(transaction.execute_sql("SELECT Pieces FROM Stock"))
-    transaction.update("STOCK", ("Article", "Pieces"), [("book", 1)])
-
-
-def deletes(transaction: Any, _message: Any) -> None:
-    list(transaction.read("Stock", ("Pieces",), KeySet(all_=True)))
-    transaction.delete("Parents", KeySet(keys=[["a"]]))
-
-
-def looks_for_tasks(transaction: Any, _message: Any) -> None:
-    list(transaction.execute_sql("SELECT Id FROM asynchronoustasks"))
-    outbox.register(transaction, "orders", b"")
-
-
-@pytest.mark.parametrize("handle", [counts, counts_by_sql, deletes, looks_for_tasks])
-def test_a_function_that_reads_what_another_message_changed_has_a_transaction_for_each(
-    handle: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A read does not see the mutations of its transaction, so the change of the first message would be lost."""
-    database, of = Database(), [message("a"), message("b")]
-    deliver(database, handle, *of)
-    assert database.rows("ProcessedTasks") == [["a"], ["b"]]
-    assert seen(*of) == [["ack"]] * 2
-    assert f"{handle.__name__} reads what an earlier message may have changed by a mutation" in caplog.text
-
-
-def reads_elsewhere(transaction: Any, of: Any) -> None:
-    list(transaction.read("Stock", ("Pieces",), KeySet(all_=True)))
-    effect(transaction, of)
-
-
-def dml_and_register(transaction: Any, of: Any) -> None:
-    transaction.execute_update("UPDATE Stock SET Pieces = Pieces - 1 WHERE TRUE")
-    outbox.register(transaction, "orders", b"")
-    outbox.register_once(transaction, "orders", b"", task_id=of.attributes[outbox.TASK_ID_ATTRIBUTE])
-
-
-@pytest.mark.parametrize("handle", [reads_elsewhere, dml_and_register])
-def test_other_reads_and_statements_need_no_transaction_of_their_own(handle: Any) -> None:
-    database = Database()
-    deliver(database, handle, message("a"), message("b"))
-    assert database.rows("ProcessedTasks") == [["a", "b"]]
-
-
-def test_a_refused_commit_is_tried_for_each_message() -> None:
-    """Spanner does not say which message's change it refuses."""
-    database, of = Database(refuses=AlreadyExists("row")), [message("a"), message("b")]
+@pytest.mark.parametrize("error", [AlreadyExists("row"), DeadlineExceeded("no answer")])
+def test_a_refused_commit_is_tried_for_each_message(error: Exception) -> None:
+    """Spanner does not say which message's change it refuses. If it has committed, they are duplicates."""
+    database, of = Database(refuses=error), [message("a"), message("b")]
     deliver(database, effect, *of)
     assert database.rows("ProcessedTasks") == [["a"], ["b"]]
     assert seen(*of) == [["ack"]] * 2
-
-
-def test_a_commit_without_an_answer_fails_all_messages(outcomes: list[str]) -> None:
-    """They are redelivered, and are duplicates if it was executed."""
-    database, of = Database(refuses=DeadlineExceeded("no answer")), [message("a"), message("b")]
-    deliver(database, effect, *of)
-    assert (database.committed, seen(*of), outcomes) == ([], [["nack"]] * 2, ["failed"] * 2)
 
 
 @pytest.mark.parametrize("error", [ServiceUnavailable, DeadlineExceeded, Aborted])
 def test_a_service_that_fails_for_one_message_fails_no_other(error: type[Exception], outcomes: list[str]) -> None:
-    def handle(_transaction: Any, of: Any) -> None:
-        if of is bad:
+    def handle(_transaction: Any, messages: Any) -> None:
+        if bad in messages:
             raise error("away")
 
     bad, of = message("bad"), [message(str(n)) for n in range(3)]
@@ -240,13 +161,13 @@ def test_a_service_that_fails_for_one_message_fails_no_other(error: type[Excepti
 def test_an_outage_is_waited_for_by_two_messages_and_not_by_each(outcomes: list[str]) -> None:
     calls: list[Any] = []
 
-    def handle(_transaction: Any, of: Any) -> None:
-        calls.append(of)
+    def handle(_transaction: Any, messages: Any) -> None:
+        calls.append(messages)
         raise ServiceUnavailable("away")
 
     of = [message(str(n)) for n in range(5)]
     deliver(Database(), handle, *of)
-    assert calls == [of[0], of[0], of[1]]
+    assert calls == [of, of[:1], of[1:2]]
     assert (seen(*of), outcomes) == ([["nack"]] * 5, ["failed"] * 5)
 
 
@@ -254,16 +175,15 @@ def away_for_each(_transaction: Any, _message: Any) -> None:
     raise ServiceUnavailable("away")
 
 
-def wrong_for_each(_transaction: Any, of: Any) -> None:
-    raise LookupError(of.attributes[outbox.TASK_ID_ATTRIBUTE])
+def wrong_for_each(_transaction: Any, messages: Any) -> None:
+    raise LookupError(str(ids_of(messages)))
 
 
 @pytest.mark.parametrize(
     ("database", "handle", "lines"),
     [
-        (Database(refuses=DeadlineExceeded("no answer")), effect, 1),
         (Database(), away_for_each, 2),  # the first line says that each message gets a transaction
-        (Database(), wrong_for_each, 50),  # each error has a text of its own
+        (Database(), wrong_for_each, 51),  # each error has a text of its own
     ],
 )  # fmt: skip
 def test_an_error_of_all_messages_is_one_traceback_and_one_line_for_each_text(
@@ -274,7 +194,7 @@ def test_an_error_of_all_messages_is_one_traceback_and_one_line_for_each_text(
     assert seen(*of) == [["nack"]] * 50
     assert caplog.text.count("Traceback (most recent call last)") == 1
     assert len(caplog.records) == lines
-    if lines < 50:
+    if lines == 2:
         assert "Consumer billing: 50 tasks (00, 01, 02, 03, 04, ...) failed and will be redelivered" in caplog.text
 
 
@@ -316,13 +236,6 @@ def test_a_message_without_a_task_id_joins_no_batch(outcomes: list[str]) -> None
         receive(message(""))
 
 
-def test_process_has_a_transaction_for_its_message() -> None:
-    database = Database()
-    receive = inbox.Handler(database, consumer="billing", max_batch=50)(effect)  # type: ignore[arg-type]  # a fake
-    assert receive.process(message("a")) is True
-    assert database.rows("ProcessedTasks") == [["a"]]
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -336,13 +249,13 @@ def test_process_has_a_transaction_for_its_message() -> None:
         ({"max_batch": 5, "max_delay": float("inf")}, ValueError, "max_delay is inf"),
         ({"max_batch": 5, "max_delay": -1.0}, ValueError, "max_delay is -1.0"),
         ({"max_batch": 5, "max_delay": float("nan")}, ValueError, "max_delay is nan"),
-        ({"max_batches": 5}, TypeError, "max_batches is no option of Handler, nor of run_in_transaction"),
+        ({"max_batches": 5}, TypeError, "max_batches is no option of BatchHandler, nor of run_in_transaction"),
         ({"database": object()}, TypeError, r"With SQLAlchemy, Django or DB-API, call process_once of outbox\.ext"),
     ],
 )
 def test_wrong_settings_are_refused(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        inbox.Handler(**{"database": mock.Mock(), "consumer": "billing", **options})
+        inbox.BatchHandler(**{"database": mock.Mock(), "consumer": "billing", **options})
 
 
 def test_each_item_is_in_one_list_and_lists_do_not_overlap() -> None:
