@@ -85,10 +85,10 @@ _RATE = "a finite number of tasks a second, {0.low:g} or more"
 #: The flags of `limit` and of `policy`.
 LIMITS = {
     "--rate": _value(
-        "RatePerSecond", "Tasks a second; together with --burst.", "{:,.15g} tasks a second", number, _RATE
+        "RatePerSecond", "Tasks a second; together with a burst.", "{:,.15g} tasks a second", number, _RATE
     ),
     "--burst": _value(
-        "Burst", "Tasks that may be sent at once after a quiet period; together with --rate.", "{:,} at once"
+        "Burst", "Tasks that may be sent at once after a quiet period; together with a rate.", "{:,} at once"
     ),
     "--max-in-flight": _value("MaxInFlight", "Max tasks that are being published at the same time.", "{:,} in flight"),
 }

@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from urllib.parse import parse_qsl
 
 import anyio
 from starlette.concurrency import run_in_threadpool
@@ -43,6 +44,8 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
+    # The script of a page takes an answer without it for that of a proxy, such as a page to sign in.
+    "Outbox-Console": "1",
 }
 #: Handlers that work at a time. Together they leave some of the server's 40 threads free for identities.
 PLACES: Mapping[Work, int] = {Work.LIGHT: 16, Work.SCAN: 8, Work.MESSAGE: 1}
@@ -118,11 +121,30 @@ class Access:
         self._check_role(route, person, roles)
         visit = Visit(
             console=self.console, person=person, roles=roles, path=path, prefix=prefix,
-            query=request.query_params, form=await _form(request),
+            query=_decoded(request.query_params), form=await _form(request),
         )  # fmt: skip
         self._log_view(request, person)
+        try:
+            return await self._handled(route, visit)
+        except (Refused, OutboxError) as error:
+            return await self._stay(request, route, visit, error)
+
+    async def _handled(self, route: Route, visit: Visit) -> Response:
         async with self._place(route.work):
             return await run_in_threadpool(route.handler, visit)
+
+    async def _stay(self, request: Request, route: Route, visit: Visit, error: Exception) -> Response:
+        """Return the page of a refused form, with what was typed. Without such a page, raise the error."""
+        if not route.page or (request.method in _SAFE and isinstance(error, Refused) and error.wait):
+            raise error
+        refused = _refused(error, request)
+        visit = dataclasses.replace(visit, path=route.page, sent_to=visit.path, problem=refused)
+        try:
+            response = await self._handled(self._route("GET", route.page), visit)
+        except (Refused, OutboxError):
+            raise error from None
+        response.status_code = refused.status
+        return response
 
     @contextlib.asynccontextmanager
     async def _place(self, work: Work) -> AsyncIterator[None]:
@@ -133,7 +155,7 @@ class Access:
                 raise Refused(
                     503,
                     f"The console is busy: {counted(PLACES[work], 'page')} of this kind read already",
-                    f"The browser loads this page again in {WAIT_SECONDS:.0f} seconds. A narrower filter reads less.",
+                    f"The browser opens a page again in {WAIT_SECONDS:.0f} seconds. A narrower filter reads less.",
                     wait=True,
                 )
             await anyio.sleep(TRY_SECONDS)
@@ -201,6 +223,21 @@ def _path(request: Request, prefix: str) -> str:
     """Return the path below the prefix. A proxy may also have removed the prefix."""
     path: str = request.scope["path"]
     return (path.removeprefix(prefix) or "/") if path == prefix or path.startswith(f"{prefix}/") else path
+
+
+def _decoded(query: QueryParams) -> QueryParams:
+    """Return a query in which each `exact` is replaced by the query that it contains.
+
+    A browser changes line breaks and NUL in the fields of a form, so values that may have them are encoded twice.
+    """
+    pairs = query.multi_items()
+    return QueryParams(
+        [
+            pair
+            for name, value in pairs
+            for pair in (parse_qsl(value, keep_blank_values=True) if name == "exact" else [(name, value)])
+        ]
+    )
 
 
 async def _form(request: Request) -> QueryParams:

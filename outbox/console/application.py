@@ -6,7 +6,7 @@ from functools import partial
 from importlib import resources
 
 from google.cloud.spanner_v1.database import Database
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from outbox.admin.table import TaskTable
 from outbox.console import operations, tasks, topic
@@ -16,7 +16,7 @@ from outbox.console.identity import Identify
 from outbox.console.readings import Shared, read_status
 from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
-from outbox.console.visits import Console, Redact, Route, Work, render
+from outbox.console.visits import Console, Redact, Route, Visit, Work, render
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -77,7 +77,17 @@ def routes() -> list[Route]:
     """Return all routes of the console."""
     figures = {path: partial(render, template=name, actions=operations.ACTIONS) for path, name in FIGURES.items()}
     pages = [Route(path, handler, work=Work.LIGHT) for path, handler in figures.items()]
-    return [*pages, *(route for module in (topic, tasks, operations) for route in module.ROUTES)]
+    # A page asks for it before it sends a form: a proxy in front may have ended the session of the person.
+    signed_in = Route("/signed-in", lambda _visit: PlainTextResponse("ok\n"), work=Work.LIGHT)
+    found = [signed_in, *pages, *(route for module in (topic, tasks, operations) for route in module.ROUTES)]
+    answered = {route.path for route in found if route.method == "GET"}
+    forms = [route for route in found if route.page and route.path not in answered]
+    # The address of a refused form, or of one that a proxy has interrupted by its login, is opened again.
+    return [*found, *(Route(each.path, partial(_open, page=each.page), work=Work.LIGHT) for each in forms)]
+
+
+def _open(visit: Visit, *, page: str) -> Response:
+    return RedirectResponse(f"{visit.prefix}{page}?{visit.query}", 303)
 
 
 def files() -> dict[str, Callable[[], Response]]:

@@ -39,9 +39,10 @@ class Action:
 
     def routes(self) -> Iterator[Route]:
         """Yield the page that shows what would happen, and the forms that begin it and continue it."""
-        yield Route(f"/tasks/{self.name}", self._preview, self.role)
-        yield Route(f"/tasks/{self.name}", self._begin, self.role, "POST")
-        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST", Work.LIGHT)
+        path = f"/tasks/{self.name}"
+        yield Route(path, self._preview, self.role, page="/tasks")
+        yield Route(path, self._begin, self.role, "POST", page=path)
+        yield Route(f"/operation/continue-{self.name}", self._continue, self.role, "POST", Work.LIGHT, "/operation")
 
     def _preview(self, visit: Visit) -> Response:
         now = visit.console.table.now()
@@ -54,7 +55,8 @@ class Action:
             selection=selection,
             found=found,
             query=selections.address(selection) | {"as_of": shown(now)},
-            operation=admin.operations.new_id(),
+            # After a failure that may have begun it, the form must not begin another one.
+            operation=(visit.problem and visit.query.get("operation")) or admin.operations.new_id(),
             command=selections.command(visit, self.name, selection, reason="TEXT"),
         )
 
@@ -86,7 +88,7 @@ class Action:
     def _selection(self, visit: Visit, at: datetime) -> TaskSelection:
         """Return the tasks of the address as of `at`, and none that is newer. Raises SettingError, OutboxError."""
         if visit.query.get("selected") and not visit.query.get("id"):
-            raise Refused(400, "No task is selected", "Go back and check the tasks, or act on all that match.")
+            raise Refused(400, "No task is selected", "Check the tasks, or act on all that match.")
         found = selections.read(visit.query, at)
         # An at-most-once task is marked as sent shortly before it is published.
         newest = at - MARKS_FINAL_AFTER if self.name == "purge" else at
@@ -112,7 +114,8 @@ def _preview_time(visit: Visit) -> datetime:
 def _check_typed(visit: Visit, count: int) -> None:
     """Raise Refused unless the person typed the number of the preview."""
     if re.sub(r"[\s,._']", "", visit.form.get("typed", "")) != str(count):
-        raise Refused(409, "The typed number is not the number of tasks", f"Go back and type {count:,}.")
+        advice = f"You saw {count:,}. Look at the number below, and type it."
+        raise Refused(409, "The typed number is not the number of tasks", advice, "typed")
 
 
 ACTIONS = (
@@ -164,6 +167,6 @@ def _stop(visit: Visit) -> Response:
 
 ROUTES = (
     Route("/operation", show, work=Work.LIGHT),
-    Route("/operation/stop", _stop, Role.OPERATOR, "POST", Work.LIGHT),
+    Route("/operation/stop", _stop, Role.OPERATOR, "POST", Work.LIGHT, "/operation"),
     *(route for each in ACTIONS for route in each.routes()),
 )

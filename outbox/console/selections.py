@@ -7,7 +7,8 @@ from starlette.datastructures import QueryParams
 
 from outbox.admin.changes import TaskSelection
 from outbox.cli import flags
-from outbox.console.visits import Visit
+from outbox.console.visits import Refused, Visit, checked
+from outbox.errors import SettingError
 from outbox.program.settings import matching, one_of
 from outbox.program.times import MOMENT, resolved, shown
 from outbox.table.states import STATES
@@ -26,13 +27,16 @@ FILTERS = ("topic", *TIMES, "error", "key", "prefix")
 
 
 def read(query: QueryParams, now: datetime) -> TaskSelection:
-    """Return the selection of an address. Relative times count from `now`. Raises SettingError."""
-    texts = {field: kind.value(query[name], name) for name, (field, kind) in TEXTS.items() if query.get(name)}
+    """Return the selection of an address. Relative times count from `now`. Raises Refused."""
+    texts = {field: checked(kind, query[name], name) for name, (field, kind) in TEXTS.items() if query.get(name)}
     times: dict[str, Any] = {
-        name: resolved(MOMENT.value(query[name].strip(), name), now) for name in TIMES if query.get(name)
+        name: resolved(checked(MOMENT, query[name].strip(), name), now) for name in TIMES if query.get(name)
     }
-    flags.check_window(times.get("since"), times.get("until", now))
-    ids = tuple(dict.fromkeys(flags.ID.value(id, "id") for id in query.getlist("id")))
+    try:
+        flags.check_window(times.get("since"), times.get("until", now))
+    except SettingError as error:
+        raise Refused(400, "The filter matches no task", str(error).removeprefix("--"), "since") from None
+    ids = tuple(dict.fromkeys(checked(flags.ID, id, "id") for id in query.getlist("id")))
     return TaskSelection(**texts, **times, ids=ids or None, include_expired=bool(query.get("expired")))
 
 

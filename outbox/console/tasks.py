@@ -32,23 +32,36 @@ EVENTS = {"CreatedAt": "registered", "SentAt": "sent", "AvailableAt": "due", "Ex
 
 
 def show(visit: Visit) -> Response:
-    """Show a page of the tasks that match the address."""
-    query = visit.query
-    selection = dataclasses.replace(selections.read(query, visit.console.table.now()), include_expired=True)
-    state, order = selection.state or DEFAULT_STATE, "oldest" if query.get("order") == "oldest" else "newest"
-    found = admin.tasks.find(
-        visit.console.table, [state], selection, newest=order == "newest", after=query.get("after") or None, limit=PAGE
-    )
-    shown = dataclasses.replace(selection, state=state)
+    """Show a page of the tasks that match the address, or only the filter if it has a wrong value."""
+    try:
+        return _show(visit, selections.read(visit.query, visit.console.table.now()))
+    except Refused as problem:
+        response = _show(dataclasses.replace(visit, problem=problem), None)
+        response.status_code = problem.status
+        return response
+
+
+def _show(visit: Visit, selection: TaskSelection | None) -> Response:
+    query, table = visit.query, visit.console.table
+    state = (selection and selection.state) or DEFAULT_STATE
+    order = "oldest" if query.get("order") == "oldest" else "newest"
+    page = selection and admin.tasks.find(
+        table, [state], dataclasses.replace(selection, include_expired=True), newest=order == "newest",
+        after=query.get("after") or None, limit=PAGE,
+    )  # fmt: skip
+    command = None
+    if selection:
+        shown = dataclasses.replace(selection, state=state, ids=None, include_expired=True)
+        command = selections.command(visit, "list", shown, **{order: True, "limit": PAGE})
     return render(
         visit,
         "tasks",
-        page=found,
+        page=page,
         state=state,
         order=order,
         filters={name: query[name] for name in selections.FILTERS if query.get(name)},
         actions=[each for each in ACTIONS if state in each.states],
-        command=selections.command(visit, "list", shown, **{order: True, "limit": PAGE}),
+        command=command,
     )
 
 
@@ -148,5 +161,5 @@ ROUTES = (
     Route("/tasks", show),
     Route("/search", search),
     Route("/task", show_one),
-    Route("/task/message", show_data, Role.DATA, "POST", Work.MESSAGE),
+    Route("/task/message", show_data, Role.DATA, "POST", Work.MESSAGE, "/task"),
 )

@@ -9,7 +9,8 @@ from starlette.responses import Response
 from outbox import admin
 from outbox.cli.topics import LIMITS, POLICY, TOPIC_NAME, Value, described
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, Work, render
+from outbox.console.visits import Refused, Route, Visit, Work, checked, render
+from outbox.errors import SettingError
 from outbox.program.times import MOMENT, shown
 
 #: A worker reads the topic controls at least this often.
@@ -48,7 +49,11 @@ def _written(text: str) -> datetime | None:
 def _change(visit: Visit) -> Response:
     topic, operation = _topic(visit), visit.path.removeprefix("/topic/")
     values = SWITCHES.get(operation) or _typed(FORMS[operation], visit.form)
-    admin.topics.change(visit.console.table, operation, [topic], values, visit.author())
+    try:
+        admin.topics.change(visit.console.table, operation, [topic], values, visit.author())
+    except SettingError as error:
+        fields = (flag[2:] for flag, each in FORMS.get(operation, {}).items() if each.column in str(error))
+        raise Refused(400, "The topic was not changed", str(error), next(fields, "")) from None
     return visit.redirect("/topic", name=topic, written=shown(visit.console.table.now()))
 
 
@@ -57,15 +62,15 @@ def _typed(flags: Mapping[str, Value], form: Mapping[str, str]) -> dict[str, Any
     typed = {flag: form.get(flag[2:], "").strip() for flag in flags}
     if form.get("off"):
         if any(typed.values()):
-            raise Refused(400, "The form sets and removes values", "Go back and clear the fields, or the checkbox.")
+            raise Refused(400, "The form sets and removes values", "Clear the fields, or the checkbox.", "off")
         return {each.column: None for each in flags.values()}
-    found = {each.column: each.kind.value(typed[flag], flag) for flag, each in flags.items() if typed[flag]}
+    found = {each.column: checked(each.kind, typed[flag], flag[2:]) for flag, each in flags.items() if typed[flag]}
     if not found:
-        raise Refused(400, "The form is empty", "Go back and fill in a field, or choose to remove all values.")
+        raise Refused(400, "The form is empty", "Fill in a field, or choose to remove all values.")
     return found
 
 
 ROUTES = (
     Route("/topic", show, work=Work.LIGHT),
-    *(Route(f"/topic/{name}", _change, Role.OPERATOR, "POST", Work.LIGHT) for name in (*SWITCHES, *FORMS)),
+    *(Route(f"/topic/{name}", _change, Role.OPERATOR, "POST", Work.LIGHT, "/topic") for name in (*SWITCHES, *FORMS)),
 )

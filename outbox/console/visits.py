@@ -3,17 +3,19 @@
 - Paths are fixed, and all state of a page is in its query: IDs and topics may contain slashes or be `..`.
 - A handler runs on a thread. It calls `outbox.admin` with `visit.console.table`, and has no SQL of its own.
 - What a page fetches again comes from `visit.console.status`, so that all tabs share one read.
-- A handler raises Refused, or lets an OutboxError pass. Both become a page.
+- A handler raises Refused, or lets an OutboxError pass. Both become a page. If the route names the page of its form,
+  this page is shown again, with what the person typed.
 - A page is a GET with the role VIEWER. What changes or records something is a POST with another role, which `Access`
   checks before the handler runs. It ends with `visit.redirect`.
 - The template extends base.html. Every text in it is escaped, for HTML by Jinja2 and for control characters by
   `_visible`. Its block `live` is fetched again while the tab is visible; forms are in the block
-  `still`, so that a refresh never clears what a person types.
+  `still`, so that a refresh never changes what a person types or is about to click.
 """
 
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlencode
@@ -31,6 +33,8 @@ from outbox.cli.workers import runs
 from outbox.console.readings import HEADS, OPERATIONS, Shared, sparkline
 from outbox.console.roles import Role
 from outbox.console.running import Running
+from outbox.errors import SettingError
+from outbox.program.settings import SettingType
 from outbox.program.terminal import cell, counted, listed
 from outbox.program.times import spoken
 
@@ -39,12 +43,23 @@ Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], byte
 
 
 class Refused(Exception):
-    """The answer is a page with this status, what is wrong, and what to do. Access and handlers raise it."""
+    """The answer is a page with this status, what is wrong, and what to do. Access and handlers raise it.
 
-    def __init__(self, status: int, title: str, advice: str, *, wait: bool = False) -> None:
+    `field` is the name of the field of a form that has a wrong value. With `wait`, the browser loads the page again.
+    """
+
+    def __init__(self, status: int, title: str, advice: str, field: str = "", *, wait: bool = False) -> None:
         super().__init__(title)
-        #: `wait`: the browser loads the page again after a while.
-        self.status, self.title, self.advice, self.wait = status, title, advice, wait
+        self.status, self.title, self.advice, self.field, self.wait = status, title, advice, field, wait
+
+
+def checked(kind: SettingType, text: str, field: str) -> Any:
+    """Return the value of a field of a form. Raises Refused."""
+    try:
+        return kind.value(text, field)
+    except SettingError as error:
+        advice = str(error).removeprefix(f"{field}: ")
+        raise Refused(400, f"The field {field} has a wrong value", advice, field) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +89,9 @@ class Visit:
     prefix: str = ""
     query: QueryParams = dataclasses.field(default_factory=QueryParams)
     form: QueryParams = dataclasses.field(default_factory=QueryParams)
+    #: After a form was refused: the path that it was sent to, and why. The visit is then of the form's page.
+    sent_to: str = ""
+    problem: Refused | None = None
 
     def link(self, path: str, **query: object) -> str:
         """Return the address of a page. Values that are None or empty are left out, except a `name` or an `id`."""
@@ -89,8 +107,8 @@ class Visit:
         """Return the person, and the reason of the form. Raises Refused if a required reason is missing."""
         reason = self.form.get("reason", "").strip()
         if required and not reason:
-            raise Refused(400, "A reason is required", "Go back and write why. The record of operations keeps it.")
-        return Author(self.person, TEXT.value(reason, "reason") if reason else None)
+            raise Refused(400, "A reason is required", "Write why. The record of operations keeps it.", "reason")
+        return Author(self.person, checked(TEXT, reason, "reason") if reason else None)
 
     def command(self, name: str, *arguments: object, **flags: object) -> str:
         """Return the `outbox` command that does the same. `flags` that are None or False are left out."""
@@ -118,6 +136,8 @@ class Route:
     role: Role = Role.VIEWER
     method: str = "GET"
     work: Work = Work.SCAN
+    #: The path of the page with the form that is sent here.
+    page: str = ""
 
     def __post_init__(self) -> None:
         if self.method != "GET" and self.role is Role.VIEWER:
@@ -158,6 +178,7 @@ _ENVIRONMENT.filters.update(
     runs=runs,
     # The value of a form field, which the browser sends back: with its control characters.
     exact=escape,
+    is_changed=lambda value: re.search(r"[\0\r\n]", value) is not None,
 )
 _ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "sparkline": sparkline}
 _ENVIRONMENT.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}

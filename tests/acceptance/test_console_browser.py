@@ -5,13 +5,24 @@ from collections.abc import Iterator
 import pytest
 from google.cloud.spanner_v1.database import Database
 from playwright.sync_api import Browser, expect
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from outbox import admin
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.table.states import NEVER
-from tests.support.browser import HOST, NARROW, WIDE, chromium, overflow, running_console, tab, violations
-from tests.support.operations import FUTURE, insert, opened, row
+from tests.support.browser import (
+    HOST,
+    NARROW,
+    WIDE,
+    chromium,
+    gated_console,
+    overflow,
+    running_console,
+    tab,
+    violations,
+)
+from tests.support.operations import FUTURE, insert, opened, row, rows_of
 from tests.support.relays import divided, worker
 from tests.support.waiting import eventually
 
@@ -150,7 +161,10 @@ def test_every_page_works_without_javascript(emulators: Emulators, database: Dat
         page.get_by_text("Retry policy").click()
         page.get_by_label("Max time between two attempts").fill("soon")
         page.get_by_role("button", name="Write the policy").click()
-        expect(page.locator("main")).to_contain_text("--backoff-max: 'soon' is not allowed")
+        expect(page.get_by_label("Max time between two attempts")).to_have_value("soon")
+        expect(page.locator("label:has([aria-invalid])")).to_contain_text("'soon' is not allowed. It must be seconds")
+        page.goto(page.url)  # the address of the refused form
+        expect(page).to_have_url(f"{address}/topic?name=orders")
 
 
 @pytest.mark.extended
@@ -202,6 +216,90 @@ def test_a_page_of_tasks_keeps_what_a_person_selects(
         expect(page.get_by_label("Select dead 1")).to_be_checked()
         expect(page.get_by_label("Select new dead")).to_have_count(0)
         assert set(asked) == {f"{address}/"}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "closed",
+    [
+        RedirectResponse(f"http://{HOST}/login"),
+        RedirectResponse("/login"),
+        HTMLResponse("<h1>Please sign in</h1><main id=main><p id=health>Healthy</p><div id=live></div></main>"),
+        HTMLResponse("sign in", 401),
+        HTMLResponse("bad gateway", 502),
+    ],
+    ids=["other-origin", "same-origin", "page", "401", "502"],
+)
+def test_a_person_sees_that_another_page_answers(database: Database, browser: Browser, closed: Response) -> None:
+    """Live update keeps the figures, and says that they are old. A form is not sent, and keeps what was typed."""
+    insert(database, [row("a")])
+    table = TaskTable(opened(database))
+    with gated_console(opened(database)) as gate, tab(browser, gate.address, failures=True) as page:
+        page.goto("/topic?name=orders")
+        gate.closed = closed
+        page.get_by_label("Reason").first.fill("why")
+        page.get_by_role("button", name="Pause").click()
+        expect(page.locator("form .unsent")).to_contain_text("Nothing was sent")
+        expect(page.locator("#stale")).to_contain_text("These figures are not current")
+        expect(page.locator("#health")).to_be_hidden()
+        expect(page.locator("#live")).to_contain_text("Oldest pending task")
+        page.get_by_role("searchbox").fill("a")
+        page.get_by_role("button", name="Search").click()
+        expect(page.locator("header .unsent")).to_be_visible()
+        gate.closed = None
+        expect(page.locator("#stale")).to_be_hidden()
+        expect(page.locator("#health")).to_be_visible()
+        assert admin.operations.latest(table, 5) == []
+        page.get_by_role("button", name="Pause").click()
+        expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    assert [each.reason for each in admin.operations.latest(table, 5)] == ["why"]
+
+
+@pytest.mark.extended
+def test_live_update_keeps_focus_and_selection(database: Database, browser: Browser) -> None:
+    """Also if a row appears before the one with the focus."""
+    insert(database, [row(f"t{n}") for n in range(3)])
+    with gated_console(opened(database)) as gate, tab(browser, gate.address) as page:
+        page.goto("/")
+        page.get_by_role("link", name="orders", exact=True).focus()
+        page.evaluate("getSelection().selectAllChildren(document.querySelector('#live h2'))")
+        insert(database, [row(f"a{n}", Topic="a topic before it") for n in range(7)])
+        expect(page.get_by_role("link", name="a topic before it", exact=True)).to_be_visible()
+        assert page.evaluate("document.activeElement.textContent") == "orders"
+        assert page.evaluate("getSelection().toString()") == "Topics"
+
+
+@pytest.mark.extended
+def test_an_operation_that_ends_can_no_longer_be_stopped(database: Database, browser: Browser) -> None:
+    table, author = TaskTable(opened(database)), admin.operations.Author("jane")
+    selection = admin.changes.TaskSelection(state="dead", topic="orders")
+    with gated_console(opened(database)) as gate, tab(browser, gate.address) as page:
+        admin.changes.begin(table, "retry", selection, author, id=STOPPED, selected=0)
+        page.goto(f"/operation?id={STOPPED}")
+        expect(page.get_by_role("button", name="Stop")).to_be_visible()
+        list(admin.changes.resume(table, STOPPED))
+        expect(page.locator("#live")).to_contain_text("finished")
+        expect(page.locator("main form")).to_have_count(0)
+        expect(page.locator("main")).to_contain_text("This is no longer possible")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("script", [True, False], ids=["script", "no-script"])
+def test_forms_send_every_character(database: Database, browser: Browser, script: bool) -> None:
+    """A browser would change line breaks and NUL. A program without the library can register such an ID."""
+    ids = ["a\nb", "a\r\nb", "\ra", "a\x00b", "ü%0A&id=x+y", " \t"]
+    insert(database, [row(id, AvailableAt=NEVER, OrderingKey="k\n1") for id in ids])
+    with gated_console(opened(database)) as gate, tab(browser, gate.address, java_script_enabled=script) as page:
+        page.goto("/tasks?state=dead&key=k%0A1&topic=nowhere")
+        page.get_by_label("Topic").fill("orders")
+        page.get_by_role("button", name="Filter").click()
+        expect(page.get_by_role("checkbox")).to_have_count(len(ids))
+        for checkbox in page.get_by_role("checkbox").all():
+            checkbox.check()
+        page.get_by_role("button", name="Retry selected").click()
+        page.get_by_role("button", name="Retry 6 tasks").click()
+        expect(page.get_by_role("heading", name="Operation: retry")).to_be_visible()
+        eventually(lambda: all(each["AvailableAt"] != NEVER for each in rows_of(database).values()))
 
 
 @pytest.mark.extended

@@ -4,16 +4,24 @@ Without the browser, the tests are skipped, or fail where CI is set.
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
+import socket
+import threading
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
 import pytest
+import uvicorn
 from google.cloud.spanner_v1.database import Database
 from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize, expect, sync_playwright
+from starlette.responses import HTMLResponse, Response
+from starlette.types import Receive, Scope, Send
 
+from outbox.console import application
+from outbox.console.access import Access
 from outbox.devtools.emulators import Emulators
 from tests.support import real
 from tests.support.processes import started
@@ -54,6 +62,33 @@ def running_console(emulators: Emulators, database: Database, *flags: str) -> It
         process.wait_for_text("http://")
         yield process.stdout.strip().removesuffix("/")
         process.end()
+
+
+@dataclasses.dataclass(slots=True)
+class Gate:
+    """What protects a console by a login. While it is `closed`, it answers itself, and /login is its page."""
+
+    console: Access
+    address: str
+    closed: Response | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        login = HTMLResponse("<h1>Please sign in</h1>") if scope.get("path") == "/login" else None
+        await (login or self.closed or self.console)(scope, receive, send)
+
+
+@contextlib.contextmanager
+def gated_console(database: Database) -> Iterator[Gate]:
+    """Serve a console with actions from a thread of this process, behind a Gate."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        console = application.app(database, allow_actions=True)
+        gate = Gate(console, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        server = uvicorn.Server(uvicorn.Config(gate, log_config=None, lifespan="off", ws="none"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield gate
+        server.should_exit = True
+        thread.join()
 
 
 @contextlib.contextmanager

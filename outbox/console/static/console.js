@@ -1,20 +1,108 @@
-// Live pages and keys. Every page works without this file.
+// Live pages, forms and keys. Every page works without this file.
 "use strict";
 
-const REFRESH_MS = 5000;
+const REFRESH_MS = 5000, TIMEOUT_MS = 20_000, NEXT_KEY_MS = 1500;
 const PAGES = { o: "/", t: "/tasks", w: "/workers" };
-const NEXT_KEY_MS = 1500;
+const PREFIX = document.body.dataset.prefix;
+const SIGNED_OUT = "Another page answered instead of the console, so your session has probably ended.";
 
-setInterval(() => {
-  if (document.visibilityState === "visible") htmx.trigger(document.body, "refresh");
-}, REFRESH_MS);
-document.addEventListener("visibilitychange", () => {
-  if (document.visibilityState === "visible") htmx.trigger(document.body, "refresh");
+// Return the page that the console answers. Raise an error with the reason if it does not, or if a proxy answers.
+async function ask(address) {
+  let answer, text;
+  try {
+    // A redirect would lead to a login, which may be a page of this origin or one that the policy does not let us read.
+    answer = await fetch(address, { redirect: "manual", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    text = await answer.text();
+  } catch {
+    throw new Error("The console did not answer.");
+  }
+  const page = new DOMParser().parseFromString(text, "text/html");
+  if (!answer.headers.has("Outbox-Console")) {
+    const failed = answer.status === 404 || answer.status === 429 || answer.status >= 500;
+    throw new Error(failed ? `A proxy answered instead of the console: status ${answer.status}.` : SIGNED_OUT);
+  }
+  if (!answer.ok) throw new Error(`${page.querySelector("h1")?.textContent}.`);
+  return page;
+}
+
+// Let a row keep its elements, and so focus and selection, while other rows come and go.
+function nameRows(root) {
+  root.querySelectorAll("table").forEach((table, number) => {
+    for (const row of table.tBodies[0].rows) {
+      const names = [row.querySelector("th")?.textContent, row.querySelector("a")?.getAttribute("href")];
+      row.id ||= JSON.stringify([number, ...names]);
+    }
+  });
+}
+
+function update(page) {
+  const isStill = "still" in document.getElementById("live").dataset;
+  const ids = isStill ? ["health", "person"] : ["health", "person", "live"];
+  if (!ids.every((id) => page.getElementById(id))) throw new Error("The console's answer is incomplete.");
+  // What a person opens stays open.
+  const callbacks = { beforeAttributeUpdated: (name, element) => name !== "open" || element.tagName !== "DETAILS" };
+  for (const id of ids) {
+    const [old, found] = [document.getElementById(id), page.getElementById(id)];
+    nameRows(old);
+    nameRows(found);
+    Idiomorph.morph(old, found, { callbacks });
+  }
+  if (isStill) return;
+  const actions = (root) => [...root.querySelectorAll("main form[method=post]")].map((form) => form.getAttribute("action"));
+  const offered = new Set(actions(page));
+  for (const form of document.querySelectorAll("main form[method=post]")) {
+    if (offered.has(form.getAttribute("action"))) continue;
+    const note = Object.assign(document.createElement("p"), { className: "note" });
+    note.textContent = "This is no longer possible, because the state has changed. Reload the page.";
+    (form.closest("section") ?? form).replaceWith(note);
+  }
+}
+
+let isAsking = false;
+async function refresh() {
+  if (isAsking || document.visibilityState !== "visible") return;
+  isAsking = true;
+  const stale = document.getElementById("stale");
+  try {
+    update(await ask(document.getElementById("live").dataset.refresh));
+    stale.hidden = true;
+  } catch (error) {
+    // The sentence about the last figures may say that all is well.
+    document.getElementById("health").hidden = true;
+    stale.querySelector("span").textContent = error.message;
+    stale.hidden = false;
+  } finally {
+    isAsking = false;
+  }
+}
+setInterval(refresh, REFRESH_MS);
+document.addEventListener("visibilitychange", refresh);
+
+// The policy blocks a redirect of a form to another origin's login without a word. So ask first whether the console
+// answers, and keep the form if it does not.
+let isSending = false;
+document.addEventListener("submit", async (event) => {
+  const { target: form, submitter } = event;
+  if (isSending) return;
+  event.preventDefault();
+  if (form.ariaBusy === "true") return;
+  form.ariaBusy = "true";
+  form.querySelector(".unsent")?.remove();
+  try {
+    await ask(`${PREFIX}/signed-in`);
+    isSending = true;
+    form.requestSubmit(submitter);
+  } catch (error) {
+    const note = Object.assign(document.createElement("p"), { className: "problem unsent", role: "alert" });
+    const link = Object.assign(document.createElement("a"), { href: `${PREFIX}/`, target: "_blank" });
+    link.textContent = "Open the console in a new tab";
+    note.append(`${error.message} Nothing was sent. `, link, ", sign in there if it asks, and then try again here.");
+    form.append(note);
+  } finally {
+    isSending = false;
+    form.ariaBusy = null;
+  }
 });
-
-const stale = (hidden) => () => { document.getElementById("stale").hidden = hidden; };
-for (const name of ["htmx:responseError", "htmx:sendError"]) document.body.addEventListener(name, stale(false));
-document.body.addEventListener("htmx:afterSwap", stale(true));
 
 let pressed_g = 0;
 document.addEventListener("keydown", (event) => {
@@ -28,6 +116,6 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "g") {
     pressed_g = event.timeStamp;
   } else if (PAGES[event.key] && event.timeStamp - pressed_g < NEXT_KEY_MS) {
-    location.assign(document.body.dataset.prefix + PAGES[event.key]);
+    location.assign(PREFIX + PAGES[event.key]);
   }
 });
