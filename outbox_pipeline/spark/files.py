@@ -1,13 +1,16 @@
 """Small files and folders of the jobs, through Hadoop's file systems, so every URL that Spark supports works."""
 
+import re
 from typing import Any
 
-from py4j.protocol import Py4JError, Py4JJavaError
-from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from py4j.protocol import Py4JJavaError
+from pyspark.sql import SparkSession
 
 from outbox.errors import OutboxError
 from outbox_pipeline.spark.errors import error_from, spark_errors
+
+#: The first character of a pattern.
+PATTERN = re.compile(r"[*?\[{]")
 
 
 class Folder:
@@ -47,6 +50,44 @@ class Folder:
         return [self / str(name) for name in sorted(found)]
 
     @spark_errors()
+    def matching(self) -> list[tuple[str, str, int]]:
+        """Return the files that match it as a pattern, or are below a match: the path of the match, path and size."""
+        found = []
+        for match in self._matches():
+            files = self._system.listFiles(match, True)
+            while files.hasNext():
+                file = files.next()
+                found.append((str(match), str(file.getPath()), int(file.getLen())))
+        return found
+
+    def _matches(self) -> list[Any]:
+        """Return the paths that match it as a pattern. A path without a pattern may have a colon."""
+        if PATTERN.search(str(self)):
+            return [each.getPath() for each in self._system.globStatus(self._path) or ()]
+        return [self._system.makeQualified(self._path)] if self._system.exists(self._path) else []
+
+    @spark_errors()
+    def qualified(self) -> str:
+        """Return its whole URL."""
+        return str(self._system.makeQualified(self._path).toString())
+
+    @spark_errors()
+    def has_match(self) -> bool:
+        """Tell whether anything matches it as a pattern."""
+        return bool(self._matches())
+
+    @spark_errors()
+    def has_content(self) -> bool:
+        """Tell whether the file has a byte, after it is decompressed as its name says."""
+        jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - see above
+        codecs = jvm.org.apache.hadoop.io.compress.CompressionCodecFactory(self._system.getConf())
+        codec, stream = codecs.getCodec(self._path), self._system.open(self._path)
+        try:
+            return int((codec.createInputStream(stream) if codec else stream).read()) >= 0
+        finally:
+            stream.close()
+
+    @spark_errors()
     def read(self, name: str) -> str | None:
         """Return the text of a file in it, or None if the file does not exist. Raises OutboxError."""
         file = self / name
@@ -77,36 +118,3 @@ class Folder:
     def delete(self) -> None:
         """Delete it with its contents."""
         self._system.delete(self._path, True)
-
-
-def check_files(spark: SparkSession, path: str) -> None:
-    """Raise OutboxError if Spark would silently read no file, or not the files in subfolders."""
-    read = set(spark.read.text(path).inputFiles())
-    ignored = set(spark.read.option("recursiveFileLookup", True).text(path).inputFiles()) - read
-    if ignored:
-        raise OutboxError(
-            f"Spark would ignore files in subfolders of {path}, such as {min(ignored)}. Pass the folders that have "
-            f"files, with a pattern such as {path.rstrip('/')}/*/"
-        )
-    if not read:
-        raise OutboxError(f"{path} contains no file. Check the path. Spark ignores names that begin with _ or a dot")
-
-
-def read_all_columns(spark: SparkSession, path: str) -> DataFrame:
-    """Return the rows of Parquet files with the columns of all files. Spark alone would read those of one file.
-
-    A column that a file does not have is NULL. If two files have different types, the OutboxError names the column.
-    """
-    try:
-        return spark.read.option("mergeSchema", True).parquet(path)
-    except (PySparkException, Py4JError) as error:
-        found: dict[str, tuple[str, str]] = {}
-        for file in sorted(spark.read.parquet(path).inputFiles()):
-            for column, type_ in spark.read.parquet(file).dtypes:
-                other, where = found.setdefault(column, (type_, file))
-                if other != type_:
-                    raise OutboxError(
-                        f"Column {column} is {other} in {where}, but {type_} in {file}. Write all files with the same "
-                        "types"
-                    ) from error
-        raise

@@ -43,7 +43,7 @@ def test_typed_columns_are_not_changed(spark: SparkSession):
     assertSchemaEqual(made.schema, schemas.INPUT, ignoreNullable=True)
     narrow = spark.sql(
         "SELECT 'i' task_id, 'orders' topic, X'61' data, 5Y priority, 6S sequence, map('a', 1) attributes UNION ALL "
-        "SELECT 'j', 'orders', X'62', 7Y, 8S, NULL"
+        "SELECT 'j', 'orders', X'62', 7D, 8F, NULL"
     )
     wanted = [
         FULL,
@@ -63,18 +63,38 @@ def test_texts_are_parsed_to_the_same_values(spark: SparkSession):
     given = [
         full,
         {"task_id": "id-2", "topic": "orders", "data": "é😀\x00"},
-        {"task_id": "id-3", "data": "", "at_most_once": "True", "available_at": "2026-11-21T13:00:00.000000000+0000"},
+        {
+            "task_id": "id-3",
+            "data": "",
+            "at_most_once": "True",
+            "available_at": "2026-11-21T13:00:00.000000000+0000",
+            "priority": "50.0",
+            "sequence": "1.5e3",
+        },
         {"task_id": "id-4", "topic": "", "data_base64": "eHh4\r\neHh4", "ordering_key": "", "attributes": "{}"},
-        {"task_id": "id-5", "data": "5", "attributes": '{"n":1,"none":null,"o":{"p":[true]}}'},
+        {
+            "task_id": "id-5",
+            "data": "5",
+            "available_at": "2026-11-21 14:00+01:00",
+            "attributes": '{"n":1,"none":null,"o":{"p":[true]}}',
+        },
         {"task_id": "id-6", "data": "", "priority": str(2**63 - 1), "sequence": str(-(2**63))},
     ]
     moment = datetime(2026, 11, 21, 13, tzinfo=UTC)
     wanted = [
         FULL,
         row(task_id="id-2", data="é😀\x00".encode()),
-        row(task_id="id-3", topic="usual", data=b"", at_most_once=True, available_at=moment),
+        row(
+            task_id="id-3", topic="usual", data=b"", at_most_once=True, available_at=moment, priority=50, sequence=1500
+        ),
         row(task_id="id-4", topic="", data=b"xxxxxx", attributes={}),
-        row(task_id="id-5", topic="usual", data=b"5", attributes={"n": "1", "none": None, "o": '{"p":[true]}'}),
+        row(
+            task_id="id-5",
+            topic="usual",
+            data=b"5",
+            available_at=moment,
+            attributes={"n": "1", "none": None, "o": '{"p":[true]}'},
+        ),
         row(task_id="id-6", topic="usual", data=b"", priority=2**63 - 1, sequence=-(2**63)),
     ]
     assertDataFrameEqual(prepared(texts(spark, given), topic="usual"), frame(spark, wanted))
@@ -91,7 +111,10 @@ NO_OBJECTS = (
     '{"a":"1"}]', '{"a":"1","a":"2"}', '[{"a":"1"}]', '{"a":"1"},', "]", "]]", '{"a":"\\ud800"}',
 )  # fmt: skip
 UNREADABLE = {
-    "priority": (("", "x", "1.5", "1e3", "9223372036854775808"), "a whole number"),
+    "priority": (
+        ("", "x", "1.5", "1.25e1", "1e-30", "0.0000000000000000001", "1e30", "9223372036854775808"),
+        "a whole number",
+    ),
     "sequence": (("", "0x1"), "a whole number"),
     "at_most_once": (("", "on", "2"), "true or false"),
     "available_at": (NO_MOMENTS, A_TIME),
@@ -229,7 +252,7 @@ def test_a_key_column_can_be_a_column_of_the_task(spark: SparkSession):
         ("data_base64 binary, topic string", {}, "Column data_base64 is binary, but must be base64"),
         ("data string, topic string, task_id bigint", {}, "Column task_id is bigint, but must be a text"),
         ("data string, topic string, ordering_key int", {}, "Column ordering_key is int, but must be a text"),
-        ("data string, topic string, priority double", {}, "Column priority is double, but must be a whole number"),
+        ("data string, topic string, priority date", {}, "Column priority is date, but must be a whole number"),
         ("data string, topic string, at_most_once int", {}, "Column at_most_once is int, but must be true or false"),
         ("data string, topic string, available_at date", {}, "Column available_at is date, but must be a time with"),
         (

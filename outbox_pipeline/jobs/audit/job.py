@@ -26,7 +26,8 @@ from outbox_pipeline.source.columns import needed
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.files import Folder, check_files
+from outbox_pipeline.spark.files import Folder
+from outbox_pipeline.spark.inputs import checked, read_all_columns
 from outbox_pipeline.spark.tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
@@ -148,16 +149,17 @@ class _Job:
     def deliveries(self) -> tuple[bool, DataFrame]:
         """Return whether the messages have a column data, and the deliveries. Raises SettingError."""
         settings = self.settings
-        check_files(self.spark, settings.received)
         form = settings.received_format
         if form == "auto":
             form = format_of(settings.received) or "parquet"
+        given = checked(self.spark, settings.received, form)
         if form == "avro":
-            messages = received.read_avro(self.spark, settings.received)
+            messages = received.read_avro(given)
         elif form == "json":
-            messages = self.spark.read.schema(received.LINES).json(settings.received)
+            given.check_columns(received.LINES.names)
+            messages = given.reader().schema(received.LINES).json(settings.received)
         else:
-            messages = self.spark.read.parquet(settings.received)
+            messages = read_all_columns(given)
         deliveries = received.received(messages, base64=settings.received_data == "base64")
         return "data" in messages.columns, deliveries
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import fastavro
 import pyarrow as pa
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 from pyspark.sql.types import BinaryType, MapType, StringType, TimestampType
 
@@ -14,6 +14,7 @@ from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.values import chunked
 from outbox_pipeline import schemas
+from outbox_pipeline.spark.inputs import Input
 
 #: A publish time outside these bounds is unreadable.
 _FIRST, _LAST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
@@ -36,12 +37,12 @@ _ADDED = (TASK_ID_ATTRIBUTE, "ordering_key")
 _ADDED_PREFIXES = ("goog", "CloudPubSubDeadLetter")
 
 
-def read_avro(spark: SparkSession, path: str) -> DataFrame:
+def read_avro(given: Input) -> DataFrame:
     """Return the messages of a subscription's Avro files, without a jar. A Spark task holds a whole file in memory.
 
     Spark raises SettingError if the files have another schema, and OutboxError if a file is damaged.
     """
-    files = spark.read.format("binaryFile").load(path).select("path", "content")
+    files = given.reader_of_files().format("binaryFile").load(given.path).select("path", "content")
     return files.mapInArrow(_decode, MESSAGES)
 
 

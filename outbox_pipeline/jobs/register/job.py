@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 from uuid import uuid4
 
 from pyspark.sql import DataFrame, Observation, SparkSession
@@ -17,17 +18,30 @@ from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, register_rows
 from outbox_pipeline.jobs.register.json_objects import CONVERT
-from outbox_pipeline.jobs.register.transforms import PARSE_ERROR, TIMES, UNPARSED, in_order, parse_json_lines, prepared
+from outbox_pipeline.jobs.register.transforms import (
+    COLUMNS,
+    PARSE_ERROR,
+    TIMES,
+    UNPARSED,
+    in_folders,
+    in_order,
+    parse_json_lines,
+    prepared,
+)
 from outbox_pipeline.settings import RegisterSettings, format_of_input
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
-from outbox_pipeline.spark.files import Folder, check_files, read_all_columns
+from outbox_pipeline.spark.files import Folder
+from outbox_pipeline.spark.inputs import Input, checked, read_all_columns
 from outbox_pipeline.spark.tasks import divided, map_rows
 
 #: CSV is read in this encoding, which keeps every byte. As UTF-8, Spark would replace invalid bytes.
 _BYTES = "ISO-8859-1"
 #: Marks a quoted empty text while CSV is read, to tell it from a missing one, which is NULL. It is not valid UTF-8.
 _EMPTY = "\xffan empty text\xff"
+
+#: What other programs write to CSV for NULL.
+_NULL, _NULL_DATA = r"^(?:NULL|null|\\N|\(null\)|<NA>|NaN|nan|None)$", r"^(?:NULL|\\N)$"
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -99,36 +113,38 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
 def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -> DataFrame:
     """Return the rows of files.
 
-    Raises SettingError if the format is auto and the extension is unknown, and OutboxError if Spark would ignore files.
+    Raises SettingError if the format is auto and the extension is unknown, and OutboxError if Spark would not read all
+    rows, or would read deleted ones.
     """
     format = format_of_input(path, format)
-    check_files(spark, path)
+    given = checked(spark, path, format, (*COLUMNS, *key))
     if format == "parquet":
-        return read_all_columns(spark, path)
+        return read_all_columns(given)
     if format == "json":
-        return parse_json_lines(spark.read.text(path), key)
-    return _read_csv(spark, path)
+        return parse_json_lines(given.reader().text(path).drop(*given.unwanted), key)
+    return _read_csv(given)
 
 
-def _read_csv(spark: SparkSession, path: str) -> DataFrame:
-    """Return the rows of CSV files, as texts that can contain invalid UTF-8. Raises SettingError."""
+def _read_csv(given: Input) -> DataFrame:
+    """Return the rows of CSV files, as texts that can contain invalid UTF-8. Raises SettingError, OutboxError."""
+    path, of_folders = given.path, [name for name in given.columns if name not in given.unwanted]
     # If Spark detected the line separator itself, it would also change line breaks inside quotes.
-    lines = spark.read.text(path, lineSep="\n")
-    first, of_folders = lines.first(), lines.columns[1:]  # folders such as month=01 are columns
+    first = given.reader_of_files().text(path, lineSep="\n").first()
     end = "\r\n" if first and first["value"].endswith("\r") else "\n"
-    reader = spark.read.options(
-        header=True, quote='"', escape='"', multiLine=True, lineSep=end, emptyValue=_EMPTY, encoding=_BYTES,
-        maxColumns=1_000_000,  # Spark refuses the whole file if a line has more, by default more than 20,480
-    )  # fmt: skip
-    head = reader.csv(path)
+    options: dict[str, Any] = {
+        "header": True, "quote": '"', "escape": '"', "multiLine": True, "lineSep": end, "emptyValue": _EMPTY,
+        "encoding": _BYTES, "maxColumns": 1_000_000,  # Spark refuses a file with a longer line
+    }  # fmt: skip
+    head = given.reader_of_files().options(**options).csv(path)
     if not head.columns:
         raise SettingError(f"--input {path}: the file is empty. Its first line must be a header with names of columns")
     schema = StructType([*head.schema, *schemas.optional(**{UNPARSED: StringType()})])
-    rows = reader.schema(schema).options(enforceSchema=False, columnNameOfCorruptRecord=UNPARSED).csv(path)
+    options |= {"enforceSchema": False, "columnNameOfCorruptRecord": UNPARSED}
+    rows = given.reader().schema(schema).options(**options).csv(path)
     why = f.when(
         f.col(UNPARSED).isNotNull(), f.lit("the line has more or fewer columns than the header, or bad quotes")
     )
-    columns = [name for name in head.columns if name not in of_folders]
+    columns = head.columns
     if end == "\n" and columns:  # otherwise the last value of the line would end with a carriage return
         last = f.col(f"`{columns[-1]}`")
         why = why.when(last.endswith("\r"), f.lit("the line ends with CR LF, but the header with LF"))
@@ -137,8 +153,29 @@ def _read_csv(spark: SparkSession, path: str) -> DataFrame:
         _name(name, path): f.when(text == _EMPTY, f.lit("")).otherwise(f.encode(text, _BYTES).cast("string"))
         for name, text in texts.items()
     }
+    given.check_columns(decoded)
     decoded |= {name: f.col(f"`{name}`") for name in of_folders}  # Spark reads names of folders as UTF-8
-    return rows.select(*(text.alias(name) for name, text in decoded.items()), why.alias(PARSE_ERROR))
+    read = rows.select(*(text.alias(name) for name, text in decoded.items()), why.alias(PARSE_ERROR))
+    return _without_null_texts(read, [name for name in decoded if name != UNPARSED], of_folders)
+
+
+def _without_null_texts(rows: DataFrame, columns: Sequence[str], of_folders: Sequence[str]) -> DataFrame:
+    """Reject rows with a text that other programs write for NULL. Spark does not tell whether the text is in quotes."""
+    nulls = {name: f.col(f"`{name}`").rlike(_NULL_DATA if name == "data" else _NULL) for name in columns}
+    reasons = [
+        f.when(
+            is_null, f.lit(f"{name} is a text for NULL. In CSV, write nothing for NULL. JSON lines can have this text")
+        )
+        for name, is_null in nulls.items()
+    ]
+    # So that nobody can register the line by accident.
+    line = f.concat(f.lit("(a text can mean NULL) "), f.to_json(f.struct(*(f.col(f"`{name}`") for name in columns))))
+    return rows.withColumns(
+        {
+            UNPARSED: f.coalesce(UNPARSED, f.when(f.greatest(*nulls.values(), f.lit(False)), line)),
+            PARSE_ERROR: in_folders(f.coalesce(PARSE_ERROR, *reasons), of_folders),
+        }
+    )
 
 
 def _name(column: str, path: str) -> str:

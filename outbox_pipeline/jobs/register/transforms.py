@@ -26,6 +26,8 @@ UNPARSED, PARSE_ERROR = "_line", "_why"
 _OURS = "_outbox_"
 
 _INTEGERS = (t.ByteType, t.ShortType, t.IntegerType, t.LongType)
+#: Types of whole numbers in pandas, if a value of the column is missing.
+_FLOATS = (t.FloatType, t.DoubleType)
 #: Types whose conversion to text does not depend on the session.
 _KEY_TYPES = (t.StringType, *_INTEGERS, t.BooleanType, t.DateType)
 #: Date, time and offset. Spark would replace a missing date by today and a missing offset by the session's time zone,
@@ -50,14 +52,22 @@ class _Format:
 
 
 def _time(text: Column) -> Column:
-    return f.when(text.rlike(_MOMENT), text.try_cast("timestamp"))
+    # Spark parses no time without seconds.
+    whole = f.regexp_replace(text, r"^(.{10}[T ]\d\d:\d\d)(?!:)", "$1:00")
+    return f.when(text.rlike(_MOMENT), whole.try_cast("timestamp"))
+
+
+def _whole_number(text: Column) -> Column:
+    """Return a whole number, also one that pandas has converted to a float, such as 50.0 or 1e3."""
+    float = f.when(text.rlike(r"^[+-]?\d+(?:\.0*|(?:\.\d{1,17})?[eE]\+?\d{1,2})$"), text.try_cast("decimal(38,18)"))
+    return f.coalesce(text.try_cast("long"), f.when(float == f.floor(float), float.try_cast("long")))
 
 
 _FORMATS = {
     "attributes": _Format(
         lambda text: parsed(text.cast("binary"))["members"], (t.MapType,), "a JSON object of strings"
     ),
-    **dict.fromkeys(("priority", "sequence"), _Format(lambda text: text.try_cast("long"), _INTEGERS, "a whole number")),
+    **dict.fromkeys(("priority", "sequence"), _Format(_whole_number, (*_INTEGERS, *_FLOATS), "a whole number")),
     **dict.fromkeys(("available_at", "expires_at"), _Format(_time, (t.TimestampType,), _WANTED_TIME)),
     "at_most_once": _Format(lambda text: text.try_cast("boolean"), (t.BooleanType,), "true or false"),
     "data_base64": _Format(lambda text: f.try_to_binary(text, f.lit("base64")), (), "base64"),
@@ -67,23 +77,38 @@ _FORMATS = {
 
 
 def parse_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
-    """Return rows of texts from JSON lines in a column `value`.
+    """Return rows of texts from JSON lines in a column `value`, with its other columns, which come from folders.
 
     If a line is not a JSON object or has an unknown name, UNPARSED is the line and PARSE_ERROR the reason.
     """
-    names = [*COLUMNS, *OF_REJECTS, *(name for name in key if name not in COLUMNS)]
+    folders = [name for name in lines.columns if name != "value"]
+    names = [name for name in dict.fromkeys((*COLUMNS, *OF_REJECTS, *key)) if name not in folders]
     value = f.col("value")
-    found = lines.where(value.rlike(r"\S")).select(value, parsed(value.cast("binary")).alias("found"))
+    found = lines.where(value.rlike(r"\S")).select("*", parsed(value.cast("binary")).alias("found"))
     members, fault = f.col("found.members"), f.col("found.fault")
-    unknown = f.array_except(f.map_keys(members), f.array(*map(f.lit, names)))
-    reason = f.when(fault.isNotNull(), f.concat(f.lit("the line "), fault)).when(
-        f.size(unknown) > 0, f.concat(f.lit("the line has unknown columns: "), f.array_join(unknown, ", "))
+    others = f.array_except(f.map_keys(members), f.array(*map(f.lit, names)))
+    twice = f.array_intersect(others, f.array(*map(f.lit, folders)))
+    reason = f.when(fault.isNotNull(), f.concat(f.lit("the line "), fault))
+    reason = reason.when(
+        f.size(twice) > 0, f.concat(f.lit("its folders have the column, too: "), f.array_join(twice, ", "))
+    )
+    reason = reason.when(
+        f.size(others) > 0, f.concat(f.lit("the line has unknown columns: "), f.array_join(others, ", "))
     )
     return found.select(
         *(members[name].alias(name) for name in names if name not in OF_REJECTS),
+        *map(_column, folders),
         f.when(reason.isNotNull(), f.col("value")).alias(UNPARSED),
-        reason.alias(PARSE_ERROR),
+        in_folders(reason, folders).alias(PARSE_ERROR),
     )
+
+
+def in_folders(reason: Column, folders: Sequence[str]) -> Column:
+    """Add the columns of folders to the reason to reject a line, because the line does not have them."""
+    if not folders:
+        return reason
+    each = [f.concat(f.lit(f"{name}="), f.coalesce(_column(name), f.lit("NULL"))) for name in folders]
+    return f.concat(reason, f.lit(" (folder "), f.concat_ws("/", *each), f.lit(")"))
 
 
 def prepared(rows: DataFrame, *, topic: str = "", key: Sequence[str] = ()) -> DataFrame:
@@ -146,7 +171,8 @@ def _value(name: str, type_: t.DataType) -> tuple[Column, list[Column]]:
     """Return the value of a column, and the possible reasons to reject it."""
     source, read = _column(name), _FORMATS[name]
     value, reasons = source, []
-    if isinstance(type_, t.StringType):
+    if isinstance(type_, (t.StringType, *_FLOATS)):
+        source = source.cast("string")
         value = read.parse(source)
         message = f.concat(f.lit(f"{name} "), f.substring(source, 1, 100), f.lit(f" is not {read.wanted}"))
         reasons.append(f.when(source.isNotNull() & value.isNull(), message))

@@ -1,0 +1,200 @@
+"""The files that users pass to jobs: each row is read with its columns, or the job refuses the files."""
+
+import bz2
+import gzip
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from outbox.errors import OutboxError, SettingError
+from outbox.program.settings import DatabaseSettings
+from outbox_pipeline.jobs.audit import job as audit
+from outbox_pipeline.jobs.register.ids import task_id
+from outbox_pipeline.jobs.register.job import read
+from outbox_pipeline.jobs.register.transforms import prepared
+from outbox_pipeline.settings import AuditSettings
+from outbox_pipeline.spark.errors import spark_errors
+from outbox_pipeline.spark.inputs import checked
+from tests.support.pipeline import options
+
+LINE = b'{"data":"a"}\n'
+CSV = b"data\na\n"
+TABLE = "is a table of {}. Its files can have deleted rows. Read it with its own reader, and pass"
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def tasks(spark: SparkSession, path: object, format: str, *key: str) -> DataFrame:
+    return prepared(read(spark, str(path), format, key), topic="orders", key=key)
+
+
+def reasons(spark: SparkSession, path: object, format: str) -> list[tuple[str | None, str | None]]:
+    return sorted((each.reason, each.line) for each in tasks(spark, path, format).collect() if each.reason)
+
+
+FILES = {
+    "delta": ("_delta_log/0.json", "a.parquet", "month=01/b.parquet"),
+    "hudi": (".hoodie/p", "month=1/a.parquet"),
+    "iceberg": ("metadata/v1.metadata.json", "data/a.parquet"),
+    "nested": ("x/y/_delta_log/0.json", "x/y/a.parquet"),
+    "hidden": (
+        "file/a.jsonl", "file/_a.jsonl", "folder/b.jsonl", "folder/_temporary/0/a.jsonl", "dot/.a.csv", "dot/a.csv",
+        "copy/b.jsonl", "copy/a.jsonl._COPYING_",
+    ),
+    "mixed": ("depth/a.csv", "depth/month=01/b.csv", "names/a=1/a.jsonl", "names/b=1/a.jsonl"),
+    "below": ("month=01/x/a.jsonl", "ordering_key=A/x/a.jsonl"),
+    "empty": ("parquet/a.parquet", "json/a.jsonl", "gz/a.jsonl", "bz2/a.csv"),
+    "compressed": ("lz4/a.jsonl.lz4", "a.jsonl.snappy", "a.csv.gz.bz2", "a.jsonl.tar.gz", "a.csv.zip"),
+    "twice": ("Data=a/a.csv",),
+}  # fmt: skip
+EMPTY_FILES = {
+    "parquet/b.parquet": b"", "json/b.jsonl": b"", "gz/b.jsonl.gz": gzip.compress(b""),
+    "bz2/b.csv.bz2": bz2.compress(b""),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("odd")
+    write(folder, {f"{kind}/{name}": CSV for kind, names in FILES.items() for name in names})
+    write(folder / "empty", EMPTY_FILES)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pattern", "format", "message"),
+    [
+        ("delta", "parquet", TABLE.format("Delta Lake")),
+        ("delta/*.parquet", "parquet", TABLE.format("Delta Lake")),
+        ("delta/month=01", "parquet", TABLE.format("Delta Lake")),
+        ("*", "parquet", TABLE.format("Delta Lake")),
+        ("iceberg", "parquet", TABLE.format("Iceberg")),
+        ("iceberg/data/*", "parquet", TABLE.format("Iceberg")),
+        ("hudi/month=*/", "parquet", TABLE.format("Hudi")),
+        ("nested", "parquet", TABLE.format("Delta Lake, Hudi or Iceberg")),
+        ("hidden/file", "json", r"would ignore .*/_a\.jsonl: a name begins with _ or a dot"),
+        ("hidden/folder", "json", r"would ignore .*/_temporary/0/a\.jsonl: a name"),
+        ("hidden/dot", "csv", r"would ignore .*/\.a\.csv: a name"),
+        ("hidden/copy", "json", r"would ignore .*/a\.jsonl\._COPYING_: .* or the file is still written"),
+        ("mixed/depth", "csv", r"a\.csv and .*/month=01/b\.csv are not in folders with the same columns, so Spark"),
+        ("mixed/names", "json", r"are not in folders with the same columns"),
+        ("below/*/*/", "json", r"ignore the column of the folder month=01, because .*/x/a\.jsonl is in a subfolder"),
+        ("below/ordering_key=A/x", "json", r"would ignore the column of the folder ordering_key=A"),
+        ("empty/parquet", "parquet", r"b\.parquet is empty\. Write it again, or delete it if it should have no rows"),
+        ("empty/json", "json", r"b\.jsonl is empty\. Write it again"),
+        ("empty/gz", "json", r"b\.jsonl\.gz is empty"),
+        ("empty/bz2", "csv", r"b\.csv\.bz2 is empty"),
+        ("compressed/lz4/*", "json", r"cannot read .*\.lz4, because of its compression \.lz4\. Compress it once"),
+        ("compressed/a.jsonl.snappy", "auto", r"because of its compression \.snappy"),
+        ("compressed/a.csv.gz.bz2", "auto", r"because of its compression \.gz\.bz2"),
+        ("compressed/a.jsonl.tar.gz", "json", r"because of its compression \.tar\.gz"),
+        ("compressed/a.csv.zip", "csv", r"because of its compression \.zip"),
+        ("twice", "csv", r"twice: column Data is in the files and in the names of their folders\. Remove it"),
+        ("nothing/here", "json", r"contains no file\. Check the path"),
+    ],
+)  # fmt: skip
+def test_files_that_spark_would_not_read_right_are_refused(
+    spark: SparkSession, odd: Path, pattern: str, format: str, message: str
+):
+    """Otherwise the job would lose or add rows with exit code 0, or end Spark's JVM."""
+    with pytest.raises(OutboxError, match=message):
+        read(spark, f"{odd}/{pattern}", format)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_names_of_folders_are_columns_however_the_folders_are_passed(spark: SparkSession, tmp_path: Path, kind: str):
+    for key in ("A", "B"):
+        folder = write(tmp_path / f"ordering_key={key}", {"a.jsonl": LINE, "a.csv": CSV})
+        pq.write_table(pa.table({"data": ["a"]}), folder / "a.parquet")
+    format = kind.replace("jsonl", "json")
+    for path in tmp_path.glob("*/*"):
+        if path.suffix != f".{kind}":
+            path.unlink()
+    for pattern in ("", "*/", f"*/*.{kind}", "ordering_key={A,B}", "ordering_key=A", f"ordering_key=A/a.{kind}"):
+        found = tasks(spark, f"{tmp_path}/{pattern}", format).select("data", "ordering_key").collect()
+        wanted = [(b"a", "A")] if "=A" in pattern else [(b"a", "A"), (b"a", "B")]
+        assert sorted(map(tuple, found)) == wanted, pattern
+
+
+def test_folders_in_the_path_itself_are_columns_if_the_job_knows_them(spark: SparkSession, tmp_path: Path):
+    write(tmp_path / "dt=1", {"a.jsonl": LINE})
+    assert tasks(spark, tmp_path / "dt=1", "json").count() == 1
+    [keyed] = tasks(spark, tmp_path / "dt=1", "json", "dt").collect()
+    assert keyed.task_id == task_id("orders", "1")
+    with pytest.raises(SettingError, match="Unknown column 'dt'"):
+        tasks(spark, f"{tmp_path}/*", "json")
+
+
+def test_a_line_is_rejected_with_the_columns_of_its_folder(spark: SparkSession, tmp_path: Path):
+    write(tmp_path / "ordering_key=A", {"a.jsonl": b'{"data":"a","ordering_key":"B"}\n{bad\n'})
+    syntax = "the line is not a JSON object: Expecting value at character 2 (folder ordering_key=A)"
+    assert reasons(spark, tmp_path, "json") == [
+        ("its folders have the column, too: ordering_key (folder ordering_key=A)", '{"data":"a","ordering_key":"B"}'),
+        (syntax, "{bad"),
+    ]
+
+
+def test_a_text_for_null_is_no_value_of_csv(spark: SparkSession, tmp_path: Path):
+    """It would be an ordering key or a topic. In data, JSON's null and words are texts."""
+    lines = ["a,NULL,o", "b,\\N,o", 'c,k,"x"', "null,none,o", "NULL,,o", "nan,,o", "d,<NA>,", "e,,null"]
+    write(tmp_path, {"a.csv": "\n".join(["data,ordering_key,topic", *lines]).encode()})
+    found = tasks(spark, tmp_path, "csv").collect()
+    assert [bytes(each.data) for each in found if not each.reason] == [b"c", b"null", b"nan"]
+    assert [each.reason.split(".")[0] for each in found if each.reason] == [
+        *["ordering_key is a text for NULL"] * 2, "data is a text for NULL", "ordering_key is a text for NULL",
+        "topic is a text for NULL",
+    ]  # fmt: skip
+    assert all(each.line.startswith('(a text can mean NULL) {"') for each in found if each.reason)
+
+
+def test_an_empty_file_of_json_lines_has_no_rows(spark: SparkSession, tmp_path: Path):
+    """If no file has a line, or if Spark wrote it for a partition without rows."""
+    write(tmp_path, {"a/part-0.json": LINE, "a/part-1.json": b"", "b/a.jsonl": b""})
+    assert checked(spark, f"{tmp_path}/a", "json").columns == ()
+    assert checked(spark, f"{tmp_path}/b", "json").files == [f"file:{tmp_path}/b/a.jsonl"]
+
+
+def test_the_cause_of_an_unreadable_file_is_named(spark: SparkSession, tmp_path: Path):
+    write(
+        tmp_path, {"colon/a:b.jsonl": LINE, "x:y/a.jsonl": LINE, "bom/a.csv": CSV, "bom/b.csv": b"\xef\xbb\xbf" + CSV}
+    )
+    gone = write(tmp_path / "gone", {"a.jsonl": LINE, "b.jsonl": LINE})
+    assert tasks(spark, tmp_path / "x:y", "json").count() == 1
+    rows = tasks(spark, gone, "json")
+    (gone / "b.jsonl").unlink()
+    cases = {
+        "Rename the file, because Spark cannot read a name with a colon": tasks(spark, tmp_path / "colon", "json"),
+        "The file was deleted or replaced during the job": rows,
+        "and all or none with a byte order mark": tasks(spark, tmp_path / "bom", "csv"),
+    }
+    for remedy, found in cases.items():
+        with pytest.raises(OutboxError, match=remedy), spark_errors():
+            found.collect()
+    with pytest.raises(OutboxError, match="a name with a colon"):
+        tasks(spark, f"{tmp_path}/colon/*", "json")
+
+
+def test_a_column_without_a_value_in_one_file_is_named(spark: SparkSession, tmp_path: Path):
+    for name, values in (("a", pa.array(["k"])), ("b", pa.nulls(1))):
+        pq.write_table(pa.table({"data": ["a"], "ordering_key": values}), tmp_path / f"{name}.parquet")
+    with pytest.raises(
+        OutboxError, match=r"is string in .*, but int in .*\. If it has no value in a file, drop it there"
+    ):
+        read(spark, str(tmp_path), "parquet")
+
+
+@pytest.mark.parametrize(("name", "message"), [("delta/*.parquet", "Delta Lake"), ("empty/json/*.jsonl", "is empty")])
+def test_received_files_are_checked_the_same_way(
+    spark: SparkSession, odd: Path, target: DatabaseSettings, name: str, message: str
+):
+    given = AuditSettings.read(options(target, received=f"{odd}/{name}", output=f"{odd}/report"), {})
+    with pytest.raises(OutboxError, match=message):
+        audit.run(spark, given)
