@@ -1,10 +1,10 @@
 """Metrics and log lines about finished batches. Nothing else in the relay counts or logs them."""
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from outbox.program.terminal import counted
+from outbox.program.terminal import counted, listed
 from publishworker.delivery.claim import Delivered, Kind, Recorded, Unmarked, turn_counts
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, failure_kind
@@ -18,7 +18,7 @@ SUMMARY_SECONDS = 60.0
 #: Approximate number of latency samples of one batch. More samples could fill the socket buffer of the Datadog agent,
 #: which would then drop counters.
 LATENCY_SAMPLES = 20
-#: Max lines a minute about single tasks of one topic and reason. The others are counted.
+#: Max lines a minute about failed tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
 #: Max lines a minute about single cancelled tasks of a topic. Further ones share lines of at most CANCELLED_IDS tasks.
 CANCELLED_LINES, CANCELLED_IDS = 5, 100
@@ -211,25 +211,37 @@ class Reporter:
     def _recorded(self, topic: str, failed: Mapping[str, Failed], recorded: Mapping[str, NotSent]) -> None:
         """Log failed attempts that are written, and count those after which the task is dead."""
         self._count(m.DEAD, topic, [failed[id] for id, attempt in recorded.items() if attempt.dead])
+        same = defaultdict[tuple[object, ...], list[str]](list)
         for id, attempt in recorded.items():
-            failure = failed[id]
-            fields: dict[str, object] = {"task_id": id, "topic": topic, "reason": failure.reason}
-            if attempt.trace_id is not None:
-                fields["trace_id"] = attempt.trace_id
-            next_step = ""
-            if attempt.dead:
-                next_step = ". The task is dead. Fix the cause, then run `outbox retry` or `outbox cancel`"
-            elif attempt.available_at is not None:
-                next_step = f". It is due at {attempt.available_at:%Y-%m-%dT%H:%M:%SZ}"
-                if failure_kind(failure.reason) is FailureKind.TARGET:
-                    next_step += ". Until the circuit of the topic closes, only probes are published"
-            self._throttled_log.log(
-                "dead" if attempt.dead else "publish_failed",
-                f"{topic} {failure.reason}",
-                f"Task {id} of topic {topic} failed in attempt {attempt.attempts}: {attempt.error}{next_step}",
-                max_lines=FAILURE_LINES,
-                fields={**fields, "attempt": attempt.attempts},
-            )
+            same[attempt.attempts, attempt.dead, attempt.error, failed[id].reason].append(id)
+        for ids in same.values():  # one error of a request is that of each of its tasks
+            self._log_recorded(topic, failed[ids[0]].reason, {id: recorded[id] for id in ids})
+
+    def _log_recorded(self, topic: str, reason: str, recorded: Mapping[str, NotSent]) -> None:
+        """Log the recorded attempts of tasks that failed with the same error, in the same attempt."""
+        ids, attempt = list(recorded), next(iter(recorded.values()))
+        one, trace_ids = len(ids) == 1, {each.trace_id for each in recorded.values()} - {None}
+        times = [each.available_at for each in recorded.values() if each.available_at is not None]
+        fields: dict[str, object] = {"task_id": ids[0]} if one else {"task_ids": ids}
+        fields |= {"topic": topic, "reason": reason, "attempt": attempt.attempts}
+        if len(trace_ids) == 1:
+            fields["trace_id"] = trace_ids.pop()
+        next_step = ""
+        if attempt.dead:
+            next_step = f". {'The task is' if one else 'They are'} dead. Fix the cause, then run `outbox retry` or "
+            next_step += "`outbox cancel`"
+        elif times:
+            next_step = f". {'It' if one else 'The first'} is due at {min(times):%Y-%m-%dT%H:%M:%SZ}"
+            if failure_kind(reason) is FailureKind.TARGET:
+                next_step += ". Until the circuit of the topic closes, only probes are published"
+        tasks = f"Task {ids[0]} of topic {topic}" if one else f"{_tasks(ids)} of topic {topic} ({listed(ids)})"
+        self._throttled_log.log(
+            "dead" if attempt.dead else "publish_failed",
+            f"{topic} {reason}",
+            f"{tasks} failed in attempt {attempt.attempts}: {attempt.error}{next_step}",
+            max_lines=FAILURE_LINES,
+            fields=fields,
+        )
 
     def _count(self, metric: m.Metric, topic: str, failures: Iterable[Failed]) -> None:
         for reason, count in Counter(failure.reason for failure in failures).items():

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -282,3 +283,13 @@ def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: 
     assert (audited.republished, audited.redelivered) == (messages - len(ids), len(received) - messages)
     wrong = ("lost", "late", "arriving", "pending", "unknown", "foreign", "unreadable", "mismatched", "out_of_order")
     assert {name: getattr(audited, name) for name in wrong} == dict.fromkeys(wrong, 0)
+
+
+def test_heartbeats_that_cannot_be_deleted_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    store, spark = mock.Mock(layouts=()), mock.Mock()
+    store.delete_heartbeat.side_effect, spark.range.side_effect = TimedOut("no answer"), OutboxError("no executors")
+    with pytest.raises(OutboxError, match="no executors"):
+        job._round(spark, mock.Mock(), store, 8, None)
+    [line] = caplog.messages
+    assert line.startswith("8 heartbeats (spark-")
+    assert line.endswith("not deleted; other workers take over after the liveness timeout: no answer")

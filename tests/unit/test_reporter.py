@@ -77,22 +77,25 @@ def test_a_flapping_circuit_is_logged_once_a_minute_and_in_pairs(watch: Watch) -
     assert watch.actions() == [OPENED]
 
 
-def failing(ids: Sequence[str], *, dead: int = 0) -> Delivered:
+def failing(ids: Sequence[str], *, dead: int = 0, error: str = "not_found: no such topic") -> Delivered:
     recorded = {}
     for place, id in enumerate(ids):
         attempts, available_at = (3, NEVER) if place < dead else (2, NEVER.replace(year=2026))
-        recorded[id] = NotSent(attempts, available_at, None, "not_found: no such topic")
+        recorded[id] = NotSent(attempts, available_at, None, error.format(id))
     return Delivered(claim_of("orders", *ids), answers=dict.fromkeys(ids, MISSING), recorded=recorded)
 
 
 def test_each_failure_is_logged(watch: Watch) -> None:
+    """Tasks of a batch that failed with the same error, in the same attempt, share a line."""
     result = failing("abc", dead=1)
     recorded = {**result.recorded, "a": replace(result.recorded["a"], trace_id="1" * 32)}
     result = replace(result, recorded=recorded)
     watch.reporter.report_batch(result)
     about = {"topic": "orders", "reason": "not_found"}
-    again = "Task {} of topic orders failed in attempt 2: not_found: no such topic. "
-    again += "It is due at 2026-12-31T00:00:00Z. Until the circuit of the topic closes, only probes are published"
+    again = "2 tasks of topic orders (b, c) failed in attempt 2: not_found: no such topic. "
+    again += (
+        "The first is due at 2026-12-31T00:00:00Z. Until the circuit of the topic closes, only probes are published"
+    )
     assert watch.lines() == [
         (
             (
@@ -101,9 +104,9 @@ def test_each_failure_is_logged(watch: Watch) -> None:
             ),
             {**about, "task_id": "a", "attempt": 3, "trace_id": "1" * 32},
         ),
-        *((again.format(id), {**about, "task_id": id, "attempt": 2}) for id in ("b", "c")),
+        (again, {**about, "task_ids": ["b", "c"], "attempt": 2}),
     ]
-    assert watch.actions() == ["dead", "publish_failed", "publish_failed"]
+    assert watch.actions() == ["dead", "publish_failed"]
     assert watch.counts == {m.FAILED.name: 3, m.DEAD.name: 1}
 
 
@@ -136,7 +139,7 @@ def test_each_task_that_is_cancelled_after_its_publish_is_named(watch: Watch) ->
 
 
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
-    watch.reporter.report_batch(failing([f"task-{n}" for n in range(10_000)]))
+    watch.reporter.report_batch(failing([f"task-{n}" for n in range(10_000)], error="unknown: task {} is refused"))
     assert watch.actions() == ["publish_failed"] * 100
     watch.seconds += 60
     watch.reporter.report_batch(failing(["late"]))

@@ -22,7 +22,7 @@ from pyspark.sql.types import StringType, StructType
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program import logs
-from outbox.program.terminal import counted
+from outbox.program.terminal import counted, listed
 from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
 from outbox_pipeline.settings import DrainSettings
@@ -146,14 +146,17 @@ def _round(
         errors = [error for each in results if (error := each.pop("last_error"))]
         return sum(map(Counter, results), Counter[str]()), next(iter(errors), None)
     finally:
+        left: dict[str, StoreError] = {}
         for id in ids:  # workers that were killed and not restarted left theirs
             try:
                 store.delete_heartbeat(id)
             except StoreError as error:
-                _log.warning(
-                    "Heartbeat of %s was not deleted; other workers take over after the liveness timeout: %s",
-                    id, error, extra={"action": "leave"},
-                )  # fmt: skip
+                left[id] = error
+        if left:
+            _log.warning(
+                "%s (%s) not deleted; other workers take over after the liveness timeout: %s",
+                counted(len(left), "heartbeat"), listed(left), next(iter(left.values())), extra={"action": "leave"},
+            )  # fmt: skip
 
 
 def warm_up(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
