@@ -4,28 +4,31 @@ After ABORTED the connection replays its statements, but not mutations. So tasks
 fixed before its first execution, and a replay inserts the same rows.
 """
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Unpack
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar, Unpack
 
-from google.cloud.spanner_dbapi import Connection, Cursor
+from google.api_core.exceptions import AlreadyExists, GoogleAPICallError
+from google.cloud.spanner_dbapi import Connection
 from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
-from google.cloud.spanner_dbapi.exceptions import OperationalError, ProgrammingError
+from google.cloud.spanner_dbapi.exceptions import DatabaseError, OperationalError
 from google.cloud.spanner_dbapi.parse_utils import classify_statement
 from google.cloud.spanner_dbapi.parsed_statement import ClientSideStatementType
+from google.cloud.spanner_dbapi.transaction_helper import ResultType
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import registration
-from outbox.cancellation import next_heads
-from outbox.errors import InvalidMessage, InvalidTransaction
+from outbox.cancellation import check_not_registered, next_heads
+from outbox.errors import InvalidMessage, InvalidTransaction, NotReached
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import TABLE as INBOX
 from outbox.inbox.once import record_with
-from outbox.message import Message
+from outbox.message import Message, check_task_id
 from outbox.program.values import chunked, class_name
 from outbox.registration import Options, Task
 from outbox.table.statements import LOCK_UNSENT, RELEASED
 
+E = TypeVar("E", bound=BaseException)
 #: Values in the order of some columns.
 Row = tuple[Any, ...]
 
@@ -34,6 +37,9 @@ _MAX_ROWS = 100
 #: Bytes of messages in one statement, in base64. Spanner allows requests of 10 MiB, of which the other columns of 100
 #: rows need less than 0.4 MB: https://cloud.google.com/spanner/quotas#request-limits
 _MAX_BYTES = 10_000_000
+#: Begins an error about one of several tasks.
+OF_MANY = "tasks[{}]: "
+_PENDING = "PENDING_COMMIT_TIMESTAMP"
 #: What to do if Spanner or its emulator refuses a second INSERT.
 _TOGETHER = (
     "register all tasks of the transaction with one call of register_many, which takes a list of outbox.Task. Up to "
@@ -64,9 +70,10 @@ def register(
         InvalidMessage: see `outbox.register`.
         InvalidTransaction: `connection` would not commit the task together with the other statements.
         IntegrityError: the driver's; a task with this `task_id` exists.
+        NotReached: the database has no table AsynchronousTasks.
         TypeError: `connection` or `message` has another type.
     """
-    return registration.register(_Inserts(connection), topic, message, attributes, task_id=task_id, **options)
+    return registration.register(Statements(connection), topic, message, attributes, task_id=task_id, **options)
 
 
 def register_once(
@@ -85,12 +92,13 @@ def register_once(
 
     Raises:
         InvalidMessage: see `outbox.register`.
-        InvalidTransaction: see `register`.
+        InvalidTransaction: see `register`, or the transaction has registered a task before.
+        NotReached: see `register`.
         OperationalError: the driver's; the answer was lost. Roll back.
         TypeError: see `register`.
     """
     task = Task(topic, message, attributes, task_id=task_id, **options)
-    return registration.register_with(_Inserts(connection).insert_once, task)
+    return registration.register_with(Statements(connection).insert_once, task)
 
 
 def register_many(connection: Connection, tasks: Collection[Task]) -> list[str]:
@@ -104,14 +112,14 @@ def register_many(connection: Connection, tasks: Collection[Task]) -> list[str]:
         IntegrityError: the driver's; a task with one of the IDs exists.
         TypeError: see `outbox.register_many`.
     """
-    return registration.register_many(_Inserts(connection, "tasks[{}]: "), tasks)
+    return registration.register_many(Statements(connection, where=OF_MANY), tasks)
 
 
 def process_once(connection: Connection, message: ReceivedMessage, *, consumer: str, key: Key = "task_id") -> bool:
     """Record the task of `message` as processed, and return whether this is the first time.
 
-    See `outbox.inbox.process_once`. Executes one INSERT, and is called once in a transaction: Spanner may refuse
-    another one. If a replay finds another answer than the first execution, see `register_once`.
+    See `outbox.inbox.process_once`. Executes one INSERT, and is called once in a transaction: Spanner refuses another
+    one. If a replay finds another answer than the first execution, see `register_once`.
 
     Raises:
         MissingTaskId: see `outbox.inbox.process_once`.
@@ -121,50 +129,24 @@ def process_once(connection: Connection, message: ReceivedMessage, *, consumer: 
         OperationalError: the driver's; the answer was lost. Roll back.
         TypeError: `connection` or `message` has another type.
     """
-    return record_with(_Inserts(connection).insert_once, message, consumer, key)
+    return record_with(Statements(connection).insert_once, message, consumer, key)
 
 
 def cancel(connection: Connection, task_id: str) -> bool:
     """Delete an unsent task in the transaction of `connection`, and return whether it did.
 
-    False: the task is sent, or does not exist. See `outbox.cancel`: the call waits for a batch that holds the task, and
-    a task that is in doubt may have been published. Call it before any registration in the transaction. If a replay
-    finds another answer than the first execution, see `register_once`.
+    False: the task is sent, or does not exist. See `outbox.cancel`: a task that it deletes may have been published
+    before. Call it first in the transaction, and always before a registration. If a replay finds another answer than
+    the first execution, see `register_once`.
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
-        InvalidTransaction: see `register`, or the transaction has registered a task before.
+        InvalidTransaction: see `register`, or the transaction has registered this or another task before.
+        NotReached: see `register`.
         OperationalError: the driver's; the answer was lost. Roll back.
         TypeError: see `register`.
     """
-    _check(connection)
-    execute = functools.partial(_execute_cancel, connection, task_id)
-    heads = next_heads(execute, task_id)
-    for id in heads or ():
-        _execute_cancel(
-            connection, id, f"UPDATE {registration.TABLE} SET {' = NULL, '.join(RELEASED)} = NULL WHERE Id = @id"
-        )
-    if heads is not None:
-        execute(f"DELETE FROM {registration.TABLE} WHERE Id = @id")
-    return heads is not None
-
-
-def _execute_cancel(connection: Connection, id: str, sql: str, _values: Any = None) -> list[Sequence[Any]]:
-    """Execute a statement about one task, and return the rows. The driver has no type for a list of IDs."""
-    cursor = connection.cursor()
-    try:
-        cursor.execute(sql.replace("@ids", "[@id]"), {"id": id} if "@id" in sql else None)
-        rows: list[Sequence[Any]] = cursor.fetchall() if "SELECT" in sql else []
-    except ProgrammingError as error:
-        if "pending CommitTimestamp" not in str(error.__cause__):
-            raise
-        raise InvalidTransaction(
-            "the transaction has registered a task before, so it cannot read the table. Roll back, and call cancel "
-            "before the first registration"
-        ) from error
-    if sql == LOCK_UNSENT and not rows:  # `fetchall` returns no rows if it fails
-        raise OperationalError(f"no answer about task {id!r}. Roll back and run the transaction again")
-    return rows
+    return Statements(connection).cancel(task_id)
 
 
 def _check(connection: object) -> None:
@@ -193,16 +175,16 @@ def _has_begun(connection: Connection) -> bool:
     return first is not None and first.client_side_statement_type is ClientSideStatementType.BEGIN
 
 
-class _Inserts:
-    """The inserts of a transaction, as statements on a DB-API connection.
+class Statements:
+    """The statements of a transaction on a DB-API connection. Its errors are those of the driver.
 
-    Errors about one of several rows begin with `where` and its index. The constructor raises InvalidTransaction and
-    TypeError.
+    `cursor` opens a cursor of the layer above, which then sees each statement. Errors about one of several rows begin
+    with `where` and its index. The constructor raises InvalidTransaction and TypeError.
     """
 
-    def __init__(self, connection: Connection, where: str = "") -> None:
+    def __init__(self, connection: Connection, cursor: Callable[[], Any] | None = None, where: str = "") -> None:
         _check(connection)
-        self._connection, self._where = connection, where
+        self._connection, self._cursor, self._where = connection, cursor or connection.cursor, where
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
         """Insert the tasks in as few statements as Spanner's limits allow. Raises InvalidMessage."""
@@ -210,13 +192,16 @@ class _Inserts:
         for index, row in enumerate(rows):
             _check_size(row[data], self._where.format(index))
         for some in chunked(rows, _MAX_ROWS, _MAX_BYTES, lambda row: len(row[data])):
-            self._execute(table, columns, some)
+            self._insert("INSERT", table, columns, some, remedy=_TOGETHER)
 
     def insert_once(self, table: str, columns: Sequence[str], row: Row, *, key: Row, tag: str) -> bool:
         """Insert a row unless its key exists; return whether it was inserted. Raises OperationalError."""
         if "Data" in columns:
             _check_size(row[columns.index("Data")])
-        cursor = self._execute(table, columns, [row], once=True)
+        if self._writes(table):
+            raise _inserted_before(table, _ONCE[table])
+        returning = f"THEN RETURN {columns[0]}"
+        cursor = self._insert("INSERT OR IGNORE", table, columns, [row], end=returning, remedy=_ONCE[table])
         # A replay compares the rows that were fetched, but not the row count of a single statement.
         cursor.fetchall()
         # `fetchall` returns no rows if it fails, but then the count is unknown as well.
@@ -226,33 +211,101 @@ class _Inserts:
             )
         return bool(cursor.rowcount)
 
-    def _execute(self, table: str, columns: Sequence[str], rows: Sequence[Row], *, once: bool = False) -> Cursor:
-        """Execute one statement with parameters. With `once`, it ignores keys that exist and returns a row for others.
+    def cancel(self, task_id: str) -> bool:
+        """Delete an unsent task; return whether it was deleted. Raises OperationalError."""
+        table, before = registration.TABLE, self._writes(registration.TABLE)
+        new = {(id,) for each in before if each.sql.startswith("INSERT INTO") for id in _ids(each.args)}
+        check_not_registered(check_task_id(task_id), new)
+        if before:
+            raise InvalidTransaction(
+                "the transaction has called a function that registers a task before, so it cannot read the table. "
+                "Roll back, and call cancel before the first registration"
+            )
+        # The driver has no type for a list of IDs.
+        heads = next_heads(lambda sql, _: self._about(task_id, sql.replace("@ids", "[@id]")), task_id)
+        for id in heads or ():
+            self._about(id, f"UPDATE {table} SET {' = NULL, '.join(RELEASED)} = NULL WHERE Id = @id")
+        if heads is not None:
+            self._about(task_id, f"DELETE FROM {table} WHERE Id = @id")
+        return heads is not None
 
-        The commit timestamp is a function of SQL.
-        """
+    def _about(self, id: str, sql: str) -> list[Sequence[Any]]:
+        """Execute a statement about one task, and return its rows."""
+        cursor = self._execute(registration.TABLE, sql, {"id": id} if "@id" in sql else None)
+        rows: list[Sequence[Any]] = cursor.fetchall() if "SELECT" in sql else []
+        if sql == LOCK_UNSENT and not rows:  # `fetchall` returns no rows if it fails
+            raise OperationalError(f"no answer about task {id!r}. Roll back and run the transaction again")
+        return rows
+
+    def _insert(
+        self, verb: str, table: str, columns: Sequence[str], rows: Sequence[Row], *, end: str = "", remedy: str
+    ) -> Any:
+        """Execute one statement with parameters. The commit timestamp is a function of SQL."""
         parameters: dict[str, Any] = {}
         values = []
         for number, row in enumerate(rows):
             named = {f"{column}{number}": value for column, value in zip(columns, row, strict=True)}
             given = {name: value for name, value in named.items() if value is not COMMIT_TIMESTAMP}
-            words = [f"@{name}" if name in given else "PENDING_COMMIT_TIMESTAMP()" for name in named]
+            words = [f"@{name}" if name in given else f"{_PENDING}()" for name in named]
             values.append(f"({', '.join(words)})")
             parameters |= given
-        verb, end, remedy = "INSERT", "", _TOGETHER
-        if once:
-            verb, end, remedy = "INSERT OR IGNORE", f"THEN RETURN {columns[0]}", _ONCE[table]
-        cursor: Cursor = self._connection.cursor()
+        sql = f"{verb} INTO {table} ({', '.join(columns)}) VALUES {', '.join(values)} {end}"
+        return self._execute(table, sql, parameters, remedy)
+
+    def _execute(self, table: str, sql: str, parameters: Mapping[str, Any] | None, remedy: str = "") -> Any:
+        """Execute a statement on a new cursor. The driver's own errors have the text "[]", so they get another."""
+        cursor = self._cursor()
         try:
-            cursor.execute(f"{verb} INTO {table} ({', '.join(columns)}) VALUES {', '.join(values)} {end}", parameters)
-        except ProgrammingError as error:
-            if "pending CommitTimestamp" not in str(error.__cause__):
+            cursor.execute(sql, parameters)
+        except Exception as error:
+            of_driver, cause = _in_chain(error, DatabaseError), _in_chain(error, GoogleAPICallError)
+            if of_driver is None or cause is None:
                 raise
-            raise InvalidTransaction(
-                f"the transaction has inserted into {table} before. The Spanner emulator then refuses another INSERT "
-                f"into this table, and Spanner one that returns rows. Roll back, and {remedy}"
-            ) from error
+            if "pending CommitTimestamp" in cause.message:
+                raise _inserted_before(table, remedy) from error
+            if f"Table not found: {table}" in cause.message:
+                raise NotReached(
+                    f"table {table} is missing in the database of this transaction. Create it with `outbox schema "
+                    "apply`, or connect to the database that has it"
+                ) from error
+            advice = ". Use another ID, or register_once" if isinstance(cause, AlreadyExists) else ""
+            raise type(of_driver)(cause.message.rstrip(".") + advice) from cause
         return cursor
+
+    def _writes(self, table: str) -> list[Any]:
+        """Return the executed statements with a pending commit timestamp in `table`. Spanner then reads it no more.
+
+        The emulator does, unless it finds such a row: https://cloud.google.com/spanner/docs/commit-timestamp
+        """
+        executed: list[Any] = self._connection._transaction_helper._statement_result_details_list
+        writes = re.compile(
+            rf"\b(?:INTO|INSERT|IGNORE|UPDATE)\s+`?{table}\b.*\b{_PENDING}\b", re.IGNORECASE | re.DOTALL
+        )
+        return [
+            each
+            for each in executed
+            if each.result_type is not ResultType.EXCEPTION and writes.search(getattr(each, "sql", ""))
+        ]
+
+
+def _ids(parameters: object) -> list[str]:
+    """Return the IDs among the parameters of an INSERT."""
+    named = parameters.items() if isinstance(parameters, Mapping) else ()
+    return [value for name, value in named if re.fullmatch(r"Id\d+", name)]
+
+
+def _inserted_before(table: str, remedy: str) -> InvalidTransaction:
+    return InvalidTransaction(
+        f"the transaction has inserted into {table} before. The Spanner emulator then refuses another INSERT into this "
+        f"table, and Spanner one that returns rows. Roll back, and {remedy}"
+    )
+
+
+def _in_chain(error: BaseException | None, kind: type[E]) -> E | None:
+    """Return the error of this kind among an error and its causes."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__
+    return error
 
 
 def _check_size(data: bytes, where: str = "") -> None:

@@ -5,14 +5,16 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Unpack
 
 from django.db import DEFAULT_DB_ALIAS
 from django.db.transaction import get_connection
 
+from outbox import registration
 from outbox.errors import InvalidTransaction
 from outbox.ext import dbapi
 from outbox.inbox import Key, ReceivedMessage
+from outbox.inbox.once import record_with
 from outbox.message import Message
 from outbox.registration import Options, Task
 
@@ -31,8 +33,8 @@ def register(
     See `outbox.ext.dbapi.register`. InvalidTransaction is also raised if there is no atomic block, or it has failed.
     TypeError: `using` names another kind of database.
     """
-    with _atomic(using) as connection:
-        return dbapi.register(connection, topic, message, attributes, task_id=task_id, **options)
+    with _statements(using) as statements:
+        return registration.register(statements, topic, message, attributes, task_id=task_id, **options)
 
 
 def register_once(
@@ -45,14 +47,15 @@ def register_once(
     **options: Unpack[Options],
 ) -> bool:
     """Insert the task unless a row with `task_id` exists; return whether. See `outbox.ext.dbapi.register_once`."""
-    with _atomic(using) as connection:
-        return dbapi.register_once(connection, topic, message, attributes, task_id=task_id, **options)
+    task = Task(topic, message, attributes, task_id=task_id, **options)
+    with _statements(using) as statements:
+        return registration.register_with(statements.insert_once, task)
 
 
 def register_many(tasks: Collection[Task], *, using: str = DEFAULT_DB_ALIAS) -> list[str]:
     """Insert all tasks in the atomic block and return their IDs. See `outbox.ext.dbapi.register_many`."""
-    with _atomic(using) as connection:
-        return dbapi.register_many(connection, tasks)
+    with _statements(using, dbapi.OF_MANY) as statements:
+        return registration.register_many(statements, tasks)
 
 
 def process_once(
@@ -63,19 +66,19 @@ def process_once(
     See `outbox.ext.dbapi.process_once`. Change your own rows if it returns True, and acknowledge the message after the
     block.
     """
-    with _atomic(using) as connection:
-        return dbapi.process_once(connection, message, consumer=consumer, key=key)
+    with _statements(using) as statements:
+        return record_with(statements.insert_once, message, consumer, key)
 
 
 def cancel(task_id: str, *, using: str = DEFAULT_DB_ALIAS) -> bool:
     """Delete an unsent task in the atomic block, and return whether it did. See `outbox.ext.dbapi.cancel`."""
-    with _atomic(using) as connection:
-        return dbapi.cancel(connection, task_id)
+    with _statements(using) as statements:
+        return statements.cancel(task_id)
 
 
 @contextmanager
-def _atomic(using: str) -> Iterator[Any]:
-    """Yield the DB-API connection, and translate the driver's errors to Django's. Raises InvalidTransaction."""
+def _statements(using: str, where: str = "") -> Iterator[dbapi.Statements]:
+    """Yield the statements, on Django's cursors, and translate the driver's errors. Raises InvalidTransaction."""
     wrapper = get_connection(using)
     if not wrapper.in_atomic_block:
         raise InvalidTransaction(
@@ -85,4 +88,4 @@ def _atomic(using: str) -> Iterator[Any]:
     if wrapper.needs_rollback:
         raise InvalidTransaction(f"the atomic block of database {using!r} has failed and will be rolled back")
     with wrapper.wrap_database_errors:
-        yield wrapper.connection
+        yield dbapi.Statements(wrapper.connection, wrapper.cursor, where)

@@ -1,18 +1,23 @@
 """Register, cancel and process tasks in the transactions of SQLAlchemy (`sqlalchemy-spanner`).
 
-The functions execute their statements on the driver's connection, so its errors are not those of SQLAlchemy:
-IntegrityError, OperationalError and RetryAborted of `google.cloud.spanner_dbapi`.
+SQLAlchemy executes their statements, so it logs them (`echo`) and passes them to events. Errors of the driver become
+those of `sqlalchemy.exc`, such as IntegrityError.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Unpack
 
+from google.cloud.spanner_dbapi.exceptions import Error
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, scoped_session
 
+from outbox import registration
 from outbox.errors import InvalidTransaction
 from outbox.ext import dbapi
 from outbox.inbox import Key, ReceivedMessage
+from outbox.inbox.once import record_with
 from outbox.message import Message
 from outbox.program.values import class_name
 from outbox.registration import Options, Task
@@ -34,7 +39,8 @@ def register(
     See `outbox.ext.dbapi.register`. InvalidTransaction is also raised if no transaction is open, or it has failed. A
     session with several engines needs `session.connection(bind_arguments=...)`.
     """
-    return dbapi.register(_connection(session), topic, message, attributes, task_id=task_id, **options)
+    with _statements(session) as statements:
+        return registration.register(statements, topic, message, attributes, task_id=task_id, **options)
 
 
 def register_once(
@@ -47,12 +53,15 @@ def register_once(
     **options: Unpack[Options],
 ) -> bool:
     """Insert the task unless a row with `task_id` exists; return whether. See `outbox.ext.dbapi.register_once`."""
-    return dbapi.register_once(_connection(session), topic, message, attributes, task_id=task_id, **options)
+    task = Task(topic, message, attributes, task_id=task_id, **options)
+    with _statements(session) as statements:
+        return registration.register_with(statements.insert_once, task)
 
 
 def register_many(session: AnySession, tasks: Collection[Task]) -> list[str]:
     """Insert all tasks in the open transaction and return their IDs. See `outbox.ext.dbapi.register_many`."""
-    return dbapi.register_many(_connection(session), tasks)
+    with _statements(session, dbapi.OF_MANY) as statements:
+        return registration.register_many(statements, tasks)
 
 
 def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str, key: Key = "task_id") -> bool:
@@ -61,16 +70,44 @@ def process_once(session: AnySession, message: ReceivedMessage, *, consumer: str
     See `outbox.ext.dbapi.process_once`. Change your own rows if it returns True, and acknowledge the message after the
     commit.
     """
-    return dbapi.process_once(_connection(session), message, consumer=consumer, key=key)
+    with _statements(session) as statements:
+        return record_with(statements.insert_once, message, consumer, key)
 
 
 def cancel(session: AnySession, task_id: str) -> bool:
     """Delete an unsent task in the open transaction, and return whether it did. See `outbox.ext.dbapi.cancel`."""
-    return dbapi.cancel(_connection(session), task_id)
+    with _statements(session) as statements:
+        return statements.cancel(task_id)
 
 
-def _connection(session: object) -> Any:
-    """Return the DB-API connection. Raises InvalidTransaction, or TypeError for another type."""
+class _Cursor:
+    """What the statements need of a cursor, by SQLAlchemy."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def execute(self, sql: str, parameters: Any) -> None:
+        self._result = self._connection.exec_driver_sql(sql, parameters)
+        self.fetchall = self._result.fetchall
+
+    @property
+    def rowcount(self) -> int:
+        return self._result.rowcount
+
+
+@contextmanager
+def _statements(session: object, where: str = "") -> Iterator[dbapi.Statements]:
+    """Yield the statements, and translate the driver's errors to SQLAlchemy's."""
+    connection = _connection(session)
+    of_driver: Any = connection.connection.dbapi_connection
+    try:
+        yield dbapi.Statements(of_driver, lambda: _Cursor(connection), where)
+    except Error as error:
+        raise DBAPIError.instance(None, None, error, Error) from error.__cause__
+
+
+def _connection(session: object) -> Connection:
+    """Return the connection. Raises InvalidTransaction, or TypeError for another type."""
     if isinstance(session, scoped_session):
         session = session()
     if isinstance(session, Session):
@@ -86,7 +123,7 @@ def _connection(session: object) -> Any:
     # The driver applies these options only when SQLAlchemy executes a statement.
     if session.get_execution_options().get("read_only"):
         raise InvalidTransaction("the connection has the execution option read_only. Use one without it")
-    return session.connection.dbapi_connection
+    return session
 
 
 def _check_open(session: Session | Connection, name: str) -> None:

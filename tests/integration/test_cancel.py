@@ -215,13 +215,16 @@ def test_a_driver_refuses_to_cancel_after_a_registration(database: Database, dri
     """Spanner does not read a table to which the transaction has written a pending commit timestamp."""
     insert(database, [row("id")])
 
-    def work(stack: Any) -> None:
+    def work(stack: Any, id: str | None = None) -> None:
         with stack.transaction() as handle:
-            stack.register(handle, "orders", b"")
-            stack.call("cancel", handle, "id")
+            new = stack.register(handle, "orders", b"")
+            stack.call("cancel", handle, id or new)
 
     with closing(STACKS[driver](database)) as stack:
-        with pytest.raises(outbox.InvalidTransaction, match="call cancel before the first registration"):
+        for id in ("id", "unknown"):
+            with pytest.raises(outbox.InvalidTransaction, match="call cancel before the first registration"):
+                work(stack, id)
+        with pytest.raises(outbox.InvalidTransaction, match="was registered by the same transaction"):
             work(stack)
         assert [*rows_of(database)] == ["id"]
 

@@ -6,17 +6,18 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from unittest import mock
 
 import pytest
 import sqlalchemy
-from google.cloud.spanner_dbapi import Cursor, OperationalError
+from google.cloud.spanner_dbapi import Cursor
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
+from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
@@ -232,14 +233,20 @@ def test_a_taken_id_fails_at_once_and_holds_no_lock(stack: DbApi, orders_databas
     with stack.transaction() as handle:
         stack.register(handle, "orders", b"", task_id=id)
 
+    texts: list[str] = []
+
     def again() -> None:
         with stack.transaction() as handle:
-            with pytest.raises(stack.integrity_error):
-                stack.register(handle, "orders", b"", task_id=id)
+            with pytest.raises(stack.errors.IntegrityError) as caught:
+                stack.register(handle, "orders", b"a message", task_id=id)
+            texts.append(str(caught.value))
             stack.order(handle, id)
 
     with pytest.raises(Exception, match=r"previously existing row|\[\]"):
         again()
+    [text] = texts
+    assert re.search(f"{id}.*Use another ID, or register_once", text)
+    assert "YSBtZXNzYWdl" not in text, "the message is in the error"
     with closing(DbApi(orders_database)) as other, other.transaction() as handle:
         other.order(handle, id)
     with stack.transaction() as handle:
@@ -271,14 +278,96 @@ def test_a_replay_with_another_answer_fails(stack: DbApi, orders_database: Datab
         assert stack.register_once(handle, "orders", b"", task_id=id) is False
 
 
-def test_a_lost_answer_is_an_error(orders_database: Database) -> None:
+def test_a_lost_answer_is_an_error(stack: DbApi) -> None:
     """The driver's `fetchall` returns no rows if it fails, which would look like an ID that exists."""
-    with (
-        closing(DbApi(orders_database)) as stack,
-        mock.patch.object(Cursor, "rowcount", -1),
-        pytest.raises(OperationalError, match="Roll back and run the transaction again"),
+
+    def work() -> None:
+        with stack.transaction() as handle:
+            stack.register_once(handle, "orders", b"", task_id=str(uuid.uuid4()))
+
+    error = pytest.raises(stack.errors.OperationalError, match="Roll back and run the transaction again")
+    with mock.patch.object(Cursor, "rowcount", -1), error:
+        work()
+
+
+@pytest.mark.parametrize("stack_class", STACKS.values())
+def test_a_missing_table_is_named(empty_database: Database, stack_class: type[DbApi]) -> None:
+    calls: dict[str, tuple[Any, ...]] = {
+        "register": ("orders", b""),
+        "register_once": ("orders", b""),
+        "register_many": ([outbox.Task("orders", b"")],),
+        "cancel": (),
+        "process_once": (PubsubMessage(attributes={"asynchronous_task_id": "t"}),),
+    }
+    options = {"register_once": {"task_id": "t"}, "cancel": {"task_id": "t"}, "process_once": {"consumer": "billing"}}
+    with closing(stack_class(empty_database)) as stack:
+
+        def call(function: str) -> None:
+            with stack.transaction() as handle:
+                stack.call(function, handle, *calls[function], **options.get(function, {}))
+
+        for function in calls:
+            table = "ProcessedTasks" if function == "process_once" else "AsynchronousTasks"
+            with pytest.raises(outbox.OutboxError, match=f"^table {table} is missing.*`outbox schema apply`"):
+                call(function)
+
+
+def test_what_spanner_refuses_is_refused_although_the_emulator_accepts_it(stack: DbApi) -> None:
+    """A statement that reads a table with a pending commit timestamp, also if it finds no such row."""
+    received = PubsubMessage(attributes={"asynchronous_task_id": str(uuid.uuid4())})
+    taken = str(uuid.uuid4())
+    with stack.transaction() as handle:
+        stack.register(handle, "orders", b"", task_id=taken)
+
+    def process(handle: Any) -> Any:
+        return stack.call("process_once", handle, received, consumer=stack.name)
+
+    def once(handle: Any, id: str = taken) -> Any:
+        return stack.register_once(handle, "orders", b"", task_id=id)
+
+    def cancel(handle: Any) -> Any:
+        return stack.call("cancel", handle, "unknown")
+
+    def both(first: Callable[[Any], object], second: Callable[[Any], object]) -> None:
+        with stack.transaction() as handle:
+            first(handle)
+            second(handle)
+
+    with stack.transaction() as handle:
+        assert process(handle) is True
+    for first, second, sentence in (
+        (process, process, "process one message in each transaction"),
+        (once, once, "call register_once once in a transaction"),
+        (once, cancel, "call cancel before the first registration"),
+        (lambda of: stack.register(of, "orders", b""), cancel, "call cancel before the first registration"),
     ):
-        stack.register_once(stack._connection, "orders", b"", task_id=str(uuid.uuid4()))
+        with pytest.raises(outbox.InvalidTransaction, match=sentence):
+            both(first, second)
+    both(cancel, once)
+    both(cancel, process)
+
+
+def test_the_layer_above_the_driver_sees_each_statement(orders_database: Database) -> None:
+    """SQLAlchemy's echo and events, and Django's wrappers and log of queries."""
+    from django.db import connections
+
+    seen: list[str] = []
+
+    def see_and_run(execute: Any, sql: str, *arguments: Any) -> Any:
+        seen.append(sql)
+        return execute(sql, *arguments)
+
+    for kind in (SqlAlchemy, Django):
+        seen.clear()
+        with closing(kind(orders_database)) as stack, ExitStack() as watching:
+            if isinstance(stack, SqlAlchemy):
+                event.listen(stack.engine, "before_cursor_execute", lambda *arguments: seen.append(arguments[2]))
+            else:
+                watching.enter_context(connections["default"].execute_wrapper(see_and_run))
+            with stack.transaction() as handle:
+                assert stack.call("cancel", handle, "unknown") is False
+                stack.register(handle, "orders", b"")
+        assert [re.split(r"\s", sql)[0] for sql in seen] == ["@{LOCK_SCANNED_RANGES=exclusive}", "INSERT"]
 
 
 def refused(register: Callable[[], object], sentence: str) -> None:

@@ -20,8 +20,8 @@ class DbApi:
     """The driver itself, and the base of the others."""
 
     name, module = "dbapi", "google.cloud.spanner_dbapi"
-    #: What `register` raises for an ID that exists.
-    integrity_error: type[Exception] = spanner_dbapi.IntegrityError
+    #: Where an application finds the errors, such as IntegrityError for an ID that exists.
+    errors: Any = spanner_dbapi
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -74,8 +74,9 @@ class SqlAlchemy(DbApi):
     name, module = "sqlalchemy", "google.cloud.sqlalchemy_spanner"
 
     def _open(self) -> None:
-        import sqlalchemy
+        import sqlalchemy.exc
 
+        self.errors = sqlalchemy.exc
         self.engine = sqlalchemy.create_engine(
             f"spanner+spanner:///{self._database.name}", connect_args={"client": self._client}
         )
@@ -109,7 +110,8 @@ class Django(DbApi):
         if not settings.configured:
             settings.configure(DATABASES={"default": {"ENGINE": "django_spanner"}}, USE_TZ=True)
             django.setup()
-        from django.db import IntegrityError, connections
+        from django import db
+        from django.db import connections
         from google.api_core.datetime_helpers import DatetimeWithNanoseconds
 
         importlib.import_module(self.module)
@@ -117,7 +119,7 @@ class Django(DbApi):
         if "__eq__" in vars(DatetimeWithNanoseconds):
             del DatetimeWithNanoseconds.__eq__
 
-        self.integrity_error = IntegrityError
+        self.errors = db
         wrapper = connections["default"]
         wrapper.settings_dict |= {
             "INSTANCE": self._instance_id, "NAME": self._database_id, "OPTIONS": {"client": self._client}
