@@ -74,7 +74,7 @@ rehearsal: $(STAMP) ## build the current commit as a release, install it with ha
 
 # Not part of CI, because it takes long. RUN=oldest runs one row of the page.
 test-versions: $(STAMP) ## test other Python versions and the oldest and newest clients and Spark; prints the rows of docs/reference/versions.md
-	@nice -n 19 $(BIN)/python -m tests.support.versions $(RUN) --pytest="$(TESTS)"
+	@nice -n 19 $(BIN)/python -m tools.versions $(RUN) --pytest="$(TESTS)"
 
 soak: $(STAMP) ## run mixed load with random faults and measure memory; writes build/soak (MINUTES=30)
 	@$(BIN)/python -m tests.faults.soak $(if $(MINUTES),--minutes $(MINUTES))
@@ -112,16 +112,16 @@ docs-serve: docs ## show the site on http://127.0.0.1:8000
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 bench: $(STAMP) ## measure the relay on the emulators, in ten minutes; writes docs/benchmarks.md
-	@$(BIN)/python -m tests.benchmarks
+	@$(BIN)/python -m tools.benchmarks
 
 bench-simulation: $(STAMP) ## print the figures of the simulation; writes docs/architecture/scale.md
-	@PYTHONPATH=. $(BIN)/python -m tests.simulation.bench
-	@PYTHONPATH=. $(BIN)/python -m tests.simulation.scale
+	@PYTHONPATH=. $(BIN)/python -m tools.scale.rates
+	@PYTHONPATH=. $(BIN)/python -m tools.scale
 
 bench-pipeline: $(STAMP) ## run the Spark jobs on real input, and print how they grow, in two hours; writes docs/benchmarks.md
 	@$(call INSTALL,$(BIN)/python,--group flights)
-	@$(BIN)/python -m tests.benchmarks --only flights
-	@$(BIN)/python -m tests.benchmarks.spark_growth
+	@$(BIN)/python -m tools.benchmarks --only flights
+	@$(BIN)/python -m tools.benchmarks.spark_growth
 
 # Not part of CI. It also needs Chromium: apt-get install chromium.
 pictures: $(STAMP) ## take the pictures of the documentation from runs on the emulators; writes docs/pictures
@@ -130,7 +130,7 @@ pictures: $(STAMP) ## take the pictures of the documentation from runs on the em
 audit: $(BIN)/uv ## find known vulnerabilities of the pinned packages; needs access to the advisories
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-audit
 	@$(call INSTALL,.venv-audit/bin/python,--group audit)
-	@.venv-audit/bin/python tests/support/advisories.py constraints.txt
+	@.venv-audit/bin/python tools/advisories.py constraints.txt
 	@rm -rf .venv-audit
 
 dist: $(STAMP) ## build wheel, source distribution and SBOM, check them, run the quick start from the wheel; writes dist
@@ -147,7 +147,7 @@ dist: $(STAMP) ## build wheel, source distribution and SBOM, check them, run the
 	  tests/acceptance/test_readme.py::test_the_quick_start_runs_as_written
 
 release-check: ## compare TAG=v1.2.3 and REPOSITORY=URL with version, changelog and pyproject.toml
-	@$(PYTHON) tests/support/release.py "$(TAG)" "$(REPOSITORY)"
+	@$(PYTHON) tools/release.py "$(TAG)" "$(REPOSITORY)"
 
 # KEEP=1 keeps the versions and only adds what pyproject.toml needs in addition. 3.11.5: a package needs it.
 constraints: $(BIN)/uv ## resolve the newest versions; writes constraints.txt, with hashes (KEEP=1)

@@ -9,7 +9,7 @@ be true for every row.
 
 The Spanner client decodes each value with a function for its type and a datetime class of its own. The functions here
 need about half of that CPU: 2 us instead of 4 us for a candidate, and 5 us instead of 8 us for a locked row. A task
-takes about 55 us of the worker's CPU (`python -m tests.benchmarks --only costs`, docs/benchmarks.md).
+takes about 55 us of the worker's CPU (`python -m tools.benchmarks --only costs`, docs/benchmarks.md).
 """
 
 from base64 import b64decode

@@ -13,8 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.page import markdown
-from tests.benchmarks.results import ROOT, circumstances
 from tests.faults import (
     test_load,
     test_reshard_faults,
@@ -24,6 +22,8 @@ from tests.faults import (
     test_wake_faults,
     test_worker_faults,
 )
+from tools.benchmarks.page import markdown
+from tools.benchmarks.results import ROOT, circumstances
 
 PAGE = ROOT / "docs" / "reliability.md"
 KEPT = PAGE.with_suffix("") / "results.json"

@@ -36,10 +36,10 @@ from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.turn.relay import Relay
 from publishworker.types import Heartbeat
-from tests.benchmarks.cost import cost
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import poll_request, relay_of
 from tests.support.spanner import place
+from tools.benchmarks.cost import cost
 
 NOW = "2026-01-01T00:00:00Z"
 STRING, INT64, BYTES, TIMESTAMP, BOOL, ARRAY = (

@@ -6,9 +6,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from tests.simulation.autoscaler import Autoscaler, commit_limit
-from tests.simulation.bench import BASE
 from tests.simulation.world import World, quiet
+from tools.scale.autoscaler import Autoscaler, commit_limit
+from tools.scale.rates import BASE
 
 
 @pytest.mark.extended

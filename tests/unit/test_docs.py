@@ -19,12 +19,12 @@ import pytest
 import outbox
 import outbox.testing
 from publishworker.process.settings import RelaySettings
-from tests.benchmarks import page as benchmarks
-from tests.benchmarks import results
-from tests.benchmarks.cost import cost
 from tests.faults import page as faults
-from tests.simulation import scale
 from tests.support.statements import scans
+from tools.benchmarks import page as benchmarks
+from tools.benchmarks import results
+from tools.benchmarks.cost import cost
+from tools.scale import __main__ as scale
 
 ROOT = Path(__file__).parents[2]
 #: Every page but those of installed packages, caches, whose folders begin with a dot, and what targets of make write.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.changelog import missing_line
-from tests.support.release import problems
+from tools.changelog import missing_line
+from tools.release import problems
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github/workflows/release.yml"
@@ -93,7 +93,7 @@ def test_a_new_flag_needs_a_changelog_line(tmp_path: Path) -> None:
         (tmp_path / "CHANGELOG.md").write_text(changes)
         for words in (["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "c"]):
             subprocess.run(["git", *words], cwd=tmp_path, check=True)
-        command = [sys.executable, str(ROOT / "tests/support/changelog.py"), "main"]
+        command = [sys.executable, str(ROOT / "tools/changelog.py"), "main"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode
 
     subprocess.run(["git", "init", "--quiet", "--initial-branch", "main"], cwd=tmp_path, check=True)

@@ -16,11 +16,11 @@ from tqdm import tqdm
 import outbox
 from outbox.table.ddl import statements
 from publishworker.spanner.change_stream import ChangeStream
-from tests.benchmarks.bench import MESSAGE, Bench, Table, connecting_to, fresh_table
-from tests.benchmarks.results import Section, figures
 from tests.support.relays import divided, worker
 from tests.support.spanner import ADMIN_SECONDS
 from tests.support.waiting import eventually
+from tools.benchmarks.bench import MESSAGE, Bench, Table, connecting_to, fresh_table
+from tools.benchmarks.results import Section, figures
 
 WAKE = ("--wake", "change-stream")
 #: Seconds between two tasks so that each is the first for long, and how many of them; fewer in a quick run.

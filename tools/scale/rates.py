@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
-from tests.benchmarks.page import grid, markdown
-from tests.benchmarks.results import figures
 from tests.simulation.audit import Known
 from tests.simulation.plan import Plan
 from tests.simulation.spanner import Cpu
 from tests.simulation.world import GOOD, World, quiet
+from tools.benchmarks.page import grid, markdown
+from tools.benchmarks.results import figures
 
 SEEDS = (1, 2, 3)
 #: Tasks of a backlog, and those among which a task of another priority arrives.

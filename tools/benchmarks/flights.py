@@ -14,11 +14,11 @@ import pyarrow.parquet
 
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
 from outbox_pipeline import task_id
-from tests.benchmarks.bench import Bench, fresh_table
-from tests.benchmarks.results import Section, figures
 from tests.support import cluster, spanner
 from tests.support.pipeline import write_received
 from tests.support.relays import first_deliveries, key_orders
+from tools.benchmarks.bench import Bench, fresh_table
+from tools.benchmarks.results import Section, figures
 
 #: Seconds of an archived window.
 WINDOW = 120

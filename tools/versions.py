@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "versions"
 UV = Path(sys.executable).with_name("uv")
 TESTS = ("tests/unit", "tests/contract", "tests/integration")

@@ -1,4 +1,4 @@
-"""Run the sections, keep their figures, write the page: `python -m tests.benchmarks`, or `make bench`."""
+"""Run the sections, keep their figures, write the page: `python -m tools.benchmarks`, or `make bench`."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from outbox.devtools import emulators
-from tests.benchmarks import (
+from tools.benchmarks import (
     costs,
     delayed,
     flights,
@@ -24,7 +24,7 @@ from tests.benchmarks import (
     results,
     throughput,
 )
-from tests.benchmarks.bench import Bench
+from tools.benchmarks.bench import Bench
 
 SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "throughput": throughput.run,
@@ -44,7 +44,7 @@ ALL = SECTIONS | {"flights": flights.run}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print each section as soon as it is there; write the page at the end."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=ALL, default=list(SECTIONS), metavar="SECTION")
     parser.add_argument("--rounds", type=int, help="how often each figure is taken (default 5, quick 2)")
     parser.add_argument("--quick", action="store_true", help="smaller numbers, to see that it works; nothing is kept")
@@ -74,7 +74,7 @@ def _run(run: Callable[[Bench], results.Section], bench: Bench) -> results.Secti
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         seconds=f"{time.monotonic() - begin:.0f}",
         rounds=str(bench.rounds),
-        command=" ".join(["python -m tests.benchmarks", *sys.argv[1:]]),
+        command=" ".join(["python -m tools.benchmarks", *sys.argv[1:]]),
     )
     return section
 

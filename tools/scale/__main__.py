@@ -17,15 +17,15 @@ from matplotlib import pyplot as plt
 from tqdm import tqdm
 
 from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS
-from tests.benchmarks.cost import INSERT, MARK, TTL_DELETE
-from tests.benchmarks.page import grid, markdown
-from tests.benchmarks.results import ROOT, Figure, Section, circumstances, figures, load, save
 from tests.simulation.audit import Known
-from tests.simulation.autoscaler import Autoscaler, Durations, commit_limit
-from tests.simulation.bench import BASE, DIVIDED
 from tests.simulation.faults import ANSWERS
 from tests.simulation.spanner import Cpu
 from tests.simulation.world import GOOD, World, quiet
+from tools.benchmarks.cost import INSERT, MARK, TTL_DELETE
+from tools.benchmarks.page import grid, markdown
+from tools.benchmarks.results import ROOT, Figure, Section, circumstances, figures, load, save
+from tools.scale.autoscaler import Autoscaler, Durations, commit_limit
+from tools.scale.rates import BASE, DIVIDED
 
 #: What 1,000 processing units carry each second at 100 % CPU, rows of 1 KB, one region, SSD; and the part to stay
 #: below. https://cloud.google.com/spanner/docs/performance, https://cloud.google.com/spanner/docs/cpu-utilization
@@ -37,7 +37,7 @@ WORK = {"insert": (0, INSERT[0]), "commit": (0, MARK[0]), "lock": (0, READ), "po
 TAIL = 2
 #: What the server of that range carries, at most: as much as 1,000 processing units.
 TAIL_WRITES = ROW_WRITES * RECOMMENDED
-#: Of a worker in the loads. With full batches it is about what `python -m tests.benchmarks --only costs` measures.
+#: Of a worker in the loads. With full batches it is about what `python -m tools.benchmarks --only costs` measures.
 CPU = Cpu(request=1341e-6, task=42.629e-6)
 #: Of the latencies, in rows that show what they do.
 SLOW = 3
@@ -311,7 +311,7 @@ SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {"loads": loads, "autosc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.scale", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
     options = parser.parse_args()
     for name in options.only:
@@ -321,7 +321,7 @@ def main() -> None:
         ran |= {
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "seconds": f"{time.monotonic() - began:.0f}",
-            "command": " ".join(["python -m tests.simulation.scale", *sys.argv[1:]]),
+            "command": " ".join(["python -m tools.scale", *sys.argv[1:]]),
         }
         for each in found.values():
             each.ran.update(ran)

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from outbox.devtools.emulators import Emulators
-from tests.benchmarks import relaying, throughput
-from tests.benchmarks.bench import ROWS, Bench, Speed, fresh_table, stopwatch
-from tests.benchmarks.results import Section, figures
 from tests.support.processes import started
 from tests.support.waiting import eventually
+from tools.benchmarks import relaying, throughput
+from tools.benchmarks.bench import ROWS, Bench, Speed, fresh_table, stopwatch
+from tools.benchmarks.results import Section, figures
 
 #: Seconds each way.
 SPANNER, PUBSUB = 0.004, 0.010

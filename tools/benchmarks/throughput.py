@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 
 from outbox.devtools.emulators import Emulators
-from tests.benchmarks import naive, relaying
-from tests.benchmarks.bench import ROWS, Bench, Speed
-from tests.benchmarks.results import Section, figures
+from tools.benchmarks import naive, relaying
+from tools.benchmarks.bench import ROWS, Bench, Speed
+from tools.benchmarks.results import Section, figures
 
 Way = Callable[[Bench, Emulators], Speed]
 

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def problems(tag: str, repository: str, root: Path = ROOT) -> Iterator[str]:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import outbox
-from tests.benchmarks.bench import MESSAGE, Bench, fresh_table, stopwatch
-from tests.benchmarks.results import Section, figures
+from tools.benchmarks.bench import MESSAGE, Bench, fresh_table, stopwatch
+from tools.benchmarks.results import Section, figures
 
 TASKS = 100
 COMMITS = 20

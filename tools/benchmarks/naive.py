@@ -9,8 +9,8 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, param_types
 import outbox
 from outbox.devtools.emulators import Emulators
 from outbox.message import RawPubsubMessage
-from tests.benchmarks.bench import ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, client
+from tools.benchmarks.bench import ROWS, Bench, Speed, connecting_to, fresh_table, stopwatch
 
 LOCK = """
 @{LOCK_SCANNED_RANGES=exclusive}

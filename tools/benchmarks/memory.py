@@ -7,10 +7,10 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from tqdm import tqdm
 
 from outbox.message import RawPubsubMessage
-from tests.benchmarks.bench import MESSAGE, Bench, Table, fresh_table
-from tests.benchmarks.costs import answer_of
-from tests.benchmarks.results import Section, figures
 from tests.support.processes import run as run_process
+from tools.benchmarks.bench import MESSAGE, Bench, Table, fresh_table
+from tools.benchmarks.costs import answer_of
+from tools.benchmarks.results import Section, figures
 
 BACKLOGS, QUICK_BACKLOGS = (5_000, 20_000, 100_000), (500, 1_000)
 #: Rows of a commit: the emulator's commit grows with the square of it.
@@ -31,7 +31,7 @@ def run(bench: Bench) -> Section:
             insert(table, backlog)
             arguments = ("--database", table.id, "--tasks", str(tasks), "--trace")
             done = run_process(
-                "tests.benchmarks.child", *arguments, environment=bench.emulators.environment(), seconds=300
+                "tools.benchmarks.child", *arguments, environment=bench.emulators.environment(), seconds=300
             )
             took = answer_of(done, done.code)
         samples += [(row, RSS, took["rss_bytes"] / 1e6), (row, TRACED, took["traced_bytes"] / 1e6)]

@@ -1,6 +1,6 @@
 """How the memory and the work of the archive and the audit grow with the rows, on a standalone cluster.
 
-    python -m tests.benchmarks.spark_growth [--rows 100000 1000000 5000000]
+    python -m tools.benchmarks.spark_growth [--rows 100000 1000000 5000000]
 
 Spark generates the tasks and the messages, so no emulator is needed. The cluster has two executors with one core and a
 heap of 1 GiB each. The figures are counts and CPU time, so they do not depend on the load of the machine.
@@ -24,10 +24,10 @@ from outbox.program.times import shown
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.spark.session import session
-from tests.benchmarks.generated import DAY, GRACE, UNTIL, archive, expected, receive
 from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.processes import children
+from tools.benchmarks.generated import DAY, GRACE, UNTIL, archive, expected, receive
 
 #: Spark writes a file of events with the metrics of each Spark task and the memory of each process.
 CONF = {
@@ -51,7 +51,7 @@ MEGA = 1_000_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.spark_growth", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.spark_growth", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=SIZES)
     sizes = parser.parse_args().rows
     with tempfile.TemporaryDirectory() as name, cluster.running(Path(name) / "cluster") as on:

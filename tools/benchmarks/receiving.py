@@ -13,11 +13,11 @@ import outbox
 from outbox import inbox
 from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
-from tests.benchmarks.bench import MESSAGE, Bench, connecting_to, stopwatch
-from tests.benchmarks.delayed import PUBSUB, SPANNER, far_away
-from tests.benchmarks.results import Section, figures
 from tests.support.inbox_subscriber import EFFECTS
 from tests.support.spanner import INSTANCE, client, fresh_database
+from tools.benchmarks.bench import MESSAGE, Bench, connecting_to, stopwatch
+from tools.benchmarks.delayed import PUBSUB, SPANNER, far_away
+from tools.benchmarks.results import Section, figures
 
 SIZE = 100
 #: Max seconds of one way.

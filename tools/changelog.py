@@ -1,4 +1,4 @@
-"""Require a line in CHANGELOG.md for a change of the public surface: `python tests/support/changelog.py BASE`.
+"""Require a line in CHANGELOG.md for a change of the public surface: `python tools/changelog.py BASE`.
 
 The surface is the generated reference pages (settings of commands, metrics, functions, errors), the schema, and the
 flags of commands.

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from outbox.devtools.emulators import SPANNER, running_one
 from outbox.table.ddl import statements
-from tests.benchmarks.bench import Bench, fresh_table
-from tests.benchmarks.results import Section, figures
 from tests.support.counting import Counting
 from tests.support.relays import divided, wait_until_all_sent, worker
 from tests.support.spanner import ADMIN_SECONDS
 from tests.support.waiting import eventually
+from tools.benchmarks.bench import Bench, fresh_table
+from tools.benchmarks.results import Section, figures
 
 #: Seconds after the last task until the waits between polls have grown to the poll interval.
 SETTLE = 4

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import outbox
-from tests.benchmarks.bench import MESSAGE, ROWS, Bench, Table, fresh_table
-from tests.benchmarks.relaying import drive, relay, warm_worker
-from tests.benchmarks.results import Section, figures
 from tests.support.counting import Counting
+from tools.benchmarks.bench import MESSAGE, ROWS, Bench, Table, fresh_table
+from tools.benchmarks.relaying import drive, relay, warm_worker
+from tools.benchmarks.results import Section, figures
 
 #: Tasks of a registering commit.
 COMMIT = 50

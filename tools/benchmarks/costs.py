@@ -9,11 +9,11 @@ from typing import Any
 from unittest import mock
 
 from outbox.devtools.emulators import Emulators
-from tests.benchmarks.bench import Bench, Table, fresh_table
-from tests.benchmarks.relaying import PATIENT_SECONDS, drive, warm_worker
-from tests.benchmarks.results import Section, figures
 from tests.support.counting import Counting
 from tests.support.processes import Finished, Process, started
+from tools.benchmarks.bench import Bench, Table, fresh_table
+from tools.benchmarks.relaying import PATIENT_SECONDS, drive, warm_worker
+from tools.benchmarks.results import Section, figures
 
 #: The sessions that the client uses against the real service; the worker respects the variable.
 SESSIONS = {"GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "true"}
@@ -51,7 +51,7 @@ def client_cpu(hosts: Emulators, table: Table, tasks: int) -> float:
     """Relay a backlog in a process of its own, which has sent one task before; return the CPU in us per task."""
     table.fill(1)
     arguments = ("--database", table.id, "--tasks", str(tasks), "--wait")
-    with started("tests.benchmarks.child", *arguments, environment=hosts.environment() | SESSIONS) as process:
+    with started("tools.benchmarks.child", *arguments, environment=hosts.environment() | SESSIONS) as process:
         process.wait_for_text("connected")
         table.fill(tasks)
         process.stop(signal.SIGUSR1)
@@ -60,7 +60,7 @@ def client_cpu(hosts: Emulators, table: Table, tasks: int) -> float:
 
 
 def answer_of(process: Process | Finished, code: int) -> Any:
-    """Return what `tests.benchmarks.child` measured."""
+    """Return what `tools.benchmarks.child` measured."""
     if code != 0:
         raise RuntimeError(process.stderr)
     return json.loads(process.stdout.splitlines()[-1])

@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from tests.benchmarks.results import ROOT, Bar, Figure, Section
+from tools.benchmarks.results import ROOT, Bar, Figure, Section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 SAME = ("machine", "versions", "emulators")
@@ -22,7 +22,7 @@ Pub/Sub. Requests, rows, bytes and client CPU of a task are valid for them, too,
 | Does memory grow with the backlog? | no: {small} MB with 5,000 tasks, {large} MB with 100,000 ([memory](#memory)) |
 | How do CPU time and memory of Spark grow? | see [the sizes of the executors](operations/pipeline-deploy.md#memory) |
 
-`make bench` and `make bench-pipeline` write this page. `python -m tests.benchmarks` with the flag at the end of a
+`make bench` and `make bench-pipeline` write this page. `python -m tools.benchmarks` with the flag at the end of a
 section runs this section alone. The tables show medians. [results.json](benchmarks/results.json) has the values of each
 round, and the limits that the figures should keep. A section names each limit that is not kept.
 

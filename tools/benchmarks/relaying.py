@@ -10,8 +10,8 @@ from publishworker.process.commands import collect_garbage_rarely
 from publishworker.process.settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
 from publishworker.types import Next
-from tests.benchmarks.bench import ROWS, Bench, Speed, Table, connecting_to, fresh_table, stopwatch
 from tests.support.spanner import INSTANCE, PROJECT
+from tools.benchmarks.bench import ROWS, Bench, Speed, Table, connecting_to, fresh_table, stopwatch
 
 #: Seconds that a turn waits for its batches where costs are measured. The emulator runs one transaction at a time, so
 #: after the usual 0.25 s most batches would be in flight, and each poll would read their tasks again.

@@ -1,6 +1,6 @@
 """A process that does nothing but relay, so that its CPU and its memory are the relay's: prints one line of JSON.
 
-    python -m tests.benchmarks.child --database ID --tasks N [--trace] [--wait]
+    python -m tools.benchmarks.child --database ID --tasks N [--trace] [--wait]
 
 The environment has the hosts, as `outbox emulators` prints them. Time and CPU are measured once the worker is connected
 and has sent its first tasks, memory from before that.
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from outbox.devtools.emulators import Emulators
 from publishworker.turn import in_flight
-from tests.benchmarks.bench import stopwatch
-from tests.benchmarks.relaying import PATIENT_SECONDS, drive, open_worker
+from tools.benchmarks.bench import stopwatch
+from tools.benchmarks.relaying import PATIENT_SECONDS, drive, open_worker
 
 
 def main() -> None:

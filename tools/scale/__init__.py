@@ -1,0 +1,1 @@
+"""The figures of docs/architecture/scale.md and specification.md, from the simulation."""
