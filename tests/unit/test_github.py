@@ -80,7 +80,7 @@ def test_a_change_of_the_public_surface_needs_a_changelog_line() -> None:
     )
     assert missing_line(["schema/schema.sql", "CHANGELOG.md"]) == missing_line(["docs/tutorial.md"]) == ""
     called = (ROOT / ".github/workflows/changelog.yml").read_text(encoding="utf-8")
-    assert (ROOT / re.findall(r"python3 (tests/\S+\.py)", called)[0]).exists()
+    assert (ROOT / re.findall(r"python3 (tools/\S+\.py)", called)[0]).exists()
 
 
 def test_a_new_flag_needs_a_changelog_line(tmp_path: Path) -> None:
