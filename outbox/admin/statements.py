@@ -374,6 +374,10 @@ SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
   WHERE Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF') ORDER BY Id LIMIT @limit)) AS task"""
 
 
+#: Both ends of the message of a task, and its size.
+ENDS = f"SELECT SUBSTR(Data, 1, @limit), SUBSTR(Data, -@limit), Bytes FROM {BY_ID} WHERE Id = @id"
+
+
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
     return f"SELECT CURRENT_TIMESTAMP(), {STATE_SQL}, {columns} FROM {BY_ID} WHERE Id = @id"

@@ -36,7 +36,7 @@ def app(
     path_prefix: str = "",
     production: str = "",
     docs_url: str = "",
-    redact: Redact = lambda _topic, attributes, data: (attributes, data),
+    redact: Redact | None = None,
 ) -> Access:
     """Return the console of a database as an ASGI application, to serve or to mount.
 
@@ -44,7 +44,8 @@ def app(
     the session of your application. Without it, everyone who reaches the console acts as the account of its
     credentials, and `roles` default to all. With it, they default to the viewer. `allow_actions` and `show_data` are
     needed besides. The header is red if the full name of the database contains `production`. Links to the documentation
-    begin with `docs_url`, and without it there are none. `redact` changes what people see of a message.
+    begin with `docs_url`, and without it there are none. `redact` changes what people see of a message. It
+    gets the whole message, of which the console otherwise reads only the parts that it shows.
 
     Raises SettingError if the command would refuse the same value, NotReached, SchemaDiffers.
     """

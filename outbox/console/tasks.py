@@ -135,26 +135,36 @@ def _of_key(visit: Visit, columns: Mapping[str, Any]) -> list[Task]:
 
 def show_data(visit: Visit) -> Response:
     """Record that the person looks at the message of the task `id`, and then show it."""
-    ids = [_found(visit, data=False).columns["Id"]]
-    admin.operations.add(visit.console.table, "view", {"ids": ids}, visit.author())
-    task = _found(visit, data=True)
-    message = task.message
-    given = {} if message is None else dict(message.attributes)
-    whole = task.columns["Data"] if message is None else message.data
-    attributes, data = visit.console.redact(task.columns["Topic"], given, whole)
-    kind, lines = readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
+    task = _found(visit, data=False)
+    admin.operations.add(visit.console.table, "view", {"ids": [task.columns["Id"]]}, visit.author())
+    attributes, data, size = _message(visit, task)
+    given = attributes or {}
+    kind, lines = readable(data[:SHOWN_BYTES], whole=size <= SHOWN_BYTES)
     return render(
         visit,
         "message",
         task=task,
-        is_message=message is not None,
-        attributes=attributes,
+        is_message=attributes is not None,
+        attributes=given,
         kind=kind,
         lines=lines,
-        size=len(data),
-        more=max(0, len(data) - SHOWN_BYTES),
-        trace=format_trace_id(span.trace_id) if (span := tracing.span_of(attributes)) else None,
+        size=size,
+        more=max(0, size - SHOWN_BYTES),
+        trace=format_trace_id(span.trace_id) if (span := tracing.span_of(given)) else None,
     )
+
+
+def _message(visit: Visit, task: Task) -> tuple[Mapping[str, str] | None, bytes, int]:
+    """Return the attributes, or None if there is no message, the data or its beginning, and the size of the data."""
+    redact = visit.console.redact
+    if redact is None and (found := admin.tasks.excerpt(visit.console.table, task)):
+        return found
+    task = _found(visit, data=True)
+    message = task.message
+    given = {} if message is None else dict(message.attributes)
+    data = task.columns["Data"] if message is None else message.data
+    attributes, data = redact(task.columns["Topic"], given, data) if redact else (given, data)
+    return None if message is None else attributes, data, len(data)
 
 
 ROUTES = (

@@ -72,7 +72,7 @@ class Console:
     #: The roles that the flags of the command allow.
     allowed: frozenset[Role]
     is_production: bool
-    redact: Redact
+    redact: Redact | None
     #: Where the documentation is, or an empty text.
     docs_url: str = ""
 
