@@ -6,10 +6,13 @@ import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import uvicorn
 from google.cloud.spanner_v1.database import Database
 
+from outbox.cli import console
 from outbox.cli.console import ConsoleSettings
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
@@ -65,6 +68,15 @@ def test_faults_of_a_start_are_one_sentence(outbox: Commands, tmp_path: Path) ->
     assert "cannot be read" in done.stderr
 
 
+def test_idle_connections_outlast_those_of_a_balancer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Google's load balancers keep them for 600 s, and lose a request that they send on a closed one."""
+    servers: list[uvicorn.Server] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, **_: servers.append(server))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        console._serve(mock.Mock(), listener)
+    assert servers[0].config.timeout_keep_alive > 600
+
+
 def answer(address: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
     connection.request("GET", path, headers=dict(headers))
@@ -82,7 +94,7 @@ def test_only_a_trusted_proxy_names_a_person(emulators: Emulators, database: Dat
     with running_console(emulators, database, *flags, "--trusted-proxy", "10.0.0.0/8") as address:
         host = address.removesuffix("/outbox")
         assert answer(host, "/outbox/", ann)[0] == 403
-        assert answer(host, "/outbox/healthz", {}) == (200, "ok\n")
+        assert answer(host, "/outbox/healthz", {"Host": "10.4.0.7:8080"}) == (200, "ok\n")
     with running_console(emulators, database, *flags, "--trusted-proxy", "127.0.0.1") as address:
         host = address.removesuffix("/outbox")
         status, page = answer(host, "/outbox/", ann)
@@ -90,4 +102,7 @@ def test_only_a_trusted_proxy_names_a_person(emulators: Emulators, database: Dat
         assert "ann@example.com (viewer)" in page
         assert 'href="/outbox/workers"' in page
         assert answer(host, "/outbox/", {"X-Email": "eve@example.com"})[0] == 403
+        assert answer(host, "/outbox/", {"X-Email": "eve@example.com, ann@example.com"})[0] == 403
+        handshake = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+        assert answer(host, "/outbox/", handshake | {"Sec-WebSocket-Key": "x" * 22 + "=="})[0] == 403
         assert answer(host, "/outbox/", {})[0] == 403

@@ -1,9 +1,13 @@
 """The modules that an import of the library and a health check load."""
 
 import json
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_importing_the_library_imports_no_worker_and_no_datadog() -> None:
@@ -45,6 +49,32 @@ def test_the_names_of_the_library_are_imported_when_they_are_used() -> None:
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("module 'outbox' has no attribute 'registered'\n", "")
+
+
+def test_packages_in_a_zip_have_their_files(tmp_path: Path) -> None:
+    """The DDL, the files and templates of the console, and the log configuration of Spark."""
+    with zipfile.ZipFile(tmp_path / "packages.zip", "w") as packed:
+        for folder, name in (("outbox", "outbox"), ("outbox_pipeline", "outbox_pipeline"), ("schema", "outbox/ddl")):
+            for file in (ROOT / folder).rglob("*"):
+                if file.suffix != ".pyc":
+                    packed.write(file, f"{name}/{file.relative_to(ROOT / folder)}")
+    code = (
+        "from outbox.table import ddl\nfrom outbox.console.application import files\nimport outbox\n"
+        "from outbox.console.visits import _ENVIRONMENT\nfrom outbox_pipeline.spark import session\n"
+        "print(outbox.__file__, len(ddl.text('roles.sql')) > 1000, '/static/console.js' in files(),\n"
+        "      _ENVIRONMENT.get_template('overview.html').name, session._LOGGING.is_file())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "packages.zip")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == [
+        f"{tmp_path}/packages.zip/outbox/__init__.py",
+        "True",
+        "True",
+        "overview.html",
+        "True",
+    ]
 
 
 def test_the_health_check_imports_the_standard_library_only(tmp_path: Path) -> None:
