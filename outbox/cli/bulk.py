@@ -16,7 +16,7 @@ from outbox.program.terminal import counted, say
 
 #: The commands ask for confirmation above this number of tasks.
 CONFIRM_ABOVE = 1_000
-_ALWAYS = {admin.changes.NEWCOMER: "because they match only since the preview. Run the command again"}
+_NEWCOMER = "because they match only since the preview. Run the command again"
 #: Seconds between two lines about the progress.
 PROGRESS_SECONDS = 10.0
 
@@ -38,7 +38,7 @@ class Report:
         """
         for state in sorted(set(self.unchanged.values())):
             ids = [id for id, its in self.unchanged.items() if its == state]
-            why = (reasons | _ALWAYS).get(state) or otherwise.format(state=state)
+            why = (reasons | {admin.changes.NEWCOMER: _NEWCOMER}).get(state) or otherwise.format(state=state)
             note(f"{counted(len(ids), 'task')} not changed, {why}: {named(ids)}")
         if self.missing:
             note(f"{counted(len(self.missing), 'task')} not in the table: {named(self.missing)}")
