@@ -20,7 +20,7 @@ from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.tasks import read_parts
+from outbox_pipeline.spark.tasks import parallelism, read_parts
 
 try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
@@ -47,7 +47,7 @@ def read_tasks(
 
     For the jobs: Spark would start several Python processes to plan, which takes seconds.
     """
-    partitions = max(8, 4 * spark.sparkContext.defaultParallelism)
+    partitions = max(8, 4 * parallelism(spark))
     selection = (wanted.state, wanted.topic, wanted.since, wanted.until)
     options = Options(database, *selection, tuple(columns), at, partitions)
     reader = OutboxReader(options, options.schema)

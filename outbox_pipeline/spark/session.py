@@ -30,6 +30,8 @@ _ALWAYS: dict[str, Any] = {
     # partitions is only a max. Its default of 200 is enough for 25 GB, the shuffle of about 100 million tasks.
     "spark.sql.adaptive.enabled": "true",
     "spark.sql.adaptive.advisoryPartitionSizeInBytes": "128m",
+    # Also the partitions of cached rows. Otherwise each query of them would run as many Spark tasks as this max.
+    "spark.sql.optimizer.canChangeCachedPlanOutputPartitioning": "true",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.sources.partitionOverwriteMode": "static",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # the default, INT96, is deprecated in Parquet

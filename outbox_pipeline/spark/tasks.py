@@ -65,12 +65,22 @@ def collected(rows: DataFrame) -> list[dict[str, Any]]:
     return found
 
 
+def parallelism(spark: SparkSession) -> int:
+    """Return how many Spark tasks can run at once.
+
+    Spark counts only the executors that have registered, so on a cluster an empty job waits for the first ones.
+    """
+    if not str(spark.sparkContext.master).startswith("local"):
+        spark.range(0, 1, 1, 1).count()
+    return spark.sparkContext.defaultParallelism
+
+
 def divided(spark: SparkSession, per_second: int) -> tuple[int, float]:
     """Divide a limit: return the number of Spark tasks and the rows per second of each, or 0 and 0 without a limit.
 
     The job must not run more Spark tasks than this at once.
     """
-    parts = spark.sparkContext.defaultParallelism if per_second else 0
+    parts = parallelism(spark) if per_second else 0
     return parts, per_second / parts if parts else 0.0
 
 

@@ -24,6 +24,7 @@ from outbox_pipeline.jobs.audit.effects import CLASSES as EFFECTS
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.errors import spark_errors
+from outbox_pipeline.spark.tasks import parallelism
 from publishworker.telemetry import clients
 from tests.support.archives import DAY, NEXT_DAY, settings_of
 from tests.support.avro import SCHEMA, avro_message, write_avro
@@ -82,6 +83,24 @@ def test_tasks_of_table_and_archive_are_compared_with_files(
     of_archive = {"tasks": "archive", "archive": f"{tmp_path}/archive", "output": f"{tmp_path}/alone"}
     alone = audit.run(spark, settings(target, tmp_path, until=shown(DAY + 20 * HOUR), **of_archive))
     assert (alone.tasks, alone.delivered, alone.lost, alone.pending, alone.republished) == (3, 2, 1, 0, 1)
+
+
+@pytest.mark.usefixtures("many_partitions")
+def test_cached_rows_have_few_partitions(spark: SparkSession):
+    """Otherwise an audit would run hundreds of Spark tasks for each query, as spark-submit has 200 partitions."""
+    spark.conf.set("spark.sql.shuffle.partitions", "200")
+    cached = spark.range(1000).groupBy("id").count().persist()
+    assert cached.count() == 1000
+    assert cached.rdd.getNumPartitions() < 10
+    cached.unpersist()
+
+
+def test_executors_are_counted_after_the_first_have_registered():
+    session = mock.Mock()
+    session.sparkContext = mock.Mock(master="spark://host:7077", defaultParallelism=2)
+    registered = {"defaultParallelism": 16}
+    session.range.return_value.count.side_effect = lambda: session.sparkContext.configure_mock(**registered)
+    assert parallelism(session) == 16
 
 
 def tasks_here_and_there(spark: SparkSession, target: DatabaseSettings, database: Database, folder: Path) -> None:

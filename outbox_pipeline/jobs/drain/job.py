@@ -26,7 +26,7 @@ from outbox.program.terminal import counted, listed
 from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
 from outbox_pipeline.settings import DrainSettings
-from outbox_pipeline.spark.tasks import Rows, map_rows
+from outbox_pipeline.spark.tasks import Rows, map_rows, parallelism
 from publishworker.host import Backoff
 from publishworker.process import exits
 from publishworker.process.app import App, open_store, until_drained
@@ -99,7 +99,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
     store = open_store(settings)
     unsent = UnsentTasks(store)
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
-    workers = min(settings.workers or spark.sparkContext.defaultParallelism, store.layouts[0].shards)
+    workers = min(settings.workers or parallelism(spark), store.layouts[0].shards)
     counts, rounds, last_error = Counter(dict.fromkeys(_COUNTED, 0)), 0, None
     pause = Backoff(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
     while (work_left := unsent.any_to_send()) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
