@@ -35,10 +35,11 @@ tasks too, typically within three days after they reach the retention age (`outb
     outbox purge --sent-before 30d --project my-project --instance main --database shop
     outbox purge --sent-before 7d --topic orders --dry-run ..."""
 CANCEL_DESCRIPTION = """\
-Delete unsent tasks of any state permanently. They are not published any more. If a
-worker is publishing a task, the command waits, and then the task is sent. A task that
-is in doubt may have been published before. The command logs each task ID with the
-reason on stderr. The next tasks of the same ordering keys are released.
+Delete unsent tasks of any state permanently. Workers do not publish them any more.
+If a worker is publishing a task, the command usually waits, and then the task is sent.
+A task that is published but not marked as sent yet can be deleted, although subscribers
+receive it: the worker logs its ID (cancelled_after_publish). The command logs each task
+ID with the reason on stderr. The next tasks of the same ordering keys are released.
 
     outbox cancel 0e3c... --reason 'order was cancelled, ticket 4711' \\
         --project my-project --instance main --database shop
@@ -190,7 +191,9 @@ def run_cancel(options: argparse.Namespace) -> int:
         return 0
     if ids is None and options.topic is None and not options.yes:
         errors.print_selected(table, selection)
-    bulk.confirm(f"{count} ({selection.state}) will be deleted permanently and never sent.", yes=options.yes)
+    bulk.confirm(
+        f"{count} ({selection.state}) will be deleted permanently and not published any more.", yes=options.yes
+    )
     logs.configure()
     report = _carry_out(table, options, selection, since=selection.since, until=until)
     return int(bool(report.unchanged)) if ids is None else report.explain({}, "because the state is {state}")

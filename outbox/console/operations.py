@@ -120,7 +120,7 @@ def _check_typed(visit: Visit, count: int) -> None:
 
 ACTIONS = (
     Action("retry", Role.OPERATOR, CHANGED["retry"], "become due now, with 0 failed attempts"),
-    Action("cancel", Role.DESTROYER, CHANGED["cancel"], "are deleted permanently and never sent"),
+    Action("cancel", Role.DESTROYER, CHANGED["cancel"], "are deleted permanently and not published any more"),
     Action("purge", Role.DESTROYER, CHANGED["purge"], "are deleted, so that they cannot be sent again"),
 )
 

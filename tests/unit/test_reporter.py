@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Delivered, Kind, Recorded, turn_counts
+from publishworker.delivery.claim import Delivered, Kind, Recorded, Unmarked, turn_counts
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
@@ -136,6 +136,14 @@ def test_each_task_that_is_cancelled_after_its_publish_is_named(watch: Watch) ->
     assert vars(watch.caplog.records[0])["fields"] == {"task_id": "id-0", "topic": "orders", "message_id": "m0"}
     assert watch.actions() == ["cancelled_after_publish"] * 7 + ["summary", "cancelled_after_publish"]
     assert watch.counts == {m.PUBLISHED.name: 250, m.CANCELLED.name: 250}
+
+
+def test_each_task_that_is_no_longer_marked_is_named(watch: Watch) -> None:
+    """It may be cancelled later, and then nothing else says that its message is out."""
+    for id in ("a", "b"):
+        watch.reporter.report_later(Unmarked(claim_of("orders", id), "no answer", "published", given_up=True))
+    assert [line.rpartition(" IDs: ")[2] for line in watch.caplog.messages] == ["a", "b"]
+    assert watch.actions() == ["given_up"] * 2
 
 
 def test_ten_thousand_failures_are_a_hundred_lines_a_minute(watch: Watch) -> None:
