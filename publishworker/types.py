@@ -197,7 +197,13 @@ class LockedRow(NamedTuple):
     expires_at: datetime | None = None
     at_most_once: bool = False
     deferred: bool = False
+    due_at: datetime | None = None
     times_sent: int = 0
+
+    @property
+    def is_blocked(self) -> bool:
+        """Tell whether the task is deferred."""
+        return self.deferred
 
     def is_due(self, now: datetime) -> bool:
         """Tell whether the task may be sent at `now`, the database's time."""
@@ -314,6 +320,7 @@ class NotSent:
     available_at: datetime | None
     expires_at: datetime | None  # unchanged, but the write covers all MARK_COLUMNS
     error: str | None
+    due_at: datetime | None = None  # when the task should first have been sent, since `available_at` no longer says it
     trace_id: str | None = None  # of the message that failed: not written, but logged
 
     @property

@@ -7,7 +7,7 @@
 CREATE ROLE publishworker;
 GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards
   TO ROLE publishworker;
-GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, BlockedBy, ExpiresAt, LastError, Attempts)
+GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, DueAt, BlockedBy, ExpiresAt, LastError, Attempts)
   ON TABLE AsynchronousTasks TO ROLE publishworker;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE publishworker;
 
@@ -17,7 +17,8 @@ GRANT SELECT
   ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards,
     AsynchronousTaskOperations
   TO ROLE outbox_operator;
-GRANT UPDATE(Id, SentAt, AvailableAt, BlockedBy, ExpiresAt, Attempts) ON TABLE AsynchronousTasks TO ROLE outbox_operator;
+GRANT UPDATE(Id, SentAt, AvailableAt, DueAt, BlockedBy, ExpiresAt, Attempts)
+  ON TABLE AsynchronousTasks TO ROLE outbox_operator;
 GRANT DELETE ON TABLE AsynchronousTasks TO ROLE outbox_operator;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskTopics TO ROLE outbox_operator;
 GRANT INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_operator;
@@ -26,7 +27,7 @@ GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskShards TO ROLE outbox_oper
 -- People and programs that look: all commands that only read, except `outbox show`. They read no message.
 -- During a reshard, grant the column that it adds, such as Shard32, and revoke the old one (docs/operations/upgrade.md).
 CREATE ROLE outbox_viewer;
-GRANT SELECT(Id, Topic, Bytes, Priority, OrderingKey, Sequence, Shard, CreatedAt, AvailableAt, BlockedBy, ExpiresAt,
+GRANT SELECT(Id, Topic, Bytes, Priority, OrderingKey, Sequence, Shard, CreatedAt, AvailableAt, DueAt, BlockedBy, ExpiresAt,
     AtMostOnce, Attempts, LastError, TimesSent, SentAt)
   ON TABLE AsynchronousTasks TO ROLE outbox_viewer;
 GRANT SELECT
@@ -53,7 +54,7 @@ GRANT SELECT(Consumer, TaskId), INSERT(Consumer, TaskId, ProcessedAt) ON TABLE P
 -- `replay` updates, and inserts what was purged, and `audit --inbox` reads the records of a subscriber.
 CREATE ROLE outbox_pipeline;
 GRANT SELECT, DELETE ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
-GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, BlockedBy, ExpiresAt, LastError, Attempts)
+GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, DueAt, BlockedBy, ExpiresAt, LastError, Attempts)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT SELECT ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards TO ROLE outbox_pipeline;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE outbox_pipeline;

@@ -30,6 +30,9 @@ CREATE TABLE AsynchronousTasks (
   -- NULL: ready. A future time: scheduled, retrying or deferred. From 9999-12-31T00:00:00Z on: dead, and LastError says
   -- why.
   AvailableAt TIMESTAMP,
+  -- When the task should first have been sent. Programs that change AvailableAt later, such as a worker after a failed
+  -- attempt, write it, so that the age stays true. NULL: the later of CreatedAt and AvailableAt.
+  DueAt       TIMESTAMP,
   -- The ID of the key head behind which this task is deferred. NULL: not deferred.
   BlockedBy   STRING(64),
   -- The task is not published after this time. NULL: it never expires.
@@ -54,7 +57,7 @@ CREATE TABLE AsynchronousTasks (
 -- shard, not with a timestamp (hot spot).
 CREATE INDEX AsynchronousTasksToSend
   ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt)
-  STORING (OrderingKey, Bytes, Attempts, BlockedBy);
+  STORING (OrderingKey, Bytes, Attempts, BlockedBy, DueAt);
 
 -- The first unsent tasks of an ordering key. Tasks without a key are not in it, so they do not pay for it. It begins with
 -- the shard, because ordering keys often increase monotonically (hot spot).

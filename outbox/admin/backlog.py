@@ -40,9 +40,9 @@ MAX_TOPICS = 1_000
 MAX_QUERIES = 20
 #: Max pairs of a shard and a topic in one request, because Spanner limits a request to 10 MiB.
 MAX_RANGES = 10_000
-#: Due tasks of a shard and topic that are read to find the oldest. The first task by AvailableAt may not have been due
-#: the longest: if AvailableAt was past at registration, the task has been due since CreatedAt.
-FIRST_DUE = 100
+#: Ready tasks of a shard, topic and priority that are read to find the oldest. The first one by CreatedAt may not be
+#: the oldest: if it was scheduled, deferred and released, it should first have been sent at its DueAt.
+FIRST_READY = 10
 _HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
 _REGISTERED = "registered_last_minute"
 COUNTS = (*UNSENT, _REGISTERED, "sent_last_minute")
@@ -52,8 +52,8 @@ COUNTS = (*UNSENT, _REGISTERED, "sent_last_minute")
 class Line:
     """The tasks of one topic and priority. `at_least` names the counts that stopped early.
 
-    `oldest` is when the oldest pending task became ready or due, `next_due` when the next scheduled or retrying task
-    will be due.
+    `oldest` is when the oldest task should first have been sent: a pending, retrying or blocked one. `next_due` is when
+    the next scheduled or retrying task will be due.
     """
 
     topic: str
@@ -100,7 +100,7 @@ class Backlog:
 
     @property
     def total(self) -> Line:
-        """Return the sum of all lines, without the pending tasks of paused topics."""
+        """Return the sum of all lines, without the pending tasks of paused topics, and without their age."""
         lines = [
             dataclasses.replace(line, pending=0, oldest=None, at_least=line.at_least - {"pending"})
             if line.paused
@@ -111,9 +111,9 @@ class Backlog:
 
     @property
     def oldest(self) -> Line | None:
-        """Return the line with the oldest pending task, ignoring paused topics."""
-        pending = [line for line in self.lines if line.oldest and not line.paused]
-        return min(pending, key=lambda line: line.oldest or self.as_of, default=None)
+        """Return the line with the oldest task, ignoring paused topics."""
+        lines = [line for line in self.lines if line.oldest and not line.paused]
+        return min(lines, key=lambda line: line.oldest or self.as_of, default=None)
 
     def topics(self) -> dict[str, Line]:
         """Return the sum of each topic's lines, by topic."""
@@ -123,7 +123,7 @@ class Backlog:
         return merged
 
     def age(self, line: Line | None) -> float:
-        """Return the age of the oldest pending task of a line in seconds, or 0 if there is none."""
+        """Return the age of the oldest task of a line in seconds, or 0 if there is none."""
         return max(0.0, (self.as_of - line.oldest).total_seconds()) if line and line.oldest else 0.0
 
 
@@ -214,12 +214,13 @@ def read_unsent_stale(table: TaskTable) -> Backlog:
 
 
 def oldest_ages(table: TaskTable) -> dict[str, float]:
-    """Return the age of the oldest pending task of each topic in seconds, as of ten seconds ago.
+    """Return the age of the oldest task of each topic in seconds, as of ten seconds ago.
 
-    Paused topics, and topics without pending tasks, are left out. Seeks in the index find the ages, so the cost does
-    not depend on the number of tasks of a priority. They are exact with three exceptions. Of more than MAX_TOPICS
-    topics, only the first are read. Of more than MAX_QUERIES priorities of a shard and topic, only some tasks of the
-    lower ones are read. Of more than FIRST_DUE due tasks, only the first by AvailableAt are read.
+    Paused topics, and topics without pending, retrying or blocked tasks, are left out. Of ready tasks, seeks in the
+    index find the age, so the cost does not depend on the number of tasks of a priority. Ages are exact with three
+    exceptions. Of more than MAX_TOPICS topics, only the first are read. Of more than MAX_QUERIES priorities of a shard
+    and topic, only some tasks of the lower ones are read. Of the due tasks, and of those that are due later, only the
+    first by AvailableAt are read: as many as a count reads.
     """
     return _read_stale(table, lambda at: _oldest_ages_at(table, at))
 
@@ -241,24 +242,29 @@ def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
 
     paused = {topic for topic, is_paused, *_ in ask(CONTROLS) if is_paused}
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
-    counter = BacklogCounter(1)  # the first ready task of each priority is its oldest
-    if left := _add_ready(counter, ask, product(table.shards, topics), 1):
+    counter = BacklogCounter(FIRST_READY)
+    if left := _add_ready(counter, ask, product(table.shards, topics), FIRST_READY, now=at):
         limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // len(left)))
-        for rows in _ready(ask, left, limit):
+        for rows in _ready(ask, left, limit, now=at):
             counter.add(rows, "pending")
-    due = ask(statements.COUNT_DUE, shards=list(table.shards), topics=topics, limit=FIRST_DUE, now=at)
-    counter.add(due, "pending")
+    values = {"shards": list(table.shards), "topics": topics, "limit": range_limit(table, topics), "now": at}
+    for statement in (statements.COUNT_DUE, statements.COUNT_LATER):
+        counter.add(ask(statement, **values))
     backlog = Backlog(at, (), counter.lines(()))
-    return {topic: backlog.age(line) for topic, line in backlog.topics().items()}
+    return {topic: backlog.age(line) for topic, line in backlog.topics().items() if line.oldest}
 
 
 def _add_ready(
-    counter: BacklogCounter, ask: Callable[..., list[list[Any]]], ranges: Iterable[tuple[int, str]], limit: int
+    counter: BacklogCounter,
+    ask: Callable[..., list[list[Any]]],
+    ranges: Iterable[tuple[int, str]],
+    limit: int,
+    **more: Any,
 ) -> list[Range]:
     """Add the ready tasks of all shards and topics. Return the ranges that are left."""
     left = [(*place, _HIGHEST) for place in ranges]
     for _ in range(MAX_QUERIES):
-        left = [each for rows in _ready(ask, left, limit) for each in counter.add_ready(rows)]
+        left = [each for rows in _ready(ask, left, limit, **more) for each in counter.add_ready(rows)]
     return left
 
 
@@ -293,7 +299,7 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
 
     counter = BacklogCounter(limit)
     values: dict[str, Any] = {"shards": list(table.shards), "limit": limit, "now": at}
-    counter.mark_incomplete(_add_ready(counter, ask, product(table.shards, topics), limit))
+    counter.mark_incomplete(_add_ready(counter, ask, product(table.shards, topics), limit, now=at))
     if of_sent:
         ranges = ((shard, *place) for shard, place in product(table.shards, counter.with_pending()))
         for rows in _ready(ask, ranges, limit, statements.COUNT_REGISTERED, now=at):

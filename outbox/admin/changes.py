@@ -46,7 +46,7 @@ NEWCOMER = "newcomer"
 _log = logging.getLogger("outbox")
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 #: The columns that a retry writes. `retry_values` returns the values.
-RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt")
+RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt", "DueAt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +143,7 @@ class _Row(NamedTuple):
     expires_at: datetime | None
     blocked_by: str | None
     error: str | None
+    due_at: datetime | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,9 +226,11 @@ def count_unsent(table: TaskTable, topic: str, *, exact: bool) -> Count:
     return Count(sum(each.number for each in counts), any(each.at_least for each in counts))
 
 
-def retry_values(id: str, now: datetime, expires_at: datetime | None = None) -> tuple[object, ...]:
-    """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts."""
-    return (id, None, None, expires_at, 0, now)
+def retry_values(
+    id: str, now: datetime, expires_at: datetime | None = None, due_at: datetime | None = None
+) -> tuple[object, ...]:
+    """Return the values of RETRY_COLUMNS: unsent, due `now`, without failed attempts. Without `due_at`, it is new."""
+    return (id, None, None, expires_at, 0, now, due_at)
 
 
 def change(
@@ -301,7 +304,9 @@ def _recorded(name: str, value: Any) -> Any:
 
 
 def _make_due(transaction: Transaction, rows: Sequence[_Row]) -> None:
-    transaction.update(_TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at) for row in rows])
+    transaction.update(
+        _TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at, row.due_at) for row in rows]
+    )
 
 
 def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:

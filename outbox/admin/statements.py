@@ -21,7 +21,7 @@ from outbox.table.statements import (
     workers,
 )
 from outbox.table.statements import by_ids as of_ids
-from outbox.table.states import CONDITIONS, LATER_SQL, RANGES, STATE_SQL
+from outbox.table.states import CONDITIONS, FIRST_DUE_SQL, LATER_SQL, RANGES, STATE_SQL
 
 #: What tasks with the same reason have in common: the first line of LastError, cut.
 ERROR_SQL = "SPLIT(SUBSTR(LastError, 1, 200), '\\n')[SAFE_OFFSET(0)]"
@@ -94,19 +94,25 @@ _REGISTERED = f"CreatedAt {_IN_LAST_MINUTE}"
 
 
 def _count(
-    ranges: str, rows: str, state: str, *, ready_since: str = _NO_TIME, due: str = _NO_TIME, registered: str = "FALSE"
+    ranges: str,
+    rows: str,
+    state: str,
+    *,
+    first_due: str = FIRST_DUE_SQL,
+    due: str = _NO_TIME,
+    registered: str = "FALSE",
 ) -> str:
     """Return the statement that counts `rows` by topic, priority and state, at most @limit in each of the `ranges`.
 
-    Also when the oldest of the tasks became ready or due, when the next one will be `due`, and how many of them were
-    `registered` in the last minute.
+    Also when the oldest of the tasks should first have been sent, when the next one will be `due`, and how many of them
+    were `registered` in the last minute.
     """
     return f"""
 SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest, part.next_due, part.registered
 FROM {ranges}, UNNEST(ARRAY(
-  SELECT AS STRUCT topic, priority, state, COUNT(*) AS number, MIN(ready_since) AS oldest, MIN(due) AS next_due,
-    COUNTIF(is_new) AS registered FROM (
-    SELECT Topic AS topic, Priority AS priority, {state} AS state, {ready_since} AS ready_since, {due} AS due,
+  SELECT AS STRUCT topic, priority, state, COUNT(*) AS number, MIN(IF(first_due <= @now, first_due, NULL)) AS oldest,
+    MIN(due) AS next_due, COUNTIF(is_new) AS registered FROM (
+    SELECT Topic AS topic, Priority AS priority, {state} AS state, {first_due} AS first_due, {due} AS due,
       {registered} AS is_new
     FROM {TO_SEND} WHERE {rows} LIMIT @limit)
   GROUP BY topic, priority, state)) AS part"""
@@ -116,35 +122,37 @@ COUNT_READY = _count(
     _TOPIC_RANGES,
     f"{OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}",
     "'pending'",
-    ready_since="CreatedAt",
 )
 #: The ready tasks of a priority that were registered in the last minute. They are the last ones of its range.
 COUNT_REGISTERED = _count(
     _TOPIC_RANGES,
     f"{OF_TOPIC} AND AvailableAt IS NULL AND Priority = max_priority AND {_REGISTERED} ORDER BY {TO_SEND_ORDER}",
     "'registered_last_minute'",
+    first_due=_NO_TIME,
 )
 COUNT_DUE = _count(
     EACH_TOPIC,
     f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}",
     "'pending'",
-    ready_since="GREATEST(CreatedAt, AvailableAt)",
     registered=_REGISTERED,
 )
 COUNT_LATER = _count(
     EACH_TOPIC,
-    at_now(f"{OF_TOPIC} AND {LATER_SQL}"),
+    at_now(f"{OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER}"),
     at_now(STATE_SQL),
     due="IF(BlockedBy IS NULL, AvailableAt, NULL)",
     registered=_REGISTERED,
 )
-COUNT_DEAD = _count(EACH_TOPIC, f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'", registered=_REGISTERED)
+COUNT_DEAD = _count(
+    EACH_TOPIC, f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'", first_due=_NO_TIME, registered=_REGISTERED
+)
 #: The workers, with what they say about themselves. A worker of an older version has no Info.
 WORKERS_AT = at_now(workers("StartedAt", "SeenAt", "TO_JSON_STRING(Info)"))
 COUNT_SENT = _count(
     "UNNEST(@shards) AS in_shard",
     f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE}",
     "'sent_last_minute'",
+    first_due=_NO_TIME,
     registered=_REGISTERED,
 )
 
@@ -354,13 +362,14 @@ def by_ids(condition: str, *, lock: bool = False) -> str:
 
     A condition with HELD also makes a seek for the head of each deferred task.
 
-    A further state here is `expired`: neither blocked nor pending, and ExpiresAt has passed.
+    A further state here is `expired`: neither blocked nor pending, and ExpiresAt has passed. The last column is the
+    start of the age of a task that keeps its age when it is retried: one that the workers have not given up.
     """
     columns = f"""Id, Topic, OrderingKey, Shard,
   CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]}) THEN 'expired'
     ELSE {STATE_SQL} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy,
-  {ERROR_SQL}"""
+  {ERROR_SQL}, IF({CONDITIONS["retrying"]} OR {CONDITIONS["blocked"]}, {FIRST_DUE_SQL}, NULL)"""
     return of_ids(columns, lock=True) if lock else at_now(of_ids(columns))
 
 

@@ -18,7 +18,7 @@ from outbox.program.times import SECONDS, shown, spoken
 
 DESCRIPTION = """\
 Count the unsent tasks of each topic and priority, and those registered (IN/MIN) and sent
-in the last minute. Show the age of the oldest pending task, when the next scheduled or
+in the last minute. Show the age of the oldest task, when the next scheduled or
 retrying task will be due, the topics to which a live worker does not
 publish because they fail (open circuits), and the errors of unsent tasks (of at most
 1,000 tasks of each state). While `outbox schema reshard` is under way, show its next
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     parser.add_argument("--watch", action="store_true", help="Update every five seconds, until Ctrl-C.")
     parser.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
-    text = "Exit code 1 if a task has been pending for longer than this: "
+    text = "Exit code 1 if a task should first have been sent longer ago than this: "
     flags.add(parser, "--max-age", SECONDS, text + SECONDS.allowed, metavar="S")
     text = "Exit code 1 if more than N tasks are pending. --max-age and --max-pending ignore paused topics"
     flags.add(parser, "--max-pending", COUNT, text, metavar="N")
@@ -110,7 +110,7 @@ def _beyond(backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> li
     oldest = backlog.oldest
     if options.max_age is not None and oldest and (age := backlog.age(oldest)) > options.max_age:
         found.append(
-            f"the oldest pending task has waited {spoken(age)} (topic {cell(oldest.topic)}, priority "
+            f"the oldest task has waited {spoken(age)} (topic {cell(oldest.topic)}, priority "
             f"{oldest.priority}), more than --max-age {spoken(options.max_age)}"
         )
     total = backlog.total

@@ -16,11 +16,22 @@ NEVER_SQL = f"TIMESTAMP '{NEVER:%Y-%m-%dT%H:%M:%SZ}'"
 MARKS_FINAL_AFTER = timedelta(minutes=1)
 
 LATER_SQL = f"AvailableAt > CURRENT_TIMESTAMP() AND AvailableAt < {NEVER_SQL}"
+#: When a task should first have been sent: the start of its age. If a task was moved without a DueAt, its AvailableAt
+#: does not say when the application wanted it.
+FIRST_DUE_SQL = """COALESCE(DueAt,
+    IF(Attempts > 0 OR BlockedBy IS NOT NULL, CreatedAt, GREATEST(CreatedAt, AvailableAt)), CreatedAt)"""
 
 
 def is_dead(available_at: datetime | None) -> bool:
     """Tell whether an unsent task with this AvailableAt is dead."""
     return available_at is not None and available_at >= NEVER
+
+
+def first_due(row: Any) -> datetime:
+    """Return FIRST_DUE_SQL of a row with `due_at`, `created_at`, `available_at`, `attempts` and `is_blocked`."""
+    asked = None if row.attempts > 0 or row.is_blocked else row.available_at
+    due: datetime = row.due_at or max(row.created_at, asked or row.created_at)
+    return due
 
 
 def _is_later(row: Any, now: datetime) -> bool:

@@ -129,7 +129,7 @@ def _restored(row: LockedRow, outcome: Answer | None) -> NotSent:
     A deferred row becomes ready.
     """
     error = rules.last_error(outcome) if isinstance(outcome, Failed) else None
-    return NotSent(row.attempts, None if row.deferred else row.available_at, row.expires_at, error)
+    return NotSent(row.attempts, None if row.deferred else row.available_at, row.expires_at, error, row.due_at)
 
 
 class Deferral(Delivery):

@@ -19,7 +19,7 @@ from itertools import chain, repeat
 from random import Random
 
 from outbox.program.times import shown
-from outbox.table.states import NEVER, is_dead
+from outbox.table.states import NEVER, first_due, is_dead
 from publishworker.delivery.claim import Claim, Kind, TopicHints
 from publishworker.pubsub.errors import FailureKind, failure_kind, is_refused
 from publishworker.pubsub.messages import trace_id
@@ -69,14 +69,14 @@ class RetryPolicy:
     def failed_attempt(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Return the values to write to the row of a task that failed at `now`, the database's time."""
         attempts = min(max(row.attempts, 0) + 1, MAX_INT64)  # another writer may have set the column to any number
-        kind, age = failure_kind(failure.reason), now - row.created_at
-        may_die = kind is not FailureKind.TARGET or age >= timedelta(seconds=self.dead_after)
+        kind, due_at = failure_kind(failure.reason), first_due(row)
+        may_die = kind is not FailureKind.TARGET or now - due_at >= timedelta(seconds=self.dead_after)
         if kind is FailureKind.CONTENT or (may_die and attempts >= self.max_attempts):
-            return NotSent(attempts, NEVER, row.expires_at, last_error(failure), trace_id(row.data))  # dead
+            return NotSent(attempts, NEVER, row.expires_at, last_error(failure), due_at, trace_id(row.data))  # dead
         doublings = min(attempts - 1, 60)  # 2**60 cannot overflow a float, and exceeds any `longest`
         wait = min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
         due = now + timedelta(seconds=wait)
-        return NotSent(attempts, due, row.expires_at, last_error(failure), trace_id(row.data))
+        return NotSent(attempts, due, row.expires_at, last_error(failure), due_at, trace_id(row.data))
 
     def deferrals(self, head: LockedRow, available_at: datetime, now: datetime) -> Iterator[Deferred]:
         """Yield the values to write to each task behind `head`. The head is not due before `available_at`.
@@ -177,7 +177,7 @@ def release_changes(
         if key not in keys or row.topic != claim.topic or row.sent_at is not None or isinstance(change, Published):
             continue
         if row.deferred and change is None:
-            released[row.id] = NotSent(row.attempts, None, row.expires_at, error=None)
+            released[row.id] = NotSent(row.attempts, None, row.expires_at, None, row.due_at)
         dead = isinstance(change, NotSent) and change.dead
         if _blocks_key(row, now, policy) and not (dead and policy.skip_dead):
             keys.remove(key)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 
+from outbox.table.states import first_due
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, LockedRow, Published, RowChange
 
 
@@ -49,8 +50,7 @@ class Timing:
         waited = self._end(PUBLISH) - self._locked_at
         for row in rows:
             if isinstance(answers.get(row.id), Published):
-                due = max(row.created_at, row.available_at or row.created_at)
-                self.latencies[row.id] = max(0.0, (now - due).total_seconds() + waited)
+                self.latencies[row.id] = max(0.0, (now - first_due(row)).total_seconds() + waited)
 
     def _end(self, phase: str) -> float:
         """Add the time since the last phase ended to this one. Return the time now."""

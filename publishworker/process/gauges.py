@@ -111,7 +111,7 @@ def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
 
 
 def oldest_ages(metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> Callable[[TaskTable], None]:
-    """Return a function that sends the age of the oldest pending task, of all topics and of each."""
+    """Return a function that sends the age of the oldest task, of all topics and of each."""
     padded = with_zeros(clock)
 
     def send(table: TaskTable) -> None:

@@ -34,7 +34,7 @@ from outbox.table.statements import (
     as_structs,
     by_ids,
 )
-from outbox.table.states import NEVER_SQL
+from outbox.table.states import NEVER_SQL, first_due
 from publishworker.types import (
     MAX_INT64,
     Candidate,
@@ -131,24 +131,26 @@ AFTER_ALL_TOPICS = "\U0010ffff" * 400 + NEXT_NAME_SUFFIX
 # Id = wanted`. Data is not read from a row that was sent since the poll.
 # The client requires that the result is read to its end before the next statement.
 # The last column is NULL for most rows, because each value of a row costs CPU (docs/decisions.md, 0009).
-_CLEAN = "AvailableAt IS NULL AND BlockedBy IS NULL AND ExpiresAt IS NULL AND LastError IS NULL AND Attempts = 0"
+_CLEAN = "COALESCE(AvailableAt, DueAt, ExpiresAt) IS NULL AND COALESCE(BlockedBy, LastError) IS NULL AND Attempts = 0"
 LOCK = by_ids(
     f"""Id, Topic, IF(SentAt IS NULL, Data, NULL), OrderingKey, CreatedAt, TimesSent, CURRENT_TIMESTAMP(),
   IF({_CLEAN} AND SentAt IS NULL AND NOT AtMostOnce, NULL,
-    [STRUCT(AvailableAt, SentAt, {_CLEAN}, Attempts, ExpiresAt, AtMostOnce, BlockedBy IS NOT NULL)])""",
+    [STRUCT(AvailableAt, SentAt, {_CLEAN}, Attempts, ExpiresAt, AtMostOnce, BlockedBy IS NOT NULL, DueAt)])""",
     lock=True,
 )
 
 #: The columns of a mark. A mark resets all columns after TimesSent to their defaults, so that an operator only has to
 #: set SentAt to NULL to send the task again. A failed attempt writes the same columns. For an at-most-once task, the
 #: failed attempt undoes the mark that was committed before the publish.
-MARK_COLUMNS = ("Id", "SentAt", "TimesSent", "AvailableAt", "BlockedBy", "ExpiresAt", "LastError", "Attempts")
+MARK_COLUMNS = (
+    "Id", "SentAt", "TimesSent", "AvailableAt", "DueAt", "BlockedBy", "ExpiresAt", "LastError", "Attempts",
+)  # fmt: skip
 #: The columns of a mark if the other columns still have their defaults. Fewer cells are locked and written.
 MARK_CLEAN_COLUMNS = ("Id", "SentAt", "TimesSent")
 #: Reads the columns of a mark, to test whether the worker may read them.
 READ_MARK_COLUMNS = f"SELECT {', '.join(MARK_COLUMNS)} FROM {BY_ID} WHERE Id = @id"
 #: The columns of a deferral.
-DEFER_COLUMNS = ("Id", "AvailableAt", "BlockedBy")
+DEFER_COLUMNS = ("Id", "AvailableAt", "DueAt", "BlockedBy")
 
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls", "Info")
 
@@ -214,13 +216,15 @@ def locked(values: Iterable[Sequence[Any]]) -> tuple[list[LockedRow], datetime]:
     return rows, now or datetime.min.replace(tzinfo=UTC)
 
 
-def _others(value: Any) -> tuple[datetime | None, datetime | None, bool, int, datetime | None, bool, bool]:
-    """Return the fields of a LockedRow from `available_at` to `deferred`."""
+def _others(
+    value: Any,
+) -> tuple[datetime | None, datetime | None, bool, int, datetime | None, bool, bool, datetime | None]:
+    """Return the fields of a LockedRow from `available_at` to `due_at`."""
     if not value.HasField("list_value"):
-        return None, None, True, 0, None, False, False
-    available, sent, clean, attempts, expires, once, deferred = value.list_value.values[0].list_value.values
+        return None, None, True, 0, None, False, False, None
+    available, sent, clean, attempts, expires, once, deferred, due = value.list_value.values[0].list_value.values
     times, numbers = (time_of(available), time_of(sent)), (clean.bool_value, int(attempts.string_value))
-    return *times, *numbers, time_of(expires), once.bool_value, deferred.bool_value
+    return *times, *numbers, time_of(expires), once.bool_value, deferred.bool_value, time_of(due)
 
 
 def time_of(value: Any) -> datetime | None:
@@ -239,12 +243,12 @@ def write_changes(transaction: Any, locked: Sequence[LockedRow], changes: Mappin
             case Published() if row.clean:
                 clean.append((row.id, times_sent(row, sent=True)))
             case Published():
-                others.append((row.id, COMMIT_TIMESTAMP, times_sent(row, sent=True), None, None, None, None, 0))
+                others.append((row.id, COMMIT_TIMESTAMP, times_sent(row, sent=True), *[None] * 5, 0))
             case NotSent() as failure:
-                times = failure.available_at, None, failure.expires_at
+                times = failure.available_at, failure.due_at, None, failure.expires_at
                 others.append((row.id, None, times_sent(row, sent=False), *times, failure.error, failure.attempts))
             case Deferred() as deferral:
-                deferred.append((row.id, deferral.available_at, deferral.head))
+                deferred.append((row.id, deferral.available_at, first_due(row), deferral.head))
     if clean:
         # The client's `update` takes eight times the CPU (docs/decisions.md, 0009).
         transaction._mutations.append(_clean_marks(clean))  # noqa: SLF001 - no public method takes a mutation

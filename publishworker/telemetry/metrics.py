@@ -75,13 +75,13 @@ TOPIC_TASKS = Metric("outbox.topic_task_count", "gauge", "task", ("topic", "stat
     f"Unsent tasks by topic and state ({', '.join(TASK_STATES)}), ten seconds ago, counted with the same limit. A "
     "state that has become empty is sent as 0 for ten minutes.")
 OLDEST_AGE = Metric("outbox.oldest_task_age", "gauge", "second", (), -1,
-    "Age of the task that has been pending longest, as of ten seconds ago, in any topic that is not paused (the "
-    "first 1,000 by name). It counts from the later of CreatedAt and AvailableAt, and is 0 if no task is pending.")
+    "Age of the oldest pending, retrying or blocked task, as of ten seconds ago, in any topic that is not paused (the "
+    "first 1,000 by name): the time since it should first have been sent. No failed attempt changes it. 0 without any.")
 TOPIC_OLDEST_AGE = Metric("outbox.topic_oldest_task_age", "gauge", "second", ("topic",), -1,
-    "The same by topic, for each topic with pending tasks. A topic without any is sent as 0 for ten minutes.")
+    "The same by topic, for each topic with such tasks. A topic without any is sent as 0 for ten minutes.")
 LATENCY = Metric("outbox.task_latency", "distribution", "second", ("topic",), -1,
-    "Time from a task's due time (the later of CreatedAt and AvailableAt) to Pub/Sub's answer, by Spanner's clock. A "
-    "task that is sent again by plain DML counts from its first due time. Each batch sends about 20 samples.")
+    "Time from when a task should first have been sent to Pub/Sub's answer, with failed attempts, by Spanner's clock. "
+    "A task that is sent again by plain DML counts from its CreatedAt. Each batch sends about 20 samples.")
 PHASE_DURATION = Metric("outbox.phase_duration", "distribution", "second", ("phase", "topic"), -1,
     "Duration of a poll and, for each batch, of the claim (until its rows were locked, including aborted attempts), "
     "the publish and the commit: `poll`, `claim`, `publish`, `commit`. Only the publish has a topic.")

@@ -10,7 +10,7 @@ ALTER TABLE AsynchronousTasks ADD COLUMN Shard INT64 NOT NULL
 
 CREATE INDEX AsynchronousTasksToSend
   ON AsynchronousTasks (Shard, SentAt, Topic, AvailableAt, Priority DESC, CreatedAt)
-  STORING (OrderingKey, Bytes, Attempts, BlockedBy);
+  STORING (OrderingKey, Bytes, Attempts, BlockedBy, DueAt);
 
 CREATE INDEX AsynchronousTasksInOrder
   ON AsynchronousTasks (Shard, OrderingKey, Topic, SentAt, CreatedAt, Sequence)

@@ -100,7 +100,7 @@ def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Dat
     insert(database, [row("a"), row("b", age=2 * HOUR), row("p", topic="paused", age=9 * HOUR)])
     insert(database, [row("d", "dead"), row("e", "dead", topic="paused")])
     pause(database, "paused")
-    oldest = "the oldest pending task has waited 2h (topic orders, priority 50), more than --max-age 1h 30m"
+    oldest = "the oldest task has waited 2h (topic orders, priority 50), more than --max-age 1h 30m"
     for words, sentence in {
         ("--max-age", "90m"): oldest,
         ("--max-age", "3h"): "",

@@ -15,8 +15,8 @@ PAST = datetime(2020, 1, 1, tzinfo=UTC)
 FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
 LATER = datetime(2100, 1, 1, 1, 2, 3, 456789, tzinfo=UTC)
 #: The columns of a task that failed, and the same as `columns` returns them.
-FAILED = {"available_at": PAST, "expires_at": FUTURE, "last_error": "internal: no", "attempts": 2}
-UNTOUCHED = (None, PAST, FUTURE, "internal: no", 2)
+FAILED = {"available_at": PAST, "expires_at": FUTURE, "last_error": "internal: no", "attempts": 2, "due_at": PAST}
+UNTOUCHED = (None, PAST, FUTURE, "internal: no", 2, PAST)
 
 
 def send_all(rows: Sequence[LockedRow], _now: datetime) -> Mapping[str, RowChange]:
@@ -30,7 +30,7 @@ def locked(harness: Harness, *ids: str) -> dict[str, LockedRow]:
 
 
 def columns(harness: Harness, id: str) -> tuple[Any, ...]:
-    names = ("sent_at", "available_at", "expires_at", "last_error", "attempts")
+    names = ("sent_at", "available_at", "expires_at", "last_error", "attempts", "due_at")
     return tuple(harness.column(id, name) for name in names)
 
 
@@ -87,7 +87,7 @@ def test_sending_clears_the_traces_of_earlier_attempts(harness: Harness) -> None
 
     first = harness.store.claim([*left], send)
     second = harness.store.claim(["b"], send)
-    assert {columns(harness, id) for id in left} == {(first, None, None, None, 0)}
+    assert {columns(harness, id) for id in left} == {(first, None, None, None, 0, None)}
     assert harness.column("clean", "created_at") < first
     rows = locked(harness, "clean", "all", "b")
     assert {id: (row.sent_at, row.data) for id, row in rows.items()} == {
@@ -111,16 +111,16 @@ def test_failures_and_sent_tasks_are_written_in_one_commit(harness: Harness) -> 
     marks: dict[str, RowChange] = {
         "sent": Published("1"),
         "sent-again": Published("2"),
-        "failed": NotSent(1, LATER, None, text),
-        "failed-again": NotSent(2**62, LATER, FUTURE, "data_loss: no"),
+        "failed": NotSent(1, LATER, None, text, PAST),
+        "failed-again": NotSent(2**62, LATER, FUTURE, "data_loss: no", FUTURE),
     }
     committed = harness.store.claim([*marks, "untried"], lambda _rows, _now: marks)
-    assert columns(harness, "sent") == columns(harness, "sent-again") == (committed, None, None, None, 0)
-    assert columns(harness, "failed") == (None, LATER, None, text, 1)
-    assert columns(harness, "failed-again") == (None, LATER, FUTURE, "data_loss: no", 2**62)
+    assert columns(harness, "sent") == columns(harness, "sent-again") == (committed, None, None, None, 0, None)
+    assert columns(harness, "failed") == (None, LATER, None, text, 1, PAST)
+    assert columns(harness, "failed-again") == (None, LATER, FUTURE, "data_loss: no", 2**62, FUTURE)
     assert columns(harness, "untried") == UNTOUCHED
     row = locked(harness, "failed-again")["failed-again"]
-    assert (row.attempts, row.available_at, row.expires_at, row.clean) == (2**62, LATER, FUTURE, False)
+    assert (row.attempts, row.available_at, row.expires_at, row.due_at) == (2**62, LATER, FUTURE, FUTURE)
     assert (row.sent_at, row.data) == (None, serialized())
     harness.insert("sent alone")
     harness.store.claim(["untried", "sent alone"], lambda _rows, _now: {"sent alone": Published("1")})
@@ -136,7 +136,7 @@ def test_a_failed_task_is_a_candidate_once_its_retry_is_due(harness: Harness) ->
     harness.store.claim([*marks], lambda _rows, _now: marks)
     assert poll_ids(harness.store, "orders") == ["alive"]
     assert sorted(poll_ids(harness.store, "orders", due=True, below_priority=1000)) == ["alive", "now"]
-    assert columns(harness, "dead") == (None, NEVER, FUTURE, "expired: long ago", 10)
+    assert columns(harness, "dead") == (None, NEVER, FUTURE, "expired: long ago", 10, None)
 
 
 @pytest.mark.parametrize("count", [2**63 - 1, 2**63 - 2, 0, -(2**63)])
@@ -155,9 +155,9 @@ def test_a_failure_removes_the_mark(harness: Harness) -> None:
     """A task that was marked before it was published is unsent again, with its attempts and its expiry."""
     harness.insert("a", expires_at=FUTURE, attempts=2, at_most_once=True)
     committed = harness.store.claim(["a"], send_all)
-    assert columns(harness, "a") == (committed, None, None, None, 0)
-    harness.store.claim(["a"], lambda _rows, _now: {"a": NotSent(3, PAST, FUTURE, "not_found: no")})
-    assert columns(harness, "a") == (None, PAST, FUTURE, "not_found: no", 3)
+    assert columns(harness, "a") == (committed, None, None, None, 0, None)
+    harness.store.claim(["a"], lambda _rows, _now: {"a": NotSent(3, PAST, FUTURE, "not_found: no", PAST)})
+    assert columns(harness, "a") == (None, PAST, FUTURE, "not_found: no", 3, PAST)
     assert poll_ids(harness.store, "orders", due=True) == ["a"]
     row = locked(harness, "a")["a"]
     assert (row.data, row.at_most_once) == (serialized(), True)

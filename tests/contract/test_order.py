@@ -103,12 +103,12 @@ def test_key_heads_include_tasks_that_are_not_due(harness: Harness) -> None:
 def test_a_deferred_task_is_due_later_and_names_its_head(harness: Harness) -> None:
     """Its attempts and expiry stay, the poll does not return it, and the locked row is known as deferred."""
     harness.insert("head", ordering_key="k", available_at=FUTURE)
-    harness.insert("a", ordering_key="k", expires_at=FUTURE, attempts=2)
+    harness.insert("a", ordering_key="k", expires_at=FUTURE, attempts=2, due_at=PAST)
     assert poll_ids(harness.store, "orders") == ["a"]
     harness.store.claim(["a"], lambda _rows, _now: {"a": Deferred(FUTURE, "head")})
     assert poll_ids(harness.store, "orders", due=True) == []
-    names = ("available_at", "expires_at", "attempts", "blocked_by", "last_error")
-    assert [harness.column("a", name) for name in names] == [FUTURE, FUTURE, 2, "head", None]
+    names = ("available_at", "expires_at", "attempts", "blocked_by", "last_error", "due_at")
+    assert [harness.column("a", name) for name in names] == [FUTURE, FUTURE, 2, "head", None, PAST]
     rows: list[LockedRow] = []
     harness.store.claim(["a", "head"], lambda found, _now: (rows.extend(found), {})[1])
     assert {row.id: row.deferred for row in rows} == {"a": True, "head": False}

@@ -1,4 +1,4 @@
-"""The backlog as `outbox status` counts it on Spanner, and the age of the oldest pending task, found by seeks."""
+"""The backlog as `outbox status` counts it on Spanner, and the age of the oldest task, found by seeks."""
 
 from collections import Counter as Numbers
 from collections import defaultdict
@@ -24,6 +24,7 @@ from tests.support.operations import (
     FUTURE,
     MICROSECOND,
     PAST,
+    Row,
     Watch,
     insert,
     pause,
@@ -48,7 +49,7 @@ def numbers(line: Line) -> dict[str, int]:
     return {name: getattr(line, name) for name in COUNTS if getattr(line, name)}
 
 
-def test_the_oldest_age_is_of_ready_and_due_tasks(database: Database, watch: Watch):
+def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(database: Database, watch: Watch):
     """Of any priority; a due task counts from when it became due; sent, scheduled, dead and paused ones have no age."""
     now = datetime.now(UTC)
     insert(
@@ -56,8 +57,8 @@ def test_the_oldest_age_is_of_ready_and_due_tasks(database: Database, watch: Wat
         [
             row("sent", SentAt=PAST, Priority=3),
             row("scheduled", AvailableAt=FUTURE, Priority=3),
-            row("retrying", AvailableAt=FUTURE, Attempts=1, Priority=3),
-            row("dead", AvailableAt=NEVER, Priority=3),
+            row("rescheduled", AvailableAt=FUTURE, DueAt=FUTURE, Attempts=1, Priority=3),
+            row("dead", AvailableAt=NEVER, DueAt=CREATED, Attempts=1, Priority=3),
             row("paused", Topic="paused", Priority=4),
             row("paused and due", Topic="paused", AvailableAt=PAST, Priority=4),
         ],
@@ -87,6 +88,25 @@ def test_the_oldest_age_is_of_ready_and_due_tasks(database: Database, watch: Wat
     assert oldest(watch, now) == CREATED
 
 
+@pytest.mark.parametrize("later", [PAST + 9 * DAY, FUTURE], ids=["due", "later"])
+@pytest.mark.parametrize("asked", [{"DueAt": PAST + DAY}, {}], ids=["recorded", "of another program"])
+@pytest.mark.parametrize(
+    "moved", [{"Attempts": 8}, {"BlockedBy": "head", "OrderingKey": "k"}], ids=["retry", "blocked"]
+)
+def test_a_task_whose_time_was_moved_keeps_its_age(
+    database: Database, watch: Watch, moved: Row, asked: Row, later: datetime
+):
+    """It is not hidden by scheduled tasks that come before it in the index."""
+    before = [row(f"scheduled {n}", CreatedAt=PAST, AvailableAt=later - MICROSECOND) for n in range(120)]
+    insert(database, [row("moved", CreatedAt=PAST, AvailableAt=later, **moved, **asked), *before])
+    now, since = datetime.now(UTC), asked.get("DueAt", PAST)
+    assert oldest(watch, now) == since
+    assert backlog._read_at(Later(watch.database), now, None).total.oldest == since
+    update(database, "moved", AvailableAt=None, BlockedBy=None, Attempts=0)
+    insert(database, [row("ready", CreatedAt=PAST + 2 * DAY)])
+    assert oldest(watch, now) == since
+
+
 def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
     """A task due now is pending, one sent a minute ago is old, a worker is not live at the liveness timeout."""
     now = datetime.now(UTC)
@@ -95,7 +115,7 @@ def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
         [
             row("due", AvailableAt=now),
             row("scheduled", AvailableAt=now + MICROSECOND),
-            row("retrying", AvailableAt=now + MICROSECOND, Attempts=1),
+            row("retrying", AvailableAt=now + MICROSECOND, Attempts=1, DueAt=now),
             row("sent", SentAt=now - timedelta(minutes=1) + MICROSECOND),
             row("sent before", SentAt=now - timedelta(minutes=1)),
         ],
@@ -195,9 +215,9 @@ KINDS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     ("pending", dict),
     ("pending", dict),
     ("pending", lambda: {"AvailableAt": PAST}),
-    ("retrying", lambda: {"AvailableAt": FUTURE, "Attempts": 1}),
+    ("retrying", lambda: {"AvailableAt": FUTURE, "Attempts": 1, "DueAt": PAST}),
     ("scheduled", lambda: {"AvailableAt": FUTURE}),
-    ("blocked", lambda: {"AvailableAt": FUTURE, "BlockedBy": "head", "Attempts": 1}),
+    ("blocked", lambda: {"AvailableAt": FUTURE, "BlockedBy": "head", "Attempts": 1, "DueAt": PAST}),
     ("dead", lambda: {"AvailableAt": NEVER}),
     ("sent_last_minute", lambda: {"SentAt": datetime.now(UTC)}),
 ]

@@ -55,14 +55,18 @@ def touched(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]])
     """Return the ids of the rows that differ; each must be as a retry leaves it."""
     found = {id for id in after if after[id] != before[id]}
     for id in found:
-        created = {"SentAt": None, "ExpiresAt": None, "Attempts": 0, "AvailableAt": after[id]["AvailableAt"]}
+        created = {"SentAt": None, "ExpiresAt": None, "Attempts": 0}
+        created |= {name: after[id][name] for name in ("AvailableAt", "DueAt")}
         assert after[id] == before[id] | created
     return found
 
 
-def test_retry_writes_only_four_columns(database: Database, table: TaskTable):
-    """Due at the database's now, all attempts new, no end, not sent; all else stays, also the error and other rows."""
-    more = {"OrderingKey": "k", "Sequence": 3, "AtMostOnce": True, "Priority": -1, "ExpiresAt": PAST}
+def test_retry_writes_no_other_column(database: Database, table: TaskTable):
+    """Due at the database's now, all attempts new, no end, not sent; all else stays, also the error and other rows.
+
+    A task that the workers still retried keeps its age, and the age of the others begins anew.
+    """
+    more = {"OrderingKey": "k", "Sequence": 3, "AtMostOnce": True, "Priority": -1, "ExpiresAt": PAST, "DueAt": PAST}
     names = [(state, by) for by in ("ids", "state") for state in RETRIED]
     insert(
         database, [row(f"{state} {by}", **STATES[state], **more, Data=b"\x00\xff no message") for state, by in names]
@@ -75,6 +79,7 @@ def test_retry_writes_only_four_columns(database: Database, table: TaskTable):
         after = rows_of(database)
         assert touched(before, after) == {id}
         assert begun <= after[id]["AvailableAt"] <= table.now()
+        assert after[id]["DueAt"] == (PAST if state == "retrying" else None)
         assert changes.count(table, selection, exact=True) == Count(0)
 
 

@@ -132,7 +132,7 @@ def test_the_names_of_a_reshard_are_used(own_database: Database) -> None:
 
 
 TABLE, TO_SEND = "table AsynchronousTasks", "index AsynchronousTasksToSend"
-STORING = "STORING (Attempts, BlockedBy, Bytes, OrderingKey)"
+STORING = "STORING (Attempts, BlockedBy, Bytes, DueAt, OrderingKey)"
 IN_ORDER = "ON AsynchronousTasks (Shard, OrderingKey, Topic, SentAt, CreatedAt, Sequence)"
 #: A piece of our DDL, another one; the part, what the database has, what was expected.
 DIFFERENT = [

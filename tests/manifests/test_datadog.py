@@ -249,7 +249,7 @@ def test_every_metric_has_a_unit_that_datadog_knows() -> None:
 def test_dashboard_and_alarm_have_the_same_objective() -> None:
     markers = [each for graph in leaves(DASHBOARD["widgets"]) for each in graph.get("markers", [])]
     lines = {float(each["value"].removeprefix("y = ")) for each in markers if each["label"].startswith("objective")}
-    [now] = [request for title, request in requests(DASHBOARD) if title == "Age of the oldest pending task"]
+    [now] = [request for title, request in requests(DASHBOARD) if title == "Age of the oldest task"]
     colours = [colour for formula in now["formulas"] for colour in formula["conditional_formats"]]
     red = {colour["value"] for colour in colours if colour["palette"] == "white_on_red"}
     objective = SLO["sli_specification"]["time_slice"]["threshold"]

@@ -8,6 +8,7 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
+from outbox.table.states import first_due
 from publishworker.delivery.marking import MAX_MARKING_SECONDS
 from publishworker.delivery.rules import CHECK_SECONDS
 from publishworker.pubsub.errors import FailureKind, failure_kind
@@ -28,6 +29,7 @@ class Known:
     key: str
     at: float
     available_at: float
+    due: float = 0.0  # when it should first be sent
     expires_at: float = inf
     bad: bool = False  # Pub/Sub refuses its content
     once: bool = False  # to be sent at most once
@@ -78,7 +80,7 @@ class Audit:
 
     def committed(self, id: str, task: Known) -> None:
         of_key = self._of_key[task.topic, task.key]
-        task.position = len(of_key)
+        task.position, task.due = len(of_key), max(task.at, task.available_at)
         self.tasks[id] = task
         if task.key:
             of_key.append(task)
@@ -86,7 +88,7 @@ class Audit:
     def reset(self, id: str) -> None:
         """An operator has set SentAt to NULL. The mark has cleared the other columns."""
         task = self.tasks[id]
-        task.resets += 1
+        task.resets, task.due = task.resets + 1, task.at
         task.reset_at, task.available_at, task.expires_at = self.clockwork.now, -inf, inf
 
     def set_paused(self, topic: str, *, paused: bool) -> None:
@@ -129,6 +131,9 @@ class Audit:
     def claimed(self, process: Process, rows: Iterable[LockedRow], now: datetime) -> None:
         for row in rows:
             self._claimed[process, row.id] = row
+            late = (now - first_due(row)).total_seconds() - (self.clockwork.now - self.tasks[row.id].due)
+            if row.sent_at is None and abs(late) > 1:
+                self.problem(f"{row.id} looks {late:.1f} s older than it is")
             is_early = not (row.is_due(now) or row.deferred)
             self._unfit[process, row.id] = (
                 "sent" if row.sent_at else "expired" if row.is_expired(now) else "not due" if is_early else ""

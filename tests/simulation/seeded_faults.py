@@ -110,6 +110,9 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "no answer is no success": (publisher, "failure_of", always(Published(""))),
     "deferred tasks are released": (rules, "release_changes", always({})),
+    "a failed task keeps its age": (
+        RetryPolicy, "failed_attempt", lambda real: lambda *a: replace(real(*a), due_at=None)
+    ),
     "a deferral ends": (
         RetryPolicy, "deferrals",
         lambda real: lambda self, *a: (

@@ -13,7 +13,7 @@ from typing import Any
 from outbox.message import RawPubsubMessage
 from outbox.table.layouts import Layout
 from outbox.table.statements import FORGET_WORKER_SECONDS
-from outbox.table.states import NEVER
+from outbox.table.states import NEVER, first_due
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import FailureKind, failure_kind
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
@@ -60,6 +60,7 @@ class StoredTask:
     at_most_once: bool = False
     sequence: int | None = None
     blocked_by: str | None = None
+    due_at: datetime | None = None
     times_sent: int = 0
 
 
@@ -272,20 +273,23 @@ class FakeStore:
                 row.times_sent = times_sent(self.as_locked(row), sent=isinstance(mark, Published))
             if isinstance(mark, Published):
                 row.sent_at, row.available_at, row.expires_at = committed, None, None
-                row.last_error, row.blocked_by, row.attempts = None, None, 0
+                row.last_error, row.blocked_by, row.attempts, row.due_at = None, None, 0, None
             elif isinstance(mark, NotSent):
                 row.sent_at, row.available_at, row.expires_at = None, mark.available_at, mark.expires_at
                 row.last_error, row.blocked_by, row.attempts = mark.error, None, mark.attempts
+                row.due_at = mark.due_at
             elif isinstance(mark, Deferred):
+                row.due_at = first_due(self.as_locked(row))
                 row.available_at, row.blocked_by = mark.available_at, mark.head
 
     @staticmethod
     def as_locked(row: StoredTask) -> LockedRow:
         data = row.data if row.sent_at is None else b""
-        clean = (row.available_at, row.blocked_by, row.expires_at, row.last_error, row.attempts) == (*[None] * 4, 0)
+        others = row.available_at, row.due_at, row.blocked_by, row.expires_at, row.last_error
+        clean = (*others, row.attempts) == (*[None] * 5, 0)
         return LockedRow(
             row.id, row.topic, data, row.ordering_key, row.created_at, row.available_at, row.sent_at, clean,
-            row.attempts, row.expires_at, row.at_most_once, row.blocked_by is not None, row.times_sent,
+            row.attempts, row.expires_at, row.at_most_once, row.blocked_by is not None, row.due_at, row.times_sent,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from tests.support.spanner import place, query, record_requests
 #: Every column that is not computed.
 COLUMNS = (
     "Id", "Topic", "Data", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "ExpiresAt", "AtMostOnce",
-    "Attempts", "LastError", "BlockedBy", "SentAt",
+    "Attempts", "LastError", "BlockedBy", "SentAt", "DueAt",
 )  # fmt: skip
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 PAST, FUTURE = datetime(2026, 2, 1, tzinfo=UTC), datetime(2090, 1, 1, tzinfo=UTC)

@@ -223,9 +223,9 @@ FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
 @pytest.mark.parametrize(
     ("given", "level", "sentence"),
     [
-        ({"lines": [NEW]}, "ok", "Healthy: oldest pending task 0.4s, 1 live worker, no dead tasks"),
-        ({}, "ok", "Healthy: oldest pending task 0.0s, 1 live worker, no dead tasks"),
-        ({"lines": [NEW, DEAD]}, "warn", "2 dead tasks. Oldest pending task 0.4s, 1 live worker"),
+        ({"lines": [NEW]}, "ok", "Healthy: oldest task 0.4s, 1 live worker, no dead tasks"),
+        ({}, "ok", "Healthy: oldest task 0.0s, 1 live worker, no dead tasks"),
+        ({"lines": [NEW, DEAD]}, "warn", "2 dead tasks. Oldest task 0.4s, 1 live worker"),
         ({"lines": [DEAD], "workers": [FAILING]}, "warn", "orders: circuit open since 12:00: permission_denied"),
         ({"workers": [FAILING], "orphans": [1, 2]}, "bad", "2 shards without a live worker"),
         (
@@ -233,7 +233,7 @@ FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
             "orders is late: oldest 14m, circuit open since 12:00: permission_denied",
         ),
         ({"lines": [OLD], "workers": ()}, "bad", "No live worker, so no task is published. Pending: 3 tasks"),
-        ({"lines": [MANY]}, "warn", "at least 2 dead tasks. Oldest pending task 0.0s, 1 live worker"),
+        ({"lines": [MANY]}, "warn", "at least 2 dead tasks. Oldest task 0.0s, 1 live worker"),
         ({"lines": [MANY], "workers": ()}, "bad", "No live worker, so no task is published. Pending: at least 9 tasks"),
     ],
 )  # fmt: skip

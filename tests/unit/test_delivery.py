@@ -69,11 +69,13 @@ def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) 
     bench.insert("due", created_at=now - 9 * HOUR, available_at=now - 2 * HOUR)
     bench.insert("fresh", created_at=now - timedelta(seconds=0.25))
     bench.insert("early", created_at=now + HOUR)  # no task has waited for less than no time
+    retried = {"available_at": now, "due_at": now - 3 * HOUR, "attempts": 8}
+    bench.insert("retried", created_at=now - 9 * HOUR, **retried)
     bench.slow_commits(Abort())
-    result = bench.deliver("ready", "due", "fresh", "early")
+    result = bench.deliver("ready", "due", "fresh", "early", "retried")
     assert result.aborted == 1
     assert result.phases == {CLAIM: 3, PUBLISH: 2, COMMIT: 3}
-    assert result.latencies == {"ready": 3602, "due": 7202, "fresh": 2.25, "early": 0}
+    assert result.latencies == {"ready": 3602, "due": 7202, "fresh": 2.25, "early": 0, "retried": 10802}
     bench.insert("once", created_at=bench.store.now - HOUR, at_most_once=True)
     assert bench.deliver("once", kind=Kind.MARK_FIRST).latencies == {"once": 3605}
     bench.store.away = True

@@ -82,6 +82,18 @@ def test_a_missing_topic_makes_no_young_task_dead(reason: str) -> None:
     assert 1800 <= wait(record(Failed(reason, "no"), 500)) <= 3600
 
 
+def test_a_task_keeps_the_time_at_which_it_should_first_have_been_sent() -> None:
+    """Through any number of failures. It is the schedule that the application asked for, and young tasks do not die."""
+    asked = NOW - MICROSECOND
+    row = LockedRow("a", "orders", b"", None, NOW - OLD, asked, None)
+    for attempts in (1, 500):
+        recorded = policy(max_attempts=1).failed_attempt(row, TARGET, NOW)
+        assert (recorded.due_at, recorded.dead) == (asked, False)
+        row = row._replace(available_at=recorded.available_at, attempts=attempts, due_at=recorded.due_at)
+    assert policy(max_attempts=1, dead_after=3600).failed_attempt(row, TARGET, asked + HOUR).dead
+    assert record(UNKNOWN, age=HOUR).due_at == NOW - HOUR
+
+
 @pytest.mark.parametrize("failure", [CONTENT, TARGET, OUTAGE, UNKNOWN])
 def test_the_expiry_is_carried_over(failure: Failed) -> None:
     """A mark before publishing removed it from the row; a failure restores it."""
