@@ -1,7 +1,6 @@
 """A worker in the process of an application."""
 
 import threading
-from types import TracebackType
 from typing import Self
 
 from publishworker.process import exits
@@ -60,7 +59,5 @@ class HostedRelay:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.stop()
