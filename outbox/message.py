@@ -33,6 +33,7 @@ MAX_ID_CHARACTERS = 64
 LONGEST_TOPIC_NAME = f"projects/{'p' * 30}/topics/{'t' * 255}"
 
 _TOPIC = re.compile(TOPIC)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _DATA = (bytes, bytearray, memoryview)
 
 # The plain protobuf classes behind proto-plus, which are an order of magnitude cheaper to fill. Their members are
@@ -88,6 +89,18 @@ def check_task_id(task_id: str) -> str:
     if not 1 <= len(task_id) <= MAX_ID_CHARACTERS:
         raise InvalidMessage(f"task_id has {len(task_id):,} characters. It must have 1 to {MAX_ID_CHARACTERS}")
     _utf8(task_id, "task_id")
+    return task_id
+
+
+def check_new_task_id(task_id: str) -> str:
+    """Return the ID of a task to register, as `check_task_id` does. Raises InvalidMessage.
+
+    Lines of files and of logs, and forms in a browser, change an ID with control characters. Other programs can insert
+    such tasks, so everything else accepts them.
+    """
+    task_id = check_task_id(task_id)
+    if _CONTROL.search(task_id):
+        raise InvalidMessage(f"task_id {task_id!r} has a control character, such as a line break. Remove it")
     return task_id
 
 

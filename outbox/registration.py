@@ -107,9 +107,9 @@ def register(
         available_at: do not publish before this timezone-aware time.
         expires_at: do not publish after this timezone-aware time.
         at_most_once: prefer a loss to a duplicate; not together with an ordering key.
-        task_id: 1 to 64 characters; a second insert of the same ID fails the commit with AlreadyExists. Default: a
-            random UUID. Never use a monotonically increasing number, because the ID is the primary key
-            (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
+        task_id: 1 to 64 characters, none of them a control character; a second insert of the same ID fails the commit
+            with AlreadyExists. Default: a random UUID. Never use a monotonically increasing number, because the ID is
+            the primary key (https://cloud.google.com/spanner/docs/schema-design#primary-key-prevent-hotspots).
 
     Raises:
         InvalidMessage: Pub/Sub or the table would refuse the task. Nothing was added to the transaction.
@@ -207,7 +207,7 @@ def register_many(transaction: SupportsInsert, tasks: Collection[Task]) -> list[
 
 def task_row(task: Task) -> tuple[Any, ...]:
     """Return the row in the order of COLUMNS. Raises InvalidMessage; TypeError for the type of `message`."""
-    id = _random_id() if task.task_id is None else messages.check_task_id(task.task_id)
+    id = _random_id() if task.task_id is None else messages.check_new_task_id(task.task_id)
     topic = messages.check_topic(task.topic)
     priority = _priority(task.priority)
     available_at, expires_at = _times(task.available_at, task.expires_at)

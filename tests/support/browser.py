@@ -86,9 +86,11 @@ def gated_console(database: Database) -> Iterator[Gate]:
         server = uvicorn.Server(uvicorn.Config(gate, log_config=None, lifespan="off", ws="none"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
-        yield gate
-        server.should_exit = True
-        thread.join()
+        try:
+            yield gate
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join()
 
 
 @contextlib.contextmanager

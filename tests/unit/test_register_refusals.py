@@ -77,6 +77,7 @@ def call(request: pytest.FixtureRequest) -> Iterator[Call]:
         yield of_driver
 
 
+CONTROL = "has a control character, such as a line break. Remove it"
 #: By the argument: a value, and the sentence of the refusal.
 REFUSED: dict[str, list[tuple[Any, str]]] = {
     "topic": [
@@ -115,6 +116,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "task_id": [
         ("", "task_id has 0 characters. It must have 1 to 64"),
         ("x" * 65, "task_id has 65 characters. It must have 1 to 64"),
+        *((id, f"task_id {id!r} {CONTROL}") for id in ("a\n", "\x00", "a\tb", "\x7f", "a\x85")),
         (7, "task_id is int. It must be a str"),
         (BAD_TEXT, f"task_id {NO_UNICODE}"),
     ],
