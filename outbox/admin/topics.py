@@ -15,6 +15,7 @@ from outbox.admin.backlog import COUNT_LIMIT
 from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError, SettingError
+from outbox.program.settings import PubSubSettings
 from outbox.table.controls import problems
 from outbox.table.statements import CONTROL_COLUMNS, CONTROLS
 
@@ -66,6 +67,15 @@ def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
     return [topic for topic in topics if topic not in known]
 
 
+def check_destination(table: TaskTable, topic: str) -> str | None:
+    """Ask Pub/Sub whether a topic exists. Return why that is unknown, or None. Raises OutboxError if it does not."""
+    from outbox.program.pubsub import check_topic  # noqa: PLC0415 - imports the client
+
+    _, project, _, instance, _, database = table.name.split("/")
+    settings = PubSubSettings.read({"project": project, "instance": instance, "database": database})
+    return check_topic(settings, full_name(topic, project))
+
+
 def change(
     table: TaskTable,
     operation: str,
@@ -99,8 +109,16 @@ def apply(
 ) -> Difference:
     """Replace the rows of these topics in one transaction, which records the difference. Return it.
 
-    With `dry_run` it checks the same and writes nothing.
+    With `dry_run` it checks the same and writes nothing. Raises SettingError if an ID and its full name, which are one
+    topic for Pub/Sub, have different controls.
     """
+    by_full_name: dict[str, str] = {}
+    for topic, control in wanted.items():
+        other = by_full_name.setdefault(full_name(topic, table.project), topic)
+        if wanted[other] != control:
+            raise SettingError(
+                f"{other} and {topic} are the same Pub/Sub topic, but have different controls. Nothing was changed"
+            )
 
     def work(transaction: Transaction) -> Difference:
         before = _read(transaction)

@@ -164,8 +164,10 @@ def parsed(value: Any) -> "dict[str, admin.topics.Control]":
 
 
 def _number(column: str, value: Any) -> Any:
-    """Return the value of a column: JSON does not tell 5 from 5.0, but Spanner does."""
+    """Return the value of a column: JSON does not tell 5 from 5.0 and 5e0, but Spanner does."""
     bounds = BOUNDS.get(column)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # whatever the notation is
     return float(value) if bounds and bounds.kind is float and bounds.contain(value) else value
 
 

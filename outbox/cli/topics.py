@@ -9,7 +9,7 @@ from outbox import admin
 from outbox.cli import bulk, flags
 from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import PubSubSettings, SettingType, did_you_mean, matching, number
+from outbox.program.settings import SettingType, did_you_mean, matching, number
 from outbox.program.terminal import escaped, say
 from outbox.program.times import SECONDS
 from outbox.program.values import TOPIC
@@ -199,12 +199,8 @@ def run_resume(options: argparse.Namespace) -> int:
 
 def check_destination(table: "admin.table.TaskTable", options: argparse.Namespace, topic: str) -> None:
     """Ask Pub/Sub whether the topic exists, unless --force is given. Raises OutboxError if it does not."""
-    if not options.force:
-        from outbox.program.pubsub import check_topic  # noqa: PLC0415 - imports the client
-
-        settings = PubSubSettings.read(vars(options))
-        if unknown := check_topic(settings, admin.topics.full_name(topic, table.project)):
-            note(unknown)
+    if not options.force and (unknown := admin.topics.check_destination(table, topic)):
+        note(unknown)
 
 
 def open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":

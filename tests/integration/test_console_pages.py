@@ -144,27 +144,43 @@ def test_an_error_that_is_one_long_word_is_shown_in_part(database: Database) -> 
         assert "x" * 150 in text(browser(database).get(path).text)
 
 
-def test_a_topic_is_paused_limited_and_routed_by_a_named_person(database: Database) -> None:
+@pytest.fixture
+def _pubsub(emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
+
+
+@pytest.mark.usefixtures("_pubsub")
+def test_a_topic_is_paused_limited_and_routed_by_a_named_person(database: Database, topic: str) -> None:
+    to = topic.rpartition("/")[2]
     insert(database, [row("a")])
     caller, table = browser(database), TaskTable(opened(database))
     paths = {
-        "pause": "reason=too+many+errors", "limit": "rate=10&burst=20&max-in-flight=", "route": "to=orders-v2",
-        "policy": "max-attempts=3&backoff-max=60s", "resume": "",
+        "pause": "reason=too+many+errors", "limit": "rate=10&burst=20&max-in-flight=",
+        f"route?to={to}": "reason=the+new+one", "policy": "max-attempts=3&backoff-max=60s", "resume": "",
     }  # fmt: skip
+    asked = caller.post("/topic/ask-for-route?name=orders", headers=SAME, content=f"to={to}")
+    preview = text(caller.get(asked.headers["location"]).text)
+    assert f"1 task of orders would be published to {to}. Nothing has been changed yet." in preview
+    assert "order holds only within a topic" in preview
+    assert admin.topics.controls(table) == {}
     for name, form in paths.items():
-        answer = caller.post(f"/topic/{name}?name=orders", headers=SAME, content=form)
+        place = f"/topic/{name}{'&' if '?' in name else '?'}name=orders"
+        answer = caller.post(place, headers=SAME, content=form)
         assert answer.status_code == 303, answer.text
         shown = caller.get(answer.headers["location"]).text
         assert "Workers apply it within 10 seconds. 0 of 0 have reported since then." in shown
     control = admin.topics.controls(table)["orders"]
-    assert control == admin.topics.Control(False, 10, 20, None, "orders-v2", MaxAttempts=3, BackoffMaxSeconds=60)
+    assert control == admin.topics.Control(False, 10, 20, None, to, MaxAttempts=3, BackoffMaxSeconds=60)
     recorded = admin.operations.latest(table, 10)
-    assert [each.operation for each in reversed(recorded)] == list(paths)
+    assert [each.operation for each in reversed(recorded)] == [name.partition("?")[0] for name in paths]
     assert {each.principal for each in recorded} == {"ann@example.com"}
     assert recorded[-1].reason == "too many errors"
-    assert "at most 10 tasks a second, 20 at once; published to orders-v2" in text(
-        caller.get("/topic?name=orders").text
-    )
+    assert f"at most 10 tasks a second, 20 at once; published to {to}" in text(caller.get("/topic?name=orders").text)
+    assert f"→ {to}" in text(caller.get("/").text)
+
+
+#: Changes of a topic that no task and no row has.
+UNKNOWN = {"pause": "", "resume": "", "limit": "max-in-flight=5", "policy": "max-attempts=3", "route": ""}
 
 
 @pytest.mark.parametrize(
@@ -174,17 +190,22 @@ def test_a_topic_is_paused_limited_and_routed_by_a_named_person(database: Databa
         ("/topic/limit?name=orders", "rate=10", 400, "and Burst go together"),
         ("/topic/limit?name=orders", "", 400, "The form is empty"),
         ("/topic/limit?name=orders", "max-in-flight=5&off=1", 400, "The form sets and removes values"),
-        ("/topic/route?name=orders", "to=orders-v2&off=1", 400, "The form sets and removes values"),
-        ("/topic/route?name=orders", "to=orders", 400, "would be routed to itself"),
-        ("/topic/route?name=orders", "to=a%00b", 400, "The field to has a wrong value. 'a\\x00b' is not allowed"),
+        ("/topic/route?name=orders&to=orders-v2&off=1", "", 400, "The form sets and removes values"),
+        ("/topic/route?name=orders&to=no-such-topic", "reason=x", 400, "topics/no-such-topic does not exist"),
+        ("/topic/route?name=orders&off=1", "", 400, "A reason is required"),
+        ("/topic/ask-for-route?name=orders", "to=orders-v2&off=1", 400, "The form sets and removes values"),
+        ("/topic/ask-for-route?name=orders", "to=a%00b", 400, "The field to has a wrong value. 'a\\x00b' is not"),
+        *((f"/topic/{name}?name=ordres&off=1", form, 400, "Unknown topic 'ordres'") for name, form in UNKNOWN.items()),
         ("/topic/pause?name=orders", f"reason={'x' * 1_001}", 400, "The field reason has a wrong value"),
         ("/topic/pause", "", 404, "The address names no topic"),
     ],
 )
+@pytest.mark.usefixtures("_pubsub")
 def test_a_wrong_form_changes_nothing(database: Database, path: str, form: str, status: int, sentence: str) -> None:
+    insert(database, [row("a")])
     answer = browser(database).post(path, headers=SAME, content=form)
-    assert answer.status_code == status
-    assert sentence in text(answer.text)
+    assert (answer.status_code, sentence in text(answer.text)) == (status, True), text(answer.text)
+    assert admin.topics.controls(TaskTable(opened(database))) == {}
     assert admin.operations.latest(TaskTable(opened(database)), 1) == []
 
 

@@ -167,7 +167,7 @@ def test_an_export_can_be_applied(
     assert json.loads(exported) == {"topics": FULL}
     file.write_text(exported)
     assert command(f"topics apply {file} --force")[1] == "0 topics changed, 2 unchanged\n"
-    file.write_text('{"topics": {"orders": {"burst": 20, "rate_per_second": 7}}}')
+    file.write_text('{"topics": {"orders": {"burst": 2e+01, "rate_per_second": 7}}}')
     assert command(f"topics apply {file}")[0] == 0
     assert controls == {**wanted, "orders": Control(RatePerSecond=7.0, Burst=20)}
     operation, difference = recorded(database)
@@ -185,6 +185,8 @@ WRONG = {
     '{"topics": {}, "more": 1}': 'the file must be {"topics": {...}}',
     '{"topics": {"orders": []}}': "topics.orders must be an object",
     '{"topics": {"": {}}}': "topics. is no topic",
+    f'{{"topics": {{"orders": {{"paused": true}}, "projects/{PROJECT}/topics/orders": {{}}}}}}': "orders and projects/"
+    f"{PROJECT}/topics/orders are the same Pub/Sub topic, but have different controls. Nothing was changed",
 }
 #: A field of a topic that is wrong, and why.
 WRONG_FIELDS = {
