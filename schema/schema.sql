@@ -42,7 +42,8 @@ CREATE TABLE AsynchronousTasks (
   -- Failed attempts that were recorded on this task. 0 again when it is sent.
   Attempts    INT64       NOT NULL DEFAULT (0),
   LastError   STRING(MAX),
-  -- How often SentAt was set. It tells a task that an operator wants to be sent again from one whose mark was lost.
+  -- How often SentAt was set, and once more for each replay that restored the task from an archive. It tells a task that
+  -- an operator wants to be sent again from one whose mark was lost.
   TimesSent   INT64       NOT NULL DEFAULT (0),
   -- NULL: not sent. Setting it to NULL sends the task again.
   SentAt      TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
@@ -136,7 +137,8 @@ CREATE TABLE AsynchronousTaskOperations (
 ) PRIMARY KEY (OperationId);
 
 -- The inbox of subscribers: the tasks that a consumer has processed. It belongs into the database of the subscriber, and
--- workers do not need it. Keep rows longer than Pub/Sub keeps messages.
+-- workers do not need it. A replay from an archive records its tasks in the one of its own database. Keep rows longer than
+-- Pub/Sub keeps messages.
 CREATE TABLE ProcessedTasks (
   Consumer    STRING(256) NOT NULL,
   TaskId      STRING(128) NOT NULL,

@@ -135,10 +135,12 @@ def operation(table: TaskTable, id: str) -> Operation | None:
     return Operation(*rows[0]) if rows else None
 
 
-def begin(table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED) -> Operation:
+def begin(
+    table: TaskTable, name: str, selection: Mapping[str, Any], author: Author = UNNAMED, **columns: Any
+) -> Operation:
     """Record a change that starts now, and return its row. Raises NotReached, OutboxError."""
-    id = new_id()
-    table.transact(_TAG, lambda writer: record(writer, table, name, selection, author, OperationId=id))
+    id = columns.setdefault("OperationId", new_id())
+    table.transact(_TAG, lambda writer: record(writer, table, name, selection, author, **columns))
     [row] = table.query(statements.OPERATION, _TAG, {"id": id})
     return Operation(*row)
 

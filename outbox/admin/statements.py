@@ -53,6 +53,8 @@ _OPERATIONS = "AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}"
 _OPERATION_COLUMNS = """OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason, Selected,
   SeenAt, StoppedAt"""
 OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId = @id"
+#: The number of tasks of an operation, with an exclusive lock.
+LOCK_TASKS = f"@{{LOCK_SCANNED_RANGES=exclusive}}\nSELECT Tasks FROM {_OPERATIONS} WHERE OperationId = @id"
 #: A range for each first digit of an ID. The last operations of a range come first (`operations.new_id`).
 _ID_RANGES = "ARRAY<STRUCT<low STRING, high STRING>>[{}]".format(
     ", ".join(f"('{low}', '{high}')" for low, high in pairwise(["", *"123456789abcdef", "\\U0010FFFF"]))

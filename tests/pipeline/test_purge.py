@@ -9,6 +9,7 @@ from google.cloud.spanner_v1.database import Database
 from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
+from outbox.admin import operations
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import shown
 from outbox.table.states import NEVER
@@ -28,8 +29,9 @@ def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database
     update(database, "dead", SentAt=None, AvailableAt=datetime.fromisoformat("9999-12-31T00:00:00Z"))
     watch = Watch(database)
     table = Table(watch.database)
+    operation = operations.begin(table, "purge", {}, Tasks=7).id
     watch.requests.clear()
-    counts = purge_chunk(table, dict.fromkeys(("same", "again", "reset", "dead", "gone"), DAY))
+    counts = purge_chunk(table, dict.fromkeys(("same", "again", "reset", "dead", "gone"), DAY), operation)
     assert counts == {"deleted": 1, "resent": 3, "missing": 1}
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
     assert {name for name, _ in watch.requests} == {"execute_streaming_sql", "commit"}
@@ -38,15 +40,18 @@ def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database
         assert options.priority == 1, (name, request)
         assert options.transaction_tag == "outbox-pipeline-purge", (name, request)
         assert name == "commit" or options.request_tag == "outbox-pipeline-purge"
-    assert purge_chunk(table, {"same": DAY, "again": DAY}) == {"deleted": 0, "resent": 1, "missing": 1}
+    again = purge_chunk(table, {"same": DAY, "again": DAY}, operation)
+    assert again == {"deleted": 0, "resent": 1, "missing": 1}
+    assert [note["Tasks"] for note in noted(database)] == [8]
     assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
 
 
 def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Database, monkeypatch: pytest.MonkeyPatch):
     insert(database, [sent("a", DAY), sent("b", DAY)])
     table = Table(Watch(database).database)
+    operation = operations.begin(table, "purge", {}, Tasks=0).id
     meddle(monkeypatch, table, lambda: update(database, "a", SentAt=None))
-    assert purge_chunk(table, {"a": DAY, "b": DAY}) == {"deleted": 1, "resent": 1, "missing": 0}
+    assert purge_chunk(table, {"a": DAY, "b": DAY}, operation) == {"deleted": 1, "resent": 1, "missing": 0}
     assert list(rows_of(database)) == ["a"]
 
 
@@ -64,6 +69,9 @@ def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(
     monkeypatch.undo()
     assert len(left) < len(rows_of(database)) < len(tasks)
     assert purges(tmp_path) == [None]
+    [failed] = noted(database)
+    assert failed["FinishedAt"] is None
+    assert 0 < failed["Tasks"] == len(tasks) + len(left) - len(rows_of(database))
     assert archived(spark, tmp_path) == everything, "nothing is deleted before all of it can be read"
     done = run(spark, settings_of(target, tmp_path), purge=True)
     assert (done.windows, done.written, done.until) == (0, 0, NEXT_DAY)
@@ -72,6 +80,8 @@ def test_the_next_run_finishes_a_purge_whose_spark_tasks_failed(
     assert note is not None
     assert (note["deleted"] + note["missing"], note["resent"]) == (len(everything), 0)
     assert sorted(rows_of(database)) == ["dead", "next", "waits"]
-    failed, finished = noted(database)
-    assert (failed["Operation"], failed["FinishedAt"], failed["Tasks"]) == ("purge", None, None)
-    assert (finished["Tasks"], json.loads(finished["Selection"])["since"]) == (note["deleted"], shown(DAY))
+    [finished] = noted(database)
+    assert finished["OperationId"] == failed["OperationId"]
+    assert (finished["Operation"], json.loads(finished["Selection"])["since"]) == ("purge", shown(DAY))
+    assert finished["Tasks"] == len(everything), "those of all attempts"
+    assert finished["FinishedAt"] is not None

@@ -39,12 +39,14 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     for id in ("new", "sent"):
         writer.add(pipeline.row(task_id=id))
     writer.flush()
-    assert purge_chunk(table, {"sent": SENT})["deleted"] == 1
+    purging = operations.begin(table, "purge", {}, Tasks=0)
+    assert purge_chunk(table, {"sent": SENT}, purging.id)["deleted"] == 1
     insert(database, [row("replayed", SentAt=SENT)])
     begun = operations.begin(table, "replay", {})
     names = ARCHIVED_COLUMNS
-    back = {**row("back", Topic="orders"), "Data": b""}
-    done = replay_chunk(table, [{"Id": "replayed"}, {name: back[name] for name in names}], begun.started_at)
+    back = {**row("back", Topic="orders"), "Data": b"", "TimesSent": 1}
+    archived = {name: back[name] for name in names} | {"WasUnsent": False}
+    done = replay_chunk(table, [{"Id": "replayed"}, archived], begun.id, begun.started_at)
     assert (done["replayed"], done["registered"]) == (1, 1)
     operations.end(table, begun.id, Tasks=2)
     snapshot = mock.MagicMock()

@@ -36,7 +36,7 @@ from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.tasks import Rows, map_rows, totals
 
 #: Max tasks in one transaction of a purge.
-CHUNK_ROWS = 200
+CHUNK_ROWS = 1_000
 _COUNTS = schemas.counts("deleted", "resent", "missing")
 _TAG = "outbox-pipeline-purge"
 
@@ -169,12 +169,14 @@ class _Job:
         """Delete the tasks of a finished window from the table."""
         manifest = window.manifest
         selection = {"archive": str(window.folder), "since": manifest.since, "until": manifest.until}
-        operation = operations.begin(self.table, "purge", selection)
-        window.note_purging(self.table.now())
+        # An interrupted purge is continued under its ID.
+        id = window.note_purging(operations.new_id(), self.table.now())
+        if operations.operation(self.table, id) is None:
+            operations.begin(self.table, "purge", selection, OperationId=id, Tasks=0)
         tasks = self.files.read([window]).select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
-        [row] = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings)).collect()
+        [row] = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings, id)).collect()
+        operations.end(self.table, id)
         window.note_purged(row.asDict(), self.table.now())
-        operations.end(self.table, operation.id, Tasks=row.deleted)
         done.purged_windows += 1
         done.deleted += row.deleted
         done.resent += row.resent
@@ -199,18 +201,19 @@ class _Job:
         )
 
 
-def purge_rows(database: DatabaseSettings, batches: Iterator[Rows]) -> Iterator[Rows]:
+def purge_rows(database: DatabaseSettings, operation: str, batches: Iterator[Rows]) -> Iterator[Rows]:
     """Purge rows with Id and SentAt in a Spark task. Yield the counts of each chunk."""
     table = open_table(database)
     for rows in batches:
         for chunk in chunked(rows, CHUNK_ROWS):
-            yield [purge_chunk(table, {row["Id"]: row["SentAt"] for row in chunk})]
+            yield [purge_chunk(table, {row["Id"]: row["SentAt"] for row in chunk}, operation)]
 
 
-def purge_chunk(table: Table, wanted: Mapping[str, datetime]) -> dict[str, int]:
+def purge_chunk(table: Table, wanted: Mapping[str, datetime], operation: str) -> dict[str, int]:
     """Delete the tasks whose SentAt is still the archived one, in one transaction. Return the number of each outcome.
 
-    A task with another SentAt, or none, is `resent` and stays in the table. A task that does not exist is `missing`.
+    The transaction also adds the number to the row of the operation, so that no attempt is missing there. A task with
+    another SentAt, or none, is `resent` and stays in the table. A task that does not exist is `missing`.
     """
 
     def work(transaction: Transaction) -> dict[str, int]:
@@ -218,6 +221,9 @@ def purge_chunk(table: Table, wanted: Mapping[str, datetime]) -> dict[str, int]:
         same = [id for id, sent_at in found if sent_at == wanted[id]]
         if same:
             transaction.delete(TABLE, KeySet(keys=[[id] for id in same]))
+            # Last, because all Spark tasks wait for the lock of this row.
+            [[deleted]] = transaction.query(statements.LOCK_TASKS, {"id": operation})
+            operations.update(transaction, operation, Tasks=deleted + len(same))
         return {"deleted": len(same), "resent": len(found) - len(same), "missing": len(wanted) - len(found)}
 
     return table.transact(_TAG, work)

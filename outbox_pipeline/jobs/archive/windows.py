@@ -85,9 +85,13 @@ class ArchiveWindow:
         """Tell whether its tasks were purged."""
         return (self.folder / PURGED).exists()
 
-    def note_purging(self, at: datetime) -> None:
-        """Write the file that says that its purge begins."""
-        self.folder.create(PURGING, json.dumps({"since": shown(at)}) + "\n")
+    def note_purging(self, operation: str, at: datetime) -> str:
+        """Write the file that says that its purge begins. Return the ID of the operation, or of the interrupted one."""
+        self.folder.create(PURGING, json.dumps({"since": shown(at), "operation": operation}) + "\n")
+        try:
+            return str(json.loads(self.folder.read(PURGING) or "")["operation"])
+        except (ValueError, TypeError, KeyError):  # a killed run can leave an incomplete file
+            return operation
 
     def note_purged(self, counts: Mapping[str, int], at: datetime) -> None:
         """Write the file that says that its purge ended, with the counts."""

@@ -2,7 +2,9 @@
 
 The Spark tasks lock each row and reset SentAt if the task was sent before the replay began. Spark can run a Spark task
 again, and a replay can be resumed. A task that is already unsent, or was sent since the replay began, is not changed.
-So no task is replayed twice.
+So no task is replayed twice. A replay from the archive also inserts tasks that are gone. The transaction of each chunk
+records its tasks in ProcessedTasks, under the name of the replay. So a task that was deleted after its chunk stays
+deleted, whoever deleted it.
 """
 
 import base64
@@ -14,28 +16,34 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
+import pyarrow as pa
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
+from pyspark.sql.types import StringType
 
 from outbox.admin import operations, statements
 from outbox.admin.changes import RETRY_COLUMNS, retry_values
 from outbox.admin.operations import Author, as_json
 from outbox.admin.table import Transaction
 from outbox.errors import OutboxError, SettingError
+from outbox.inbox.once import COLUMNS as INBOX_COLUMNS
+from outbox.inbox.once import TABLE as INBOX
 from outbox.program.settings import DatabaseSettings
 from outbox.program.times import resolved, shown
 from outbox.program.values import chunked
 from outbox.registration import COLUMNS, TABLE
-from outbox.table.statements import NOW
+from outbox.table.statements import NOW, TO_SEND_INDEX
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
+from outbox_pipeline.source.parts import BATCH_ROWS
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.files import Folder
-from outbox_pipeline.spark.tasks import Pace, Rows, collected, divided, map_rows, placed, totals
+from outbox_pipeline.spark.tasks import Pace, Rows, collected, divided, map_rows, placed, read_parts, totals
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
@@ -45,7 +53,9 @@ _TAG = "outbox-pipeline-replay"
 _COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "missing")
 #: The columns of a task from the table, and of a task from the archive, which is inserted again if it is gone.
 _OF_TABLE = ("Id", "OrderingKey", "CreatedAt", "Sequence")
-ARCHIVED_COLUMNS = tuple(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt"))
+ARCHIVED_COLUMNS = (*(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt")), "TimesSent")
+#: Of a task from the archive: it was unsent when the replay began. If it is gone since, it was cancelled.
+_WAS_UNSENT = "WasUnsent"
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -112,7 +122,7 @@ def run(
             begun = operations.begin(table, "replay", asdict(selection), Author(reason=reason))
             id, started_at = begun.id, begun.started_at
         _info(f"Replay {id} of {as_json(asdict(selection))}. If it is interrupted, continue it with --resume {id}")
-        done = job.replay(started_at)
+        done = job.replay(id, started_at)
         done.replay_id = id
         operations.end(table, id, Tasks=done.selected - done.missing)
         _info(f"Replay {id} finished. Workers send its tasks. outbox status shows how many are pending")
@@ -172,7 +182,9 @@ def _check_deleted(table: Table, id: str, started_at: datetime, archive: Folder)
     of_archive = as_json({"archive": f"{archive}/"}).removesuffix('"}')
     for name in ("cancel", "purge"):
         for found in operations.latest(table, operations.COMPARED, operation=name):
-            if found.started_at > started_at and not found.selection.startswith(of_archive):
+            # A purge of an archive has no time of its last chunk.
+            last = found.seen_at or found.finished_at
+            if (last is None or last > started_at) and not found.selection.startswith(of_archive):
                 raise SettingError(
                     f"--resume {id}: tasks were deleted since this replay began (operation {found.id}, {name}), and it "
                     "would restore them from the archive. Start a new replay that does not select them"
@@ -221,12 +233,12 @@ class _Job:
             sample=[{"id": row["Id"], "topic": row["Topic"], "sent_at": row["SentAt"]} for row in sample],
         )
 
-    def replay(self, started_at: datetime) -> Replayed:
+    def replay(self, id: str, started_at: datetime) -> Replayed:
         """Make the selected tasks unsent, and insert those that only the archive has."""
         parts, rate = divided(self.spark, self.settings.max_rows_per_second)
         rows = in_order(self._selected(started_at), parts)
-        rows = rows.select(*ARCHIVED_COLUMNS) if self.selection.archive else rows.select("Id")
-        answers = map_rows(rows, _COUNTS, replay_rows, self.settings, started_at, rate)
+        rows = rows.select(*ARCHIVED_COLUMNS, _WAS_UNSENT) if self.selection.archive else rows.select("Id")
+        answers = map_rows(rows, _COUNTS, replay_rows, self.settings, id, started_at, rate)
         [counts] = collected(totals(answers))
         return Replayed(selected=sum(counts.values()), **counts)
 
@@ -234,21 +246,27 @@ class _Job:
         """Return the selected tasks, with at least _OF_TABLE or ARCHIVED_COLUMNS, Topic and SentAt."""
         until = min(self.selection.until or started_at, started_at)
         archive = self.selection.archive
-        return self._of_archive(archive, until) if archive else self._of_table(until, started_at)
+        at = self._snapshot(started_at)
+        return self._of_archive(archive, until, at) if archive else self._of_table(until, at)
 
-    def _of_table(self, until: datetime, started_at: datetime) -> DataFrame:
-        given = self.selection
+    def _snapshot(self, started_at: datetime) -> datetime:
+        """Return the time as of which the table is read: `started_at`, or now if Spanner has no versions of then.
+
+        For a replay from the table, the remaining tasks are the same, because the finished ones are unsent or were sent
+        since.
+        """
         now = self.table.now()
-        # A replay that is resumed too late for a snapshot at `started_at` reads the table as of now. The remaining
-        # tasks are the same, because the finished ones are unsent or were sent since.
         is_kept = started_at > now - self.table.retention() + TIME_TO_READ and self.table.keeps(started_at)
-        at = started_at if is_kept else now
+        return started_at if is_kept else now
+
+    def _of_table(self, until: datetime, at: datetime) -> DataFrame:
+        given = self.selection
         columns = (*_OF_TABLE, "Topic", "SentAt", *(("Attributes",) if given.attribute else ()))
         columns = tuple(schemas.TASK.fieldNames()) if given.where else columns
         wanted = RowFilter("sent", given.topic, given.since, until)
         return self._matching(read_tasks(self.spark, self.settings, columns, at, wanted))
 
-    def _of_archive(self, archive: str, until: datetime) -> DataFrame:
+    def _of_archive(self, archive: str, until: datetime, at: datetime) -> DataFrame:
         given = self.selection
         tasks = read_archive(self.spark, archive, since=given.since)
         # The last row of each task decides, as in the table. A resumed replay excludes tasks that were replayed, sent
@@ -259,7 +277,21 @@ class _Job:
         tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
         if given.attribute or given.where:
             tasks = decoded(tasks).withColumn("State", f.lit("sent")).select(*schemas.TASK.fieldNames())
-        return self._matching(tasks)
+        unsent = self._unsent(at).withColumn(_WAS_UNSENT, f.lit(True))
+        return self._matching(tasks).join(unsent, "Id", "left").fillna({_WAS_UNSENT: False})
+
+    def _unsent(self, at: datetime) -> DataFrame:
+        """Return the IDs of the tasks that were unsent at a time. Reads only their part of the index."""
+        settings, layout, schema = self.settings, self.table.layout, schemas.required(Id=StringType())
+
+        def read(shard: int) -> Iterator[pa.RecordBatch]:
+            table = open_table(settings)
+            table.layout = layout
+            unsent = KeySet(ranges=[KeyRange(start_closed=[shard, None], end_closed=[shard, None])])
+            for rows in chunked(table.rows(("Id",), unsent, at, index=layout.sql(TO_SEND_INDEX)), BATCH_ROWS):
+                yield pa.RecordBatch.from_pylist([{"Id": id.string_value} for (id,) in rows], schemas.arrow(schema))
+
+        return read_parts(self.spark, read, self.table.shards, schema)
 
     def _matching(self, tasks: DataFrame) -> DataFrame:
         """Return the tasks whose message has the attribute, and for which the SQL predicate is true."""
@@ -286,33 +318,35 @@ def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
 
 
 def replay_rows(
-    database: DatabaseSettings, started_at: datetime, rate: float, batches: Iterator[Rows]
+    database: DatabaseSettings, id: str, started_at: datetime, rate: float, batches: Iterator[Rows]
 ) -> Iterator[Rows]:
     """Replay rows with Id, or with the columns of the archive, in a Spark task. Yield the counts of each chunk.
 
-    `started_at` is the start of the replay by the database's clock. `rate` is rows per second of this Spark task, 0 is
-    no limit.
+    `id` is that of the replay, and `started_at` its start by the database's clock. `rate` is rows per second of this
+    Spark task, 0 is no limit.
     """
     table, pace = open_table(database), Pace(rate)
     for rows in batches:
         for chunk in chunked(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row.get("Data", b""))):
             pace.wait(len(chunk))
-            yield [replay_chunk(table, chunk, started_at)]
+            yield [replay_chunk(table, chunk, id, started_at)]
 
 
-def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: datetime) -> dict[str, int]:
+def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], id: str, started_at: datetime) -> dict[str, int]:
     """Reset SentAt of tasks that were sent before `started_at`, in one transaction. Return the number of each outcome.
 
-    A row with Data comes from the archive and is inserted again if its ID is not in the table. An unsent task is
-    `unsent`. A task that was sent since is `resent`.
+    A row with Data comes from the archive and is inserted again if its ID is not in the table, unless it was deleted
+    since the replay with this `id` began. An unsent task is `unsent`. A task that was sent since is `resent`.
     """
     wanted = {row["Id"]: row for row in rows}
+    archived = [row["Id"] for row in rows if "Data" in row]
 
     def work(transaction: Transaction) -> dict[str, int]:
         found = dict(map(tuple, transaction.query(statements.LOCK_SENT_AT, {"ids": sorted(wanted)})))
         before = [id for id, sent_at in found.items() if sent_at is not None and sent_at < started_at]
         gone = [row for id, row in wanted.items() if id not in found]
-        again = [row for row in gone if "Data" in row]
+        handled = _record_handled(transaction, id, archived) if archived else set()
+        again = [row for row in gone if "Data" in row and row["Id"] not in handled and not row[_WAS_UNSENT]]
         if before or again:
             # Read after locking: by this time, a worker with the task in doubt knows that it was reset after the
             # publish.
@@ -332,13 +366,25 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], started_at: da
     return table.transact(_TAG, work)
 
 
+def _record_handled(transaction: Transaction, id: str, tasks: Sequence[str]) -> set[str]:
+    """Record the `tasks` as handled by a replay. Return those that an earlier attempt has recorded."""
+    consumer = f"replay {id}"
+    keys = KeySet(keys=[[consumer, task] for task in tasks])
+    handled = {task for (task,) in transaction.read(INBOX, ("TaskId",), keys)}
+    if new := [task for task in tasks if task not in handled]:
+        transaction.insert(INBOX, INBOX_COLUMNS, [(consumer, task, COMMIT_TIMESTAMP) for task in new])
+    return handled
+
+
 def _inserted(row: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     """Return an archived row in the state that `outbox retry` leaves, with the columns that are not NULL.
 
-    The row keeps its CreatedAt, and so its place in the order of its ordering key. A column that is newer than the
-    archive is NULL there, and gets its default.
+    The row keeps its CreatedAt, and so its place in the order of its ordering key. Its TimesSent is higher than that of
+    any earlier row of the task. Otherwise a batch that is in doubt about such a row would mark this one, as if it had
+    been published. A column that is newer than the archive is NULL there, and gets its default.
     """
     values = {**row, "Data": base64.b64encode(row["Data"]), "AvailableAt": now}
+    values |= {_WAS_UNSENT: None, "TimesSent": (row["TimesSent"] or 0) + 1}
     return {name: value for name, value in values.items() if value is not None}
 
 
