@@ -22,7 +22,7 @@ in the last minute. Show the age of the oldest task, when the next scheduled or
 retrying task will be due, the topics to which a live worker does not
 publish because they fail (open circuits), and the errors of unsent tasks (of at most
 1,000 tasks of each state). While `outbox schema reshard` is under way, show its next
-step.
+step. At the end, list the problems, each cause before its effects.
 
 The command reads the index at LOW priority and takes no locks. It stops counting at
 10,000 tasks of each shard and topic (shown as >=), or earlier if there are many topics.
@@ -134,14 +134,23 @@ def _rendered(
     task_table: "admin.table.TaskTable", backlog: "admin.backlog.Backlog", options: argparse.Namespace
 ) -> Escaped:
     groups, progress = admin.tasks.errors(task_table, backlog), admin.reshard.Resharding(task_table).progress()
+    problems = admin.problems.find(
+        backlog,
+        orphans=admin.workers.shards_without_worker(task_table, backlog.workers),
+        controls=admin.topics.controls(task_table),
+        paused_by=admin.problems.pauses(task_table, backlog),
+        blocked=admin.tasks.blocked_heads(task_table, backlog, 1) if backlog.everything.blocked else (),
+    )
     if options.json:
-        return _json(backlog, groups, progress)
+        return _json(backlog, groups, progress, problems)
     parts: list[str] = [_text(backlog), *errors.circuit_lines(backlog.workers, backlog.as_of)]
     if groups:
         parts += ["", errors.text(groups)]
     if progress:
         change, step = progress
         parts += ["", change.describe(step)]
+    if problems:
+        parts += ["", table(("PROBLEM",), [[each.text] for each in problems])]
     return joined(*parts)
 
 
@@ -149,6 +158,7 @@ def _json(
     backlog: "admin.backlog.Backlog",
     groups: "Sequence[admin.tasks.ErrorCount]",
     progress: "tuple[admin.reshard.Change, admin.reshard.Step] | None",
+    problems: "Sequence[admin.problems.Problem]",
 ) -> Escaped:
     reshard = None
     if progress:
@@ -161,7 +171,9 @@ def _json(
     ]
     total = {"as_of": backlog.as_of, "workers": len(backlog.workers), **fields(backlog, backlog.total)}
     circuits = admin.workers.open_circuits(backlog.workers)
-    return as_json({**total, "topics": topics, "errors": groups, "circuits": circuits, "reshard": reshard})
+    return as_json(
+        {**total, "topics": topics, "problems": problems, "errors": groups, "circuits": circuits, "reshard": reshard}
+    )
 
 
 HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "IN/MIN", "SENT/MIN", "OLDEST", "NEXT DUE")

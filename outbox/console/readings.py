@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from outbox import admin
 from outbox.admin.backlog import Backlog
 from outbox.admin.operations import Operation
+from outbox.admin.problems import Problem
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead, ErrorCount
 from outbox.admin.topics import Control
@@ -41,6 +42,7 @@ class Status:
     blocked: Sequence[BlockedHead]
     operations: Sequence[Operation]
     reshard: str | None
+    problems: Sequence[Problem]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,13 +117,23 @@ def read_status(table: TaskTable, last: Status | None) -> Status:
     """Read what the pages show without a selection. Raises NotReached, OutboxError."""
     backlog = admin.backlog.read(table)
     progress = admin.reshard.Resharding(table).progress()
+    controls = admin.topics.controls(table)
+    orphans = admin.workers.shards_without_worker(table, backlog.workers)
+    blocked = admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.everything.blocked else ()
     return Status(
         backlog=backlog,
         history=with_sample(last.history if last else (), backlog),
-        controls=admin.topics.controls(table),
-        orphans=admin.workers.shards_without_worker(table, backlog.workers),
+        controls=controls,
+        orphans=orphans,
         errors=admin.tasks.errors(table, backlog),
-        blocked=admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.total.blocked else (),
+        blocked=blocked,
         operations=admin.operations.latest(table, OPERATIONS, at=backlog.as_of),
         reshard=progress[0].describe(progress[1]) if progress else None,
+        problems=admin.problems.find(
+            backlog,
+            orphans=orphans,
+            controls=controls,
+            paused_by=admin.problems.pauses(table, backlog),
+            blocked=blocked,
+        ),
     )

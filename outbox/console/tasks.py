@@ -104,7 +104,9 @@ def _found(visit: Visit, *, data: bool) -> Task:
 def _time_line(columns: Mapping[str, Any], operations: Iterable[Operation]) -> list[tuple[datetime, str, str | None]]:
     """Return what happened when, and the ID of an operation. The table has no times of failed attempts."""
     names = ("CreatedAt", "SentAt") if columns["SentAt"] else ("CreatedAt", "AvailableAt", "ExpiresAt")
-    line = [(columns[name], EVENTS[name], None) for name in names if columns[name] and not is_dead(columns[name])]
+    # At the end of a deferral, a worker reads the head. It does not publish the task.
+    events = EVENTS | ({"AvailableAt": "the head of its key is checked again"} if columns["BlockedBy"] else {})
+    line = [(columns[name], events[name], None) for name in names if columns[name] and not is_dead(columns[name])]
     # A view changes nothing, and a task that was cancelled or purged is gone.
     retries = [each for each in operations if each.operation == "retry" and each.started_at >= columns["CreatedAt"]]
     relations = ((each, _relation(each, columns)) for each in retries)

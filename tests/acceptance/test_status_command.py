@@ -59,11 +59,13 @@ def test_each_topic_and_priority_has_its_counts(outbox: Commands, database: Data
     states = ["PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD"]
     assert head.split() == ["TOPIC", "PRIORITY", *states, "IN/MIN", "SENT/MIN", "OLDEST", "NEXT", "DUE"]
     assert [line.split()[:9] for line in lines[:3]] == [[str(each) for each in line] for line in counts]
-    assert [line.split(maxsplit=3) for line in lines[5:]] == [
+    assert [line.split(maxsplit=3) for line in lines[5:8]] == [
         ["TASKS", "STATE", "TOPIC", "ERROR"],
         ["7", "dead", "orders", "not_found: no such topic"],
         ["4", "retrying", "orders", "unavailable: it is away"],
     ]
+    assert lines[8:10] == ["", "PROBLEM"]
+    assert [each["kind"] for each in whole["problems"]] == ["blocked", "dead", "late"]
     assert [line.split()[:10] for line in lines[3:5]] == [["all", "4", "4", "5", "1", "7", "8", "8", "3h", "in"], []]
     error = {"topic": "orders", "state": "retrying", "error": "unavailable: it is away"}
     assert whole["errors"][1] == error | {"tasks": 4, "at_least": False}
@@ -92,7 +94,7 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
     monkeypatch.setattr(errors, "ROWS", 2)
     lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [[">=", "2", "dead"]] * 2
-    assert lines[3:] == ["... and 1 more"]
+    assert lines[3] == "... and 1 more"
 
 
 def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Database):

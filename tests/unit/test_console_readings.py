@@ -8,9 +8,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
 
+import markupsafe
 import pytest
 
 from outbox.admin.backlog import Backlog, Line
+from outbox.admin.operations import Operation
+from outbox.admin.problems import find
+from outbox.admin.tasks import BlockedHead
+from outbox.admin.topics import Control
 from outbox.admin.workers import Worker, shards_without_worker
 from outbox.console.application import routes
 from outbox.console.readings import (
@@ -24,6 +29,7 @@ from outbox.console.readings import (
 )
 from outbox.console.visits import _ENVIRONMENT, Visit
 from outbox.errors import NotReached
+from outbox.program.terminal import counted
 from outbox.table.layouts import Layout
 from tests.support.console import bare_console
 from tests.support.waiting import eventually
@@ -148,7 +154,7 @@ def test_the_page_after_an_action_awaits_a_read_that_began_later() -> None:
 def status(**values: Any) -> Status:
     usual: dict[str, Any] = {
         "backlog": Backlog(NOW, (), ()), "history": (), "controls": {}, "orphans": [],
-        "errors": (), "operations": (), "blocked": (), "reshard": None,
+        "errors": (), "operations": (), "blocked": (), "reshard": None, "problems": (),
     }  # fmt: skip
     return Status(**usual | values)
 
@@ -217,29 +223,49 @@ NEW = Line("orders", 50, pending=3, oldest=NOW - timedelta(seconds=0.4))
 DEAD = Line("orders", 50, dead=2)
 MANY = Line("orders", 50, pending=9, dead=2, at_least={"pending", "dead"})
 CIRCUIT = {"topic": "orders", "reason": "permission_denied", "error": "403"}
+OPEN = "orders: circuit open for 0.0s: permission_denied"
+PAUSED = Line("orders", 50, paused=True, pending=150, oldest=NOW - timedelta(hours=5))
+PAUSE = Operation("a", "pause", NOW - timedelta(hours=5), NOW, "ann", "", None, None, None, None, None)
+BLOCKED = Line("orders", 50, blocked=90)
 FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
 
 
 @pytest.mark.parametrize(
-    ("given", "level", "sentence"),
+    ("given", "level", "sentences"),
     [
-        ({"lines": [NEW]}, "ok", "Healthy: oldest task 0.4s, 1 live worker, no dead tasks"),
-        ({}, "ok", "Healthy: oldest task 0.0s, 1 live worker, no dead tasks"),
-        ({"lines": [NEW, DEAD]}, "warn", "2 dead tasks. Oldest task 0.4s, 1 live worker"),
-        ({"lines": [DEAD], "workers": [FAILING]}, "warn", "orders: circuit open since 12:00: permission_denied"),
-        ({"workers": [FAILING], "orphans": [1, 2]}, "bad", "2 shards without a live worker"),
-        (
-            {"lines": [OLD, DEAD], "workers": [FAILING], "orphans": [1]}, "bad",
-            "orders is late: oldest 14m, circuit open since 12:00: permission_denied",
-        ),
-        ({"lines": [OLD], "workers": ()}, "bad", "No live worker, so no task is published. Pending: 3 tasks"),
-        ({"lines": [MANY]}, "warn", "at least 2 dead tasks. Oldest task 0.0s, 1 live worker"),
-        ({"lines": [MANY], "workers": ()}, "bad", "No live worker, so no task is published. Pending: at least 9 tasks"),
+        ({"lines": [NEW]}, "ok", ["Healthy: oldest task 0.4s, 1 live worker, no dead tasks"]),
+        ({}, "ok", ["Healthy: oldest task 0.0s, 1 live worker, no dead tasks"]),
+        ({"lines": [NEW, DEAD]}, "warn", ["2 dead tasks of orders"]),
+        ({"lines": [DEAD], "workers": [FAILING]}, "warn", [OPEN, "2 dead tasks of orders"]),
+        ({"workers": [FAILING], "orphans": [1, 2]}, "bad", [
+            "2 shards without a live worker: no task there is published", OPEN]),
+        ({"lines": [OLD, DEAD], "workers": [FAILING], "orphans": [1]}, "bad", [
+            "1 shard without a live worker: no task there is published", OPEN, "2 dead tasks of orders",
+            "orders is late: its oldest task has waited 14m"]),
+        ({"lines": [OLD], "workers": ()}, "bad", [
+            "No live worker, so no task is published. Pending: 3 tasks",
+            "orders is late: its oldest task has waited 14m"]),
+        ({"lines": [MANY]}, "warn", ["at least 2 dead tasks of orders"]),
+        ({"lines": [PAUSED]}, "warn", ["orders is paused: 150 pending tasks"]),
+        ({"lines": [PAUSED], "paused_by": {"orders": PAUSE}}, "warn", [
+            "orders is paused since 2026-11-26 07:00, by ann: 150 pending tasks"]),
+        ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, None)]}, "warn", [
+            "90 blocked tasks behind the heads of ordering keys, most behind a"]),
+        ({"controls": {"orders": Control(PublishTo="no/topic")}}, "bad", [
+            "orders: its route to 'no/topic' is invalid, so its tasks are not published"]),
+        ({"controls": {"orders": Control(PublishTo="orders-v2")}, "workers": [FAILING]}, "warn", [
+            OPEN.replace("orders", "orders (routed to orders-v2)")]),
     ],
 )  # fmt: skip
-def test_the_sentence_is_the_most_urgent_one(given: dict[str, Any], level: str, sentence: str) -> None:
+def test_the_problems_are_listed_cause_first(given: dict[str, Any], level: str, sentences: list[str]) -> None:
+    """The first one is on every page. The worst one decides its color."""
     backlog = Backlog(NOW, given.pop("workers", (WORKER,)), given.pop("lines", ()))
-    assert health(Reading(status(backlog=backlog, **given), 1.0)) == (level, sentence)
+    usual: dict[str, Any] = {"orphans": [], "controls": {}, "paused_by": {}, "blocked": ()}
+    problems = find(backlog, **usual | given)
+    assert not problems or [each.text for each in problems] == sentences
+    more = f". And {counted(len(sentences) - 1, 'more problem')}" if sentences[1:] else ""
+    found = health(Reading(status(backlog=backlog, problems=problems), 1.0))
+    assert found == (level, markupsafe.escape(sentences[0] + more))
 
 
 def test_a_worker_that_has_just_started_leaves_no_shard_without_a_worker() -> None:

@@ -1,0 +1,113 @@
+"""What is wrong with the outbox: from what was read to sentences, cause first."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from outbox.admin import operations
+from outbox.admin.backlog import Backlog, Line
+from outbox.admin.operations import Operation
+from outbox.admin.table import TaskTable
+from outbox.admin.tasks import BlockedHead
+from outbox.admin.topics import Control
+from outbox.admin.workers import open_circuits
+from outbox.program.terminal import counted
+from outbox.program.times import spoken
+from outbox.table.controls import problems as invalid
+
+#: A topic is late after this many seconds. The monitors of k8s/ have limits of their own.
+LATE_SECONDS = 60.0
+#: Max problems of one kind, and max paused topics whose pause is looked up.
+MOST = 10
+_STATES = ("pending", "retrying", "blocked")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """A problem. If `is_bad`, tasks are not sent in time, or at all. `topic` is None if it is about several topics."""
+
+    kind: str
+    topic: str | None
+    is_bad: bool
+    text: str
+
+
+def pauses(table: TaskTable, backlog: Backlog) -> dict[str, Operation]:
+    """Return the operation that paused each topic with a backlog, if it is recorded. Raises NotReached, OutboxError."""
+    found: dict[str, Operation] = {}
+    for line in _paused(backlog)[:MOST]:
+        for each in operations.latest(table, MOST, topic=line.topic, at=backlog.as_of):
+            if each.operation in ("pause", "apply"):
+                found[line.topic] = each
+            elif each.operation == "resume":
+                break
+    return found
+
+
+def find(
+    backlog: Backlog,
+    *,
+    orphans: Sequence[int] | None,
+    controls: Mapping[str, Control],
+    paused_by: Mapping[str, Operation],
+    blocked: Sequence[BlockedHead],
+) -> list[Problem]:
+    """Return the problems, cause first. `orphans` are shards without a worker, `blocked` heads that block tasks."""
+    found = [*_of_workers(backlog, orphans), *_of_topics(backlog, controls, paused_by), *_of_tasks(backlog, blocked)]
+    kinds = [problem.kind for problem in found]
+    return [each for place, each in enumerate(found) if kinds[:place].count(each.kind) < MOST]
+
+
+def _of_workers(backlog: Backlog, orphans: Sequence[int] | None) -> Iterator[Problem]:
+    if not backlog.workers:
+        text = f"No live worker, so no task is published. Pending: {_number(backlog.total, 'pending')}"
+        yield Problem("no_worker", None, True, text)
+    elif orphans:
+        text = f"{counted(len(orphans), 'shard')} without a live worker: no task there is published"
+        yield Problem("shards_without_worker", None, True, text)
+
+
+def _of_topics(
+    backlog: Backlog, controls: Mapping[str, Control], paused_by: Mapping[str, Operation]
+) -> Iterator[Problem]:
+    for topic, control in controls.items():
+        if "PublishTo" in invalid(dataclasses.asdict(control)):
+            text = f"{topic}: its route to {control.PublishTo!r:.300} is invalid, so its tasks are not published"
+            yield Problem("invalid_route", topic, True, text)
+    for each in open_circuits(backlog.workers):
+        control = controls.get(each.topic, Control())
+        route = f" (routed to {control.PublishTo})" if control.PublishTo else ""
+        seconds = (backlog.as_of - each.since).total_seconds()
+        text = f"{each.topic}{route}: circuit open for {spoken(seconds)}: {each.reason}"
+        yield Problem("circuit_open", each.topic, False, text)
+    for line in _paused(backlog):
+        pause = paused_by.get(line.topic)
+        since = f" since {pause.started_at:%Y-%m-%d %H:%M}, by {pause.principal}" if pause else ""
+        tasks = ", ".join(_number(line, name, f"{name} task") for name in _STATES if getattr(line, name))
+        yield Problem("paused", line.topic, False, f"{line.topic} is paused{since}: {tasks}")
+
+
+def _of_tasks(backlog: Backlog, blocked: Sequence[BlockedHead]) -> Iterator[Problem]:
+    total = backlog.everything
+    if total.blocked:
+        first = f", most behind {blocked[0].id}" if blocked else ""
+        state = f", which is {blocked[0].head.state}" if blocked and blocked[0].head else ""
+        text = f"{_number(total, 'blocked', 'blocked task')} behind the heads of ordering keys{first}{state}"
+        yield Problem("blocked", None, False, text)
+    if total.dead:
+        topics = [topic for topic, line in backlog.topics().items() if line.dead]
+        of = f" of {topics[0]}" if len(topics) == 1 else f" of {len(topics)} topics"
+        yield Problem("dead", None, False, f"{_number(total, 'dead', 'dead task')}{of}")
+    lines = sorted(backlog.topics().values(), key=backlog.age, reverse=True)
+    for line in lines:
+        if not line.paused and backlog.age(line) > LATE_SECONDS:
+            text = f"{line.topic} is late: its oldest task has waited {spoken(backlog.age(line))}"
+            yield Problem("late", line.topic, True, text)
+
+
+def _paused(backlog: Backlog) -> list[Line]:
+    lines = [line for line in backlog.topics().values() if line.paused and any(getattr(line, name) for name in _STATES)]
+    return sorted(lines, key=lambda line: -line.pending)
+
+
+def _number(line: Line, name: str, noun: str = "task") -> str:
+    return f"{'at least ' if name in line.at_least else ''}{counted(getattr(line, name), noun)}"
