@@ -411,7 +411,7 @@ def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: Te
         "number 3 of the unsent tasks, behind head , which is dead",
         "Delivery at most once",
         "outbox show",
-        "2090-01-01 00:00:00 UTC due",
+        "2090-01-01 00:00:00 UTC the head of its key is checked again",
     ):
         assert words in text
     assert "first: it is the head" in jane.get("/task?id=head").text
