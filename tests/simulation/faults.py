@@ -28,6 +28,7 @@ TROUBLES = {
     "unanswered commits": ("commit", 0.3, "unanswered"),
     "unanswered publishes": ("publish", 0.3, "unanswered"),
     "refused requests": ("all", 0.2, "refused"),
+    "late answers": ("poll", 0.3, "late"),
 }
 #: Requests a second of an overloaded database.
 OVERLOAD = 20.0

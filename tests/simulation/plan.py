@@ -45,7 +45,12 @@ class Plan:
     longest_backoff: float = 60.0  # seconds between two attempts
     poll_interval: float = 1.0
     idle_interval: float = 15.0
-    cancels: float = 0.0  # attempts to cancel a task, per second
+    cancels: float = 0.0  # transactions that cancel tasks, per second
+    bulk: float = 0.0  # retries, cancellations and purges of many tasks, per second
+    replays: float = 0.0  # row deletions and replays from the archive, per second
+    controls: float = 0.0  # changes of limits and retry policies, per second
+    large: float = 0.0  # part of the messages with 3 MB
+    mixed: bool = False  # each worker has a batch size, a concurrency and a poll interval of its own
 
     @classmethod
     def of(cls, seed: int) -> "Plan":
@@ -74,13 +79,33 @@ class Plan:
             latencies=DEFAULT_LATENCIES.times(random.choice([0.3, 1, 1, 3, 10])),
             reshard=random.choice([0, 0, 0, 2, 5]),
             wake=random.random() < 0.5,
-            longest_backoff=random.choice([60.0, 300.0, 900.0]),
+            longest_backoff=random.choice([60.0, 300.0, 900.0, 3600.0]),
             poll_interval=random.choice([1.0, 1.0, 1.0, 10.0, 30.0]),
             idle_interval=random.choice([15.0, 15.0, 60.0, 300.0]),
             routes=random.random() < 0.3,
             cancels=random.choice([0.0, 0.0, 0.5, 5.0]),
+            bulk=random.choice([0.0, 0.0, 0.2, 1.0]),
+            replays=random.choice([0.0, 0.0, 0.0, 0.5]),
+            controls=random.choice([0.0, 0.0, 0.2]),
+            refused=random.choice([0.0] * 9 + [0.02]),
+            large=random.choice([0.0] * 9 + [0.05]),
+            mixed=random.random() < 0.2,
         )
 
 
 def _duration(random: Random) -> float:
-    return min(random.expovariate(1 / 12), 120.0)
+    """Return the seconds of a fault. Few last so long that workers no longer remember what they have published."""
+    return 1_000.0 if random.random() < 0.002 else min(random.expovariate(1 / 12), 120.0)
+
+
+#: Plans in which some mechanisms have more to do than in most drawn ones, by what they are about.
+DENSE = {
+    "blocked keys": lambda seed: Plan(
+        seed, rate=5.0, keys=1.0, bad=0.2, cancels=5.0, bulk=0.5, skip_dead=seed % 2 == 0
+    ),
+    "replays": lambda seed: Plan(
+        seed, rate=5.0, cancels=2.0, replays=2.0, bulk=0.5,
+        faults=tuple(Fault(at, "no spanner", seed, 20.0) for at in (5.0, 30.0)),
+    ),
+    "refused rows": lambda seed: Plan(seed, rate=5.0, keys=0.5, refused=0.1, once=0.3, bad=0.1),
+}  # fmt: skip

@@ -22,6 +22,8 @@ class PubSub:
         self.broken: dict[str, grpc.StatusCode] = {}
         #: Seconds that each request takes longer.
         self.slow = 0.0
+        #: The same for one topic, by topic ID.
+        self.slow_topics: dict[str, float] = {}
 
     def publisher(
         self, process: Process, clock: Callable[[], float], median: float, fate: Callable[[str], str | None]
@@ -36,7 +38,7 @@ class PubSub:
             return self.broken[topic]
         if any("bad" in each.attributes for each in request.messages):
             return grpc.StatusCode.INVALID_ARGUMENT
-        messages = [(each.attributes[TASK_ID_ATTRIBUTE], each.ordering_key) for each in request.messages]
+        messages = [(each.attributes[TASK_ID_ATTRIBUTE], each.ordering_key, each.data) for each in request.messages]
         self.audit.received(process, topic, messages)
         return grpc.StatusCode.OK
 
@@ -58,6 +60,7 @@ class _Channel:
         pubsub.audit.requested(self._process, answer.topic, ids)
         fate = self._fate("publish")
         latency = self._median * clockwork.random.uniform(0.7, 1.6) + pubsub.slow
+        latency += pubsub.slow_topics.get(answer.topic, 0.0)
 
         def serve() -> None:
             code = pubsub.execute(self._process, request)

@@ -1,6 +1,6 @@
 """Defects that are put into the relay, one at a time, to find out whether histories notice them."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import repeat
@@ -15,9 +15,11 @@ from publishworker.delivery.results import Results
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
+from publishworker.spanner.change_stream import ChangeStream
 from publishworker.topics import availability
 from publishworker.topics.availability import Topics
 from publishworker.topics.circuit_breaker import CircuitBreakers
+from publishworker.turn import selection
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
@@ -82,7 +84,18 @@ def first_found_only(real: Any) -> Any:
     return ours
 
 
-#: What the relay no longer does, the attribute that does it, and how the attribute is replaced.
+def first_wake_up_lost(real: Any) -> Any:
+    """Return `_first_partitions`, after which the next wake-up of the worker is lost."""
+
+    def ours(self: Any, attempt: Any) -> Any:
+        found, inserted = real(self, attempt), self._inserted
+        self._inserted = lambda: setattr(self, "_inserted", inserted)
+        return found
+
+    return ours
+
+
+#: What the product no longer does, the attribute that does it, and how the attribute is replaced.
 DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "SentAt is read again under the lock": (rules, "skip_reasons", without("sent")),
     "a task that is not due is skipped under the lock": (rules, "skip_reasons", without("not_due")),
@@ -158,5 +171,14 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "workers poll the recorded layouts": (
         Membership, "assign", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))
+    ),
+    "a new attempt to read the change stream wakes the worker": (
+        ChangeStream, "_first_partitions", first_wake_up_lost
+    ),
+    "a topic gets at most half of the places while another waits": (
+        selection, "_share_places",
+        lambda real: lambda batches, places, in_flight, **options: real(
+            batches, 3 * places, in_flight + Counter({"": 2 * places}), **options
+        )
     ),
 }  # fmt: skip

@@ -30,7 +30,8 @@ IDLE_SECONDS = 10.0
 ABORTED_REQUESTS = 1.3
 #: Seconds that a request may wait for capacity. Then Spanner pushes back with ABORTED.
 MAX_QUEUE_SECONDS = 2.0
-
+#: Seconds that a late answer takes longer. It shows the rows as they were before.
+LATE_SECONDS = 3.0
 
 Answer = TypeVar("Answer")
 
@@ -150,6 +151,8 @@ class Spanner:
         #: The split of a row. By default the entries in the indexes decide, which are together.
         self.split_of: Callable[[StoredTask], int] = lambda row: row.shards[0] % 10
         self.table = Table(clockwork, shards)
+        #: The rows of other tables, by their keys.
+        self.others: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = defaultdict(dict)
         self.locks = Locks(clockwork)
         self.process = Process("spanner")
         #: Units of work that it can do in a second, or None for any number. More wait, those of low priority longer.
@@ -257,6 +260,7 @@ class Connection:
         clockwork, spanner = self._clockwork, self._spanner
         fate, there, back = self._fate(kind), spanner.drawn(median / 2), spanner.drawn(median / 2)
         spanner.requests[kind] += 1
+        back += LATE_SECONDS * (fate == "late")
         wake = clockwork.waiter()
 
         def serve() -> None:

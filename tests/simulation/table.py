@@ -19,7 +19,7 @@ class Table(FakeStore):
 
     def __init__(self, clockwork: Clockwork, shards: int) -> None:
         super().__init__(shards)
-        self._clockwork, self._epoch, self._last = clockwork, self.now, self.now
+        self._clockwork, self.epoch, self._last = clockwork, self.now, self.now
         self._ready: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
         self._due: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
         self._unsent_of_key: dict[Key, SortedList[Any]] = defaultdict(SortedList)
@@ -34,7 +34,7 @@ class Table(FakeStore):
         return {worker: frozenset(each.column for each in self.polled_by[worker]) for worker in live}
 
     def time(self) -> datetime:
-        self.now = self._epoch + timedelta(seconds=self._clockwork.now)
+        self.now = self.epoch + timedelta(seconds=self._clockwork.now)
         return self.now
 
     def commit_time(self) -> datetime:
@@ -130,14 +130,20 @@ class Table(FakeStore):
                 found[key] = head.id
         return found
 
-    def next_of_key(self, row: StoredTask) -> list[str]:
-        """Return the task that becomes ready when `row` is cancelled, as NEXT_OF_KEYS does."""
-        now = self.time()
-        queue = self._unsent_of_key[Key(row.topic, row.ordering_key)] if row.ordering_key is not None else ()
-        rows = (self.rows[id] for _, _, id in queue if id != row.id and not self.is_dead(self.rows[id]))
-        others = (each for each in rows if each.blocked_by or not self.waiting(each).expired_before_due)
-        head = next(others, None) if now else None
-        return [head.id] if head is not None and head.blocked_by else []
+    def next_of_keys(self, ids: Collection[str]) -> list[str]:
+        """Return the tasks that become ready when these are deleted, sorted, as NEXT_OF_KEYS does."""
+        now, heads = self.time(), []
+        keys = {Key(row.topic, row.ordering_key) for id in ids if (row := self.rows.get(id)) and row.ordering_key}
+        for key in keys:
+            rows = (self.rows[id] for _, _, id in self._unsent_of_key[key] if id not in ids)
+            others = (
+                row
+                for row in rows
+                if not self.is_dead(row) and (row.blocked_by or not self.waiting(row).expired_before_due)
+            )
+            head = next(others, None) if now else None
+            heads += [head.id] if head is not None and head.blocked_by else []
+        return sorted(heads)
 
     def unsent_rows(self) -> list[StoredTask]:
         return [row for row in self.rows.values() if row.sent_at is None]

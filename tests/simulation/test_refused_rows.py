@@ -29,7 +29,7 @@ def test_other_tasks_do_not_wait_for_refused_rows(refused: float, once: float) -
         world.spanner.table.refused.clear()
 
     world.clockwork.after(60.0, repair)
-    with mock.patch.object(world, "_operator"):  # which would pause topics
+    with mock.patch.object(world.operators, "mend"):  # which would pause topics
         audit = world.play()
     assert audit.problems == []
     assert len(bad) > 2

@@ -4,23 +4,26 @@ import dataclasses
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from math import inf
 from random import Random
 from typing import Any
 from unittest import mock
 
+from outbox.admin import changes
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
 from outbox.table.layouts import Layout
 from publishworker.telemetry.metrics import Client
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.turn.worker import Worker
-from tests.simulation.audit import Audit, Known
+from tests.simulation.audit import BAD, GOOD, Audit, Known
 from tests.simulation.clockwork import Clockwork, Event, Process, VirtualThreads
 from tests.simulation.faults import FAULTS
+from tests.simulation.operators import CHUNK, Operators
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.pubsub import PubSub
 from tests.simulation.spanner import (
@@ -28,7 +31,6 @@ from tests.simulation.spanner import (
     Aborted,
     Connection,
     Spanner,
-    Transaction,
 )
 from tests.specification.trace import Trace
 from tests.support.fakes import serialized
@@ -36,7 +38,14 @@ from tests.support.parts import relay_of
 
 #: The indexes of a layout that has all tasks.
 COMPLETE = {"AsynchronousTasksInOrder": "READ_WRITE", "AsynchronousTasksToSend": "READ_WRITE"}
-GOOD, BAD = serialized(), serialized(attributes={"bad": "yes"})
+
+#: The data of a large message: three of them need more than one request.
+LARGE = bytes(4_000_000)
+STORED_LARGE = serialized(LARGE)
+
+
+def _stored(task: Known) -> bytes:
+    return BAD if task.bad else STORED_LARGE if task.data is LARGE else GOOD
 
 
 class Node:
@@ -48,6 +57,7 @@ class Node:
         self.started = 0
         self.cut: list[str] = []  # services that it does not reach
         self.process = Process("")
+        self.stream_works: Callable[[], bool] = lambda: True
         self.stop = Event(world.clockwork)
         self.relay: Relay
         self.membership: Membership
@@ -61,6 +71,11 @@ class Node:
         process = self.process = Process(f"worker-{self.number}.{self.started}")
         self.stop = Event(world.clockwork)
         random = Random(f"{plan.seed}/{process.name}")
+        if plan.mixed:
+            size, places = random.choice([1, 3, plan.batch_size]), random.choice([1, plan.concurrency])
+            plan = dataclasses.replace(
+                plan, batch_size=size, concurrency=places, poll_interval=random.choice([1.0, 10.0])
+            )
         store = Connection(
             world.spanner, process, self._fate("spanner"), exclusive=plan.exclusive, cpu=plan.cpu, audit=world.audit,
             max_deferral=timedelta(seconds=plan.longest_backoff),
@@ -87,7 +102,8 @@ class Node:
             threads=VirtualThreads(world.clockwork, process),
             trace=None if world.steps is None else Trace(world.steps.append, process.name),
         )
-        idle_interval = (lambda: max(plan.poll_interval, plan.idle_interval)) if plan.wake else None
+        long = max(plan.poll_interval, plan.idle_interval)
+        idle_interval = (lambda: long if self.stream_works() else plan.poll_interval) if plan.wake else None
         worker = Worker(
             relay, membership, poll_interval=plan.poll_interval, idle_interval=idle_interval, touch_file=lambda: None,
             random=random, clock=self.clock,
@@ -139,6 +155,7 @@ class World:
         #: Workers so far, not counting restarts.
         self.started = 0
         self.nodes = [Node(self, number) for number in range(plan.workers)]
+        self.operators = Operators(self)
         self._count = 0
         self._resharding = bool(plan.reshard)
         #: The workers that were live at the last change of what is polled.
@@ -160,7 +177,7 @@ class World:
             delay, lifetime = task.available_at, task.expires_at
             task.at, task.available_at, task.expires_at = now, now + delay, now + lifetime
             self.spanner.table.insert(
-                id, task.topic, BAD if task.bad else GOOD, ordering_key=task.key or None, priority=priority,
+                id, task.topic, _stored(task), ordering_key=task.key or None, priority=priority,
                 created_at=created_at, sequence=sequence, at_most_once=task.once,
                 available_at=created_at + timedelta(seconds=delay) if delay else None,
                 expires_at=None if lifetime == inf else created_at + timedelta(seconds=lifetime),
@@ -188,6 +205,8 @@ class World:
             random.choice(self.topics), key, 0.0, delay, inf if lifetime is None else delay + lifetime,
             bad=random.random() < plan.bad, once=not key and random.random() < plan.once,
         )  # fmt: skip
+        if plan.large and not task.bad and random.random() < plan.large:
+            task.data = LARGE
         return f"{random.randrange(10**6):06}-{self._count}", task
 
     def load(self, tasks: int, topic: str = "orders") -> None:
@@ -211,61 +230,6 @@ class World:
         while self.clockwork.now + (pause := random.expovariate(self.plan.rate)) < self.plan.seconds:
             self.clockwork.sleep(pause)
             self.clockwork.spawn(self.application, lambda: self.register(random))
-
-    def _operator(self) -> None:
-        """Send tasks again, pause topics, mend or delete dead tasks; after the history only mend."""
-        random, table = Random(f"{self.plan.seed}/operator"), self.spanner.table
-        while self.clockwork.now < self.plan.seconds:
-            self.clockwork.sleep(random.expovariate(1 / 2))
-            latest = [*itertools.islice(reversed(table.rows.values()), 100)]
-            sent = [row.id for row in latest if row.sent_at is not None]
-            dead = [row.id for row in latest if table.is_dead(row) and row.sent_at is None]
-            topic = random.choice(self.topics)
-            match random.randrange(8):
-                case 0:
-                    self.set_paused(topic, paused=topic not in table.paused)
-                case 1 | 2 if dead:
-                    self._repair(random.choice(dead), delete=random.random() < 0.5)
-                case _ if sent:
-                    self._retry(random.choice(sent))
-        for topic in self.topics:
-            self.set_paused(topic, paused=False)
-        table.refused.clear()
-        while True:
-            self.clockwork.sleep(5.0)
-            for row in [row for row in table.unsent_rows() if table.is_dead(row)]:
-                self._repair(row.id, delete=False)
-
-    def _cancellers(self) -> None:
-        """Let applications and operators cancel tasks: those just registered, or any of the latest."""
-        random, table = Random(f"{self.plan.seed}/cancel"), self.spanner.table
-        while self.plan.cancels and self.clockwork.now < self.plan.seconds:
-            self.clockwork.sleep(random.expovariate(self.plan.cancels))
-            latest = [*itertools.islice(reversed(table.rows), random.choice([3, 100]))]
-            if latest:
-                self.clockwork.spawn(self.application, functools.partial(self._cancel, random.choice(latest)))
-
-    def _cancel(self, id: str) -> None:
-        """As `outbox.cancel` and `outbox cancel` in one transaction, which waits for the row. An abort is given up."""
-        spanner, table = self.spanner, self.spanner.table
-        transaction = Transaction(spanner.age(), asked_at=self.clockwork.now)
-        try:
-            if not spanner.lock(transaction, [id]) or table.rows[id].sent_at is not None or id in table.refused:
-                return
-            heads = table.next_of_key(table.rows[id])
-            if len(spanner.lock(transaction, heads)) < len(heads):
-                return  # another transaction has deleted the head
-            self.clockwork.sleep(spanner.drawn(spanner.latencies.commit))
-            if transaction.wounded:
-                return
-            for head in heads:
-                table.change(head, available_at=None, blocked_by=None)
-            self.audit.cancelled(id)
-            table.delete(id)
-        except Aborted:
-            return
-        finally:
-            spanner.locks.release(transaction)
 
     def _watch_keys(self) -> None:
         while True:
@@ -339,33 +303,6 @@ class World:
         if not set(self.spanner.table.built).intersection(*polled):
             self.audit.problem(f"the live workers poll no common layout: {polled}")
 
-    def _repair(self, id: str, *, delete: bool) -> None:
-        """Delete a dead task, or repair it and make it ready, unless a commit is writing it. Claims lose its lock."""
-        if not self._wound(id):
-            return
-        if delete:
-            self.audit.deleted(id)
-            self.spanner.table.delete(id)
-        else:
-            self.audit.mended(id)
-            self.spanner.table.change(id, data=GOOD, available_at=None, attempts=0, expires_at=None)
-
-    def _retry(self, id: str) -> None:
-        """As `UPDATE AsynchronousTasks SET SentAt = NULL`."""
-        if self._wound(id) and self.spanner.table.rows[id].sent_at is not None:
-            self.spanner.table.change(id, sent_at=None)
-            self.audit.reset(id)
-
-    def _wound(self, id: str) -> bool:
-        """Take the row's lock, of which a claim may be robbed; return False if one is just being committed."""
-        locks = self.spanner.locks
-        for holder in list(locks.holders(id)):
-            if holder.commits:
-                return False
-            locks.wound(holder)
-            self.audit.disturbances["operator"] += 1
-        return True
-
     def _begin(self, fault: Fault) -> None:
         node = self.nodes[fault.which % len(self.nodes)]
         self.clockwork.after(fault.seconds, FAULTS[fault.kind](self, node, fault))
@@ -378,10 +315,9 @@ class World:
 
     def play(self, limit: float = 3600.0) -> Audit:
         """Play the history to its end: until all is sent after the faults, or for `limit` seconds."""
-        with quiet():
+        with quiet(), named(self.audit):
             self.clockwork.spawn(self.application, self.applications)
-            self.clockwork.spawn(self.application, self._operator)
-            self.clockwork.spawn(self.application, self._cancellers)
+            self.operators.start()
             self.clockwork.spawn(self.application, self._watch_keys)
             if self._resharding:
                 self.clockwork.spawn(self.application, self._reshard)
@@ -406,10 +342,38 @@ class World:
         return self.audit
 
 
+class Named(logging.Handler):
+    """Notes the tasks that workers name because they cannot mark them: cancelled ones, and those that they give up."""
+
+    def __init__(self, audit: Audit) -> None:
+        super().__init__()
+        self._audit = audit
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "action", "") in ("cancelled_after_publish", "given_up"):
+            self._audit.named.update(re.findall(r"[\w+-]+", record.getMessage()))
+
+
+@contextmanager
+def named(audit: Audit) -> Iterator[None]:
+    """Tell the audit what workers log."""
+    with mock.patch.multiple(
+        logging.getLogger("publishworker"),
+        handlers=[Named(audit)],
+        level=logging.WARNING,
+        propagate=False,
+        disabled=False,
+    ):
+        yield
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Disable the worker's log."""
-    with mock.patch.object(logging.getLogger("publishworker"), "disabled", True):
+    """Disable the logs, and let operations have small chunks."""
+    with ExitStack() as stack:
+        for name in ("publishworker", "outbox"):
+            stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
+        stack.enter_context(mock.patch.multiple(changes, CHUNK=CHUNK, PAGE=2 * CHUNK))
         yield
 
 

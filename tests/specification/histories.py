@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.simulation.audit import Audit
+from tests.simulation.audit import Audit, Known
 from tests.simulation.world import Plan, World
 
 #: A task that is dead or expired may be overtaken, which the checker does not know.
@@ -32,7 +32,7 @@ def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Aud
     inbox: set[str] = set()
 
     def receive(_process: object, _topic: object, messages: Any) -> None:
-        for id, _key in messages:
+        for id, *_ in messages:
             note("receive", id, message=str(len(events)))
             if id not in inbox:
                 inbox.add(id)
@@ -42,11 +42,16 @@ def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Aud
         for id in ids if reason == "ok" else ():
             note("publish", id)
 
+    def committed(task: str, known: Known) -> None:
+        if "+" in task:  # a task instead of a cancelled one
+            _register(note, task, known)
+        note("commit", task)
+
     with ExitStack() as stack:
         hooks: dict[str, Callable[..., None]] = {
             "received": receive,
             "answered": answered,
-            "committed": lambda task, _known: note("commit", task),
+            "committed": committed,
             "reset": lambda task: note("retry", task),
             "deleted": lambda task: note("delete", task),
             "cancelled": lambda task: note("delete", task),
@@ -78,11 +83,15 @@ def _registrations(note: Callable[..., None]) -> Iterator[None]:
 
     def ours(self: World, random: Any) -> Any:
         id, task = real(self, random)
-        note("register", id, key=task.key and f"{task.topic}/{task.key}", may_be_lost=task.once)
+        _register(note, id, task)
         return id, task
 
     with mock.patch.object(World, "_drawn", ours):
         yield
+
+
+def _register(note: Callable[..., None], id: str, task: Known) -> None:
+    note("register", id, key=task.key and f"{task.topic}/{task.key}", may_be_lost=task.once)
 
 
 def lines(events: list[dict[str, Any]]) -> bytes:

@@ -216,6 +216,7 @@ def test_an_unknown_value_is_refused(steps: list[dict[str, Any]], error: str) ->
 def test_a_missing_part_of_a_trace_is_no_difference() -> None:
     steps = traced(1)
     assert not conform(steps[::-1]).differences
+    steps = [each for each in steps if each["worker"] == steps[0]["worker"]]
     for part, reason in (
         (steps[3:], "step 1 of worker .* is missing"),
         (steps[:3] + steps[6:], "step 4 of worker .* is missing"),

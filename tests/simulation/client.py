@@ -1,0 +1,283 @@
+"""Transactions of applications and commands on the simulated Spanner, for the product's own functions.
+
+A statement is known by its text, so it is the one that the product sends; what it returns is modeled here.
+"""
+
+import dataclasses
+import re
+from base64 import b64decode
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
+from datetime import datetime
+from math import inf
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
+
+from outbox.admin import changes, statements
+from outbox.admin.changes import TaskSelection
+from outbox.admin.table import TaskTable
+from outbox.errors import OutboxError
+from outbox.inbox.once import TABLE as INBOX
+from outbox.registration import TABLE
+from outbox.table.layouts import Layout
+from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
+from outbox.table.states import first_due, unsent_state
+from tests.simulation.audit import Audit, Known
+from tests.simulation.spanner import Aborted, Spanner, Transaction
+from tests.support.fakes import StoredTask
+
+#: Seconds after which a client no longer repeats an aborted transaction, and between two attempts.
+ABORTED_SECONDS, ABORTED_DELAY_SECONDS = 20.0, 0.02
+T = TypeVar("T")
+
+
+def attribute(column: str) -> str:
+    """Return the name of a column in StoredTask."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", column).lower()
+
+
+def state_of(row: StoredTask, now: datetime) -> str:
+    """Return the state of a task, as STATE_SQL does."""
+    values = {"available_at": row.available_at, "attempts": row.attempts, "is_blocked": row.blocked_by is not None}
+    return "sent" if row.sent_at is not None else unsent_state(SimpleNamespace(**values), now)
+
+
+def matches(selection: TaskSelection, row: StoredTask, now: datetime) -> bool:
+    """Tell whether a task is selected. Histories narrow a selection only by its topic and its times."""
+    at = row.created_at if row.sent_at is None else row.sent_at
+    return (
+        state_of(row, now) == selection.state
+        and selection.topic in (None, row.topic)
+        and (selection.since is None or at >= selection.since)
+        and (selection.until is None or at < selection.until)
+    )
+
+
+class Work:
+    """One transaction attempt, with the methods of the client that the product uses. Other tables are dictionaries."""
+
+    def __init__(self, spanner: Spanner, transaction: Transaction, selection: TaskSelection | None) -> None:
+        self._spanner, self._transaction, self._selection = spanner, transaction, selection
+        self.table = spanner.table
+        self.mutations: list[tuple[str, str, Mapping[str, Any]]] = []
+        #: The tasks that it registers.
+        self.known: dict[str, Known] = {}
+
+    def query(self, statement: str, parameters: Mapping[str, Any]) -> list[Any]:
+        self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.lock))
+        return self._rows(statement, parameters)
+
+    def execute_sql(self, sql: str, params: Mapping[str, Any], **_more: Any) -> list[Any]:
+        return self.query(sql, params)
+
+    def _lock(self, ids: Collection[str]) -> list[StoredTask]:
+        self._spanner.lock(self._transaction, sorted(ids))
+        if self._transaction.wounded:
+            raise Aborted("wounded")
+        return [self.table.rows[id] for id in sorted(ids) if id in self.table.rows]
+
+    def _rows(self, statement: str, values: Mapping[str, Any]) -> list[Any]:
+        if statement == LAYOUTS:
+            return []
+        if statement == NOW:
+            return [[self.table.time()]]
+        if statement == LOCK_UNSENT:
+            unsent = [row for row in self._lock([values["id"]]) if row.sent_at is None]
+            return [[bool(unsent), unsent[0].ordering_key if unsent else None]]
+        if statement == NEXT_OF_KEYS:
+            while (heads := self.table.next_of_keys(values["ids"])) != [row.id for row in self._lock(heads)]:
+                pass
+            return [[id] for id in heads]
+        rows, now = self._lock(values["ids"]), self.table.time()
+        if statement == statements.LOCK_SENT_AT:
+            return [[row.id, row.sent_at] for row in rows]
+        assert self._selection is not None, statement
+        return [self._row(row, now) for row in rows]
+
+    def _row(self, row: StoredTask, now: datetime) -> list[Any]:
+        """Return what `statements.by_ids` selects."""
+        assert self._selection is not None
+        values = dataclasses.asdict(row) | {"shard": 0, "now": now, "error": row.last_error}
+        state = state_of(row, now)
+        values["due_at"] = first_due(self.table.as_locked(row)) if state in ("retrying", "blocked") else None
+        values |= {"state": state, "matches": matches(self._selection, row, now)}
+        values["expires_at"] = row.expires_at if row.expires_at and row.expires_at > now else None
+        return [values[name] for name in changes._Row._fields]
+
+    def read(self, table: str, columns: Sequence[str], keys: Any, **_more: Any) -> list[list[Any]]:
+        rows = self._spanner.others[table]
+        return [[rows[tuple(key)].get(name) for name in columns] for key in keys.keys if tuple(key) in rows]
+
+    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self.mutations += [("insert", table, dict(zip(columns, row, strict=True))) for row in rows]
+
+    def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self.mutations += [("update", table, dict(zip(columns, row, strict=True))) for row in rows]
+
+    def delete(self, table: str, keys: Any) -> None:
+        self.mutations += [("delete", table, {"Id": key}) for [key] in keys.keys]
+
+    def commit(self, audit: Audit, began: float) -> None:
+        """Apply the mutations of an operation that `began` then. Raises Aborted, OutboxError."""
+        spanner, clockwork = self._spanner, self._spanner.clockwork
+        clockwork.sleep(spanner.drawn(spanner.latencies.commit))
+        spanner.serve("change", len(self.mutations), urgent=False)
+        changed = {row["Id"]: kind for kind, table, row in self.mutations if table == TABLE}
+        self._lock(changed)
+        if any(id in self.table.refused for id, kind in changed.items() if kind == "update"):
+            raise OutboxError("a constraint is violated")
+        self._check_existing(audit)
+        self._transaction.commits = True
+        committed = self.table.commit_time()
+        for kind, table, given in self.mutations:
+            row = {name: committed if value is COMMIT_TIMESTAMP else value for name, value in given.items()}
+            if table == TABLE:
+                self._apply(kind, {attribute(name): value for name, value in row.items()}, audit, began)
+            else:
+                key = tuple(row.values())[: 2 if table == INBOX else 1]
+                spanner.others[table].setdefault(key, {}).update(row)
+        spanner.locks.release(self._transaction)
+
+    def _check_existing(self, audit: Audit) -> None:
+        """Raise OutboxError if Spanner would refuse an update of a task that is gone."""
+        gone = set[str]()
+        for kind, table, row in self.mutations:
+            if table == TABLE and kind == "update" and (row["Id"] in gone or row["Id"] not in self.table.rows):
+                audit.problem(f"a transaction updates {row['Id']} after it was deleted")
+                raise OutboxError("NOT_FOUND")
+            gone |= {row["Id"]} if kind == "delete" else set()
+
+    def _apply(self, kind: str, row: dict[str, Any], audit: Audit, began: float) -> None:
+        id = row.pop("id")
+        due = (row["available_at"] - self.table.epoch).total_seconds() if row.get("available_at") else 0.0
+        if kind == "insert":
+            self.table.insert(id, row.pop("topic"), b64decode(row.pop("data")), **row)
+            if id in self.known:
+                self.known[id].at = self.known[id].available_at = self._spanner.clockwork.now
+                audit.committed(id, self.known[id])
+            else:
+                audit.restored(id, began, due)
+        elif kind == "delete":
+            if self.table.rows[id].sent_at is None:
+                audit.cancelled(id)
+            self.table.delete(id)
+        else:
+            if "attempts" in row and self.table.rows[id].sent_at is None:
+                audit.retried(id, None if row["due_at"] else due)
+            elif "attempts" in row:
+                audit.reset(id, due)
+            self.table.change(id, **row)
+
+
+class AsyncWork(Work):
+    """The transaction of an AsyncClient: other coroutines run while a request waits for its answer."""
+
+    async def execute_sql(self, sql: str, params: Mapping[str, Any], **_more: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+        answer = self.query(sql, params)
+        await _Turn()
+        return _each(answer)
+
+    async def read(self, *arguments: Any, **more: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+        return _each(super().read(*arguments, **more))
+
+
+class _Turn:
+    """Awaited, it lets the other coroutines run."""
+
+    def __await__(self) -> Generator[None]:
+        yield
+
+
+async def _each(rows: list[Any]) -> AsyncIterator[Any]:
+    for row in rows:
+        yield row
+
+
+def gathered(*coroutines: Any) -> list[Any]:
+    """Run coroutines in turns, as `asyncio.gather` does. Return their results."""
+    results, left = dict[int, Any](), deque(enumerate(coroutines))
+    while left:
+        number, each = left.popleft()
+        try:
+            each.send(None)
+        except StopIteration as end:
+            results[number] = end.value
+        else:
+            left.append((number, each))
+    return [results[number] for number in sorted(results)]
+
+
+def transact(
+    spanner: Spanner, audit: Audit, work: Callable[[Any], T], *, selection: TaskSelection | None = None,
+    kind: type[Work] = Work, operation_began: float = inf,
+) -> T:  # fmt: skip
+    """Run `work` in a transaction, again after aborts, as old as the first attempt. Raises Aborted at last."""
+    clockwork, age = spanner.clockwork, spanner.age()
+    began = clockwork.now
+    while True:
+        transaction = Transaction(age, asked_at=clockwork.now)
+        attempt = kind(spanner, transaction, selection)
+        try:
+            result = work(attempt)
+            attempt.commit(audit, min(began, operation_began))
+        except Aborted:
+            if clockwork.now >= began + ABORTED_SECONDS:
+                raise
+            clockwork.sleep(spanner.drawn(ABORTED_DELAY_SECONDS))
+        else:
+            return result
+        finally:
+            spanner.roll_back(transaction)
+
+
+class Commands(TaskTable):
+    """The table as commands use it. It has one shard, because chunks are the same in all."""
+
+    def __init__(self, spanner: Spanner, audit: Audit, selection: TaskSelection | None = None) -> None:
+        self._spanner, self._audit, self._selection = spanner, audit, selection
+        self.layout, self.name = Layout(1), "simulation"
+        self._began = spanner.clockwork.now
+        self._names = selection.names if selection else frozenset()
+        #: The selected tasks as of now, each with its SentAt.
+        self.seen = {
+            row.id: row.sent_at
+            for row in (spanner.table.rows.values() if selection else ())
+            if selection and matches(selection, row, self.now())
+        }
+        #: What its transactions wrote.
+        self.writes: list[tuple[str, str, Mapping[str, Any]]] = []
+
+    principal = "operator"  # type: ignore[assignment]  # a property
+
+    def now(self) -> datetime:
+        return self._spanner.table.time()
+
+    def topics(self, count: int | None = None, at: datetime | None = None) -> list[str]:
+        return sorted({row.topic for row in self._spanner.table.rows.values()})[:count]
+
+    def query(
+        self, statement: str, tag: str, parameters: Mapping[str, Any] | None = None, **_more: Any
+    ) -> list[list[Any]]:
+        """Return a page of the IDs that matched at the preview."""
+        self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
+        values: Mapping[str, Any] = parameters or {}
+        assert statement == statements.next_ids(str(self._selection and self._selection.state), self._names), statement
+        if "after" in values:
+            pairs = sorted((sent_at, id) for id, sent_at in self.seen.items())
+            found = [[id, at] for at, id in pairs if (at, id) > (values["after"], values["after_id"])]
+        else:
+            found = [[id, None] for id in sorted(self.seen) if id > values["after_id"]]
+        return found[: values["limit"]]
+
+    def transact(self, tag: str, work: Callable[[Any], T]) -> T:
+        attempts: list[Work] = []
+
+        def noted(attempt: Work) -> T:
+            attempts.append(attempt)
+            return work(attempt)
+
+        result = transact(self._spanner, self._audit, noted, selection=self._selection, operation_began=self._began)
+        self.writes += attempts[-1].mutations
+        return result

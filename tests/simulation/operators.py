@@ -1,0 +1,234 @@
+"""What applications and operators change in a history: single rows by SQL, and the product's own functions."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from google.cloud.spanner_v1 import KeySet
+
+import outbox
+from outbox import aio
+from outbox.admin import changes, operations, statements
+from outbox.admin.changes import TaskSelection
+from outbox.errors import OutboxError
+from outbox.registration import TABLE
+from outbox.table.states import CHANGED
+from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay_chunk
+from publishworker.types import TopicLimit, TopicPolicy
+from tests.simulation.audit import GOOD, Known
+from tests.simulation.client import AsyncWork, Commands, Work, attribute, gathered, transact
+from tests.simulation.spanner import Aborted
+from tests.support.fakes import StoredTask
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+#: Tasks of a chunk of an operation, instead of hundreds.
+CHUNK = 3
+#: Part of the cancellations that several coroutines of one transaction make.
+TOGETHER = 0.0
+
+
+class RolledBack(Exception):
+    """The application has changed its mind."""
+
+
+class Operators:
+    """The applications' changes and the operators of one history."""
+
+    def __init__(self, world: "World") -> None:
+        self.world, self.plan, self.audit = world, world.plan, world.audit
+        self.spanner, self.table, self.clockwork = world.spanner, world.spanner.table, world.clockwork
+        self._replacements = 0
+        #: The archived rows, by ID.
+        self.archive: dict[str, StoredTask] = {}
+
+    def start(self) -> None:
+        """Begin all that the plan has."""
+        plan, spawn = self.plan, functools.partial(self.clockwork.spawn, self.world.application)
+        spawn(self.mend)
+        rates = ((plan.cancels, self.change), (plan.bulk, self.bulk), (plan.replays, self.archive_or_replay))
+        for rate, action in (*rates, (plan.controls, self.control)):
+            if rate:
+                spawn(functools.partial(self._repeat, action, rate))
+
+    def _repeat(self, action: Callable[[Random], None], rate: float) -> None:
+        """Begin the action so many times a second."""
+        random = Random(f"{self.plan.seed}/{action.__name__}")
+        while self.clockwork.now < self.plan.seconds:
+            self.clockwork.sleep(random.expovariate(rate))
+            self.clockwork.spawn(self.world.application, functools.partial(self._try, action, random))
+
+    @staticmethod
+    def _try(action: Callable[[Random], None], random: Random) -> None:
+        with contextlib.suppress(Aborted, OutboxError, RolledBack):  # it is given up
+            action(random)
+
+    def mend(self) -> None:
+        """Send tasks again, pause topics, mend or delete dead tasks; after the history only mend."""
+        random, table, world = Random(f"{self.plan.seed}/operator"), self.table, self.world
+        while self.clockwork.now < self.plan.seconds:
+            self.clockwork.sleep(random.expovariate(1 / 2))
+            latest = [*itertools.islice(reversed(table.rows.values()), 100)]
+            sent = [row.id for row in latest if row.sent_at is not None]
+            dead = [row.id for row in latest if table.is_dead(row) and row.sent_at is None]
+            topic = random.choice(world.topics)
+            match random.randrange(8):
+                case 0:
+                    world.set_paused(topic, paused=topic not in table.paused)
+                case 1 | 2 if dead:
+                    self._repair(random.choice(dead), delete=random.random() < 0.5)
+                case _ if sent:
+                    self._retry(random.choice(sent))
+        for topic in world.topics:
+            world.set_paused(topic, paused=False)
+        table.refused.clear()
+        table.limits.clear()
+        table.policies.clear()
+        while True:
+            self.clockwork.sleep(5.0)
+            for row in [row for row in table.unsent_rows() if table.is_dead(row)]:
+                self._repair(row.id, delete=False)
+
+    def _repair(self, id: str, *, delete: bool) -> None:
+        """Delete a dead task, or repair it and make it ready, unless a commit is writing it. Claims lose its lock."""
+        if not self._wound(id):
+            return
+        if delete:
+            self.audit.deleted(id)
+            self.table.delete(id)
+        else:
+            self.audit.mended(id)
+            self.table.change(id, data=GOOD, available_at=None, attempts=0, expires_at=None)
+
+    def _retry(self, id: str) -> None:
+        """As `UPDATE AsynchronousTasks SET SentAt = NULL`."""
+        if self._wound(id) and self.table.rows[id].sent_at is not None:
+            self.table.change(id, sent_at=None)
+            self.audit.reset(id)
+
+    def _wound(self, id: str) -> bool:
+        """Take the row's lock, of which a claim may be robbed; return False if one is just being committed."""
+        locks = self.spanner.locks
+        for holder in list(locks.holders(id)):
+            if holder.commits:
+                return False
+            locks.wound(holder)
+            self.audit.disturbances["operator"] += 1
+        return True
+
+    def change(self, random: Random) -> None:
+        """One transaction of an application: it reads rows, and cancels, replaces and registers tasks.
+
+        The longer it reads before it cancels, the more claims are younger, and lose their locks to it.
+        """
+        latest = [*itertools.islice(reversed(self.table.rows.values()), random.choice([3, 100]))]
+        reads = random.choice([0.0, 0.02, 0.1, 0.5])
+        together, replaces, tries_own = (random.random() < part for part in (TOGETHER, 0.3, 0.1))
+        chosen = random.sample(latest, min(len(latest), random.choice([1, 1, 3])))
+        if together and chosen:  # tasks of one key
+            key = chosen[0].ordering_key
+            chosen = [row for row in reversed(latest) if row.ordering_key == key and row.sent_at is None][:3]
+        ids = [row.id for row in chosen]
+        answers: dict[str, bool] = {}
+
+        def work(attempt: Any) -> None:
+            self.clockwork.sleep(reads)
+            answers.clear()
+            if together:
+                answers.update(zip(ids, gathered(*(aio.cancel(attempt, id) for id in ids)), strict=True))
+            else:
+                answers.update({id: outbox.cancel(attempt, id) for id in ids})
+            if replaces and not together and answers.get(ids[0]):
+                new = self._register(attempt, random, ids[0])
+                if tries_own:
+                    answers[new] = outbox.cancel(attempt, new)
+            if random.random() < 0.1:
+                raise RolledBack
+
+        if ids:
+            transact(self.spanner, self.audit, work, kind=AsyncWork if together else Work)
+            for id, was_unsent in answers.items():
+                if not was_unsent and id in self.table.rows and self.table.rows[id].sent_at is None:
+                    self.audit.problem(f"cancel of {id} returned False, and the task is unsent")
+
+    def _register(self, attempt: Work, random: Random, replaced: str) -> str:
+        """Register a task instead of a cancelled one, as the recipe of the guide does."""
+        former = self.table.rows[replaced]
+        id = self.replacement(replaced)
+        data = f"instead of {replaced}".encode()
+        now = self.clockwork.now
+        attempt.known[id] = Known(former.topic, former.ordering_key or "", now, now, data=data)
+        return outbox.register(attempt, former.topic, data, ordering_key=former.ordering_key or "", task_id=id)
+
+    def replacement(self, replaced: str) -> str:
+        """Return the ID of a replacement. The inboxes of subscribers may know the former one."""
+        self._replacements += 1
+        return f"{replaced}+{self._replacements}"
+
+    def bulk(self, random: Random) -> None:
+        """As `outbox retry`, `cancel` and `purge`: a preview that a person reads, and then chunk after chunk."""
+        name = random.choice(["retry", "cancel", "purge"])
+        state = random.choice([each for each in CHANGED[name] if each != "pending"])
+        now = self.table.time()
+        selection = TaskSelection(state=state, topic=random.choice([*self.world.topics, None]), as_of=now)
+        if state == "sent":
+            selection = dataclasses.replace(selection, since=now - timedelta(seconds=5), until=now)
+        commands = Commands(self.spanner, self.audit, selection)
+        seen = commands.seen.keys()
+        self.clockwork.sleep(random.choice([0.0, 1.0, 3.0]))
+        changed = set[str]()
+        for outcome in changes.change(commands, name, selection):
+            changed.update(outcome.changed)
+            self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
+        for id in changed - seen:
+            self.audit.problem(f"{id} was changed by a {name} of {state} tasks, and not in its preview")
+        released = {row["Id"] for _, _, row in commands.writes if [*row] == ["Id", "AvailableAt", "BlockedBy"]}
+        for id in (released & seen) - changed:
+            self.audit.problem(f"{id} was released by the {name} that had selected it")
+
+    def archive_or_replay(self, random: Random) -> None:
+        """Archive sent tasks and delete their rows, or replay from the archive; Spark repeats some Spark tasks."""
+        before = self.table.time() - timedelta(seconds=2)
+        if random.random() < 0.5:
+            sent = [row for row in self.table.rows.values() if row.sent_at is not None and row.sent_at < before]
+            self.archive |= {row.id: dataclasses.replace(row) for row in sent}
+            transact(self.spanner, self.audit, functools.partial(self._delete, random.sample(sent, len(sent) // 2)))
+            return
+        chosen = random.sample([*self.archive.values()], min(len(self.archive), random.choice([1, 3, 9])))
+        rows = sorted(chosen, key=lambda row: (row.created_at, row.id))
+        commands, started_at = Commands(self.spanner, self.audit), self.table.commit_time()
+        id, unsent = operations.new_id(), {row.id for row in self.table.unsent_rows()}
+        columns = {name: attribute(name) for name in ARCHIVED_COLUMNS}
+        chunks = [rows[n : n + CHUNK] for n in range(0, len(rows), CHUNK)]
+        for chunk in chunks + chunks[: random.choice([0, 1])]:
+            values = [
+                {name: getattr(row, own) for name, own in columns.items()} | {"WasUnsent": row.id in unsent}
+                for row in chunk
+            ]
+            replay_chunk(commands, values, id, started_at)  # type: ignore[arg-type]  # as the job's table
+            self.clockwork.sleep(random.choice([0.0, 1.0, 5.0]))
+
+    @staticmethod
+    def _delete(rows: list[StoredTask], attempt: Work) -> None:
+        """Delete the rows that are still sent, as Spanner's row deletion policy does."""
+        found = attempt.query(statements.LOCK_SENT_AT, {"ids": [row.id for row in rows]})
+        attempt.delete(TABLE, KeySet(keys=[[id] for id, sent_at in found if sent_at is not None]))
+
+    def control(self, random: Random) -> None:
+        """Set or remove a limit or a retry policy of a topic, or its route."""
+        topic = random.choice(self.world.topics)
+        match random.randrange(3):
+            case 0:
+                limit = TopicLimit(random.choice([None, 5.0, 50.0]), None, random.choice([None, 1, 5]))
+                self.table.limits[topic] = limit
+            case 1:
+                self.table.policies[topic] = TopicPolicy(initial=random.choice([0.1, 30.0]))
+            case 2:
+                self.table.limits.pop(topic, None)
+                self.table.policies.pop(topic, None)
