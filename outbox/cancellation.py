@@ -47,7 +47,7 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
 
     `transaction` is the Spanner Transaction that `database.run_in_transaction` passes to its function. Call `cancel`
     before any DML that writes PENDING_COMMIT_TIMESTAMP() to the table. If the client uses a database role, the role
-    needs the privileges of `outbox_canceller`.
+    needs the optional grants of `outbox_application`.
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.

@@ -10,7 +10,6 @@ locals {
       [{ role = "publishworker", member = local.worker }],
       [{ role = var.console_actions ? "outbox_operator" : "outbox_viewer", member = local.console }],
       [for member in var.applications : { role = "outbox_application", member = member }],
-      [for member in var.cancellers : { role = "outbox_canceller", member = member }],
       [for member in var.operators : { role = "outbox_operator", member = member }],
       [for member in var.viewers : { role = "outbox_viewer", member = member }],
     ) : "${pair.role} ${pair.member}" => pair

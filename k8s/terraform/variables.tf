@@ -30,12 +30,6 @@ variable "applications" {
   default     = []
 }
 
-variable "cancellers" {
-  description = "Those of the applications that also call outbox.cancel. They can read messages."
-  type        = set(string)
-  default     = []
-}
-
 variable "operators" {
   description = "IAM members that run the outbox commands, such as group:on-call@example.com."
   type        = set(string)

@@ -120,7 +120,7 @@ def test_members_get_their_database_role_only(tmp_path: Path) -> None:
     (tmp_path / "variables.tf").write_text(FILES["variables.tf"])
     (tmp_path / "outputs.tf").write_text('output "roles" {\n  value = local.database_roles\n}\n')
     required = dict.fromkeys(["project", "project_number", "instance", "database"], "1")
-    members = {"applications": ["a", "b"], "cancellers": ["b"], "operators": ["c"], "viewers": ["c"]}
+    members = {"applications": ["a", "b"], "operators": ["c"], "viewers": ["c"]}
     (tmp_path / "terraform.tfvars.json").write_text(json.dumps(required | {"topics": {}} | members))
     planned = terraform(tmp_path, "plan", "-input=false", "-out=plan")
     assert planned.returncode == 0, planned.stderr
@@ -129,7 +129,6 @@ def test_members_get_their_database_role_only(tmp_path: Path) -> None:
     assert found == [
         ("a", "outbox_application"),
         ("b", "outbox_application"),
-        ("b", "outbox_canceller"),
         ("c", "outbox_operator"),
         ("c", "outbox_viewer"),
         ("outbox-console", "outbox_viewer"),

@@ -20,13 +20,14 @@ ALL = frozenset({"*"})
 Grants = dict[tuple[str, str], frozenset[str]]
 
 
-def statements() -> list[str]:
-    return [" ".join(each.split()) for each in ddl.cut(ROLES.read_text(encoding="utf-8"))]
+def statements(*, optional: bool = False) -> list[str]:
+    text = ROLES.read_text(encoding="utf-8")
+    return [" ".join(each.split()) for each in ddl.cut(text.replace("-- GRANT", "GRANT") if optional else text)]
 
 
-def grants(role: str) -> Grants:
+def grants(role: str, *, optional: bool = False) -> Grants:
     found: Grants = {}
-    for statement in statements():
+    for statement in statements(optional=optional):
         if re.fullmatch(r"CREATE ROLE \w+", statement):
             continue
         grant = re.fullmatch(r"GRANT (.+) ON TABLE ([\w, ]+) TO ROLE (\w+)", statement)
