@@ -150,8 +150,9 @@ other tasks of the topic are published, the task itself may be the cause. The wo
 retries the task with backoff, and it is dead after `--max-attempts`. A message never causes the errors that are
 marked as refused, so the worker never records those.""",
     FailureKind.UNKNOWN: """\
-The worker records a failed attempt for this task only, and retries it with backoff. The task is dead after
-`--max-attempts`. All gRPC statuses that are in none of these tables are handled in the same way.""",
+All gRPC statuses that are in none of these tables, such as DATA_LOSS. Pub/Sub does not document them for a publish. The
+reason is the status in lower case. The worker records a failed attempt for this task only, and retries it with backoff.
+The task is dead after `--max-attempts`. Pub/Sub may have accepted the message.""",
 }
 
 
@@ -358,12 +359,9 @@ def _errors() -> str:
 
     parts = [ERRORS_INTRO]
     for kind, text in ERRORS.items():
-        rows = (row(each) for each in REASONS if each.kind is kind)
-        parts += [
-            f"## {kind.value.capitalize()}",
-            text,
-            _table(("reason", "source", "meaning", "refused"), rows),
-        ]
+        parts += [f"## {kind.value.capitalize()}", text]
+        if rows := [row(each) for each in REASONS if each.kind is kind]:
+            parts.append(_table(("reason", "source", "meaning", "refused"), rows))
     return "\n\n".join(parts) + "\n"
 
 

@@ -33,7 +33,7 @@ class Reason:
     meaning: str
 
 
-_CONTENT, _TARGET, _OUTAGE, _UNKNOWN = FailureKind
+_CONTENT, _TARGET, _OUTAGE, _ = FailureKind
 
 # fmt: off
 REASONS = (
@@ -62,9 +62,6 @@ REASONS = (
     Reason("unauthenticated", _OUTAGE, True, "UNAUTHENTICATED", "The worker's credentials are not accepted."),
     Reason("credentials", _OUTAGE, True, "`google.auth` errors",
            "The worker gets no access token from its credentials."),
-    Reason("already_exists", _UNKNOWN, False, "ALREADY_EXISTS", "Pub/Sub does not return it for a publish."),
-    Reason("out_of_range", _UNKNOWN, False, "OUT_OF_RANGE", "Pub/Sub does not return it for a publish."),
-    Reason("data_loss", _UNKNOWN, False, "DATA_LOSS", "Pub/Sub does not return it for a publish."),
 )
 # fmt: on
 
