@@ -26,6 +26,7 @@ from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import KEEP_POLLING_SECONDS, Poller
 from publishworker.turn.worker import Worker
 from publishworker.types import Deferred, LockedRow, NotSent, PollRequest, Published, Skipped, Version
+from tests.simulation.operators import Operators
 
 
 def always(value: object) -> Callable[[Any], Any]:
@@ -181,4 +182,8 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
             batches, 3 * places, in_flight + Counter({"": 2 * places}), **options
         )
     ),
+    "a task that is retried keeps its age": (
+        rules, "first_due", lambda _: lambda row: row.available_at or row.created_at
+    ),
+    "a replacement has a new ID": (Operators, "replacement", lambda _: lambda _self, replaced: replaced),
 }  # fmt: skip
