@@ -156,7 +156,7 @@ class Delivered:
     #: The tasks that the last run skipped. A published task can be here, too, if another worker has sent it after
     #: an abort.
     skipped: Mapping[str, Skipped] = field(default_factory=dict)
-    #: Failed attempts and deferrals that are written.
+    #: Failed attempts, which are written, or will be with the marks. Deferrals that are written.
     recorded: Mapping[str, NotSent] = field(default_factory=dict)
     deferred: Mapping[str, Deferred] = field(default_factory=dict)
     #: Published tasks whose rows were deleted before their mark, by a cancel. An ID that was registered again counts.
@@ -189,8 +189,8 @@ class Delivered:
 
     def has_written(self) -> bool:
         """Tell whether the batch has changed a row. Then the next poll may find other tasks."""
-        without_mark = self.unmarked | self.deleted
-        return any(id not in without_mark for id in self.published()) or bool(self.recorded or self.deferred)
+        unwritten = self.unmarked | self.deleted
+        return any(id not in unwritten for id in (*self.published(), *self.recorded, *self.deferred))
 
     def already_sent(self) -> list[str]:
         """Return the IDs that another worker had sent."""
@@ -199,12 +199,6 @@ class Delivered:
     def failed(self) -> dict[str, Failed]:
         """Return the failures by ID."""
         return {id: answer for id, answer in self.answers.items() if isinstance(answer, Failed)}
-
-    def recorded_later(self, ids: Collection[str]) -> "Recorded":
-        """Return what the batch has found out about these tasks after its first report."""
-        recorded = {id: each for id, each in self.recorded.items() if id in ids}
-        cancelled = {id: message_id for id, message_id in self.cancelled().items() if id in ids}
-        return Recorded(self.claim, self.failed(), recorded, cancelled)
 
     def at_most_once(self) -> Claim | None:
         """Return a claim of the skipped at-most-once tasks that are behind no failure, or None if there are none."""
@@ -233,16 +227,11 @@ def turn_counts(batches: Sequence[Delivered]) -> Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """Failed attempts that were written after the first report of their batch.
-
-    `cancelled` are published tasks that were found deleted, with their message IDs.
-    """
+class Cancelled:
+    """Published tasks that were found deleted after the first report of their batch, with their message IDs."""
 
     claim: Claim
-    failed: Mapping[str, Failed]
-    recorded: Mapping[str, NotSent]
-    cancelled: Mapping[str, str] = field(default_factory=dict)
+    message_ids: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

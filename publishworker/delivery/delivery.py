@@ -3,22 +3,35 @@
 `Delivery` publishes and marks in one transaction. The other kinds of delivery are in `kinds`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
+from typing import TypeVar
 
 from publishworker.delivery import rules
-from publishworker.delivery.claim import Claim, Delivered, Recorded, State, Unmarked
+from publishworker.delivery.claim import Cancelled, Claim, Delivered, State, Unmarked
 from publishworker.delivery.marking import MarkRetry, release_heads
-from publishworker.delivery.results import Results
 from publishworker.delivery.timing import Timing
 from publishworker.delivery.tools import Tools
 from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide
-from publishworker.types import Deferred, LockedRow, NotSent, Published, RowChange, Skipped
+from publishworker.types import (
+    MARKED,
+    Answer,
+    Deferred,
+    Failed,
+    LockedRow,
+    NotSent,
+    Published,
+    RowChange,
+    Skipped,
+    Version,
+)
+
+_T = TypeVar("_T", Skipped, NotSent, Deferred)
 
 
 class Delivery:
-    """Delivers one batch, on a thread of its own. The relay's thread reads `claim`, `mark_retry` and `timing`.
+    """Delivers one batch, on a thread of its own.
 
     After an abort, the next run of the transaction locks the rows again. It publishes only tasks that have no answer
     yet, and failed tasks whose rows have changed since. It marks the tasks that any run has published, unless their
@@ -27,38 +40,61 @@ class Delivery:
 
     def __init__(self, claim: Claim, tools: Tools) -> None:
         self.claim = claim
-        #: Writes the marks again if the commit fails.
-        self.mark_retry = MarkRetry(claim, tools.marking)
-        self._tools = tools
+        self._timing = Timing(tools.host.clock)
+        self._tools = self._timing.of(tools)
         self._policy = tools.policy.for_topic(claim.policy)
         self._results = Results()
-        self.timing = Timing(tools.host.clock)
+        #: Writes the marks again if the commit fails.
+        self._mark_retry = MarkRetry(claim, tools.marking)
         self._error: str | None = None
+
+    # The relay's thread reads these properties while the batch runs on its own. Each is one value that the batch
+    # replaces, so it is whole at any time, and at most one step old.
+
+    @property
+    def unmarked(self) -> frozenset[str]:
+        """Return the tasks whose marks are not written."""
+        return self._mark_retry.unmarked
+
+    @property
+    def needs_place(self) -> bool:
+        """Tell whether other batches must wait for this one: not if only its own rows cannot be written."""
+        return not self._mark_retry.aside
+
+    @property
+    def transactions(self) -> int:
+        """Return the number of transactions that have begun. While it grows, the batch is not stuck."""
+        return self._timing.transactions
+
+    def give_up(self) -> list[Unmarked]:
+        """Mark no more, because the process ends. Return what is not written. Called on the relay's thread."""
+        return self._mark_retry.give_up()
 
     def run(self) -> Delivered:
         """Claim, publish and mark, in one transaction."""
         try:
             self._transact(self.claim, self._decide)
-            self.mark_retry.set_all_written()  # nothing is left to mark
-            if self.timing.aborted:  # while there were no locks, other workers may have deferred key heads
+            self._mark_retry.set_all_written()  # nothing is left to mark
+            if self._timing.aborted:  # while there were no locks, other workers may have deferred key heads
                 self._release_heads()
         except StoreError as error:
             self._begin_marking(error)
         return self._delivered()
 
-    def mark_again(self) -> Iterator[Unmarked | Recorded]:
+    def mark_again(self) -> Iterator[Unmarked | Cancelled]:
         """Mark again, in transactions that publish nothing.
 
         Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up. At
-        the end, yield the failed attempts that are written now.
+        the end, yield the tasks that were cancelled meanwhile.
         """
-        if self.mark_retry.has_begun:
-            to_mark = self.mark_retry.unmarked
-            for unmarked in self.mark_retry.run():
+        if self._mark_retry.has_begun:
+            to_mark = self._mark_retry.unmarked
+            for unmarked in self._mark_retry.run():
                 to_mark -= set(unmarked.claim.ids if unmarked.given_up else ())
                 yield unmarked
-            yield self._delivered().recorded_later(to_mark)
-            if self.timing.transactions > 1:
+            if cancelled := {id: of for id, of in self._delivered().cancelled().items() if id in to_mark}:
+                yield Cancelled(self.claim, cancelled)
+            if self._timing.transactions > 1:
                 self._release_heads()
 
     def write_again(self, claim: Claim) -> None:
@@ -74,17 +110,16 @@ class Delivery:
 
         If a deferred task becomes a key head by this commit, the commit also releases it.
         """
+        changes: Mapping[str, RowChange] = {}
 
         def locked(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
-            self.timing.locked()
+            nonlocal changes
             decided = decide(rows, now)
             changes = {**decided, **rules.release_changes(claim, rows, decided, now, self._policy)}
-            self.timing.committing(changes)
             return changes
 
-        with self.timing.transaction():
-            committed = self._tools.store.claim(claim.locks, locked)
-        if self.timing.changes:
+        committed = self._tools.store.claim(claim.locks, locked)
+        if changes:
             self._tools.marking.committed()
         return committed
 
@@ -95,7 +130,7 @@ class Delivery:
         """Publish the locked rows that may be sent, and return what to write. After an abort, it runs again."""
         eligible = self._eligible(self.claim, rows, now)
         self._expire(rules.to_publish(eligible, self._results.answers), now)
-        self._publish(rules.to_publish(eligible, self._results.answers), now)
+        self._publish(rules.to_publish(eligible, self._results.answers))
         return self._row_changes([*eligible, *rules.deferred_behind(self.claim, rows)], now)
 
     def _eligible(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> list[LockedRow]:
@@ -113,12 +148,10 @@ class Delivery:
     def _expire(self, rows: Sequence[LockedRow], now: datetime) -> None:
         self._results.answers |= {row.id: rules.expiry_failure(row) for row in rows if row.is_expired(now)}
 
-    def _publish(self, rows: Sequence[LockedRow], now: datetime) -> None:
-        """Publish rows that were locked at `now`."""
+    def _publish(self, rows: Sequence[LockedRow]) -> None:
+        """Publish rows that the last transaction has locked."""
         if rows:
-            answers = self._tools.publish(self.claim, rows)
-            self.timing.published(rows, answers, now)
-            self._results.answers |= answers
+            self._results.answers |= self._tools.publish(self.claim, rows)
 
     def _row_changes(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Return what to write because of the answers, and keep it in the results."""
@@ -137,22 +170,100 @@ class Delivery:
         # tasks are kept and written later. The next commit decides anew about the tasks in `releases`, so their
         # deferrals are dropped. After any other error the commit may have succeeded, so all are dropped.
         self._results.forget_unwritten([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
-        self.mark_retry.begin(self, [self.claim.part(self._results.to_write())])
-        if is_refused and self.mark_retry.search():
+        self._mark_retry.begin(self, [self.claim.part(self._results.to_write())])
+        if is_refused and self._mark_retry.search():
             self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _delivered(self) -> Delivered:
-        results, unmarked = self._results, self.mark_retry.unmarked
+        results, unmarked = self._results, self._mark_retry.unmarked
         return Delivered(
             self.claim,
             answers=dict(results.answers),
             skipped=results.decided(Skipped),
-            recorded=results.decided(NotSent, without=unmarked),
+            recorded=results.decided(NotSent),
             deferred=results.decided(Deferred, without=unmarked),
             deleted=frozenset(results.deleted),
             unmarked=unmarked,
-            latencies=dict(self.timing.latencies),
-            phases=dict(self.timing.phases),
-            aborted=self.timing.aborted,
+            latencies=dict(self._timing.latencies),
+            phases=dict(self._timing.phases),
+            aborted=self._timing.aborted,
             error=self._error,
         )
+
+
+class Results:
+    """The answers and decisions of a batch, by task ID, over all runs of its transactions."""
+
+    def __init__(self) -> None:
+        #: The answer of Pub/Sub, or the reason why no request was sent.
+        self.answers: dict[str, Answer] = {}
+        #: The version of the row that the answer is about. Without an answer, the version at the last lock.
+        self._versions: dict[str, Version] = {}
+        #: The last decision about each task that gets no SentAt.
+        self._decided: dict[str, Skipped | NotSent | Deferred] = {}
+        #: The published tasks that the last lock of their rows has not found any more.
+        self.deleted: set[str] = set()
+
+    def begin_run(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
+        """Forget earlier decisions about the claimed `ids`, and the failures of locked rows that have changed.
+
+        Record the versions of rows without an answer.
+        """
+        self._find_deleted(ids, rows)
+        for id in ids if self._decided else ():
+            self._decided.pop(id, None)
+        for row in rows if self.answers else ():
+            if isinstance(self.answers.get(row.id), Failed) and self._versions.get(row.id) != Version.of(row):
+                del self.answers[row.id]
+        self._versions |= {row.id: Version.of(row) for row in rows if row.id not in self.answers}
+
+    def record(self, decisions: Mapping[str, Skipped | RowChange]) -> None:
+        """Record decisions. A task that is marked as sent needs none, because it has an answer."""
+        self._decided |= {id: each for id, each in decisions.items() if not isinstance(each, Published)}
+
+    def decided(self, kind: type[_T], *, without: Collection[str] = ()) -> dict[str, _T]:
+        """Return the decisions of a kind, except those about the tasks in `without`."""
+        return {id: each for id, each in self._decided.items() if isinstance(each, kind) and id not in without}
+
+    def published(self) -> dict[str, Version]:
+        """Return the published tasks, each with the version that was published."""
+        return {id: self._versions[id] for id, answer in self.answers.items() if isinstance(answer, Published)}
+
+    def to_write(self) -> set[str]:
+        """Return the tasks whose rows must be written: published, with a failed attempt to record, or deferred."""
+        return {*self.published(), *self._unwritten()}
+
+    def decide_again(self, ids: Collection[str], rows: Sequence[LockedRow]) -> dict[str, RowChange]:
+        """Return the changes that the unsent rows still need. Forget the decisions about other tasks of `ids`.
+
+        A published task is marked if the row still holds its message. A failed attempt or a deferral is written only
+        if the row has not changed at all, or only because an earlier part, which also locks this row, has written it.
+        """
+        self._find_deleted(ids, rows)
+        published, unwritten = self.published(), self._unwritten()
+        unsent = [row for row in rows if row.sent_at is None]
+        others = {
+            row.id: change
+            for row in unsent
+            if (change := unwritten.get(row.id)) is not None
+            and Version.of(row) in (self._versions[row.id], self._versions[row.id].after(change))
+        }
+        self.forget_unwritten(ids)
+        self._decided |= others
+        ids_to_mark = (row.id for row in unsent if row.id in published and published[row.id].has_message_of(row))
+        return {**dict.fromkeys(ids_to_mark, MARKED), **others}
+
+    def forget_unwritten(self, ids: Collection[str]) -> None:
+        """Forget the failed attempts and deferrals of these tasks."""
+        for id in self._unwritten().keys() & set(ids):
+            del self._decided[id]
+
+    def _find_deleted(self, ids: Collection[str], rows: Sequence[LockedRow]) -> None:
+        """Record which published tasks among `ids` are not in the locked rows."""
+        if published := self.published():
+            by_id = {row.id: row for row in rows}
+            found = {id for id in ids if id in published and not published[id].is_of_task(by_id.get(id))}
+            self.deleted = self.deleted.difference(ids) | found
+
+    def _unwritten(self) -> dict[str, NotSent | Deferred]:
+        return {id: each for id, each in self._decided.items() if not isinstance(each, Skipped)}

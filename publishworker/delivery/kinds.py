@@ -56,7 +56,7 @@ class MarkFirst(Delivery):
         """
         if self._marked.keys().isdisjoint(claim.ids):
             if self._tools.host.clock() < self._hold_until and not self._tools.marking.is_shutting_down:
-                self.timing.transactions += 1  # a batch that waits is not stuck
+                self._timing.transactions += 1  # a batch that waits is not stuck
                 raise self._held.get(claim) or next(iter(self._held.values()))
         else:
             self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))
@@ -67,11 +67,9 @@ class MarkFirst(Delivery):
 
     def _send(self, part: Claim) -> None:
         marked: dict[str, LockedRow] = {}
-        locked_time: datetime
 
         def decide(rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
-            nonlocal marked, locked_time
-            locked_time = now
+            nonlocal marked
             eligible = [row for row in self._eligible(part, rows, now) if row.ordering_key not in self._stopped]
             self._expire(eligible, now)
             publishable = [row for row in eligible if row.id not in self._results.answers]
@@ -84,7 +82,7 @@ class MarkFirst(Delivery):
         except StoreError as error:
             self._unconfirmed += [] if isinstance(error, NotWritten) else marked
             raise
-        self._publish(list(marked.values()), locked_time)
+        self._publish(list(marked.values()))
         self._marked |= {id: (row, committed) for id, row in marked.items()}
 
     def _stop(self, part: Claim, error: StoreError) -> None:
@@ -104,8 +102,8 @@ class MarkFirst(Delivery):
         self._unconfirmed += [id for id in not_sent if id not in to_undo]
         self._marked = {id: marked for id, marked in self._marked.items() if id in to_undo}
         self._hold_until = self._tools.host.clock() + HOLD_SECONDS
-        self.mark_retry.begin(self, (self.claim.part(to_undo), *self._held), self._held)
-        self.mark_retry.search()
+        self._mark_retry.begin(self, (self.claim.part(to_undo), *self._held), self._held)
+        self._mark_retry.search()
 
     def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Return changes that clear SentAt of rows that still have the mark of this batch, and record failures."""

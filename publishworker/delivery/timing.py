@@ -1,15 +1,19 @@
 """How long the steps of a batch take, and how long its tasks waited, for its metrics."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
+from typing import Any, cast
 
 from outbox.table.states import first_due
+from publishworker.delivery.tools import Tools
+from publishworker.pubsub.publisher import Publisher
+from publishworker.spanner.store import Decide, Store
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, LockedRow, Published, RowChange
 
 
 class Timing:
-    """The times of a batch, over all runs of its transactions."""
+    """The times of a batch, over all its transaction attempts. It wraps the store and the publisher of the batch."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         #: The seconds of each phase.
@@ -18,39 +22,40 @@ class Timing:
         self.latencies: dict[str, float] = {}
         #: Transactions that have begun. While the number grows, the batch is not stuck.
         self.transactions = 0
-        #: Runs that were aborted after they had decided. Aborts of the query that locks are not counted.
+        #: Attempts that were aborted after they had decided. Aborts of the query that locks are not counted.
         self.aborted = 0
-        #: What the last run of the transaction writes, or None before its first run.
-        self.changes: Mapping[str, RowChange] | None = None
         self._clock = clock
         self._phase_began = self._locked_at = clock()
+        self._now: datetime  # the database's time at the last lock
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Time the transaction in the block. Each run of it calls `locked` and then `committing`."""
+    def of(self, tools: Tools) -> Tools:
+        """Return tools whose use is timed."""
+        return replace(tools, store=cast(Store, _Store(tools.store, self)), publisher=_Publisher(tools.publisher, self))
+
+    def claim(self, store: Store, ids: Sequence[str], decide: Decide) -> datetime:
+        """Time a transaction. Raises StoreError."""
         self.transactions += 1
-        self.changes, self._phase_began = None, self._clock()
+        self._phase_began, has_decided = self._clock(), False
+
+        def timed(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
+            nonlocal has_decided
+            self.aborted += has_decided  # an earlier attempt had decided, so it was aborted
+            self._locked_at, self._now = self._end(CLAIM), now  # after an abort, this includes the commit that failed
+            changes = decide(rows, now)
+            has_decided, self._phase_began = True, self._clock()
+            return changes
+
         try:
-            yield
+            return store.claim(ids, timed)
         finally:
-            self._end(CLAIM if self.changes is None else COMMIT)
+            self._end(COMMIT if has_decided else CLAIM)
 
-    def locked(self) -> None:
-        """Record that the rows are locked."""
-        self.aborted += self.changes is not None  # an earlier run of this transaction had decided, so it was aborted
-        self._locked_at = self._end(CLAIM)  # after an abort, this includes the commit that failed
-
-    def committing(self, changes: Mapping[str, RowChange]) -> None:
-        """Record what this run writes. Its commit begins."""
-        self.changes = changes
-        self._phase_began = self._clock()
-
-    def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer], now: datetime) -> None:
-        """Record the answers for rows that were locked at `now`, the database's time."""
+    def published(self, rows: Sequence[LockedRow], answers: Mapping[str, Answer]) -> None:
+        """Record the answers for rows that the last transaction has locked."""
         waited = self._end(PUBLISH) - self._locked_at
         for row in rows:
             if isinstance(answers.get(row.id), Published):
-                self.latencies[row.id] = max(0.0, (now - first_due(row)).total_seconds() + waited)
+                self.latencies[row.id] = max(0.0, (self._now - first_due(row)).total_seconds() + waited)
 
     def _end(self, phase: str) -> float:
         """Add the time since the last phase ended to this one. Return the time now."""
@@ -58,3 +63,27 @@ class Timing:
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._phase_began
         self._phase_began = now
         return now
+
+
+class _Store:
+    def __init__(self, store: Store, timing: Timing) -> None:
+        self._store, self._timing = store, timing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+        return self._timing.claim(self._store, ids, decide)
+
+
+class _Publisher:
+    def __init__(self, publisher: Publisher, timing: Timing) -> None:
+        self._publisher, self._timing = publisher, timing
+        self.refusals = publisher.refusals
+
+    def publish(
+        self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
+    ) -> dict[str, Answer]:
+        answers = self._publisher.publish(topic, rows, seconds, alone)
+        self._timing.published(rows, answers)
+        return answers

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outbox.program.terminal import counted, listed
-from publishworker.delivery.claim import Delivered, Kind, Recorded, Unmarked, turn_counts
+from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, turn_counts
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.errors import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
@@ -82,14 +82,13 @@ class Reporter:
         if change is not None:
             self.report_circuit(change)
 
-    def report_later(self, report: Unmarked | Recorded) -> None:
+    def report_later(self, report: Unmarked | Cancelled) -> None:
         """Log what a batch reports while it marks again."""
         if isinstance(report, Unmarked):
             self._unmarked(report)
         else:
-            self._recorded(report.claim.topic, report.failed, report.recorded)
-            self._count_work(Turn(cancelled=len(report.cancelled)))
-            self._log_cancelled(report.claim.topic, report.cancelled)
+            self._count_work(Turn(cancelled=len(report.message_ids)))
+            self._log_cancelled(report.claim.topic, report.message_ids)
 
     def _unmarked(self, unmarked: Unmarked) -> None:
         """Log tasks that cannot be marked now, or that the batch has stopped trying to mark."""
@@ -209,7 +208,7 @@ class Reporter:
         self._recorded(topic, failed, recorded)
 
     def _recorded(self, topic: str, failed: Mapping[str, Failed], recorded: Mapping[str, NotSent]) -> None:
-        """Log failed attempts that are written, and count those after which the task is dead."""
+        """Log failed attempts, and count those after which the task is dead."""
         self._count(m.DEAD, topic, [failed[id] for id, attempt in recorded.items() if attempt.dead])
         same = defaultdict[tuple[object, ...], list[str]](list)
         for id, attempt in recorded.items():

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NoReturn
 
 from outbox.program.terminal import counted, listed
-from publishworker.delivery.claim import Claim, Delivered, Kind, Recorded, Unmarked
+from publishworker.delivery.claim import Cancelled, Claim, Delivered, Kind, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.kinds import Deferral, MarkFirst
 from publishworker.delivery.tools import Tools
@@ -114,7 +114,7 @@ class InFlight:
         self._clock = tools.host.clock
         self._running: dict[_Entry, Thread] = {}
         self._checked_at = self._clock()
-        #: Pairs of an entry and a report: a Delivered, then any Unmarked and a Recorded, then None. If the batch fails,
+        #: Pairs of an entry and a report: a Delivered, then any Unmarked and Cancelled, then None. If the batch fails,
         #: its last report is the exception.
         self._reports: Queue = self._host.threads.queue()
 
@@ -143,14 +143,12 @@ class InFlight:
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""
-        left = [
-            each.delivery.mark_retry.unmarked if each.reported else each.delivery.claim.ids for each in self._running
-        ]
+        left = [each.delivery.unmarked if each.reported else each.delivery.claim.ids for each in self._running]
         return frozenset(id for ids in left for id in ids)
 
     def places_by_topic(self) -> Counter[str]:
         """Return, by topic, the number of places that are taken."""
-        aside = [entry for entry in self._running if entry.delivery.mark_retry.aside][:MAX_ASIDE]
+        aside = [entry for entry in self._running if not entry.delivery.needs_place][:MAX_ASIDE]
         return Counter(entry.delivery.claim.topic for entry in self._running if entry not in aside)
 
     def bytes_in_flight(self) -> int:
@@ -164,7 +162,7 @@ class InFlight:
     def busy_keys(self) -> frozenset[Key]:
         """Return the keys that no other batch may claim now. A deferring batch that only marks again needs none."""
         claims = (
-            entry.delivery.claim.part(entry.delivery.mark_retry.unmarked) if entry.reported else entry.delivery.claim
+            entry.delivery.claim.part(entry.delivery.unmarked) if entry.reported else entry.delivery.claim
             for entry in self._running
             if not (entry.reported and entry.delivery.claim.kind is Kind.DEFER)
         )
@@ -180,9 +178,9 @@ class InFlight:
         """Raise StuckBatch if batches have begun no transaction for STUCK_SECONDS. Forget these batches."""
         step, self._checked_at = min(self._clock() - self._checked_at, MAX_COUNTED_SECONDS), self._clock()
         for entry in self._running:
-            begun = entry.transactions != entry.delivery.timing.transactions
+            begun = entry.transactions != entry.delivery.transactions
             entry.seconds_since_begin = 0.0 if begun else entry.seconds_since_begin + step
-            entry.transactions = entry.delivery.timing.transactions
+            entry.transactions = entry.delivery.transactions
         old = [entry for entry in self._running if entry.seconds_since_begin > STUCK_SECONDS]
         stuck = [entry for entry in old if self._running[entry].is_alive()]  # the others only have to be collected
         for entry in stuck:
@@ -269,7 +267,7 @@ class InFlight:
                 if isinstance(report, Delivered):
                     entry.reported = True
                     self._reporter.report_batch(report)
-                elif isinstance(report, Unmarked | Recorded):
+                elif isinstance(report, Unmarked | Cancelled):
                     self._reporter.report_later(report)
         for entry in list(self._running):
             self._give_up(entry)
@@ -278,7 +276,7 @@ class InFlight:
     def _give_up(self, entry: _Entry) -> None:
         claim = entry.delivery.claim
         if entry.reported:
-            for unmarked in entry.delivery.mark_retry.give_up():
+            for unmarked in entry.delivery.give_up():
                 self._reporter.report_later(unmarked)
         elif claim.kind is Kind.MARK_FIRST:
             self._reporter.report_later(Unmarked(claim, "the worker has ended", "marked", given_up=True))

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any, TypeAlias, cast
 
 from outbox.table.states import is_dead
-from publishworker.delivery.claim import Claim, ClaimedTask, Recorded, Unmarked
+from publishworker.delivery.claim import Cancelled, Claim, ClaimedTask, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.errors import NotWritten, Refused, StoreError
@@ -59,7 +59,7 @@ class Trace:
         in_flight._delivery_of = partial(self._delivery_of, in_flight._delivery_of)  # type: ignore[assignment]
         report_later = reporter.report_later
 
-        def noted(report: Unmarked | Recorded) -> None:
+        def noted(report: Unmarked | Cancelled) -> None:
             if isinstance(report, Unmarked) and report.given_up:
                 self.step("give up", ids=report.claim.ids)  # they are published again, or stay marked
             report_later(report)

@@ -123,7 +123,7 @@ def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(
     if gives_up:
         bench.relay.stop()
         [entry] = in_flight._running
-        eventually(lambda: not (bench.wait(1), entry.delivery.mark_retry.unmarked)[1])
+        eventually(lambda: not (bench.wait(1), entry.delivery.unmarked)[1])
         eventually(lambda: not in_flight._reports.empty())
     in_flight.abandon()
     assert bench.count(m.UNCONFIRMED) == 1

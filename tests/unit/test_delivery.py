@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outbox.message import RawPubsubMessage
-from publishworker.delivery.claim import Delivered, Kind, Recorded
+from publishworker.delivery.claim import Cancelled, Delivered, Kind
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.tools import Tools
@@ -125,8 +125,8 @@ def test_a_task_that_is_cancelled_after_its_publish_is_reported_once(bench: Benc
     bench.store.before_commit = commit
     batch = bench.batch("gone", "again", "sent again", "stays", "never sent")
     delivered = batch.run()
-    later = [each for each in batch.mark_again() if isinstance(each, Recorded)]
-    found = [item for each in (delivered.cancelled(), *(each.cancelled for each in later)) for item in each.items()]
+    later = [each for each in batch.mark_again() if isinstance(each, Cancelled)]
+    found = [item for each in (delivered.cancelled(), *(each.message_ids for each in later)) for item in each.items()]
     messages = {id: answer.message_id for id, answer in delivered.answers.items() if isinstance(answer, Published)}
     assert sorted(found) == sorted((id, messages[id]) for id in ("gone", "again", "sent again"))
     assert set(delivered.uncommitted()) == (set(messages) if later else set())

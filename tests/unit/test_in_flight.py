@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -25,21 +24,20 @@ class Gated:
 
     def __init__(self, batches: "Batches", claim: Claim) -> None:
         self.batches, self.claim = batches, claim
-        self.mark_retry = SimpleNamespace(unmarked=frozenset[str](), aside=False, give_up=list)
-        self.timing = SimpleNamespace(transactions=0)
+        self.unmarked, self.needs_place, self.give_up, self.transactions = frozenset[str](), True, list, 0
 
     def run(self) -> Delivered:
         topic = self.claim.topic
         self.batches.ends[topic].wait(30)
         if topic == "defect":
             raise ZeroDivisionError
-        self.mark_retry.unmarked = frozenset(self.claim.ids[:1]) if topic in self.batches.marks else frozenset()
-        return Delivered(self.claim, unmarked=self.mark_retry.unmarked)
+        self.unmarked = frozenset(self.claim.ids[:1]) if topic in self.batches.marks else frozenset()
+        return Delivered(self.claim, unmarked=self.unmarked)
 
     def mark_again(self) -> Iterator[Unmarked]:
-        if self.mark_retry.unmarked:
+        if self.unmarked:
             self.batches.marks[self.claim.topic].wait(30)
-            self.mark_retry.unmarked = frozenset()
+            self.unmarked = frozenset()
             yield Unmarked(self.claim, "no", "published")
 
 
@@ -141,7 +139,7 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     assert running.ids() == {"task-of-a", "task-of-b"}
     assert running.busy_keys() == {Key("a", "k"), Key("b", "k")}
     for entry in running._running:
-        entry.delivery.mark_retry.aside = True
+        entry.delivery.needs_place = False
     assert running.free == 7
     batches.marks["a"].set()
     eventually(lambda: (running.collect(), len(running) == 1)[1])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Delivered, Kind, Recorded, Unmarked, turn_counts
+from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, turn_counts
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
@@ -127,7 +127,7 @@ def test_each_task_that_is_cancelled_after_its_publish_is_named(watch: Watch) ->
     answers: dict[str, Answer] = {id: Published(id.replace("id-", "m")) for id in ids}
     first = Delivered(claim_of("orders", *ids), answers=answers, deleted=frozenset(ids[:-1]))
     watch.reporter.report_batch(first)
-    watch.reporter.report_later(Recorded(first.claim, {}, {}, {ids[-1]: "m249"}))
+    watch.reporter.report_later(Cancelled(first.claim, {ids[-1]: "m249"}))
     watch.seconds += 61
     watch.reporter.report_turn(Turn())
     named = [re.findall(r"id-(\d+) of topic orders .*?message m\1\b", line) for line in watch.caplog.messages]

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +24,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 class Idle:
     """A batch that never reports."""
 
-    mark_retry, timing = SimpleNamespace(unmarked=frozenset[str](), aside=False), SimpleNamespace(transactions=0)
+    unmarked, needs_place, transactions = frozenset[str](), True, 0
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
