@@ -124,15 +124,18 @@ class Claim:
         )
         return replace(self, tasks=tuple(tasks), releases=())
 
-    def halves(self) -> "tuple[Claim, ...]":
-        """Return two claims, each of half of the tasks.
+    def first_and_rest(self) -> "tuple[Claim, ...]":
+        """Return a claim for the first task and one for the others, or nothing for a single task."""
+        return (self.part(self.ids[:1]), self.part(self.ids[1:])) if len(self.tasks) > 1 else ()
+
+    def rows(self) -> "tuple[Claim, ...]":
+        """Return a claim for each task.
 
         For a single task with `releases`, return its claim without them. For one without, return nothing. The tasks in
         `releases` need no transaction of their own, because the batch reads the key heads after its tasks are marked.
         """
-        ids = self.ids
-        if len(ids) > 1:
-            return self.part(ids[: len(ids) // 2]), self.part(ids[len(ids) // 2 :])
+        if len(self.tasks) > 1:
+            return tuple(self.part([id]) for id in self.ids)
         return (replace(self, releases=()),) if self.releases else ()
 
 

@@ -160,19 +160,14 @@ class Delivery:
         return changes
 
     def _begin_marking(self, error: StoreError) -> None:
-        """Prepare to mark again.
-
-        If Spanner has refused the commit, mark in parts now, until only the refused rows are left.
-        """
+        """Prepare to mark again."""
         self._error = str(error)
-        is_refused = isinstance(error, Refused)
         # If Spanner has refused the commit, nothing was written, so the failed attempts and deferrals of the claimed
         # tasks are kept and written later. The next commit decides anew about the tasks in `releases`, so their
         # deferrals are dropped. After any other error the commit may have succeeded, so all are dropped.
-        self._results.forget_unwritten([task.id for task in self.claim.releases] if is_refused else self.claim.locks)
+        releases = [task.id for task in self.claim.releases]
+        self._results.forget_unwritten(releases if isinstance(error, Refused) else self.claim.locks)
         self._mark_retry.begin(self, [self.claim.part(self._results.to_write())])
-        if is_refused and self._mark_retry.search():
-            self._error = None  # the reasons are single rows, and each is reported as an Unmarked
 
     def _delivered(self) -> Delivered:
         results, unmarked = self._results, self._mark_retry.unmarked

@@ -33,17 +33,17 @@ class MarkFirst(Delivery):
         self._stopped: set[str] = set()
 
     def run(self) -> Delivered:
-        """Mark and publish. Halve what Spanner refuses to mark, so that other tasks do not wait for a refused row."""
+        """Mark and publish. Divide what Spanner refuses to mark, so that other tasks do not wait for a refused row."""
         parts = deque([self.claim])
         while parts:
             part = parts.popleft()
             try:
                 self._send(part)
             except StoreError as error:
-                searches = isinstance(error, Refused) and self._tools.marking.refused < MAX_REFUSED
-                halves = part.halves() if searches else ()
-                parts.extendleft(reversed(halves))
-                if not halves:
+                divides = isinstance(error, Refused) and self._tools.marking.refused < MAX_REFUSED
+                rows = part.rows() if divides else ()
+                parts.extendleft(reversed(rows))
+                if not rows:
                     self._stop(part, error)
         self._undo()
         return replace(self._delivered(), unconfirmed=tuple(self._unconfirmed))
@@ -103,7 +103,7 @@ class MarkFirst(Delivery):
         self._marked = {id: marked for id, marked in self._marked.items() if id in to_undo}
         self._hold_until = self._tools.host.clock() + HOLD_SECONDS
         self._mark_retry.begin(self, (self.claim.part(to_undo), *self._held), self._held)
-        self._mark_retry.search()
+        self._mark_retry.try_once()
 
     def _undo_marks(self, claim: Claim, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Return changes that clear SentAt of rows that still have the mark of this batch, and record failures."""

@@ -18,15 +18,10 @@ MAX_MARKING_SECONDS = 900.0
 #: Seconds of the first pause. Each further one is twice as long, up to MAX_PAUSE_SECONDS, or up to
 #: MAX_ASIDE_PAUSE_SECONDS if the batch is aside (`MarkRetry.aside`).
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_ASIDE_PAUSE_SECONDS = 0.05, 5.0, 30.0
-#: Max seconds to search for the rows that make Spanner refuse a commit. Then the batch reports its result.
-SEARCH_SECONDS = 20.0
-#: Max seconds between two attempts to mark, once the worker exits.
+#: Max seconds between two attempts to mark while the worker exits.
 EXIT_PAUSE_SECONDS = 0.25
-#: After this many refused rows without a commit in between, the cause is probably not a row, so the search stops.
+#: After this many refused rows without a commit in between, the cause is probably not a row, so no more are tried.
 MAX_REFUSED = 10
-#: While no transaction commits, a batch is divided into at most this many parts. A part that Spanner refuses is always
-#: divided.
-MAX_PARTS = 10
 
 
 class SharedMarking:
@@ -86,7 +81,7 @@ class Markable(Protocol):
 
 
 class MarkRetry:
-    """Writes the marks of one batch again, in parts. It halves each part that fails, until a part is a single row."""
+    """Writes the marks of one batch again. If others can be written, it divides what fails into single rows."""
 
     def __init__(self, claim: Claim, marking: SharedMarking) -> None:
         self._marking = marking
@@ -129,7 +124,7 @@ class MarkRetry:
             yield from self._to_report
             self._to_report.clear()
             self._marking.wait(backoff.next())
-            self._try()
+            self.try_once()
             if self._marking.is_over(self._since):
                 self._to_report += self.give_up()
         yield from self._to_report
@@ -140,38 +135,30 @@ class MarkRetry:
         self._set_parts(())
         return given_up
 
-    def search(self) -> bool:
-        """Write smaller and smaller parts, until only the rows that Spanner refuses are left.
+    def try_once(self) -> None:
+        """Try each part once. Divide one that fails alone: Spanner refuses it, or other transactions commit.
 
-        Return True if no row is left, or if the batch is aside now.
+        While nothing commits, stop at the first failure, because the next part would fail, too. Only a single row is
+        tried apart from the others, to find out whether it is the cause. A refused part does not stop the round until
+        Spanner has refused MAX_REFUSED rows.
         """
-        self._try(SEARCH_SECONDS)
-        return self.aside or not self.unmarked
-
-    def _try(self, seconds: float = float("inf")) -> None:
-        """Try each part once, and halve those that fail, for at most `seconds`.
-
-        While nothing commits, stop at the first failure, because the next part would fail, too. A refused part does not
-        stop the search until Spanner has refused MAX_REFUSED rows.
-        """
-        untried, left = deque(self._parts), list[Claim]()
-        end, continues = self._marking.clock() + seconds, True
-        while untried and continues:
+        untried, left, goes_on = deque(self._parts), list[Claim](), True
+        while untried and goes_on:
             part = untried.popleft()
             if (error := self._mark(part)) is not None:
-                halves, refused = part.halves(), isinstance(error, Refused)
-                something_commits = self._marking.commits != self._commits
-                continues = something_commits or (refused and self._marking.refused < MAX_REFUSED)
-                if halves and refused:
-                    untried.extendleft(reversed(halves))
-                elif halves and (something_commits or len(untried) + len(left) + len(halves) <= MAX_PARTS):
-                    left += halves
+                is_refused, something_commits = isinstance(error, Refused), self._marking.commits != self._commits
+                goes_on = something_commits or (is_refused and self._marking.refused < MAX_REFUSED)
+                rows = part.rows() if goes_on else () if untried or left else part.first_and_rest()
+                if is_refused:
+                    untried.extendleft(reversed(rows))
                 else:
+                    left += rows
+                if not rows:
                     left.append(part)
-                    if continues:
+                    if goes_on:
                         self._note(part, error)
             self._set_parts([*untried, *left])
-            continues = continues and self._marking.clock() < end and not self._marking.is_over(self._since)
+            goes_on = goes_on and not self._marking.is_over(self._since)
         self._commits = self._marking.commits
         self.aside = bool(self._parts) and all(part in self._failed for part in self._parts)
 
