@@ -94,7 +94,7 @@ class App:
             report=WorkerGauges(metrics, self.membership, self.relay),
             random=host.random,
         )
-        counts = backlog_counts(metrics, lambda: self.relay.discoverer.topics)
+        counts = backlog_counts(metrics, lambda: self.relay.load.topics)
         samplers = (oldest_ages(metrics), counts) if metrics.wanted else ()
         self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
@@ -145,7 +145,7 @@ class App:
             )
             return exits.FAILED
         else:
-            if in_time or not self.relay.in_flight:  # without batches, only a read of the last turn has no answer
+            if in_time or not self.relay.load.batches:  # without batches, only a read of the last turn has no answer
                 log.info("stopped", extra={"action": "stopped"})
                 return exits.DONE
             self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
@@ -155,7 +155,7 @@ class App:
             )  # fmt: skip
             return timeout_exit_code
         finally:
-            self.relay.in_flight.abandon()
+            self.relay.abandon()
             for each in self._background:
                 each.stop()
 

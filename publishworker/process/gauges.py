@@ -73,14 +73,14 @@ class WorkerGauges:
         self._metrics.gauge(m.BUILD, 1, **BUILD_TAGS)
         self._metrics.gauge(m.SHARDS, len(self._membership.shards))
         self._metrics.gauge(m.WORKERS, self._membership.size)
-        self._metrics.sample(m.IN_FLIGHT, self._relay.in_flight.places_by_topic().total())
+        load = self._relay.load
+        self._metrics.sample(m.IN_FLIGHT, load.places)
         # The worker ends after these events. A counter that begins with its last value has no increase in Prometheus.
         self._metrics.zero(m.SHUTDOWN_TIMEOUT)
-        for topic in self._relay.discoverer.topics:
+        for topic in load.topics:
             self._metrics.zero(m.STUCK, topic=topic)
             self._metrics.zero(m.PUBLISHED, topic=topic)  # so that "nothing is published" is visible
-        circuits = self._relay.topics.circuit_states()
-        states = {topic: m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in circuits.items()}
+        states = {topic: m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in load.circuits.items()}
         for topic, state in self._circuits(states).items():
             self._metrics.gauge(m.CIRCUIT_STATE, state, topic=topic)
 

@@ -22,17 +22,17 @@ MAX_CHARACTERS = 200
 
 def worker_info(settings: RelaySettings, relay: Relay, shards: Sequence[int]) -> dict[str, object]:
     """Return the JSON. Seconds count from the heartbeat. What does not fit is counted in `..._left_out`."""
-    runs = list(_fitting(_runs(shards), MAX_SHARD_BYTES))
+    runs, load = list(_fitting(_runs(shards), MAX_SHARD_BYTES)), relay.load
     info: dict[str, object] = {
         "host": socket.gethostname()[:MAX_CHARACTERS],
         "version": __version__,
         "shards": runs,
         "shards_left_out": len(shards) - sum(1 + last - first for first, last in runs),
-        "in_flight": len(relay.in_flight),
-        "utilization": round(relay.in_flight.utilization, 2),
+        "in_flight": load.batches,
+        "utilization": round(load.utilization, 2),
         "settings": dict(_changed(settings)),
     }
-    circuits = [_circuit(topic, state) for topic, state in sorted(relay.topics.circuit_states().items())]
+    circuits = [_circuit(topic, state) for topic, state in sorted(load.circuits.items())]
     info |= {"circuits": [], "circuits_left_out": len(circuits)}
     fitting = list(_fitting(circuits, MAX_BYTES - _size(info)))
     return info | {"circuits": fitting, "circuits_left_out": len(circuits) - len(fitting)}

@@ -167,7 +167,7 @@ class OutboxRelay:
             metrics=Metrics(),
             host=Host(random=Random(0), threads=_InlineThreads()),  # noqa: S311 - the same order each time, and no secret
         )
-        relay.in_flight.shut_down()  # a failed commit is tried once more, and then left to the next drain
+        relay.stop()  # a failed commit is tried once more, and then left to the next drain
         return relay
 
     def _subscribe(self, topic: str) -> None:

@@ -1,7 +1,8 @@
 """One turn of the relay: collect reports, poll, resolve ordering keys, choose batches, start them, wait."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from publishworker.delivery.claim import Claim, Delivered, turn_counts
 from publishworker.delivery.tools import Tools
@@ -13,7 +14,20 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
 from publishworker.turn.poller import Polled, Poller
 from publishworker.turn.selection import Selection, Selector
-from publishworker.types import Next, Turn
+from publishworker.types import CircuitState, Next, Turn
+
+
+class Load(NamedTuple):
+    """What a relay does: its in-flight batches, the places and the part of the places that they take.
+
+    Also the topics that have, or recently had, unsent tasks, and the circuits that are not closed.
+    """
+
+    batches: int
+    places: int
+    utilization: float
+    topics: frozenset[str]
+    circuits: Mapping[str, CircuitState]
 
 
 class Relay:
@@ -31,14 +45,16 @@ class Relay:
         """Turns and batches use `tools`. While turns run, topics are discovered at least every `discovery_seconds`."""
         store, host = tools.store, tools.host
         self._reporter = reporter
-        #: Set by `wake`. The worker then ends its pause.
-        self.woken = host.threads.event()
-        self.topics = Topics(host, limits.places)
-        self.in_flight = InFlight(tools, limits, reporter)
-        self.poller = Poller(store, membership, self.topics, host.clock, limits.places * limits.batch_size)
-        self.discoverer = Discoverer(store, membership, self.topics, self.poller, host.clock, seconds=discovery_seconds)
+        # Set by `wake`. The worker then ends its pause.
+        self._woken = host.threads.event()
+        self._topics = Topics(host, limits.places)
+        self._in_flight = InFlight(tools, limits, reporter)
+        self._poller = Poller(store, membership, self._topics, host.clock, limits.places * limits.batch_size)
+        self._discoverer = Discoverer(
+            store, membership, self._topics, self._poller, host.clock, seconds=discovery_seconds
+        )
         self._ordering = Ordering(store, limits, tools.policy, host)
-        self._selector = Selector(self.in_flight, self.topics, host.random)
+        self._selector = Selector(self._in_flight, self._topics, host.random)
 
     def turn(self, stopping: Callable[[], bool] = lambda: False) -> Turn:
         """Run one turn and return its counts. Start no batch once `stopping()` is true.
@@ -46,40 +62,63 @@ class Relay:
         Raises StoreError if Spanner does not answer a read, and StuckBatch if a batch does not end. After a
         StoreError, in-flight batches keep running, and a later turn reports them.
         """
-        if self.woken.is_set():
-            self.woken.clear()  # before the poll, so that an insert during this turn starts another turn
-            self.discoverer.note_insert()
-        earlier = self.in_flight.collect()
+        if self._woken.is_set():
+            self._woken.clear()  # before the poll, so that an insert during this turn starts another turn
+            self._discoverer.note_insert()
+        earlier = self._in_flight.collect()
         poll_again = self._handle_reports(earlier, stopping)
-        self.in_flight.raise_if_stuck()
-        self.discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
-        polled = self.poller.poll(self._selector.wanted())
+        self._in_flight.raise_if_stuck()
+        self._discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
+        polled = self._poller.poll(self._selector.wanted())
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
-        resolved = self._ordering.resolve(polled.candidates, self.in_flight.busy_keys())
+        resolved = self._ordering.resolve(polled.candidates, self._in_flight.busy_keys())
         selection = self._select(resolved, polled, stopping)
         self._start(selection.claims)  # each batch on a thread of its own
-        poll_again |= self.discoverer.end_turn(started_nothing=not selection.claims and self.in_flight.has_room)
-        later = self.in_flight.wait(tasks_left=selection.tasks_left) if selection.waits else self.in_flight.collect()
+        poll_again |= self._discoverer.end_turn(started_nothing=not selection.claims and self._in_flight.has_room)
+        later = self._in_flight.wait(tasks_left=selection.tasks_left) if selection.waits else self._in_flight.collect()
         poll_again |= self._handle_reports(later, stopping)
         return self._report_turn(polled, earlier + later, waits=selection.waits, poll_again=poll_again)
 
+    @property
+    def load(self) -> Load:
+        """Return what the relay does now."""
+        return Load(
+            batches=len(self._in_flight),
+            places=self._in_flight.places_by_topic().total(),
+            utilization=self._in_flight.utilization,
+            topics=self._discoverer.topics,
+            circuits=self._topics.circuit_states(),
+        )
+
+    def find_next_due(self) -> float | None:
+        """Return the seconds until the next task is due, or None if there is none. Raises StoreError."""
+        return self._poller.find_next_due()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait until `wake`, at most `seconds`. Return whether `wake` ended the wait."""
+        return self._woken.wait(seconds)
+
+    def abandon(self) -> None:
+        """Report what is in doubt if the process ends before the batches do. Callable on any thread."""
+        self._in_flight.abandon()
+
     def wake(self) -> None:
         """End the pause of the worker, because a task was inserted. Callable on any thread."""
-        self.woken.set()
+        self._woken.set()
 
     def stop(self) -> None:
         """End the pause of the worker, and begin the time in which batches may still mark. Callable on any thread."""
-        self.in_flight.shut_down()
+        self._in_flight.shut_down()
         self.wake()
 
     def finish(self) -> Turn:
         """Wait until no batch is in flight, and return the counts of the reports. Raises StuckBatch."""
         delivered: list[Delivered] = []
-        self.in_flight.shut_down()
+        self._in_flight.shut_down()
         try:
             # OUT-LOSS-5. Handle each report at once: if another batch is stuck, StuckBatch ends this loop.
-            while len(self.in_flight):
-                reports = self.in_flight.wait_for_one()
+            while len(self._in_flight):
+                reports = self._in_flight.wait_for_one()
                 self._handle_reports(reports, stopping=lambda: True)
                 delivered += reports
             return turn_counts(delivered)
@@ -95,39 +134,39 @@ class Relay:
         """
         poll_again = False
         for each in delivered:
-            change = self.topics.observe(each)
+            change = self._topics.observe(each)
             self._reporter.report_batch(each, change)
             poll_again |= change is not None or each.has_written()
         if not stopping() and (claims := self._selector.follow_ups(delivered)):
-            self.discoverer.refresh()
+            self._discoverer.refresh()
             self._start(claims)
         return poll_again
 
     def _select(self, resolved: ResolvedKeys, polled: Polled, stopping: Callable[[], bool]) -> Selection:
         if stopping():
             return Selection()
-        self.discoverer.refresh()  # the poll may have taken so long that the controls are outdated
+        self._discoverer.refresh()  # the poll may have taken so long that the controls are outdated
         return self._selector.select(resolved, polled)
 
     def _start(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
-            if (permitted := self.topics.permit(claim)) is not None:  # None: the topic is paused
-                self.in_flight.start(permitted)
+            if (permitted := self._topics.permit(claim)) is not None:  # None: the topic is paused
+                self._in_flight.start(permitted)
 
     def _report_turn(self, polled: Polled, delivered: Sequence[Delivered], *, waits: bool, poll_again: bool) -> Turn:
         next_turn = Next.after(
             progress=poll_again or polled.unread,
-            in_vain=waits and not delivered and bool(self.in_flight.unreported),
-            unfinished=bool(polled.candidates or delivered or self.in_flight),
+            in_vain=waits and not delivered and bool(self._in_flight.unreported),
+            unfinished=bool(polled.candidates or delivered or self._in_flight),
         )
         turn = replace(
             turn_counts(delivered),
             polled=len(polled.candidates),
             poll_seconds=polled.seconds,
-            in_flight=len(self.in_flight),
+            in_flight=len(self._in_flight),
             next=next_turn,
-            seconds_to_retry=self.topics.seconds_until_available(),
-            seconds_to_controls=self.topics.seconds_to_controls,
+            seconds_to_retry=self._topics.seconds_until_available(),
+            seconds_to_controls=self._topics.seconds_to_controls,
         )
         self._reporter.report_turn(turn)
         return turn

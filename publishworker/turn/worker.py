@@ -123,7 +123,7 @@ class Worker:
         """Shorten the pause to the next event that no change stream reports: a due task, or a worker that times out."""
         if turn.next is Next.SOON:
             return self._poll_interval
-        due = self._relay.poller.find_next_due()
+        due = self._relay.find_next_due()
         self._membership.idle = due is None and turn.seconds_to_retry is None
         if due is not None:
             seconds = min(seconds, due or self._poll_interval)  # 0: a task is due already, or one read cannot tell
@@ -132,7 +132,7 @@ class Worker:
     def _pause(self, stop: threading.Event, began: float, seconds: float) -> None:
         """Pause until `seconds` after `began`, an insert is reported, or the idle interval is over. Send heartbeats."""
         while not stop.is_set() and (left := began + min(seconds, self._idle_interval()) - self._clock()) > 0:
-            if self._relay.woken.wait(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
+            if self._relay.pause(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # so that the next poll also finds tasks that are registered just after
                     stop.wait(max(0.0, FIRST_PAUSE_SECONDS - (self._clock() - began)))
                 return

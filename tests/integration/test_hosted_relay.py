@@ -37,7 +37,7 @@ def test_a_hosted_relay_sends_a_task_when_it_is_woken(database: Database, pubsub
     assert example.count(start) == example.count(commit) == 1
 
     def wait_for_a_long_pause(relay: HostedRelay) -> None:
-        woken = relay._app.relay.woken  # type: ignore[union-attr]  # it runs
+        woken = relay._app.relay._woken  # type: ignore[union-attr]  # it runs
         for _ in range(10):  # each wake-up in vain doubles the pause between polls
             relay.wake()
             eventually(lambda: not woken.is_set(), seconds=10, message="a turn")

@@ -35,7 +35,7 @@ def test_a_backlog_is_sent_although_a_poll_of_all_ranges_times_out(
     monkeypatch.setattr(poller, "QUICK_SECONDS", SECONDS / 6)
     publisher = FakePublisher(*names)
     relay = relay_of(real.Store(database, Layout(10)), publisher, size=50, batches=2, discovery_seconds=1)
-    relay.poller.known.note_candidates(names)
+    relay._poller.known.note_candidates(names)
     timed_out = 0
     for _ in range(150):
         try:

@@ -101,7 +101,7 @@ def make_relay(
     store = database if isinstance(database, SpannerStore) else SpannerStore(database, Layout(10))
     publisher = publisher or FakePublisher("orders", project="p")
     relay = relay_of(store, publisher, size=batch_size, batches=batches, discovery_seconds=1)
-    relay.poller.known.note_candidates({"orders"})
+    relay._poller.known.note_candidates({"orders"})
     return relay
 
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
-from publishworker.delivery.results import Results
-
 from outbox.admin.reshard import Snapshot
 from publishworker.delivery import marking, rules
 from publishworker.delivery.claim import TopicHints
-from publishworker.delivery.delivery import Delivery
+from publishworker.delivery.delivery import Delivery, Results
 from publishworker.delivery.kinds import MarkFirst
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import messages, publisher

@@ -23,7 +23,7 @@ def test_a_task_that_was_deferred_while_its_head_was_in_doubt_is_sent_soon() -> 
         clockwork.run(20.0)
         register("head")
         clockwork.run(30.0, lambda: tasks["head"].received > 0)
-        [first] = [node for node in world.nodes if len(node.relay.in_flight)]
+        [first] = [node for node in world.nodes if len(node.relay._in_flight)]
         first.cut.append("spanner")
         world.pubsub.broken["orders"] = grpc.StatusCode.DATA_LOSS
         register("next")

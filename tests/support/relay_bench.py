@@ -78,7 +78,7 @@ class Bench:
 
     def marking(self) -> list[Thread]:
         """Return the threads of the batches that were reported and mark tasks again, or are about to."""
-        running = [each for relay in self.relays for each in relay.in_flight._running.items()]
+        running = [each for relay in self.relays for each in relay._in_flight._running.items()]
         return [thread for entry, thread in running if entry.reported]
 
     def insert(self, *ids: str, topic: str = "orders", **columns: Any) -> None:
@@ -101,7 +101,7 @@ class Bench:
         end = time.monotonic() + 60  # the machine may be busy
         while len(done) < max_turns and time.monotonic() < end:
             turn = self.relay.turn()
-            if turn.made_progress or not self.relay.in_flight.unreported:
+            if turn.made_progress or not self.relay._in_flight.unreported:
                 done.append(turn)
                 if not turn.made_progress:
                     return done

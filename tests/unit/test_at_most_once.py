@@ -117,7 +117,7 @@ def test_a_marked_task_is_counted_if_the_worker_ends_before_its_batch(
     bench.relay = bench.another(publisher=publisher)
     bench.insert("a", at_most_once=True)
     bench.commits(None, None, *[NO_ANSWER] * 100)
-    in_flight = bench.relay.in_flight
+    in_flight = bench.relay._in_flight
     eventually(lambda: bool(bench.relay.turn() and not bench.unsent()) and bool(in_flight.unreported) != is_answered)
     assert bench.count(m.UNCONFIRMED) == 0
     if gives_up:
@@ -136,7 +136,7 @@ def test_a_marked_task_is_counted_if_a_defect_ends_the_worker(bench: Bench, monk
     with pytest.raises(ZeroDivisionError):
         bench.turns()
     assert bench.unsent() == []
-    bench.relay.in_flight.abandon()
+    bench.relay._in_flight.abandon()
     assert bench.count(m.UNCONFIRMED) == 1
 
 
@@ -245,7 +245,7 @@ def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:
     bench.relay.turn()
     stop = iter([False, True])
     bench.relay.turn(lambda: next(stop, True))
-    bench.relay.in_flight.start(claim_of("orders", "a"))  # a batch that finds the task during the stop
+    bench.relay._in_flight.start(claim_of("orders", "a"))  # a batch that finds the task during the stop
     bench.relay.finish()
     assert bench.unsent() == ["a"]
 

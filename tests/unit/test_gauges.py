@@ -2,10 +2,8 @@
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_c
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
+from publishworker.turn.relay import Load
 from publishworker.types import CircuitState, Failed
 from tests.support.fakes import Counted, FakeStore
 from tests.support.waiting import eventually
@@ -25,22 +24,17 @@ from tests.support.waiting import eventually
 
 class Relay:
     def __init__(self) -> None:
-        self.in_flight, self.topics, self.discoverer = self, self, SimpleNamespace(topics=("invoices", "orders"))
         self.circuits: dict[str, CircuitState] = {}
         self.asked = 0
         self.seconds = 1000.0
         self.client = Counted()
         self.report = WorkerGauges(Metrics(self.client), membership(), self, lambda: self.seconds)
 
-    def __len__(self) -> int:
-        return 9  # six of them have freed their places
-
-    def places_by_topic(self) -> Counter[str]:
-        return Counter(invoices=1, orders=2)
-
-    def circuit_states(self) -> Mapping[str, CircuitState]:
+    @property
+    def load(self) -> Load:
+        """Nine batches, of which six have freed their places."""
         self.asked += 1
-        return self.circuits
+        return Load(9, 3, 0.375, frozenset({"invoices", "orders"}), self.circuits)
 
 
 def membership(shards: Sequence[int] = range(10)) -> Membership:

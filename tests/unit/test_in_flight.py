@@ -253,7 +253,7 @@ def test_a_slow_batch_does_not_delay_the_others(
     assert {f"o{n}" for n in range(200)} == set(slow.ids())
     assert (sum(turn.published for turn in turns), turns[-1].in_flight) == (200, 1)
     slow.release.set()
-    eventually(lambda: not bench.relay.in_flight._reports.empty())
+    eventually(lambda: not bench.relay._in_flight._reports.empty())
     turn = bench.relay.turn()
     assert (turn.published, turn.next) == (1, Next.AT_ONCE)
     assert slow.ids().count("i0") == 1

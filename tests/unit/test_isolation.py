@@ -53,7 +53,7 @@ def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:
     assert len(turns) <= 3
     assert all("invoices" not in request.topics for request in large.store.polls)
     assert max(turn.polled for turn in turns) == 100
-    assert large.relay.discoverer.topics == {"orders"}  # for which metrics report that nothing is published
+    assert large.relay._discoverer.topics == {"orders"}  # for which metrics report that nothing is published
     large.store.paused = set()
     large.relay.turn()  # reads the topic controls
     large.turns()
@@ -143,7 +143,7 @@ def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) ->
     assert len(bench.store.discoveries) - reads == (
         1 if slow == "pause" else 2
     )  # one at the beginning, one before a start
-    assert len(bench.relay.in_flight) == 0
+    assert len(bench.relay._in_flight) == 0
     bench.turns()
     assert bench.publisher.ids() == ["first"]
     bench.store.paused = set()

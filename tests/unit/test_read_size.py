@@ -64,7 +64,7 @@ class SlowSpanner(Bench):
                 return number
             try:
                 self.settled_turn()
-                self.relay.poller.find_next_due()
+                self.relay._poller.find_next_due()
             except StoreError:
                 self.wait(1)
         return turns
@@ -110,7 +110,7 @@ def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
     bench = Bench(size=10, batches=8, discovery_seconds=60)
     names = [f"t{number}" for number in range(30)]
     bench.publisher.topics |= {f"projects/test-project/topics/{name}" for name in names}
-    bench.relay.poller.read_size.limit = bench.relay.poller.read_size._max_ranges = 7
+    bench.relay._poller.read_size.limit = bench.relay._poller.read_size._max_ranges = 7
     for name in names:
         bench.insert(f"first {name}", topic=name)
     for _ in range(4):
@@ -120,8 +120,8 @@ def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
         bench.relay.turn()
         bench.wait(0.05)
     assert max(request.ranges for request in bench.store.polls) <= 7
-    assert bench.relay.poller.known.polled == frozenset()  # idle topics are forgotten nevertheless
-    bench.relay.poller.read_size.limit = bench.relay.poller.read_size._max_ranges = 1
+    assert bench.relay._poller.known.polled == frozenset()  # idle topics are forgotten nevertheless
+    bench.relay._poller.read_size.limit = bench.relay._poller.read_size._max_ranges = 1
     bench.wait(60)
     bench.insert("late", topic="t0")
     bench.turns()  # one discovery after the other, until all shards have been read

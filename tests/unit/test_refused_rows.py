@@ -65,7 +65,7 @@ def test_a_failure_beside_refused_rows_is_recorded_in_the_first_turn(
     bench.wait(0.1)  # the batch marks again
     assert bench.store.rows["failing"].attempts == 1
     assert (bench.count(m.DEFERRED), len(bench.publisher.requests)) == (0, 1)
-    bench.relay.in_flight.collect()
+    bench.relay._in_flight.collect()
     assert [id for id in ("bad", "both", "behind") if f"The row of task {id} of" not in caplog.text] == []
 
 
@@ -115,7 +115,7 @@ def test_a_refused_at_most_once_task_does_not_delay_a_shutdown() -> None:
     bench.insert("bad", at_most_once=True)
     bench.store.refused.add("bad")
     bench.turns()
-    assert len(bench.relay.in_flight) == 1
+    assert len(bench.relay._in_flight) == 1
     began = bench.seconds
     bench.relay.finish()
     assert bench.seconds - began < 1

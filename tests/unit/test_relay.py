@@ -89,8 +89,8 @@ def test_a_turn_is_unfinished_until_its_tasks_are_settled(bench: Bench) -> None:
     bench.wait(31)
     eventually(lambda: bench.turns()[-1].next is Next.LATER)  # when the thread of the batch has ended
     assert bench.unsent() == []
-    bench.relay.in_flight.start(claim_of("orders", "a"))  # a batch that ends without a write between two turns
-    eventually(lambda: not bench.relay.in_flight._reports.empty())
+    bench.relay._in_flight.start(claim_of("orders", "a"))  # a batch that ends without a write between two turns
+    eventually(lambda: not bench.relay._in_flight._reports.empty())
     assert bench.relay.turn().next is Next.SOON
 
 
@@ -124,7 +124,7 @@ def test_a_wake_up_finds_a_task_of_an_unknown_topic_at_once() -> None:
     bench.relay.wake()
     bench.turns()
     assert bench.publisher.ids() == ["a"]
-    assert not bench.relay.woken.is_set()
+    assert not bench.relay._woken.is_set()
 
 
 def test_a_stop_during_the_poll_claims_no_task(bench: Bench) -> None:
@@ -144,9 +144,9 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     bench = Bench(publisher=slow, max_stragglers=1, progress=lambda: bench.wait(10))
     bench.insert("stuck", topic="invoices")
     bench.insert("good")
-    while len(bench.relay.in_flight) < 2 and not bench.count(m.PUBLISHED):
+    while len(bench.relay._in_flight) < 2 and not bench.count(m.PUBLISHED):
         bench.relay.turn()
-    assert bench.relay.in_flight.utilization in (0.5, 1)
+    assert bench.relay._in_flight.utilization in (0.5, 1)
     with pytest.raises(StuckBatch, match="Batch of 1 task of topic invoices has begun no transaction"):
         bench.relay.finish() if stop else [(bench.relay.turn(), bench.wait(10)) for _ in range(20)]
     assert bench.unsent() == ["stuck"]
@@ -155,16 +155,16 @@ def test_a_batch_that_does_not_end_ends_the_worker(
 
 
 def open_circuits(bench: Bench) -> dict[str, bool]:
-    return {topic: circuit.is_open for topic, circuit in bench.relay.topics.circuit_states().items()}
+    return {topic: circuit.is_open for topic, circuit in bench.relay._topics.circuit_states().items()}
 
 
 def test_a_relay_reports_its_batches_topics_and_circuits(bench: Bench) -> None:
     bench.insert("a")
     bench.insert("b", topic="missing")
-    assert (len(bench.relay.in_flight), bench.relay.discoverer.topics, open_circuits(bench)) == (0, frozenset(), {})
+    assert (len(bench.relay._in_flight), bench.relay._discoverer.topics, open_circuits(bench)) == (0, frozenset(), {})
     bench.turns()
-    assert (len(bench.relay.in_flight), bench.relay.in_flight.utilization) == (0, 0)
-    assert bench.relay.discoverer.topics == {"orders", "missing"}
+    assert (len(bench.relay._in_flight), bench.relay._in_flight.utilization) == (0, 0)
+    assert bench.relay._discoverer.topics == {"orders", "missing"}
     assert open_circuits(bench) == {"missing": True}
     sampled = Counter(name for name, *_ in bench.counted.samples)
     assert sampled[m.PHASE_DURATION.name] >= 1 + 3
@@ -181,7 +181,7 @@ def test_finished_batches_are_counted_though_polls_fail(
     bench.insert("a", "b", topic="invoices")
     slow.hanging = {"invoices"}
     relay = bench.another(publisher=slow)
-    eventually(lambda: (relay.turn(), len(relay.in_flight))[1])
+    eventually(lambda: (relay.turn(), len(relay._in_flight))[1])
     slow.release.set()
     eventually(lambda: not bench.unsent())
     bench.store.away = True
@@ -189,7 +189,7 @@ def test_finished_batches_are_counted_though_polls_fail(
         bench.wait(30)
         with pytest.raises(StoreError):
             relay.turn()
-    assert len(relay.in_flight) == 0
+    assert len(relay._in_flight) == 0
     assert bench.count(m.PUBLISHED) == 2
     bench.store.away = False
     relay.turn()

@@ -51,7 +51,6 @@ class Script:
         self.stop, self.store = Stop(), FakeStore()
         self.woken: threading.Event = self.stop  # it is set when the worker stops
         self.due: float | None = None
-        self.poller = self
         self.events: list[str] = []
         self._steps, self._end, self._seconds = list(steps), end, seconds
 
@@ -68,6 +67,9 @@ class Script:
 
     def find_next_due(self) -> float | None:
         return self.due
+
+    def pause(self, seconds: float) -> bool:
+        return self.woken.wait(seconds)
 
     def finish(self) -> Turn:
         self.events.append("finish" if "me" not in self.store.seen_at else "finish with shards")

@@ -1,7 +1,6 @@
 """What a worker says about itself with its heartbeat, and what operators conclude from it."""
 
 import json
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,6 +10,7 @@ from outbox import __version__
 from outbox.admin.workers import Circuit, TopicCircuit, Worker, differing, open_circuits
 from publishworker.process.info import MAX_BYTES, worker_info
 from publishworker.process.settings import WorkerSettings
+from publishworker.turn.relay import Load
 from publishworker.types import CircuitState, Failed
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -20,17 +20,8 @@ MISSING = CircuitState(Failed("not_found", "404 Topic not found"), 25.04, 3.21)
 class View:
     """A relay with three batches in flight, as far as a heartbeat asks for it."""
 
-    utilization = 0.375
-
     def __init__(self, **circuits: CircuitState) -> None:
-        self.circuits: Mapping[str, CircuitState] = circuits
-        self.in_flight = self.topics = self
-
-    def __len__(self) -> int:
-        return 3
-
-    def circuit_states(self) -> Mapping[str, CircuitState]:
-        return self.circuits
+        self.load = Load(3, 3, 0.375, frozenset(circuits), circuits)
 
 
 def settings(**flags: str) -> WorkerSettings:
