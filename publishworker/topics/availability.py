@@ -9,7 +9,7 @@ burst of one task and one task in flight.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TypeVar
 
@@ -28,8 +28,8 @@ CONTROLS_SECONDS = 8.0
 class Topics:
     """The controls, circuits and limits of all topics. Only the relay's thread uses it."""
 
-    def __init__(self, host: Host, places: int = 8) -> None:
-        self._circuits = CircuitBreakers(host.random, host.clock, places=places)
+    def __init__(self, host: Host) -> None:
+        self._circuits = CircuitBreakers(host.random, host.clock)
         self._limits = RateLimits(host.clock)
         self._throttled_log = ThrottledLog(host.clock)
         self._controls = TopicControls()
@@ -65,14 +65,12 @@ class Topics:
         allowed = self._limits.allowances(self._in_flight)
         return self.paused | self._circuits.suspended() | {topic for topic, tasks in allowed.items() if not tasks}
 
-    def admit(
-        self, candidates: Sequence[Candidate], cut_off: Collection[str]
-    ) -> tuple[Sequence[Candidate], dict[str, int]]:
+    def admit(self, candidates: Sequence[Candidate]) -> tuple[Sequence[Candidate], dict[str, int]]:
         """Return the candidates that may start, and the max tasks of each topic with a limit or an open circuit.
 
-        A half-open circuit lets a probe pass. `cut_off` are the topics that may have more tasks than the poll has read.
+        A half-open circuit lets a probe pass.
         """
-        candidates, probes = self._circuits.draw_probes(candidates, cut_off)  # all, if no circuit is open
+        candidates, probes = self._circuits.admit(candidates)
         allowed = self._limits.allowances(self._in_flight)
         allowed |= {topic: min(tasks, allowed.get(topic, tasks)) for topic, tasks in probes.items()}
         return candidates, allowed
@@ -103,16 +101,12 @@ class Topics:
 
     def admit_at_most_once(self, delivered: Delivered) -> Claim | None:
         """Return a claim of the at-most-once tasks that a finished batch has found, or None while they must wait."""
-        claim = delivered.at_most_once()
-        return claim if claim is not None and self._circuits.admit_at_most_once(delivered) else None
+        probes = delivered.claim.hints.probe
+        return delivered.at_most_once() if probes or self._circuits.is_closed(delivered.claim.topic) else None
 
     def _with_controls(self, claim: Claim) -> Claim:
         policy = self._controls.policies.get(claim.topic, NO_POLICY)
         return replace(claim, publish_to=self._controls.routes.get(claim.topic), policy=policy)
-
-    def depths(self) -> Mapping[str, int]:
-        """Return, by topic, how many rows a poll must read from each range to find a task that has not been a probe."""
-        return self._circuits.depths()
 
     def circuit_states(self) -> Mapping[str, CircuitState]:
         """Return the circuits that are not closed, by topic."""

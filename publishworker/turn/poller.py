@@ -14,10 +14,6 @@ from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
 from publishworker.types import MAX_POLL_ROWS, Candidate, PollRequest
 
-#: Max ready rows, and max due rows, of a deep read. A deep read is a query for a single topic that needs more rows of
-#: each range than the others. The rows take about 25 MB while they are decoded.
-DEEP_ROWS = 2_500
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -59,8 +55,8 @@ class Poller:
         self.read_size = ReadSize(MAX_POLL_ROWS, clock)
         self._poll_size = PollSize(target_rows, len(membership.shards))
         self._clock = clock
-        #: Where the next poll, and the next deep read, continue if they read only a part of the shards or topics.
-        self._shards, self._deep_shards, self._first_topic = Rotation(), Rotation(), 0
+        #: Where the next poll continues if it reads only a part of the shards or topics.
+        self._shards, self._first_topic = Rotation(), 0
         #: If one poll can read only a part of the ranges, several polls make a round. For the current round: the number
         #: of pairs of shard and topic still to read, the topics found, and whether due tasks were found.
         self._left_pairs = 0
@@ -68,10 +64,7 @@ class Poller:
         self._seen_due = False
 
     def poll(self, wanted: Wanted) -> Polled:
-        """Return candidates, except those of unavailable topics. Raises StoreError.
-
-        A topic that needs more rows than the others is read by its own query.
-        """
+        """Return candidates, except those of unavailable topics. Raises StoreError."""
         if not wanted.room:
             return Polled()
         began, unavailable = self._clock(), self._topics.unavailable
@@ -125,23 +118,13 @@ class Poller:
         self.known.may_be_due |= seconds is not None
         return seconds
 
-    def _read(self, request: PollRequest, wanted: Wanted) -> tuple[list[Candidate], frozenset[str]]:
-        """Return the candidates, and the topics that may have more. Read each deep topic alone, to limit the memory."""
-        depths = self._topics.depths()
-        deep = {topic: depths[topic] for topic in request.topics & depths.keys() if depths[topic] > request.per_range}
-        others = replace(request, topics=request.topics - deep.keys())
-        candidates = list(self._store.poll(others)) if others.topics else []
+    def _read(self, request: PollRequest, wanted: Wanted) -> tuple[Sequence[Candidate], frozenset[str]]:
+        """Return the candidates, and the topics that may have more."""
+        candidates = self._store.poll(request) if request.topics else []
         highest = max((each.priority for each in candidates), default=0)
         startable = {each.id for each in candidates if each.priority == highest}.difference(wanted.in_flight)
         self._poll_size.adapt(_by_range(candidates), len(startable), wanted.room)
-        cut_off = self._poll_size.cut_off
-        for topic, depth in sorted(deep.items()):
-            shards = self._deep_shards.next(request.shards, DEEP_ROWS // depth)
-            found = self._store.poll(replace(request, shards=shards, topics=frozenset({topic}), per_range=depth))
-            candidates += found
-            if max(_by_range(found).values(), default=0) >= depth:
-                cut_off |= {topic}
-        return candidates, cut_off
+        return candidates, self._poll_size.cut_off
 
     def _next_part(self, request: PollRequest) -> PollRequest:
         """Return the request, or the next part: some of the shards, or some of the topics of one shard."""

@@ -47,7 +47,7 @@ class Relay:
         self._reporter = reporter
         # Set by `wake`. The worker then ends its pause.
         self._woken = host.threads.event()
-        self._topics = Topics(host, limits.places)
+        self._topics = Topics(host)
         self._in_flight = InFlight(tools, limits, reporter)
         self._poller = Poller(store, membership, self._topics, host.clock, limits.places * limits.batch_size)
         self._discoverer = Discoverer(

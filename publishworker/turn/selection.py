@@ -119,7 +119,7 @@ class Selector:
         if not in_flight.has_room:
             return Selection(tasks_left=True, waits=True)
         deferrals = list(resolved.deferrals[: self._places_to_defer(nothing_else=not resolved.candidates)])
-        candidates, allowed = self._topics.admit(resolved.candidates, cut_off)
+        candidates, allowed = self._topics.admit(resolved.candidates)
         lower = self._fair_share.choose(candidates)
         for_lower = self._batches(lower, deferrals, allowed)[: self._fair_share.owed_batches]
         for claim in for_lower:

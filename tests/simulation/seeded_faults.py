@@ -57,7 +57,7 @@ def never_closes(_real: Any) -> Any:
     """Return `suspended` with every topic whose circuit has ever opened."""
 
     def ours(self: Any) -> frozenset[str]:
-        self.ever = getattr(self, "ever", frozenset()) | self._open.keys()
+        self.ever = getattr(self, "ever", frozenset()) | self._circuits.keys()
         return self.ever
 
     return ours

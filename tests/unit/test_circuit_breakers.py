@@ -21,7 +21,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 class Watch(CircuitBreakers):
     def __init__(self) -> None:
         self.seconds = 1000.0
-        super().__init__(Random(3), lambda: self.seconds, places=8)
+        super().__init__(Random(3), lambda: self.seconds)
 
     def ended(self, batch: Claim, *recorded: str, **outcomes: Answer) -> bool:
         """Learn of a batch, of which some tasks are recorded; return whether its topic's state has changed."""
@@ -144,112 +144,42 @@ def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watc
     watch.fail(MISSING, "a")
     watch.fail(AWAY, "x", topic="invoices")
     mine, others = candidates(map(str, range(30))), candidates("xyz", "invoices")
-    kept, allowed = watch.draw_probes([*mine, *others, *candidates("o", "other")])
+    kept, allowed = watch.admit([*mine, *others, *candidates("o", "other")])
     assert allowed == {"orders": 10, "invoices": 1}
     assert Counter(each.topic for each in kept) == {"orders": 30, "invoices": 1, "other": 1}
     for failure in (*[MISSING] * 8, AWAY):  # the last failure is the reason, and sets the max delay of the next probe
         watch.probe(failure)
     assert (watch.seconds_to_probe() or 0) <= MAX_OUTAGE_PROBE_SECONDS
-    assert watch.draw_probes(candidates("ab"))[1]["orders"] == 1
+    assert watch.admit(candidates("ab"))[1]["orders"] == 1
 
 
-def test_outage_probes_use_every_task_before_repeating_one(watch: Watch) -> None:
-    """A message that always times out does not block its topic for long. A due task, perhaps the cause, goes last."""
+def test_an_outage_is_not_probed_with_the_same_task_twice_in_a_row(watch: Watch) -> None:
+    """A message that always times out does not block its topic for long."""
     watch.fail(AWAY, "a")
-    drawn = []
-    due = [each._replace(available_at=each.created_at) for each in candidates(map(str, range(50)))]
-    for _ in range(5):
+    before = ""
+    drawn = set()
+    for _ in range(20):
         watch.seconds += MAX_OUTAGE_PROBE_SECONDS
-        [[chosen], _] = watch.draw_probes([*due, *candidates("abcde")])
-        drawn.append(chosen.id)
-        watch.ended(watch.next(chosen.id), **{chosen.id: AWAY})
-    assert sorted(drawn) == list("abcde")
-    assert drawn != list("abcde")
-
-
-def test_outage_probes_use_at_most_a_quarter_of_the_places(watch: Watch) -> None:
-    """They may hang. Topics that have waited longest go first. Probes of missing topics are not limited."""
-    topics = [f"t{n}" for n in range(6)]
-    for topic in topics:
-        watch.fail(AWAY, "a", topic=topic)
-        watch.seconds += 0.01
-    watch.fail(MISSING, "a", topic="missing")
-    watch.seconds += 2
-    held = watch.suspended()
-    assert (len(held), "missing" in held) == (4, False)
-    probed = set(topics) - held
-    for topic in probed:
-        watch.begin_batch(claim_of(topic, "a"))
-    assert watch.suspended() == set(topics)
-    watch.ended(claim_of(probed.pop(), "a", probe=True), a=AWAY)
-    assert len(watch.suspended()) == 5
-
-
-def test_topics_without_tasks_do_not_keep_others_from_a_probe(watch: Watch) -> None:
-    """Another worker may have sent their tasks, or they are paused. Each turn then lets two other topics be polled."""
-    for topic in "abcde":
-        watch.fail(AWAY, "1", topic=topic)
-        watch.seconds += 0.01
-    watch.seconds += 2
-    for _ in range(2):
-        assert "e" in watch.suspended()
-        assert watch.seconds_to_probe() == circuit_breaker.FIRST_PROBE_SECONDS
-        watch.seconds += 1
-        watch.draw_probes([])
-    assert "e" not in watch.suspended()
-    assert [each.topic for each in watch.draw_probes(candidates(["1"], "e"))[0]] == ["e"]
-    assert "e" not in watch.suspended()
-
-
-def test_an_outage_is_probed_with_at_most_once_tasks_only_as_a_last_resort(watch: Watch) -> None:
-    """Three draws skip them. A missing topic risks nothing, because it refuses. A batch that is no probe waits."""
-
-    def is_risked(*, probe: bool = True) -> bool:
-        result = Delivered(claim_of("orders", "once", probe=probe), skipped={"once": Skipped("at_most_once")})
-        watch.observe(result)
-        return watch.admit_at_most_once(result)
-
-    assert is_risked(probe=False)
-    watch.fail(AWAY, "a")
-    assert not is_risked(probe=False)
-    assert [is_risked() for _ in range(8)] == [False, False, False, True] * 2
-    watch.probe(MISSING)
-    assert is_risked()
+        [[chosen], _] = watch.admit(candidates("abc"))
+        assert chosen.id != before
+        before = chosen.id
+        drawn.add(before)
+        watch.ended(watch.next(before), **{before: AWAY})
+    assert drawn == {*"abc"}
 
 
 def test_a_task_that_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -> None:
-    """Once its topic works again. A probe has no suspects and creates none, because the outage was known."""
+    """If its failure is recorded, no circuit opens. It is recorded once, until the topic publishes something."""
     watch.fail(AWAY, "a", "b")
-    watch.probe(AWAY)
-    watch.seconds += 2
-    assert watch.next("a").hints.suspects == frozenset()
-    watch.ended(claim_of("orders", "a", probe=True), a=Published("1"))
-    assert watch.next("a", "b", "c", "probe").hints.suspects == {"b"}
-
-
-def test_only_tasks_of_the_last_outage_are_suspects(watch: Watch) -> None:
-    """Other tasks have met one since, so no task caused it. Batches that fail together are one outage."""
-    watch.fail(AWAY, "a")
-    watch.fail(AWAY, "b")
-    watch.fail(AWAY, "i", topic="invoices")
     watch.probe(Published("1"))
-    assert watch.next("a", "b").hints.suspects == {"a", "b"}
-    watch.fail(AWAY, "c")
-    watch.probe(Published("2"))
-    assert watch.next("a", "b", "c").hints.suspects == {"c"}
-
-
-def test_a_suspect_whose_failure_is_recorded_opens_no_circuit(watch: Watch) -> None:
-    """It stays a suspect: other tasks might fail as well, so the topic works only once it publishes something."""
-    watch.ended(claim_of("orders", "a", "b"), a=Published("1"), b=AWAY)
     batch = watch.next("b")
     assert (batch.hints.suspects, batch.hints.accepts) == ({"b"}, True)
     assert not watch.ended(batch, "b", b=AWAY)
     assert watch.suspended() == frozenset()
-    batch = watch.next("b")
-    assert (batch.hints.suspects, batch.hints.accepts) == ({"b"}, False)
-    watch.ended(claim_of("orders", "c"), c=Published("2"))
-    assert watch.next("b").hints.accepts
+    assert not watch.next("b").hints.accepts
+    watch.ended(claim_of("orders", "a"), a=Published("2"))
+    batch = watch.next("a", "b", "c")
+    assert (batch.hints.suspects, batch.hints.accepts) == ({"b"}, True)
 
 
 def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -> None:
@@ -262,40 +192,3 @@ def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -
     watch.seconds += circuit_breaker.FORGET_SECONDS + 2
     watch.forget_old()
     assert watch.next("a", "20") == claim_of("orders", "a", "20")
-
-
-def test_a_thousand_suspects_are_remembered(watch: Watch) -> None:
-    """Of all topics together, because an outage of Pub/Sub concerns all topics. The oldest are forgotten."""
-    for topic in range(30):
-        batch = claim_of(f"topic {topic}", *(f"{topic}/{number}" for number in range(100)))
-        watch.observe(Delivered(batch, answers=dict.fromkeys(batch.ids, AWAY)))
-    remembered = [topic for topic, ids in watch._suspects.items() if ids]
-    assert remembered == [f"topic {topic}" for topic in range(20, 30)]
-    for topic in range(20, 30):
-        batch = claim_of(f"topic {topic}", *(f"{topic}/{number}" for number in range(100)), probe=True)
-        watch.observe(Delivered(batch, answers=dict.fromkeys(batch.ids, Published("1"))))
-    assert watch._suspects == {}
-
-
-def test_the_poll_reads_deeper_after_it_has_returned_only_probed_tasks(watch: Watch) -> None:
-    """Only where the topic has more than the poll returned, and until the circuit closes."""
-    watch.fail(AWAY, "a")
-    watch.probe(AWAY)
-    watch.seconds += MAX_OUTAGE_PROBE_SECONDS
-    for ids, cut_off in ((["probe", "fresh"], {"orders"}), (["probe"], {"invoices"})):
-        watch.draw_probes(candidates(ids), cut_off)
-        assert watch.depths() == {}
-    depth = circuit_breaker.FIRST_SEARCH_DEPTH
-    while depth < circuit_breaker.MAX_SEARCH_DEPTH:
-        watch.draw_probes(candidates(["probe"]), {"orders"})
-        assert watch.depths() == {"orders": depth}
-        depth *= 2
-    watch.probe(AWAY)
-    assert watch.depths() == {}  # not before the next probe
-    watch.seconds += MAX_OUTAGE_PROBE_SECONDS
-    watch.probe(MISSING)
-    watch.seconds += circuit_breaker.MAX_TARGET_PROBE_SECONDS
-    assert watch.depths() == {}  # a missing topic is probed with any task
-    watch.probe(Published("1"))
-    watch.seconds += MAX_OUTAGE_PROBE_SECONDS
-    assert watch.depths() == {}

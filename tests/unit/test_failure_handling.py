@@ -306,21 +306,6 @@ def test_own_failures_of_a_key_are_recorded_together_in_skip_mode(skip_dead: boo
     assert bench.count(m.DEAD) == dead_tasks
 
 
-def test_a_head_that_always_times_out_delays_no_other_task_of_its_shard(bench: Bench) -> None:
-    """Its long key is one candidate, and was probed: the next polls read deeper and find another task."""
-    bench.line(*(f"h{n:03}" for n in range(150)))
-    others = [f"o{n}" for n in range(300)]
-    bench.insert(*others, created_at=bench.store.now)
-    for id in others:
-        bench.store.rows[id].shards = bench.store.rows["h000"].shards
-    bench.publisher.failing = {"h000": Failed("internal", "no")}
-    for _ in range(60):
-        bench.turns(100)
-        bench.wait(10)
-    assert sorted(bench.publisher.ids()) == sorted(others)
-    assert bench.store.rows["h000"].attempts > 0
-
-
 @pytest.mark.parametrize("failing", [False, True])
 def test_an_at_most_once_task_with_a_key_keeps_its_order(bench: Bench, failing: bool) -> None:
     """`register` refuses the combination, another writer may not. While the task before it fails, it is not marked."""

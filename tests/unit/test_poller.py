@@ -1,9 +1,7 @@
 """The requests of each poll: topic discovery and due tasks at intervals, lower priorities by their fair share."""
 
 import itertools
-from collections.abc import Mapping
 from datetime import timedelta
-from types import MappingProxyType
 
 import pytest
 
@@ -18,16 +16,12 @@ from tests.support.parts import reads_of
 
 
 class Controlled(Topics):
-    """Topics that are available, and read deeply, as the test says."""
+    """Topics that are available as the test says."""
 
     unavailable = frozenset[str]()  # type: ignore[assignment]  # a property
-    depth: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self) -> None:
         super().__init__(Host())
-
-    def depths(self) -> Mapping[str, int]:
-        return self.depth
 
 
 class Watch:
@@ -162,30 +156,6 @@ def test_a_topic_without_candidates_is_discovered_less_and_less_often(watch: Wat
     for _ in range(30):
         paused.seconds += 1
         assert not paused.discovers()
-
-
-def test_a_topic_that_must_be_read_deeply_is_read_alone(watch: Watch) -> None:
-    """Otherwise the candidates of all other topics would fill the memory during the outage of one."""
-    for number in range(30):
-        watch.store.insert(f"a {number}", "away", ordering_key="in one shard")
-        watch.store.insert(f"b {number}", "works")
-    watch.seconds += 1
-    watch.topics.unavailable = frozenset({"away"})
-    while watch.discovers():
-        pass
-    watch.topics.unavailable = frozenset()
-    for depth, cut_off in ((30, {"away"}), (31, set())):
-        watch.topics.depth = {"away": depth, "works": 1, "gone": 99}
-        found = watch.poll()
-        works, away = watch.store.polls[-2:]
-        assert (works.topics, away.topics, away.per_range) == ({"works"}, {"away"}, depth)
-        assert works.per_range < depth
-        assert len(found.candidates) == 60
-        assert found.cut_off == cut_off
-        assert away.shards == works.shards
-    watch.topics.depth = {"away": 800}
-    read = [watch.poll() and watch.store.polls[-1].shards for _ in range(4)]
-    assert sorted(shard for shards in read for shard in shards) == sorted([*range(10), *read[0][:2]])
 
 
 @pytest.mark.parametrize("ranges", [1, 3, 10, 100, 1000])

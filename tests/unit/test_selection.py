@@ -42,7 +42,7 @@ class Bench:
 
     def __init__(self, batches: int = 8, size: int = 10, fair_share: float = 0.0) -> None:
         self.random = Random(1)
-        self.topics = Topics(Host(random=self.random, clock=lambda: 0.0), places=batches)
+        self.topics = Topics(Host(random=self.random, clock=lambda: 0.0))
         limits = Limits(size, 100_000_000, batches, fair_share=fair_share)
         self.in_flight = in_flight_of(Idle, limits)
         self.selector = Selector(self.in_flight, self.topics, self.random)

@@ -80,7 +80,7 @@ def test_the_end_of_a_pause_makes_a_probe_due() -> None:
     found.apply(TopicControls(), 1)
     assert found.unavailable == frozenset()
     assert [*found.circuit_states()] == ["orders"]
-    assert found.admit([], ())[1] == {"orders": TARGET_PROBE_TASKS}
+    assert found.admit([])[1] == {"orders": TARGET_PROBE_TASKS}
 
 
 def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> None:
@@ -150,7 +150,7 @@ def test_an_invalid_control_is_ignored_and_logged(
     found = topics(**{kind: {"orders": control, "invoices": good}})
     found.apply(TopicControls(**{kind: {"orders": control}}), 1)
     assert found.permit(claim()).policy == NO_POLICY
-    assert found.admit((), ())[1] == {}
+    assert found.admit(())[1] == {}
     [line] = [each for each in caplog.messages if "ignored" in each]
     what = "The limits of topic orders are" if kind == "limits" else "The retry policy of topic orders is"
     assert line == f"{what} ignored: {sentence}. See AsynchronousTaskTopics"
