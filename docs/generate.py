@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import re
+import runpy
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -197,6 +198,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "errors.md": _errors(),
         REFERENCE / "python.md": _python(),
         REFERENCE / "settings.schema.json": _schema(),
+        REFERENCE / "statements.md": runpy.run_path(str(Path(__file__).with_name("statements.py")))["page"](),
         METADATA: _metadata(),
         REFERENCE.parent / "llms.txt": _for_machines(),
     }

@@ -17,8 +17,9 @@ from publishworker.host import Queue, Thread
 from publishworker.telemetry.reporter import Reporter
 from publishworker.types import Key
 
-#: A batch that has begun no transaction for this many seconds is stuck. A transaction, and the pause before the next
-#: one, take less.
+#: A worker has two stall detectors: its heartbeat file shows a loop that hangs, and this limit a batch that hangs, also
+#: where nothing checks the file. A batch that has begun no transaction for this many seconds is stuck. A transaction,
+#: and the pause before the next one, take less.
 STUCK_SECONDS = 120.0
 #: Of the time between two checks for stuck batches, at most this many seconds count. If more have passed, the process
 #: was probably suspended, so its batches did not run.
