@@ -113,11 +113,11 @@ class Keys:
         return is_old and now - self._tried_at > (UNKNOWN_KEY_SECONDS if self._keys else FIRST_KEY_SECONDS)
 
     def _read(self) -> None:
-        self._tried_at = self._clock()
         try:
             self._keys, self._read_at = self._fetch(), self._clock()
         except (ValueError, google.auth.exceptions.GoogleAuthError, OSError) as error:
             _log.warning("The keys of IAP at %s cannot be read, and the last ones stay valid: %s", IAP_KEYS, error)
+        self._tried_at = self._clock()  # not before: requests with a new key wait for the read in progress
 
 
 def _fetched() -> Mapping[str, str]:

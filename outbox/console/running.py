@@ -52,4 +52,7 @@ class Running:
                 self.errors[id] = str(error)
                 _log.warning("operation %s: %s", id, error)
             return isinstance(error, NotReached)
+        except (TypeError, ValueError, LookupError) as error:  # any program may write the columns Tasks and Position
+            self.errors[id] = f"the row of the operation is malformed: {error!r}. Start a new operation"
+            _log.warning("operation %s: %s", id, self.errors[id])
         return False

@@ -297,15 +297,27 @@ def test_an_operation_goes_on_when_spanner_is_back(
     assert jane.get("/tasks").status_code == 200
 
 
-def test_an_operation_that_cannot_go_on_says_why(database: Database, table: TaskTable, jane: TestClient):
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({"Position": '{"column": "Shard32", "shard": 3}'}, "the number of shards was changed"),
+        ({"Position": "no JSON"}, "the row of the operation is malformed"),
+        ({"Position": "[]"}, "the row of the operation is malformed"),
+        ({"Position": '{"column": "Shard", "shard": "x"}'}, "the row of the operation is malformed"),
+        ({"Tasks": None}, "the row of the operation is malformed"),
+    ],
+)
+def test_an_operation_that_cannot_go_on_says_why(
+    database: Database, table: TaskTable, jane: TestClient, columns: dict[str, Any], why: str
+):
+    insert(database, [row(f"{n}", **DEAD) for n in range(20)])
     id = "00000000-0000-0000-0000-000000000001"
     changes.begin(table, "retry", TaskSelection(state="dead"), Author("jane"), id=id, selected=1)
     with database.batch() as batch:
-        row = (id, '{"column": "Shard32", "shard": 3}')
-        batch.update("AsynchronousTaskOperations", ("OperationId", "Position"), [row])
+        batch.update("AsynchronousTaskOperations", ("OperationId", *columns), [(id, *columns.values())])
     address = f"/operation?id={id}"
     jane.post(form_of(jane.get(address).text, "/operation/continue-retry"), headers=SAME)
-    assert eventually(lambda: "the number of shards was changed" in jane.get(address).text)
+    assert eventually(lambda: why in jane.get(address).text)
     assert eventually(lambda: "Continue here" in jane.get(address).text)
 
 

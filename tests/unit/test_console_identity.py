@@ -4,6 +4,7 @@ import base64
 import concurrent.futures
 import ipaddress
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +32,7 @@ from outbox.console.identity import (
 from outbox.console.roles import Role, parsed
 from outbox.console.visits import Refused
 from outbox.errors import SettingError
+from tests.support.waiting import eventually
 
 AUDIENCE = "/projects/1/global/backendServices/2"
 
@@ -143,6 +145,27 @@ def test_unknown_keys_cause_one_read_a_minute_whatever_its_result() -> None:
         with concurrent.futures.ThreadPoolExecutor(10) as threads:
             list(threads.map(keys.with_key, (f"forged {number}" for number in range(50))))
     assert reads == [0.0, UNKNOWN_KEY_SECONDS + 1]
+
+
+def test_requests_with_a_new_key_wait_for_the_read_in_progress() -> None:
+    """After a start, and when IAP has a new key, a page and its tabs send many requests at once."""
+    may_end, keys = threading.Event(), dict[str, str]()
+
+    def fetch() -> dict[str, str]:
+        assert may_end.wait(10)
+        return {"k1": PUBLIC}
+
+    reader = Keys(fetch)
+    threads = [threading.Thread(target=lambda: keys.update(reader.with_key("k1"))) for _ in range(2)]
+    threads[0].start()
+    eventually(reader._reading.locked, seconds=5)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert threads[1].is_alive()
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert keys == {"k1": PUBLIC}
 
 
 def test_keys_stay_valid_while_the_key_server_cannot_be_reached() -> None:
