@@ -59,7 +59,8 @@ def checked(kind: SettingType, text: str, field: str) -> Any:
         return kind.value(text, field)
     except SettingError as error:
         advice = str(error).removeprefix(f"{field}: ")
-        raise Refused(400, f"The field {field} has a wrong value", advice, field) from None
+        # The page shows it beside the label of the field. The name of a field is for programs.
+        raise Refused(400, "A field has a wrong value", advice, field) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,7 +242,7 @@ def test_a_person_sees_that_another_page_answers(database: Database, browser: Br
         expect(page.locator("form .unsent")).to_contain_text("Nothing was sent")
         expect(page.locator("#stale")).to_contain_text("These figures are not current")
         expect(page.locator("#health")).to_be_hidden()
-        expect(page.locator("#live")).to_contain_text("Oldest pending task")
+        expect(page.locator("#live")).to_contain_text("Oldest task")
         page.get_by_role("searchbox").fill("a")
         page.get_by_role("button", name="Search").click()
         expect(page.locator("header .unsent")).to_be_visible()

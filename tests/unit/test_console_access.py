@@ -224,6 +224,7 @@ def test_a_mounted_console_closes_a_web_socket() -> None:
         ({"allowed_hosts": []}, "allowed_hosts: '' is not allowed"),
         ({"production": "shop prod"}, "production: 'shop prod' is not allowed"),
         ({"docs_url": "javascript:alert(1)"}, "docs_url: 'javascript:alert(1)' is not allowed"),
+        ({"docs_url": "https://example.com/docs/"}, "docs_url: 'https://example.com/docs/' is not allowed"),
     ],
 )
 def test_the_function_refuses_what_the_command_refuses(given: dict[str, Any], said: str) -> None:
