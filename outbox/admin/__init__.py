@@ -9,7 +9,29 @@ from typing import TYPE_CHECKING
 from outbox.program.lazy import importer
 
 if TYPE_CHECKING:
-    from outbox.admin import backlog, changes, operations, problems, reshard, table, tasks, topics, workers
+    from outbox.admin import (
+        backlog,
+        changes,
+        error_groups,
+        operations,
+        problems,
+        reshard,
+        table,
+        tasks,
+        topics,
+        workers,
+    )
 
-__all__ = ["backlog", "changes", "operations", "problems", "reshard", "table", "tasks", "topics", "workers"]
+__all__ = [
+    "backlog",
+    "changes",
+    "error_groups",
+    "operations",
+    "problems",
+    "reshard",
+    "table",
+    "tasks",
+    "topics",
+    "workers",
+]
 __getattr__ = importer(__name__, {"": " ".join(__all__)})

@@ -8,19 +8,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from itertools import product
-from typing import Any, TypeAlias, TypeVar
-
-from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotFound
+from typing import Any, TypeAlias
 
 from outbox.admin import statements
-from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable
+from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, read_before
 from outbox.admin.workers import Worker, live
-from outbox.errors import OutboxError
 from outbox.program.values import chunked
 from outbox.table.statements import CONTROLS
 from outbox.table.states import UNSENT
 
-T = TypeVar("T")
 #: The ready tasks of a shard and topic up to a priority.
 Range: TypeAlias = tuple[int, str, int]
 
@@ -210,7 +206,7 @@ def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> 
 
 def read_unsent_stale(table: TaskTable) -> Backlog:
     """Return the unsent tasks of ten seconds ago. The other counts of the backlog are incomplete or not read."""
-    return _read_stale(table, lambda at: _read_at(table, at, None, of_sent=False))
+    return read_before(table.now(), STALENESS, lambda at: _read_at(table, at, None, of_sent=False))
 
 
 def oldest_ages(table: TaskTable) -> dict[str, float]:
@@ -222,18 +218,7 @@ def oldest_ages(table: TaskTable) -> dict[str, float]:
     and topic, only some tasks of the lower ones are read. Of the due tasks, and of those that are due later, only the
     first by AvailableAt are read: as many as a count reads.
     """
-    return _read_stale(table, lambda at: _oldest_ages_at(table, at))
-
-
-def _read_stale(table: TaskTable, read_at: Callable[[datetime], T]) -> T:
-    """Call `read_at` with the time ten seconds ago, or now if the table was created since then."""
-    now = table.now()
-    try:
-        return read_at(now - STALENESS)
-    except OutboxError as error:
-        if not isinstance(error.__cause__, NotFound | InvalidArgument | FailedPrecondition):
-            raise
-        return read_at(now)
+    return read_before(table.now(), STALENESS, lambda at: _oldest_ages_at(table, at))
 
 
 def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import operations, statements
+from outbox.admin import error_groups, operations, statements
 from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
 from outbox.admin.operations import UNNAMED, Author, Progress
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
@@ -150,7 +150,7 @@ class _Row(NamedTuple):
 class Preview:
     """What a change would do: the exact number of tasks, their largest groups, and the tasks that it cannot change.
 
-    A group has a topic, the first line of LastError, and a number. `refused` has numbers by state: `expired`,
+    A group has a topic, the first line of one LastError, and a number. `refused` has numbers by state: `expired`,
     `missing`, or a state that the change is not for.
     """
 
@@ -195,11 +195,11 @@ def preview(table: TaskTable, selection: TaskSelection) -> Preview:
 
 def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
     rows = list(_rows_of_ids(table, selection, selection.ids or ()))
-    matching = Counter((row.topic, row.error) for row in rows if row.matches)
+    matching = error_groups.count((row.topic, "", row.error) for row in rows if row.matches)
     refused = Counter(row.state for row in rows if not row.matches)
     refused["missing"] = len(selection.ids or ()) - len(rows)
-    groups = [[*group, tasks] for group, tasks in matching.most_common(GROUPS)]
-    return Preview(matching.total(), groups, +refused)
+    groups = [[each.topic, each.error, each.tasks] for each in matching[:GROUPS]]
+    return Preview(sum(each.tasks for each in matching), groups, +refused)
 
 
 def _rows_of_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> Iterator[_Row]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 
 from outbox.admin import operations
 from outbox.admin.backlog import Backlog, Line
@@ -9,7 +10,7 @@ from outbox.admin.operations import Operation
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead
 from outbox.admin.topics import Control
-from outbox.admin.workers import open_circuits
+from outbox.admin.workers import Worker, open_circuits
 from outbox.program.terminal import counted
 from outbox.program.times import spoken
 from outbox.table.controls import problems as invalid
@@ -55,6 +56,19 @@ def find(
     found = [*_of_workers(backlog, orphans), *_of_topics(backlog, controls, paused_by), *_of_tasks(backlog, blocked)]
     kinds = [problem.kind for problem in found]
     return [each for place, each in enumerate(found) if kinds[:place].count(each.kind) < MOST]
+
+
+def hold(workers: Sequence[Worker], topic: str, at: datetime, *, is_paused: bool) -> str | None:
+    """Return why due tasks of a topic are not published now: a pause, or an open circuit with its next probe."""
+    if is_paused:
+        return "the topic is paused"
+    for each in open_circuits(workers):
+        if each.topic == topic:
+            wait = (each.next_probe - at).total_seconds()
+            probe = f"in {spoken(wait)}" if wait > 0 else "now"
+            where = "" if each.workers == len(workers) else f" in {each.workers} of {len(workers)} workers"
+            return f"the circuit of the topic is open{where} ({each.reason}), and the next probe is {probe}"
+    return None
 
 
 def _of_workers(backlog: Backlog, orphans: Sequence[int] | None) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ not equal a column name: Spanner ignores case, so `shard` would mean the column.
 from collections.abc import Collection
 from itertools import pairwise
 
+from outbox.admin import error_groups
 from outbox.table.statements import (
     BY_ID,
     EACH_TOPIC,
@@ -23,8 +24,7 @@ from outbox.table.statements import (
 from outbox.table.statements import by_ids as of_ids
 from outbox.table.states import CONDITIONS, FIRST_DUE_SQL, LATER_SQL, RANGES, STATE_SQL
 
-#: What tasks with the same reason have in common: the first line of LastError, cut.
-ERROR_SQL = "SPLIT(SUBSTR(LastError, 1, 200), '\\n')[SAFE_OFFSET(0)]"
+_ERROR_GROUP, _ERROR = error_groups.sql("LastError")
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
 #: Of a task read by its ID: it is deferred, and an unsent task of its key that has not expired is where BlockedBy says.
 #: Otherwise the head was deleted or changed by SQL, and blocks the task no more.
@@ -308,16 +308,17 @@ ORDER BY number DESC, head_id""")
 
 
 def grouped(state: str, names: Collection[str]) -> str:
-    """Return the statement for the @limit largest groups of tasks at @now by topic and first line of LastError."""
+    """Return the statement for the @limit largest groups of tasks at @now by topic and error, with an example of it."""
     groups = "\nUNION ALL".join(
         f"""
-  SELECT part.of_task, part.error FROM {places}, UNNEST(ARRAY(
-    SELECT AS STRUCT Topic AS of_task, {ERROR_SQL} AS error FROM {_index(names)[0]} WHERE {where})) AS part"""
+  SELECT part.of_task, part.pattern, part.error FROM {places}, UNNEST(ARRAY(
+    SELECT AS STRUCT Topic AS of_task, {_ERROR_GROUP} AS pattern, {_ERROR} AS error
+    FROM {_index(names)[0]} WHERE {where})) AS part"""
         for places, where in _ranges_of(state, names)
     )
     return at_now(f"""
-SELECT of_task, error, COUNT(*) AS number FROM ({groups})
-GROUP BY of_task, error ORDER BY number DESC, of_task, error LIMIT @limit""")
+SELECT of_task, MIN(error), COUNT(*) AS number FROM ({groups})
+GROUP BY of_task, pattern ORDER BY number DESC, of_task, pattern LIMIT @limit""")
 
 
 def next_ids(state: str, names: Collection[str]) -> str:
@@ -371,7 +372,7 @@ def by_ids(condition: str, *, lock: bool = False) -> str:
   CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]}) THEN 'expired'
     ELSE {STATE_SQL} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy,
-  {ERROR_SQL}, IF({CONDITIONS["retrying"]} OR {CONDITIONS["blocked"]}, {FIRST_DUE_SQL}, NULL)"""
+  {_ERROR}, IF({CONDITIONS["retrying"]} OR {CONDITIONS["blocked"]}, {FIRST_DUE_SQL}, NULL)"""
     return of_ids(columns, lock=True) if lock else at_now(of_ids(columns))
 
 

@@ -5,10 +5,10 @@ import getpass
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-from google.api_core.exceptions import FailedPrecondition, NotFound
+from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotFound
 from google.cloud.spanner_v1 import RequestOptions
 from google.cloud.spanner_v1.database import Database
 
@@ -77,6 +77,16 @@ def too_old(at: datetime) -> str:
 def open_table(settings: DatabaseSettings) -> "TaskTable":
     """Return the table of the database that the settings name. Raises NotReached, SchemaDiffers."""
     return TaskTable(open_database(settings))
+
+
+def read_before(at: datetime, age: timedelta, read: Callable[[datetime], T]) -> T:
+    """Call `read` with the time `age` before `at`, or with `at` if the table was created since then."""
+    try:
+        return read(at - age)
+    except OutboxError as error:
+        if not isinstance(error.__cause__, NotFound | InvalidArgument | FailedPrecondition):
+            raise
+        return read(at)
 
 
 class LayoutChanged(NotReached):

@@ -4,16 +4,17 @@ import dataclasses
 import hashlib
 import json
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from google.api_core.datetime_helpers import DatetimeWithNanoseconds
 
-from outbox.admin import statements
+from outbox.admin import error_groups, statements
 from outbox.admin.backlog import COUNT_LIMIT, MAX_TOTAL, Backlog, range_limit
 from outbox.admin.changes import CHUNK, TaskSelection
+from outbox.admin.error_groups import ErrorCount
 from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.errors import SettingError
 from outbox.message import data_field, parsed
@@ -78,17 +79,6 @@ class Page:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ErrorCount:
-    """A number of unsent tasks with the same topic, state and LastError. If `at_least`, there may be more."""
-
-    topic: str
-    state: str
-    error: str | None
-    tasks: int
-    at_least: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class BlockedHead:
     """A task behind which tasks of its ordering key are blocked. `head` is None if the task does not exist."""
 
@@ -132,9 +122,9 @@ def find(
 
 
 def count_errors(tasks: Sequence[Task], *, at_least: bool = False) -> list[ErrorCount]:
-    """Return the number of tasks with the same topic, state and LastError, highest first."""
-    counts = Counter((task.columns["Topic"], task.state, task.columns["LastError"]) for task in tasks)
-    return [ErrorCount(*place, number, at_least) for place, number in counts.most_common()]
+    """Return the number of tasks with the same topic, state and error, highest first."""
+    errors = ((task.columns["Topic"], task.state, task.columns["LastError"]) for task in tasks)
+    return error_groups.count(errors, at_least=at_least)
 
 
 def errors(table: TaskTable, backlog: Backlog) -> list[ErrorCount]:

@@ -13,12 +13,13 @@ from typing import Any
 
 from outbox.admin import statements
 from outbox.admin.reshard import POLLED
-from outbox.admin.table import TaskTable
+from outbox.admin.table import TaskTable, read_before
 from outbox.table.layouts import MAX_SHARDS, Layout
 
 _TAG = "outbox-workers"
-#: A worker's first heartbeat has no shards, and an idle one writes the next after 21 s.
-STARTING = timedelta(minutes=1)
+#: The time until the heartbeats tell who polls the shards of a worker that has just started or left. The others notice
+#: it with their next discovery, and an idle one writes a heartbeat every 21 s. The first heartbeat has no shards.
+TAKE_OVER = timedelta(minutes=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Worker:
     @property
     def is_starting(self) -> bool:
         """Tell whether the worker has just started, and has not yet said which shards it polls."""
-        return not self.shards and self.seen_at - self.started_at + timedelta(seconds=self.age) < STARTING
+        return not self.shards and self.seen_at - self.started_at + timedelta(seconds=self.age) < TAKE_OVER
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -127,14 +128,31 @@ def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:
     return {name: found for name, found in values.items() if len(found) > 1}
 
 
-def shards_without_worker(table: TaskTable, workers: Sequence[Worker]) -> list[int] | None:
-    """Return the IDs of the shards that no live worker polls. None: a worker does not say yet which it polls."""
+def shards_without_worker(table: TaskTable, workers: Sequence[Worker], at: datetime) -> list[int] | None:
+    """Return the IDs of the shards that no live worker polls. None: a worker does not say yet which it polls.
+
+    `workers` are those that are live `at` a time. Shards that a live worker polled TAKE_OVER ago are left out: if it
+    has left since then, another polls them, and may not have said so yet.
+    """
+    workers = [*workers, *read_before(at, TAKE_OVER, lambda before: live(table, before))]
     if any(not worker.info or worker.number("shards_left_out") or worker.is_starting for worker in workers):
         return None
     rows = table.query(statements.RECORDED_SHARDS, _TAG)
     recorded = [Layout.recorded(column, shards) for column, shards, state in rows if state == POLLED]
     polled = {id for worker in workers for id in worker.shards}
     return [id for layout in filter(None, recorded or [table.layout]) for id in layout.ids if id not in polled]
+
+
+def cut_retry(workers: Sequence[Worker], initial: float | None, longest: float | None) -> str:
+    """Return what happens to the first retry of a topic that its workers make earlier, or an empty text.
+
+    `initial` and `longest` are the backoff of the topic, if it has one. Otherwise the max of each worker applies.
+    """
+    maxima = [_number(worker.settings.get("backoff_max")) for worker in workers]
+    if initial is None or longest is not None or not (cuts := [each for each in maxima if 0 < each < initial]):
+        return ""
+    where = "all workers" if len(cuts) == len(workers) else f"{len(cuts)} of {len(workers)} workers"
+    return f"first retry after {min(cuts):,.15g} s in {where}, because of their --backoff-max"
 
 
 def _parsed(text: str | None) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ CIRCUITS = ("CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT PROBE", "ERROR")
 
 
 def print_selected(database: "admin.table.TaskTable", selection: "admin.changes.TaskSelection") -> None:
-    """Print the first tasks of a selection, counted by topic, state and LastError, on stderr."""
+    """Print the first tasks of a selection, counted by topic, state and error, on stderr."""
     states = [selection.state] if selection.state else UNSENT
     limit = admin.tasks.ERRORS_READ
     tasks = admin.tasks.find(database, states, selection, limit=limit).tasks
@@ -26,7 +26,7 @@ def print_selected(database: "admin.table.TaskTable", selection: "admin.changes.
     say(text(admin.tasks.count_errors(tasks, at_least=len(tasks) == limit)), stream=sys.stderr)
 
 
-def text(counts: "Sequence[admin.tasks.ErrorCount]") -> Escaped:
+def text(counts: "Sequence[admin.error_groups.ErrorCount]") -> Escaped:
     """Return a table of the first ROWS counts."""
     rows = [
         [f">= {each.tasks:,}" if each.at_least else each.tasks, each.state, each.topic, shortened(each.error)]

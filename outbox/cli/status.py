@@ -136,7 +136,7 @@ def _rendered(
     groups, progress = admin.tasks.errors(task_table, backlog), admin.reshard.Resharding(task_table).progress()
     problems = admin.problems.find(
         backlog,
-        orphans=admin.workers.shards_without_worker(task_table, backlog.workers),
+        orphans=admin.workers.shards_without_worker(task_table, backlog.workers, backlog.as_of),
         controls=admin.topics.controls(task_table),
         paused_by=admin.problems.pauses(task_table, backlog),
         blocked=admin.tasks.blocked_heads(task_table, backlog, 1) if backlog.everything.blocked else (),
@@ -156,7 +156,7 @@ def _rendered(
 
 def _json(
     backlog: "admin.backlog.Backlog",
-    groups: "Sequence[admin.tasks.ErrorCount]",
+    groups: "Sequence[admin.error_groups.ErrorCount]",
     progress: "tuple[admin.reshard.Change, admin.reshard.Step] | None",
     problems: "Sequence[admin.problems.Problem]",
 ) -> Escaped:

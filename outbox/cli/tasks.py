@@ -11,7 +11,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from outbox import admin
@@ -21,7 +21,7 @@ from outbox.errors import OutboxError, PositionExpired
 from outbox.program.signals import exit_on
 from outbox.program.terminal import as_json, cell, counted, escaped, say, write
 from outbox.program.times import MOMENT, resolved, shown, spoken
-from outbox.table.states import STATES, UNSENT, is_dead
+from outbox.table.states import LEFT_TO_SEND, STATES, UNSENT, is_dead
 
 LIST_DESCRIPTION = """\
 List the tasks of some states, or all unsent tasks, sorted by SentAt of sent tasks and
@@ -101,11 +101,23 @@ def run_list(options: argparse.Namespace) -> int:
     if not page.tasks:
         say("No matching tasks.", stream=sys.stderr if options.json else sys.stdout)
         flags.explain_none(task_table, selection, options)
+    _note_holds(task_table, page.tasks, page.as_of)
     if page.next:
         note(f"more tasks match. Add --after {page.next} for the next page, or raise --limit")
     if not page.whole:
         note("not all tasks were compared. Use --topic, --since, --until or --error to see others")
     return 0
+
+
+def _note_holds(task_table: "admin.table.TaskTable", tasks: "Sequence[admin.tasks.Task]", at: datetime) -> None:
+    """Print for each topic with due tasks why none of them is published now. Raises NotReached, OutboxError."""
+    topics = sorted({task.columns["Topic"] for task in tasks if task.state in LEFT_TO_SEND})
+    controls = admin.topics.controls(task_table) if topics else {}
+    workers = admin.workers.live(task_table, at) if topics else []
+    for topic in topics:
+        is_paused = topic in controls and controls[topic].Paused
+        if hold := admin.problems.hold(workers, topic, at, is_paused=is_paused):
+            note(f"due tasks of {escaped(topic)} wait: {escaped(hold)}")
 
 
 def _tables(tasks: "Sequence[admin.tasks.Task]") -> Iterator[str]:
@@ -154,6 +166,7 @@ def run_show(options: argparse.Namespace) -> int:
     as_retried = admin.changes.TaskSelection(ids=(id,))
     if task.state == "blocked" and admin.changes.count(task_table, as_retried, exact=True).number:
         note(f"task {escaped(task.columns['BlockedBy'])} no longer blocks this task. `outbox retry` sends it now")
+    _note_holds(task_table, [task], task.as_of)
     if message is None:
         note("Data is not a serialized google.pubsub.v1.PubsubMessage. The bytes of the column are shown")
     if options.raw:

@@ -11,7 +11,7 @@ from outbox.cli import bulk, errors, flags
 from outbox.cli.output import by_field, note
 from outbox.cli.output import table as as_table
 from outbox.cli.status import HEADS, cells, fields, read_noted
-from outbox.cli.topics import APPLIED_SOON, check_destination, described, open_known
+from outbox.cli.topics import APPLIED_SOON, check_destination, described, joined_controls, open_known
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean
 from outbox.program.terminal import Escaped, as_json, counted, escaped, say
@@ -83,7 +83,10 @@ def run_topics(options: argparse.Namespace) -> int:
         circuits = admin.workers.open_circuits(backlog.workers)
         say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
         return 0
-    cells_of = [[topic, described(control), *cells(backlog, line)] for topic, (control, line) in topics.items()]
+    cells_of = [
+        [topic, joined_controls(backlog.workers, control), *cells(backlog, line)]
+        for topic, (control, line) in topics.items()
+    ]
     listed = as_table(("TOPIC", "CONTROL", *HEADS), cells_of) if topics else "no topics"
     say(f"as of {shown(backlog.as_of)}", listed, *errors.circuit_lines(backlog.workers, backlog.as_of))
     return 0

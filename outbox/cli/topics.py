@@ -1,7 +1,7 @@
 """`outbox pause`, `resume`, `limit`, `route` and `policy`: write AsynchronousTaskTopics, which the workers read."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -236,6 +236,10 @@ def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operati
     changed = admin.topics.change(table, operation, options.topics, values, flags.author(options))
     for topic, control in changed.items():
         say(f"{topic}: {described(control, 'resumed' if operation == 'resume' else '')}")
+        if control.BackoffInitialSeconds and "BackoffInitialSeconds" in values:
+            workers = admin.workers.live(table, table.now())
+            if cut := admin.workers.cut_retry(workers, control.BackoffInitialSeconds, control.BackoffMaxSeconds):
+                note(f"{escaped(topic)}: {cut}")
     limited = operation == "limit" and any(values.values())
     note(f"{APPLIED_SOON}; {SHARED}" if limited else APPLIED_SOON)
     return 0
@@ -270,6 +274,12 @@ def described(control: "admin.topics.Control | None", unpaused: str = "") -> str
     route = "" if control.PublishTo is None else f"published to {control.PublishTo}"
     parts = ("paused" if control.Paused else unpaused, limits and f"at most {limits}", route, *_stated(control, POLICY))
     return "; ".join(filter(None, parts)) or "no limits"
+
+
+def joined_controls(workers: "Sequence[admin.workers.Worker]", control: "admin.topics.Control") -> str:
+    """Return the controls of a topic as a text, and what its workers make of its retry policy."""
+    cut = admin.workers.cut_retry(workers, control.BackoffInitialSeconds, control.BackoffMaxSeconds)
+    return f"{described(control)}; {cut}" if cut else described(control)
 
 
 def _stated(control: "admin.topics.Control", of_flags: Mapping[str, Value]) -> list[str]:

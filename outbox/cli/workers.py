@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     now = task_table.now()
     workers = admin.workers.live(task_table, now)
     differing = admin.workers.differing(workers)
-    orphans = admin.workers.shards_without_worker(task_table, workers)
+    orphans = admin.workers.shards_without_worker(task_table, workers, now)
     if options.json:
         fields = [_fields(worker) for worker in workers]
         say(as_json({"as_of": now, "workers": fields, "differing": differing, "shards_without_worker": orphans}))

@@ -12,10 +12,11 @@ from datetime import datetime, timedelta
 
 from outbox import admin
 from outbox.admin.backlog import Backlog
+from outbox.admin.error_groups import ErrorCount
 from outbox.admin.operations import Operation
 from outbox.admin.problems import Problem
 from outbox.admin.table import TaskTable
-from outbox.admin.tasks import BlockedHead, ErrorCount
+from outbox.admin.tasks import BlockedHead
 from outbox.admin.topics import Control
 from outbox.errors import OutboxError
 
@@ -118,7 +119,7 @@ def read_status(table: TaskTable, last: Status | None) -> Status:
     backlog = admin.backlog.read(table)
     progress = admin.reshard.Resharding(table).progress()
     controls = admin.topics.controls(table)
-    orphans = admin.workers.shards_without_worker(table, backlog.workers)
+    orphans = admin.workers.shards_without_worker(table, backlog.workers, backlog.as_of)
     blocked = admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.everything.blocked else ()
     return Status(
         backlog=backlog,

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from outbox import admin
-from outbox.cli.topics import LIMITS, ORDERED, POLICY, TOPIC_NAME, Value, described
+from outbox.cli.topics import LIMITS, ORDERED, POLICY, TOPIC_NAME, Value, joined_controls
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
 from outbox.errors import SettingError
@@ -25,7 +25,7 @@ FORMS = {"limit": LIMITS, "policy": POLICY, "route": ROUTE, "ask-for-route": ROU
 def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     written = _written(visit.query.get("written", ""))
-    more = {"described": described, "forms": FORMS, "within": APPLIED_WITHIN}
+    more = {"joined_controls": joined_controls, "forms": FORMS, "within": APPLIED_WITHIN}
     return render(visit, "topic", topic=_topic(visit), written=written, **more)
 
 

@@ -37,6 +37,7 @@ from outbox.errors import SettingError
 from outbox.program.settings import SettingType
 from outbox.program.terminal import cell, counted, listed
 from outbox.program.times import spoken
+from outbox.table.states import LEFT_TO_SEND
 
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.
 Redact = Callable[[str, Mapping[str, str], bytes], tuple[Mapping[str, str], bytes]]
@@ -182,7 +183,7 @@ _ENVIRONMENT.filters.update(
     is_changed=lambda value: re.search(r"[\0\r\n]", value) is not None,
 )
 _ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "sparkline": sparkline}
-_ENVIRONMENT.globals |= {"HEADS": HEADS, "OPERATIONS": OPERATIONS}
+_ENVIRONMENT.globals |= {"HEADS": HEADS, "LEFT_TO_SEND": LEFT_TO_SEND, "OPERATIONS": OPERATIONS}
 
 
 def render(visit: Visit, template: str, **values: Any) -> Response:

@@ -89,7 +89,10 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
     outbox: Commands, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
     """At most ERRORS_READ tasks of a state are read, and at most ROWS errors are shown."""
-    insert(database, [row(f"dead-{n}", "dead", LastError=f"error {n % 2}") for n in range(5)] + [row("r", "retrying")])
+    insert(
+        database,
+        [row(f"dead-{n}", "dead", LastError=f"error {'ab'[n % 2]}") for n in range(5)] + [row("r", "retrying")],
+    )
     monkeypatch.setattr(tasks, "ERRORS_READ", 4)
     monkeypatch.setattr(errors, "ROWS", 2)
     lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()

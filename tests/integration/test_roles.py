@@ -137,7 +137,10 @@ def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
     backlog.oldest_ages(table), operations.latest(table, 1), topics.controls(table), topics.unknown(table, ["a"])
     tasks.errors(table, seen), tasks.blocked_heads(table, seen), tasks.find(table, STATES), tasks.find(table)
     tasks.beginning_with(table, ["dead"], 2), SentTasks(table, Position(PAST), None).page()
-    changes.count(table, TaskSelection(ids=("dead",)), exact=True), workers.shards_without_worker(table, [])
+    (
+        changes.count(table, TaskSelection(ids=("dead",)), exact=True),
+        workers.shards_without_worker(table, [], table.now()),
+    )
     found = tasks.task(table, "dead", data=False)
     assert found
     allowed = grants("outbox_viewer")

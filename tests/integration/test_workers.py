@@ -9,7 +9,7 @@ from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
 from outbox import console
-from outbox.admin import backlog, operations
+from outbox.admin import backlog, changes, operations, workers
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
@@ -31,6 +31,12 @@ CIRCUIT = {"topic": "orders", "reason": "not_found", "error": "404 no", "open_se
 @pytest.fixture
 def outbox(emulators: Emulators, database: Database) -> Commands:
     return Commands(emulators, database)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignore the workers that an earlier test has just had in this database."""
+    monkeypatch.setattr(workers, "TAKE_OVER", timedelta())
 
 
 def live(database: Database, **infos: dict[str, Any] | None) -> None:
@@ -71,6 +77,7 @@ def test_workers_that_agree_pass_the_check(database: Database, outbox: Commands)
     ]
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("infos", "marks", "sentence"),
     [
@@ -106,7 +113,7 @@ def test_open_circuits_are_in_status_topics_and_workers(database: Database, outb
     insert(database, [row(f"a-{number}") for number in range(3)])
     live(database, a=INFO | {"circuits": [CIRCUIT]}, b=INFO | {"circuits": [CIRCUIT | {"open_seconds": 60}]})
     for command in ("status", "topics", "workers"):
-        *_, empty, head, line = outbox.here(command).stdout.splitlines()
+        *_, empty, head, line = outbox.here(command).stdout.partition("\n\nPROBLEM")[0].splitlines()
         assert (empty, head.split()) == ("", ["CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT", "PROBE", "ERROR"])
         assert line.split()[:3] == ["open", "orders", "2"]
         assert line.endswith("not_found: 404 no")
@@ -121,18 +128,51 @@ def test_open_circuits_are_in_status_topics_and_workers(database: Database, outb
 
 def test_circuits_that_did_not_fit_are_counted(database: Database, outbox: Commands) -> None:
     live(database, a=INFO | {"circuits": [CIRCUIT], "circuits_left_out": 1_200}, b=INFO | {"circuits_left_out": 1})
-    assert outbox.here("status").stdout.endswith("\n... and 1,201 more, which did not fit into the heartbeats\n")
+    assert "\n... and 1,201 more, which did not fit into the heartbeats\n" in outbox.here("status").stdout
 
 
 def test_a_circuit_whose_next_probe_is_due_is_half_open(database: Database, outbox: Commands) -> None:
     live(database, a=INFO | {"circuits": [CIRCUIT | {"seconds_to_probe": 0}]})
-    line = outbox.here("status").stdout.splitlines()[-1]
-    assert line.startswith("half-open  orders")
+    [line] = [line for line in outbox.here("status").stdout.splitlines() if line.startswith("half-open  orders")]
     assert "  now  " in line
 
 
+def test_tasks_of_a_topic_that_cannot_be_published_are_not_said_to_be_next(
+    database: Database, outbox: Commands
+) -> None:
+    """The commands and the page name the pause, or the circuit and its next probe."""
+    insert(database, [row("a-1"), row("b-1", Topic="paused"), row("c-1", Topic="fine"), row("d-1", "dead")])
+    with database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", "Paused"), [("paused", True)])
+    live(database, a=INFO | {"circuits": [CIRCUIT]}, b=INFO)
+    circuit = "the circuit of the topic is open in 1 of 2 workers (not_found), and the next probe is in "
+    notes = outbox.here("list").stderr.splitlines()
+    assert [note.startswith(f"outbox: due tasks of orders wait: {circuit}") for note in notes] == [True, False]
+    assert notes[1] == "outbox: due tasks of paused wait: the topic is paused"
+    assert [circuit in outbox.here("show", id).stderr for id in ("a-1", "c-1", "d-1")] == [True, False, False]
+    browser = TestClient(console.app(opened(database)), base_url=ORIGIN)
+    for path in ("/task?id=a-1", "/tasks?state=pending", "/topic?name=orders"):
+        assert circuit in browser.get(path).text, path
+    assert "as soon as it can" in browser.get("/task?id=c-1").text
+    assert "But the topic is paused" in browser.get("/task?id=b-1").text
+
+
+def test_a_first_retry_that_workers_make_earlier_is_named(database: Database, outbox: Commands) -> None:
+    """Their --backoff-max applies to a topic without its own."""
+    live(database, a=INFO | {"settings": {"backoff_max": 60}}, b=INFO)
+    cut = "first retry after 60 s in 1 of 2 workers, because of their --backoff-max"
+    done = outbox.here("policy", "orders", "--backoff-initial", "300", "--yes")
+    assert (done.stdout, done.stderr.splitlines()[0]) == ("orders: first retry after 300 s\n", f"outbox: orders: {cut}")
+    assert f"first retry after 300 s; {cut} " in outbox.here("topics").stdout
+    outbox.here("policy", "orders", "--backoff-max", "600")
+    assert cut not in outbox.here("topics").stdout
+
+
 def test_status_groups_the_errors_of_all_unsent_tasks(database: Database, outbox: Commands) -> None:
-    """A task that failed and is due again is pending. Ready tasks have not failed, and are not read for it."""
+    """A task that failed and is due again is pending. Ready tasks have not failed, and are not read for it.
+
+    Errors that differ only in IDs and numbers are one group, here and in the preview of a change.
+    """
     failed = {"LastError": "not_found: 404", "Attempts": 1}
     later = datetime.now(UTC) + timedelta(hours=1)
     insert(
@@ -148,6 +188,15 @@ def test_status_groups_the_errors_of_all_unsent_tasks(database: Database, outbox
     assert {(each["state"], each["error"], each["tasks"]) for each in status["errors"]} == {
         (state, "not_found: 404", 1) for state in ("pending", "retrying", "blocked")
     }
+    ids = ["7f3ad5a0-0000-4000-8000-abcdefabcdef", "dcbaabcd-abcd-abcd-abcd-abcdefabcdef", "91", "o_1"]
+    errors = [f"unknown: 500 request {id} failed after {n}.{n} s\nat 0x{n}" for n, id in enumerate(ids)]
+    insert(database, [row(f"d{n}", "dead", LastError=error) for n, error in enumerate([*errors, "unknown: other"])])
+    [status] = outbox.objects("status", "--json")
+    found = [(each["error"] in errors, each["tasks"]) for each in status["errors"] if each["state"] == "dead"]
+    assert found == [(True, 4), (False, 1)]
+    for narrowed in ({"state": "dead"}, {"ids": ("d0", "d1", "d2", "d3", "d4")}):
+        groups = changes.preview(TaskTable(database), changes.TaskSelection(**narrowed)).groups
+        assert [number for *_, number in groups] == [4, 1]
 
 
 def test_a_table_of_the_previous_schema_is_named_in_one_sentence(emulators: Emulators, own_database: Database) -> None:

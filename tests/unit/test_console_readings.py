@@ -1,6 +1,7 @@
 """What tabs share: the number of reads in an hour, memory, waiting threads, samples, and the sentence at the top."""
 
 import gc
+import json
 import re
 import sys
 import threading
@@ -16,7 +17,7 @@ from outbox.admin.operations import Operation
 from outbox.admin.problems import find
 from outbox.admin.tasks import BlockedHead
 from outbox.admin.topics import Control
-from outbox.admin.workers import Worker, shards_without_worker
+from outbox.admin.workers import TAKE_OVER, Worker, shards_without_worker
 from outbox.console.application import routes
 from outbox.console.readings import (
     FRESH_SECONDS,
@@ -268,14 +269,17 @@ def test_the_problems_are_listed_cause_first(given: dict[str, Any], level: str, 
     assert found == (level, markupsafe.escape(sentences[0] + more))
 
 
-def test_a_worker_that_has_just_started_leaves_no_shard_without_a_worker() -> None:
-    """Its first heartbeat has no shards."""
+def test_a_worker_that_has_just_started_or_left_leaves_no_shard_without_a_worker() -> None:
+    """The first heartbeat has no shards, and those of the others say later what they have taken over."""
+    former = json.dumps({"shards": [[0, 0]], "version": "1"})
+    rows = {NOW: [("left", 1_000, 14, None, NOW - timedelta(hours=1), NOW, former)]}
     table = mock.Mock(layout=Layout(2))
-    table.query.return_value = []
+    table.query.side_effect = lambda *_args, at=None, **_more: rows.get(at, []) if at else []
     info = {"shards": [], "version": "1"}
     young, old = (Worker("w", 1.0, NOW - age, NOW, info) for age in (timedelta(seconds=50), timedelta(seconds=70)))
-    assert shards_without_worker(table, [young]) is None
-    assert shards_without_worker(table, [old]) == [0, 1]
+    assert shards_without_worker(table, [young], NOW) is None
+    assert shards_without_worker(table, [old], NOW) == [0, 1]
+    assert shards_without_worker(table, [old], NOW + TAKE_OVER) == [1]
 
 
 def test_the_sentence_says_how_old_the_figures_are() -> None:
