@@ -12,7 +12,7 @@ from outbox.program.settings import fields_of
 from outbox_pipeline.cli import _parser
 from outbox_pipeline.settings import ArchiveSettings, RegisterSettings
 from outbox_pipeline.spanner import DEFAULT_RETENTION, TIME_TO_READ
-from tests.manifests.rendering import OVERLAYS, ROOT, SPARK, Object, of_kind, rendered, the
+from tests.manifests.rendering import ROOT, SPARK, Object, rendered, the
 from tests.manifests.test_dockerfile import instructions, variables
 
 ROLES = ("driver", "executor")
@@ -87,21 +87,3 @@ def test_only_the_archive_is_restarted_and_always_in_time() -> None:
     assert last <= (DEFAULT_RETENTION - TIME_TO_READ).total_seconds()
     assert archive["schedule"] != register["schedule"]
     assert archive["concurrencyPolicy"] == register["concurrencyPolicy"] == "Forbid"
-
-
-def test_one_account_is_used_and_bound_in_a_namespace_that_the_worker_does_not_share() -> None:
-    """The driver can create pods in its namespace, and each of them can use all accounts there."""
-    objects = rendered(SPARK)
-    namespaces = [the(each, "Namespace") for each in (objects, rendered(OVERLAYS["production"]))]
-    namespace = namespaces[0]["metadata"]["name"]
-    assert {each["metadata"]["namespace"] for each in objects if each["kind"] != "Namespace"} == {namespace}
-    assert namespaces[0]["metadata"]["labels"] == namespaces[1]["metadata"]["labels"]
-    assert namespaces[0] != namespaces[1]
-    account = the(objects, "ServiceAccount")["metadata"]["name"]
-    [subject] = the(objects, "RoleBinding")["subjects"]
-    assert (subject["name"], subject["namespace"]) == (account, namespace)
-    for job in of_kind(objects, "ScheduledSparkApplication"):
-        driver, executor = (job["spec"]["template"][role] for role in ROLES)
-        assert driver["serviceAccount"] == executor["template"]["spec"]["serviceAccountName"] == account
-        assert driver["template"]["spec"]["automountServiceAccountToken"] is True
-        assert executor["template"]["spec"]["automountServiceAccountToken"] is False
