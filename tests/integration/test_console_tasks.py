@@ -17,27 +17,17 @@ from outbox.admin import tasks as admin_tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.console import application, readings, running, tasks
+from outbox.console import readings, running, tasks
 from outbox.console.roles import Role, Roles
 from outbox.errors import NotReached
 from outbox.table.states import NEVER
-from tests.support.console import ORIGIN, SAME
+from tests.support.console import SAME, begun, console, finished, form_of
 from tests.support.fakes import serialized
-from tests.support.operations import CREATED, FUTURE, PAST, delete, insert, opened, row, rows_of, update
+from tests.support.operations import CREATED, FUTURE, PAST, delete, insert, row, rows_of, update
 from tests.support.waiting import eventually
 
 DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic"}
-EVERYONE = Roles(dict.fromkeys(Role, ("*",)))
 SCRIPT = "<script>alert(1)</script>"
-
-
-def console(
-    database: Database, *, person: str = "jane@example.com", roles: Roles = EVERYONE, **more: Any
-) -> TestClient:
-    app = application.app(
-        opened(database), identify=lambda _request: person, roles=roles, allow_actions=True, show_data=True, **more
-    )
-    return TestClient(app, base_url=ORIGIN, follow_redirects=False)
 
 
 @pytest.fixture
@@ -45,49 +35,19 @@ def jane(database: Database) -> TestClient:
     return console(database)
 
 
-def form_of(page: str, path: str) -> str:
-    """Return the address of the form on a page that is sent to `path`."""
-    [address] = [html.unescape(each) for each in re.findall(r'method="post" action="([^"]+)"', page) if path in each]
-    return address
-
-
-def begun(client: TestClient, path: str, **form: str) -> str:
-    """Preview, fill in the form, and return the ID of the operation."""
-    page = client.get(path)
-    assert page.status_code == 200, page.text
-    answer = client.post(form_of(page.text, urlsplit(path).path), data={"reason": "why", **form}, headers=SAME)
-    assert answer.status_code == 303, answer.text
-    return parse_qs(urlsplit(answer.headers["location"]).query)["id"][0]
-
-
-def finished(table: TaskTable, id: str) -> operations.Operation:
-    def find() -> operations.Operation | None:
-        found = operations.operation(table, id)
-        return found if found and found.finished_at else None
-
-    return eventually(find)
-
-
 def dead(database: Database) -> set[str]:
     return {id for id, columns in rows_of(database).items() if columns["AvailableAt"] == NEVER}
 
 
-def test_all_matching_tasks_are_retried_after_a_preview(database: Database, table: TaskTable, jane: TestClient):
-    """The operation has the person's name, the reason and the previewed number, like that of a command."""
+def test_a_preview_and_an_operation_are_shown(database: Database, table: TaskTable, jane: TestClient):
+    """The errors of the tasks, the command that does the same, and then the progress."""
     insert(database, [row(f"a{n}", **DEAD) for n in range(3)])
-    insert(database, [row("b", **DEAD, Topic="invoices"), row("old", **DEAD, ExpiresAt=PAST), row("pending")])
     page = jane.get("/tasks/retry?state=dead&topic=orders").text
-    assert "Retry 3 tasks" in page
     assert "not_found: no topic" in page
-    assert "1 is not changed: ExpiresAt has passed" in page
     assert "outbox retry" in page
-    assert dead(database) == {"a0", "a1", "a2", "b", "old"}
+    assert len(dead(database)) == 3
     operation = finished(table, begun(jane, "/tasks/retry?state=dead&topic=orders"))
-    assert (operation.operation, operation.principal, operation.reason) == ("retry", "jane@example.com", "why")
-    assert (operation.tasks, operation.selected) == (3, 3)
-    assert dead(database) == {"b", "old"}
-    shown = jane.get(f"/operation?id={operation.id}").text
-    assert "3 of 3 in the preview" in shown
+    assert "3 of 3 in the preview" in jane.get(f"/operation?id={operation.id}").text
     assert operation.id in jane.get("/operations").text
 
 
@@ -193,22 +153,6 @@ def test_an_operator_cannot_continue_a_cancel_with_the_form_of_a_retry(database:
     assert operator.get("/tasks/cancel?state=dead").status_code == 403
     assert id not in operator.app.console.running.ids  # type: ignore[attr-defined]  # an ASGI callable
     assert rows_of(database).keys() == {"a"}
-
-
-def test_two_people_act_on_the_same_selection(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
-    """In two consoles. Each task is changed once, and the second preview names the first operation."""
-    monkeypatch.setattr(changes, "CHUNK", 5)
-    insert(database, [row(f"{n:02}", **DEAD) for n in range(40)])
-    jane, john = console(database), console(database, person="john@example.com")
-    pages = [client.get("/tasks/retry?state=dead").text for client in (jane, john)]
-    ids = []
-    for client, page in zip((jane, john), pages, strict=True):
-        answer = client.post(form_of(page, "/tasks/retry"), data={"reason": "why"}, headers=SAME)
-        ids.append(parse_qs(urlsplit(answer.headers["location"]).query)["id"][0])
-    both = [finished(table, id) for id in ids]
-    assert sum(each.tasks or 0 for each in both) == 40
-    assert {each.principal for each in both} == {"jane@example.com", "john@example.com"}
-    assert dead(database) == set()
 
 
 def test_a_person_stops_and_continues_an_operation(

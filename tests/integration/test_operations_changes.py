@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes, statements
@@ -14,14 +13,11 @@ from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.table.states import NEVER
 from tests.support.operations import (
-    CREATED,
     FUTURE,
-    MICROSECOND,
-    OF_STATES,
     PAST,
-    SECOND,
     Watch,
     changed,
+    delete,
     insert,
     line,
     row,
@@ -51,77 +47,6 @@ def selected(state: str, **more: Any) -> TaskSelection:
     return TaskSelection(state=state, **({"until": datetime.now(UTC)} if state == "sent" else {}) | more)
 
 
-def touched(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> set[str]:
-    """Return the ids of the rows that differ; each must be as a retry leaves it."""
-    found = {id for id in after if after[id] != before[id]}
-    for id in found:
-        created = {"SentAt": None, "ExpiresAt": None, "Attempts": 0}
-        created |= {name: after[id][name] for name in ("AvailableAt", "DueAt")}
-        assert after[id] == before[id] | created
-    return found
-
-
-def test_retry_writes_no_other_column(database: Database, table: TaskTable):
-    """Due at the database's now, all attempts new, no end, not sent; all else stays, also the error and other rows.
-
-    A task that the workers still retried keeps its age, and the age of the others begins anew.
-    """
-    more = {"OrderingKey": "k", "Sequence": 3, "AtMostOnce": True, "Priority": -1, "ExpiresAt": PAST, "DueAt": PAST}
-    names = [(state, by) for by in ("ids", "state") for state in RETRIED]
-    insert(
-        database, [row(f"{state} {by}", **STATES[state], **more, Data=b"\x00\xff no message") for state, by in names]
-    )
-    insert(database, [row(f"other {state}", **STATES[state]) for state in ("scheduled", "ready", "due")])
-    for state, by in names:
-        id, before, begun = f"{state} {by}", rows_of(database), table.now()
-        selection = TaskSelection(ids=(id,)) if by == "ids" else selected(state)
-        assert list(changes.change(table, "retry", selection)) == [Outcome((id,), {}, ())]
-        after = rows_of(database)
-        assert touched(before, after) == {id}
-        assert begun <= after[id]["AvailableAt"] <= table.now()
-        assert after[id]["DueAt"] == (PAST if state == "retrying" else None)
-        assert changes.count(table, selection, exact=True) == Count(0)
-
-
-def test_retry_of_ids_leaves_pending_tasks_and_names_missing_ones(database: Database, table: TaskTable):
-    """A state, an error and times narrow ids, too; a scheduled task is sent early if it is named."""
-    insert(database, [row(state, **columns) for state, columns in STATES.items()])
-    before = rows_of(database)
-    [outcome] = changes.change(table, "retry", TaskSelection(state="dead", ids=tuple(STATES)))
-    assert outcome.changed == ("dead",)
-    assert outcome.unchanged == {
-        "retrying": "retrying", "sent": "sent", "scheduled": "scheduled", "ready": "pending", "due": "pending",
-    }  # fmt: skip
-    [outcome] = changes.change(
-        table, "retry", TaskSelection(ids=("sent", "retrying"), error="UNAVAIL", until=CREATED + SECOND)
-    )
-    assert (outcome.changed, outcome.unchanged) == (("retrying",), {"sent": "sent"})
-    [outcome] = changes.change(table, "retry", TaskSelection(ids=("ready", "gone", "sent", "due", "it's", "scheduled")))
-    assert sorted(outcome.changed) == ["scheduled", "sent"]
-    assert outcome.unchanged == {"ready": "pending", "due": "pending"}
-    assert outcome.missing == ("gone", "it's")
-    assert touched(before, rows_of(database)) == {"dead", "retrying", "scheduled", "sent"}
-
-
-def test_a_selection_combines_all_filters(database: Database, table: TaskTable):
-    """Topic, time and error; its beginning is inclusive, its end is not, as of a list."""
-    for state in RETRIED:
-        time = "SentAt" if state == "sent" else "CreatedAt"
-        right = STATES[state] | {"Topic": "it's", "LastError": "Not_Found", time: PAST}
-        others: dict[str, dict[str, Any]] = {
-            "right": {}, "last": {time: PAST + SECOND - MICROSECOND}, "early": {time: PAST - MICROSECOND},
-            "late": {time: PAST + SECOND}, "topic": {"Topic": "its"}, "error": {"LastError": "not-found"},
-            "no error": {"LastError": None},
-        }  # fmt: skip
-        insert(database, [row(f"{state} {name}", **right | columns) for name, columns in others.items()])
-    for state in RETRIED:
-        before = rows_of(database)
-        selection = TaskSelection(state=state, topic="it's", since=PAST, until=PAST + SECOND, error="not_found")
-        assert changes.count(table, selection, exact=False) == Count(2)
-        assert changed(changes.change(table, "retry", selection)) == [f"{state} last", f"{state} right"]
-        assert touched(before, rows_of(database)) == {f"{state} last", f"{state} right"}
-
-
 def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
@@ -148,30 +73,6 @@ def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
         changed(changes.change(table, "retry", TaskSelection()))
 
 
-def test_tasks_that_left_the_selection_meanwhile_are_not_changed(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """The rows are read again under the lock: in between, one was sent or retried, another one deleted."""
-    transact, found = TaskTable.transact, changes._selected_ids
-    monkeypatch.setattr(
-        changes, "_selected_ids", lambda *all: iter([("{}", [id for _, ids in found(*all) for id in ids])])
-    )
-    for state, change in [*((state, "retry") for state in RETRIED), ("sent", "purge")]:
-        stays, leaves, goes = names = [f"{change} {state} {name}" for name in ("stays", "leaves", "goes")]
-        insert(database, [row(name, **STATES[state], Topic="t") for name in names])
-
-        def meanwhile(self: TaskTable, *arguments: Any, leaves: str = leaves, goes: str = goes) -> Any:
-            update(database, leaves, SentAt=None, AvailableAt=None)
-            with database.batch() as batch:
-                batch.delete("AsynchronousTasks", KeySet(keys=[[goes]]))
-            return transact(self, *arguments)
-
-        monkeypatch.setattr(TaskTable, "transact", meanwhile)
-        [outcome] = changes.change(table, change, selected(state))
-        assert outcome == Outcome((stays,), {leaves: "pending"}, (goes,))
-        assert rows_of(database)[leaves]["AvailableAt"] is None
-
-
 @pytest.mark.parametrize(
     "head",
     [None, {"SentAt": PAST}, {"ExpiresAt": PAST, "AvailableAt": NEVER}, {"OrderingKey": "l"}, {"Topic": "invoices"}],
@@ -189,33 +90,6 @@ def test_a_deferred_task_whose_head_no_longer_blocks_is_retried(
     assert outcome == Outcome(("deferred",), {}, ())
     after = rows_of(database)["deferred"]
     assert (after["BlockedBy"], after["AvailableAt"] < FUTURE) == (None, True)
-
-
-def test_expired_tasks_are_sent_again_only_if_asked_for(database: Database, table: TaskTable):
-    """Whatever LastError says. A retry keeps an ExpiresAt in the future."""
-    dead = {"AvailableAt": NEVER, "Attempts": 1}
-    insert(
-        database,
-        [
-            row("expired", ExpiresAt=PAST, LastError="expired: at 12:00", **dead),
-            row("failed", ExpiresAt=PAST, LastError="internal: no", **dead),
-            row("in time", ExpiresAt=FUTURE, LastError="internal: no", **dead),
-            row("without", **dead),
-        ],
-    )
-    unexpired = TaskSelection(state="dead", include_expired=False)
-    assert changes.count(table, unexpired, exact=True).number == 2
-    with_ids = TaskSelection(ids=("expired", "failed", "in time"), include_expired=False)
-    assert changes.count(table, with_ids, exact=True).number == 1
-    [outcome] = changes.change(table, "retry", with_ids)
-    assert (outcome.changed, outcome.unchanged) == (("in time",), {"expired": "expired", "failed": "expired"})
-    assert {id for each in changes.change(table, "retry", unexpired) for id in each.changed} == {"without"}
-    assert {id for each in changes.change(table, "retry", TaskSelection(state="dead")) for id in each.changed} == {
-        "expired",
-        "failed",
-    }
-    found = {id: columns["ExpiresAt"] for id, columns in rows_of(database).items()}
-    assert found == {"expired": None, "failed": None, "in time": FUTURE, "without": None}
 
 
 @pytest.mark.parametrize("state", ["dead", "retrying", "scheduled"])
@@ -244,53 +118,6 @@ def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, m
         assert changes.count(table, TaskSelection(state=state), exact=True) == Count(15)
     assert str(Count(1)) == "1 task"
     assert str(Count(100_000, at_least=True)) == "at least 100,000 tasks"
-
-
-def test_cancel_deletes_the_selected_unsent_tasks_only(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """Others are left and named with their states, as are missing ones; also one that was sent meanwhile is left."""
-    insert(database, [row(str(n), **each) for n, each in enumerate(UNSENT)])
-    insert(database, [row("sent", SentAt=PAST), row("meanwhile"), row("other"), row("dead", **DEAD)])
-    before = rows_of(database)
-    transact = TaskTable.transact
-
-    def meanwhile(self: TaskTable, tag: str, work: Any) -> Any:
-        update(database, "meanwhile", SentAt=PAST)
-        return transact(self, tag, work)
-
-    monkeypatch.setattr(TaskTable, "transact", meanwhile)
-    [dead] = changes.change(table, "cancel", TaskSelection(state="dead", ids=("0", "5")))
-    assert dead == Outcome(("5",), {"0": "pending"}, ())
-    [outcome, *rest] = changes.change(table, "cancel", of_ids(*map(str, range(5)), "sent", "missing", "meanwhile"))
-    assert rest == []
-    assert sorted(outcome.changed) == [*map(str, range(5))]
-    assert (outcome.unchanged, outcome.missing) == (dict.fromkeys(["sent", "meanwhile"], "sent"), ("missing",))
-    before["meanwhile"]["SentAt"] = PAST
-    assert rows_of(database) == {id: before[id] for id in ("sent", "meanwhile", "other", "dead")}
-
-
-@pytest.mark.parametrize("state", OF_STATES)
-def test_a_selection_by_state_is_deleted_chunk_by_chunk(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, state: str
-):
-    """Sent tasks by `purge`, also many of one SentAt. Tasks of other states and topics, and from `until` on, stay."""
-    monkeypatch.setattr(changes, "CHUNK", 2)
-    monkeypatch.setattr(changes, "PAGE", 4)
-    change, time = ("purge", "SentAt") if state == "sent" else ("cancel", "CreatedAt")
-    columns = OF_STATES[state]
-    gone = [row(f"{n} {m}", **each | {time: PAST - SECOND}) for n in range(3) for m, each in enumerate(columns)]
-    rest = {name: of for name, of in OF_STATES.items() if name != state}
-    others = [row(f"{name} {n}", **each) for name, of in rest.items() for n, each in enumerate(of)]
-    late = [row(f"late {n}", **each | {time: PAST}) for n, each in enumerate(columns)]
-    kept = [*late, *(row(f"other {n}", **each, Topic="bills") for n, each in enumerate(columns))]
-    insert(database, [*gone, *others, *kept])
-    selection = TaskSelection(state=state, topic="orders", until=PAST)
-    done = changed(changes.change(table, change, selection))
-    assert {*done} >= {each["Id"] for each in gone}
-    left = rows_of(database).keys()
-    assert left == {each["Id"] for each in (*gone, *others, *kept)} - {*done}
-    assert left >= {each["Id"] for each in kept}
 
 
 @pytest.mark.parametrize(
@@ -365,12 +192,14 @@ def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # no
     monkeypatch.setattr(changes, "CHUNK", 2)
     monkeypatch.setattr(changes, "PAGE", 2)
     for of_ids in (False, True):
-        stay, leave, come = ([f"{of_ids} {n} {kind}" for n in range(7)] for kind in ("stays", "leaves", "comes"))
-        insert(database, [row(id, **columns, OrderingKey="one shard") for id in (*stay, *leave)])
+        kinds = ("stays", "leaves", "comes", "goes")
+        stay, leave, come, go = ([f"{of_ids} {n} {kind}" for n in range(7)] for kind in kinds)
+        insert(database, [row(id, **columns, OrderingKey="one shard") for id in (*stay, *leave, *go)])
         insert(database, [row(id, OrderingKey="one shard") for id in come])
         at = table.now()
-        ids = tuple(sorted([*stay, *leave, *come])) if of_ids else None
+        ids = tuple(sorted([*stay, *leave, *come, *go])) if of_ids else None
         selection = TaskSelection(state=state, ids=ids, as_of=at, until=at)
+        delete(database, *go)
         for id in leave:
             update(database, id, AvailableAt=None, SentAt=None)
         for id in come:
@@ -383,6 +212,7 @@ def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # no
             outcomes = list(itertools.islice(changes.resume(table, f"{of_ids}"), chunks))
             outcomes += changes.resume(table, f"{of_ids}") if how == "continue" else ()
         assert changed(outcomes) == stay
+        assert sorted(id for outcome in outcomes for id in outcome.missing) == go
         unchanged = {id: state for outcome in outcomes for id, state in outcome.unchanged.items()}
         came = dict.fromkeys(come if of_ids else (), changes.NEWCOMER)
         assert unchanged == dict.fromkeys(leave, "pending") | came

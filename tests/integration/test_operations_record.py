@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -94,27 +94,6 @@ def test_an_id_begins_with_a_random_digit_and_then_with_the_time(monkeypatch: py
     assert {id[0] for id in ids} == set("0123456789abcdef")
     assert [id[1:] for id in ids] == sorted((id[1:] for id in ids), reverse=True)
     assert all(id[1:] < "01" and uuid.UUID(id).version == 4 for id in ids)
-
-
-def test_a_change_in_chunks_is_one_record_that_counts_its_tasks(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """It has no end while the change runs, and never one if it was stopped."""
-    monkeypatch.setattr(changes, "CHUNK", 2)
-    insert(database, [row(str(n), **DEAD, OrderingKey="k") for n in range(7)])
-    selection = TaskSelection(state="dead", until=FUTURE)
-    outcomes = changes.change(table, "retry", selection)
-    for chunks in (1, 2):
-        next(outcomes)
-        [running] = recorded(table)
-        assert (running.tasks, running.finished_at) == (2 * chunks, None)
-    outcomes.close()
-    assert recorded(table) == [running]
-    list(changes.change(table, "retry", selection))
-    stopped, finished = recorded(table)
-    assert (stopped, finished.tasks) == (running, 3)
-    assert finished.finished_at is not None
-    assert finished.started_at < finished.finished_at < finished.started_at + timedelta(minutes=1)
 
 
 def test_the_record_and_the_first_chunk_are_one_transaction(

@@ -71,6 +71,7 @@ def test_a_change_that_lost_its_process_continues_after_its_last_chunk(
             if name == "retry" and selection.state != "sent":
                 dead_again(database, outcome.changed)
         assert found(table).tasks == len(done)
+        assert (found(table).finished_at is None) == (chunks < 100)
     assert sorted(done) == NAMES
     operation = found(table)
     assert (operation.principal, operation.reason, operation.selected) == (JANE.principal, JANE.reason, len(NAMES))
@@ -135,31 +136,6 @@ def test_two_people_on_the_same_selection_change_each_task_once(database: Databa
     assert (found(table).finished_at and found(table, "other").finished_at) is not None
 
 
-def test_a_person_stops_and_continues_an_operation(database: Database, table: TaskTable):
-    """Also that of a command. Who did it is recorded."""
-    fill(database, DEAD)
-    begun = changes.change(table, "retry", TaskSelection(state="dead"), JANE)
-    done = list(next(begun).changed)
-    [operation] = operations.latest(table, 10)
-    assert operation.state(table.now()) == "running"
-    assert operation.state(table.now() + timedelta(minutes=2)) == "interrupted"
-    operations.stop(table, operation.id, JOHN)
-    with pytest.raises(NotContinued, match="was stopped"):
-        next(begun)
-    with pytest.raises(NotContinued):
-        next(changes.resume(table, operation.id))
-    assert found(table, operation.id).state(table.now()) == "stopped"
-    operations.proceed(table, operation.id, JANE)
-    done += changed(changes.resume(table, operation.id))
-    assert sorted(done) == NAMES
-    stopping = operations.latest(table, 10)[1]
-    assert (stopping.operation, stopping.selection) == ("stop", f'{{"operation": "{operation.id}"}}')
-    for change in (operations.stop, operations.proceed):
-        for id in (operation.id, "no such"):
-            with pytest.raises(NotContinued, match="is finished, or does not exist"):
-                change(table, id, JOHN)
-
-
 def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable):
     ids = tuple(map(str, range(RECORDED_IDS + 1)))
     begin(table, TaskSelection(ids=ids), id="too many")
@@ -168,15 +144,19 @@ def test_an_operation_that_cannot_be_continued_says_why(database: Database, tabl
         rows = [("other layout", '{"column": "Shard32", "shard": 3, "after": "x"}')]
         batch.update("AsynchronousTaskOperations", ("OperationId", "Position"), rows)
     operations.stop(table, "other layout", JOHN)
-    stopped = operations.latest(table, 1)[0].id
+    stop = operations.latest(table, 1)[0]
+    assert (stop.operation, stop.selection) == ("stop", '{"operation": "other layout"}')
     for id, reason in (
         ("too many", "does not contain the whole selection"),
         ("other layout", "number of shards was changed"),
-        (stopped, "is not a retry, purge or cancel"),
+        (stop.id, "is not a retry, purge or cancel"),
         ("gone", "does not exist"),
     ):
         with pytest.raises(OutboxError, match=reason):
             list(changes.resume(table, id))
+    for change, id in itertools.product((operations.stop, operations.proceed), (stop.id, "gone")):
+        with pytest.raises(NotContinued, match="is finished, or does not exist"):
+            change(table, id, JOHN)
 
 
 def test_a_preview_counts_by_topic_and_error_and_what_is_refused(database: Database, watch: Watch):

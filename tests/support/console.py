@@ -1,14 +1,21 @@
-"""The console without Spanner: routes whose handlers only record that they ran, and a client in its own origin."""
+"""The console in its own origin: without Spanner, where handlers only record that they ran, and on the emulator."""
 
 import dataclasses
+import html
+import re
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
+from urllib.parse import parse_qs, urlsplit
 
+from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
 
+from outbox.admin import operations
+from outbox.admin.table import TaskTable
+from outbox.console import application
 from outbox.console.access import Access
 from outbox.console.application import LOOPBACK_HOSTS, files
 from outbox.console.identity import Identify
@@ -16,10 +23,14 @@ from outbox.console.readings import Shared
 from outbox.console.roles import EVERYTHING, Role, Roles
 from outbox.console.running import Running
 from outbox.console.visits import Console, Route, Visit
+from tests.support.operations import opened
+from tests.support.waiting import eventually
 
 ORIGIN = "http://localhost"
 #: What a browser sends with a form of the console.
 SAME = {"Sec-Fetch-Site": "same-origin", "Content-Type": "application/x-www-form-urlencoded"}
+#: Each person has every role.
+EVERYONE = Roles(dict.fromkeys(Role, ("*",)))
 DATABASE = "projects/p/instances/i/databases/d"
 
 
@@ -80,3 +91,37 @@ def client(
         allowed_hosts=LOOPBACK_HOSTS, path_prefix=prefix,
     )  # fmt: skip
     return TestClient(access, base_url=ORIGIN, follow_redirects=False)
+
+
+def console(
+    database: Database, *, person: str = "jane@example.com", roles: Roles = EVERYONE, **more: Any
+) -> TestClient:
+    app = application.app(
+        opened(database), identify=lambda _request: person, roles=roles, allow_actions=True, show_data=True, **more
+    )
+    return TestClient(app, base_url=ORIGIN, follow_redirects=False)
+
+
+def form_of(page: str, path: str) -> str:
+    """Return the address of the form on a page that is sent to `path`."""
+    [address] = [html.unescape(each) for each in re.findall(r'method="post" action="([^"]+)"', page) if path in each]
+    return address
+
+
+def begun(client: TestClient, path: str, **form: str) -> str:
+    """Preview, fill in the form, and return the ID of the operation."""
+    page = client.get(path)
+    assert page.status_code == 200, page.text
+    answer = client.post(form_of(page.text, urlsplit(path).path), data={"reason": "why", **form}, headers=SAME)
+    assert answer.status_code == 303, answer.text
+    return parse_qs(urlsplit(answer.headers["location"]).query)["id"][0]
+
+
+def finished(table: TaskTable, id: str) -> operations.Operation:
+    def find() -> operations.Operation | None:
+        found = operations.operation(table, id)
+        return found if found and found.finished_at else None
+
+    ended = eventually(find)
+    assert ended
+    return ended
