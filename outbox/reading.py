@@ -15,7 +15,7 @@ from base64 import b64decode
 from collections import deque
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Self
 
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
@@ -165,7 +165,10 @@ class SentTask:
 
 
 class Reader(Iterator[SentTask]):
-    """An iterator over sent tasks that waits for new ones. One thread reads; any thread may call `close`."""
+    """An iterator over sent tasks that waits for new ones. One thread reads; any thread may call `close`.
+
+    A context manager, which closes the reader at the end of the block.
+    """
 
     def __init__(self, sent: SentTasks) -> None:
         """Read the tasks of `sent`."""
@@ -220,6 +223,12 @@ class Reader(Iterator[SentTask]):
     def close(self) -> None:
         """End `read` and the iteration, from any thread. A wait ends at once, a running request is finished first."""
         self._closed.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
     def _fill(self) -> None:
         self._next_page = time.monotonic() + WAIT_SECONDS

@@ -94,10 +94,18 @@ def test_what_no_task_can_match_is_refused() -> None:
 @pytest.mark.parametrize("timeout", [float("nan"), "1", timedelta(seconds=1)])
 def test_a_read_refuses_a_timeout_that_is_no_number(timeout: Any) -> None:
     """With nan, it would never end."""
-    reader = Reader(mock.Mock())
-    reader.close()
-    with pytest.raises(ValueError, match=r"^timeout is .* It must be a number of seconds, or None$"):
+    with (
+        Reader(mock.Mock()) as reader,
+        pytest.raises(ValueError, match=r"^timeout is .* It must be a number of seconds, or None$"),
+    ):
         reader.read(timeout=timeout)
+
+
+def test_the_end_of_the_block_closes_a_reader() -> None:
+    with Reader(mock.Mock()) as reader:
+        pass
+    assert reader.read() is None
+    assert list(reader) == []
 
 
 def test_a_position_is_a_text() -> None:
