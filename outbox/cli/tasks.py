@@ -53,8 +53,8 @@ people can run it at once.
 
 #: Bytes of a message's data that `show` prints. `--raw` writes all.
 SHOWN_BYTES = 64 * 1024
-#: Max characters of the indents of JSON. A text that is nested deeply would get thousands of times as long as it is.
-SHOWN_CHARACTERS = 16 * SHOWN_BYTES
+#: Max levels of JSON that are indented. A text that is nested deeply would get thousands of times as long as it is.
+MAX_LEVELS = 16
 #: The columns that `tail --json` prints.
 SENT_FIELDS = ("Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "SentAt", "Bytes")
 #: The tokens of a JSON text: texts, empty objects and arrays, punctuation, and other values.
@@ -228,34 +228,24 @@ def readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
     kind, lines = "text", text.expandtabs().splitlines()
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(text)
-        kind, lines = "JSON", _indented(text) or lines
+        kind, lines = "JSON", _indented(text)
     return kind, [escaped(line) for line in lines]
 
 
-#: The tokens that begin a line.
-_BREAKS = frozenset("{[,]}")
-
-
 def _indented(text: str) -> list[str]:
-    """Return the lines of a JSON text, or none if the indents are too long.
-
-    Numbers and repeated names stay as written: Python would write 1.10 as 1.1.
-    """
-    lines, depth, left = [""], 0, SHOWN_CHARACTERS
+    """Return the lines of a JSON text. Numbers and repeated names stay as written: Python would write 1.10 as 1.1."""
+    lines, depth = [""], 0
     for match in _TOKENS.finditer(text):
         written = match[0]
         is_text = written[0] == '"'
         token = json.dumps(json.loads(written), ensure_ascii=False) if is_text else "".join(written.split())
         if token in ("}", "]"):
             depth -= 1
-            lines.append("  " * depth)
+            lines.append("  " * min(depth, MAX_LEVELS))
         lines[-1] += {":": ": "}.get(token, token)
         depth += token in ("{", "[")
-        left -= 2 * depth if token in _BREAKS else 0
-        if left < 0:
-            return []
         if token in ("{", "[", ","):
-            lines.append("  " * depth)
+            lines.append("  " * min(depth, MAX_LEVELS))
     return lines
 
 

@@ -14,10 +14,11 @@ docs/security.md says against whom. Every answer has the same headers.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from urllib.parse import parse_qsl
 
 import anyio
@@ -51,9 +52,8 @@ HEADERS = {
 PLACES: Mapping[Work, int] = {Work.LIGHT: 16, Work.SCAN: 8, Work.MESSAGE: 1}
 #: How long a request waits for a place, and how often it tries.
 WAIT_SECONDS, TRY_SECONDS = 5.0, 0.02
-#: Seconds for which a further view of the same page by the same person is not logged, and how many views are known.
-#: A visible tab reads its page every five seconds.
-VIEW_SECONDS, VIEWS = 600.0, 1_000
+#: Seconds in which the views of a page by a person are one line: a visible tab reads its page every five seconds.
+VIEW_SECONDS = 600.0
 #: Max bytes of a form: a thousand selected tasks with the longest IDs need less.
 MAX_FORM = 256 * 1024
 _SAFE = ("GET", "HEAD")
@@ -70,7 +70,7 @@ class Access:
     console: Console
     routes: Sequence[Route]
     #: The files that pages load, by path.
-    files: Mapping[str, Callable[[], Response]]
+    files: Mapping[str, Response]
     identify: Identify
     roles: Roles
     allowed_hosts: Sequence[str]
@@ -78,8 +78,6 @@ class Access:
     _places: Mapping[Work, threading.Semaphore] = dataclasses.field(
         init=False, default_factory=lambda: {work: threading.Semaphore(number) for work, number in PLACES.items()}
     )
-    #: When a view was last logged.
-    _views: dict[tuple[str, ...], float] = dataclasses.field(init=False, default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -111,7 +109,7 @@ class Access:
         self._check_host(request)
         _check_origin(request)
         if path in self.files and request.method in _SAFE:
-            return self.files[path]()
+            return self.files[path]
         route = self._route(request.method, path)
         person = await run_in_threadpool(self.identify, request)
         if not person:
@@ -123,7 +121,10 @@ class Access:
             console=self.console, person=person, roles=roles, path=path, prefix=prefix,
             query=_decoded(request.query_params), form=await _form(request),
         )  # fmt: skip
-        self._log_view(request, person)
+        if request.method in _SAFE:
+            _log_view(person, _trace(request), time.monotonic() // VIEW_SECONDS)
+        else:
+            _log.info("%s: %s", person, _trace(request))
         try:
             return await self._handled(route, visit)
         except (Refused, OutboxError) as error:
@@ -164,16 +165,6 @@ class Access:
         finally:
             places.release()
 
-    def _log_view(self, request: Request, person: str) -> None:
-        """Log who sends what from where. A page that is read again is logged again after a while."""
-        view, now = (person, _trace(request)), time.monotonic()
-        if request.method in _SAFE and now - self._views.get(view, float("-inf")) < VIEW_SECONDS:
-            return
-        _log.info("%s: %s", *view)
-        self._views[view] = now
-        if len(self._views) > VIEWS:
-            del self._views[next(iter(self._views))]
-
     def _check_host(self, request: Request) -> None:
         with contextlib.suppress(ValueError):
             if host_name(request.headers.get("host", "")) in self.allowed_hosts:
@@ -197,6 +188,12 @@ class Access:
         if route.role not in self.console.allowed:
             advice = f"The console was started without {route.role.flag}. Use the command, or a console with the flag."
         raise Refused(403, f"This needs the role {route.role}", advice)
+
+
+@functools.lru_cache(maxsize=1_000)
+def _log_view(person: str, trace: str, _period: float) -> None:
+    """Log who looks at what from where, once in each period."""
+    _log.info("%s: %s", person, trace)
 
 
 def _check_origin(request: Request) -> None:

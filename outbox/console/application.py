@@ -1,7 +1,7 @@
 """The console as an ASGI application."""
 
 import mimetypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import resources
 
@@ -91,9 +91,9 @@ def _open(visit: Visit, *, page: str) -> Response:
     return RedirectResponse(f"{visit.prefix}{page}?{visit.query}", 303)
 
 
-def files() -> dict[str, Callable[[], Response]]:
+def files() -> dict[str, Response]:
     """Return the files that pages load. They are in memory, so they need no thread."""
     return {
-        f"/static/{file.name}": partial(Response, file.read_bytes(), media_type=mimetypes.guess_type(file.name)[0])
+        f"/static/{file.name}": Response(file.read_bytes(), media_type=mimetypes.guess_type(file.name)[0])
         for file in (resources.files("outbox.console") / "static").iterdir()
     }

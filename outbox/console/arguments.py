@@ -10,15 +10,7 @@ def _hosts(text: str) -> tuple[str, ...]:
 
 
 def _networks(text: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
-    return tuple(_plain(ipaddress.ip_network(each.strip())) for each in text.split(",") if each.strip())
-
-
-def _plain(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
-    """Return an IPv4 network, also if it is written as an IPv6 one: ::ffff:10.0.0.0/104."""
-    mapped = network.network_address.ipv4_mapped if isinstance(network, ipaddress.IPv6Network) else None
-    if mapped is None or network.prefixlen < 96:
-        return network
-    return ipaddress.IPv4Network((mapped, network.prefixlen - 96))
+    return tuple(ipaddress.ip_network(each.strip()) for each in text.split(",") if each.strip())
 
 
 HOSTS = SettingType(_hosts, "host names, separated by commas")

@@ -82,9 +82,10 @@ class Header:
             address = ipaddress.ip_address(request.client.host if request.client else "")
         except ValueError:
             return False
-        address = getattr(address, "ipv4_mapped", None) or address
+        # 10.0.0.1 is the same address as ::ffff:10.0.0.1, of a proxy as well as of a network.
+        long = address if isinstance(address, ipaddress.IPv6Address) else ipaddress.IPv6Address(f"::ffff:{address}")
         networks: Any = self.proxies
-        return any(address in network for network in networks)
+        return any(each in network for network in networks for each in (long, long.ipv4_mapped) if each)
 
 
 class Keys:
