@@ -257,14 +257,15 @@ def test_a_person_sees_that_another_page_answers(database: Database, browser: Br
 
 @pytest.mark.extended
 def test_live_update_keeps_focus_and_selection(database: Database, browser: Browser) -> None:
-    """Also if a row appears before the one with the focus."""
-    insert(database, [row(f"t{n}") for n in range(3)])
+    """Also if a row appears before the one with the focus, and the list of problems before the selected heading."""
+    insert(database, [row("scheduled", AvailableAt=FUTURE)])
     with gated_console(opened(database)) as gate, tab(browser, gate.address) as page:
         page.goto("/")
         page.get_by_role("link", name="orders", exact=True).focus()
-        page.evaluate("getSelection().selectAllChildren(document.querySelector('#live h2'))")
+        page.get_by_role("heading", name="Topics").evaluate("heading => getSelection().selectAllChildren(heading)")
         insert(database, [row(f"a{n}", Topic="a topic before it") for n in range(7)])
         expect(page.get_by_role("link", name="a topic before it", exact=True)).to_be_visible()
+        expect(page.get_by_role("heading", name="Problems")).to_be_visible()
         assert page.evaluate("document.activeElement.textContent") == "orders"
         assert page.evaluate("getSelection().toString()") == "Topics"
 

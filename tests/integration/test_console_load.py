@@ -28,13 +28,19 @@ from tests.support.statements import scans, unbounded
 ID = "00000000-0000-0000-0000-000000000001"
 FILTERS = ("topic=orders", "key=k", "error=x", "prefix=pen", "since=9d&until=1s", "topic=orders&order=oldest")
 BOUNDED = (
-    "/", "/topic?name=orders", "/blocked", "/workers", "/operations", f"/operation?id={ID}", "/tasks", "/task?id=head",
-    "/task?id=keyed", "/search", "/search?q=head", "/search?q=k", "/search?q=pending", "/tasks/retry?id=head&id=keyed",
-    "/tasks/cancel?id=head", "/tasks/purge?id=sent0", *(f"/tasks?state={state}" for state in STATES),
+    "/", "/signed-in", "/topic?name=orders", "/blocked", "/workers", "/operations", f"/operation?id={ID}", "/tasks",
+    "/task?id=head", "/task?id=keyed", "/search", "/search?q=head", "/search?q=k", "/search?q=pending",
+    "/tasks/retry?id=head&id=keyed", "/tasks/cancel?id=head", "/tasks/purge?id=sent0",
+    *(f"/tasks?state={state}" for state in STATES),
     *(f"/tasks?state={state}&{more}" for state in STATES[:-1] for more in FILTERS), "/tasks?state=sent&order=oldest",
 )  # fmt: skip
 #: They read all tasks that match: the person must see the exact number before an action.
-EXACT = ("/tasks/retry?state=dead", "/tasks/cancel?state=pending", "/tasks/purge?state=sent")
+EXACT = (
+    "/topic/route?name=orders&off=1",
+    "/tasks/retry?state=dead",
+    "/tasks/cancel?state=pending",
+    "/tasks/purge?state=sent",
+)
 #: They read the sent tasks of growing windows of time until they have found enough.
 WINDOWS = tuple(f"/tasks?state=sent&{more}" for more in FILTERS if more.startswith(("topic", "error", "prefix")))
 
@@ -68,7 +74,8 @@ def test_every_page_is_about_a_bounded_part_of_the_table(database: Database) -> 
     app = console.app(watched, identify=lambda _: "ann", roles=EVERYTHING, allow_actions=True)
     caller = TestClient(app, base_url=ORIGIN)
     pages = {route.path for route in routes() if route.method == "GET"}
-    assert pages == {path.partition("?")[0] for path in BOUNDED}
+    forms = {route.path for route in routes() if route.page}  # opened again, they lead to their pages
+    assert pages - forms == {path.partition("?")[0] for path in BOUNDED + EXACT} - forms
     for path in (*BOUNDED, *EXACT, *WINDOWS):
         requests.clear()
         assert caller.get(path).status_code == 200, path

@@ -25,8 +25,11 @@ async function ask(address) {
   return page;
 }
 
-// Let a row keep its elements, and so focus and selection, while other rows come and go.
-function nameRows(root) {
+// Let rows and headings keep their elements, and so focus and selection, while others come and go. Spaces between them
+// all look alike, so that the morph would match those of different parts.
+function nameParts(root) {
+  for (const node of [...root.childNodes]) if (node.nodeType === Node.TEXT_NODE && !node.data.trim()) node.remove();
+  for (const heading of root.querySelectorAll("h2")) heading.id ||= heading.textContent;
   root.querySelectorAll("table").forEach((table, number) => {
     for (const row of table.tBodies[0].rows) {
       const names = [row.querySelector("th")?.textContent, row.querySelector("a")?.getAttribute("href")];
@@ -43,8 +46,8 @@ function update(page) {
   const callbacks = { beforeAttributeUpdated: (name, element) => name !== "open" || element.tagName !== "DETAILS" };
   for (const id of ids) {
     const [old, found] = [document.getElementById(id), page.getElementById(id)];
-    nameRows(old);
-    nameRows(found);
+    nameParts(old);
+    nameParts(found);
     Idiomorph.morph(old, found, { callbacks });
   }
   if (isStill) return;
