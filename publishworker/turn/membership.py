@@ -24,7 +24,8 @@ from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
 
 #: Seconds between two heartbeats of a worker.
 HEARTBEAT_INTERVAL_SECONDS = 7.5
-#: The same while the worker has nothing to send and waits for the change stream. It saves requests.
+#: The same while the worker has nothing to send and waits for the change stream. Otherwise idle workers would send
+#: twice as many requests (docs/benchmarks.md).
 IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
 #: The liveness timeout that an idle worker's heartbeat sets: 21 s to the next heartbeat, 5 s until it times out, 2 s
 #: until the next attempt, and 1 s for it.
@@ -42,7 +43,6 @@ class Membership:
         worker: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._worker = worker
@@ -55,14 +55,13 @@ class Membership:
         self._liveness_timeout = LIVENESS_TIMEOUT_SECONDS
         #: The layouts that this worker polls.
         self.layouts = tuple(store.layouts)
-        self._clock, self._wall_clock = clock, wall_clock  # the wall clock need not be right
+        self._clock = clock
         self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
         self._was_seen = True
         self._keep_workers_until = float("-inf")
         self._started_at = datetime.now(UTC)
         self._heartbeat_at = float("-inf")
-        self._seconds_to_idle_heartbeat = IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._assigned_at = clock()
         self._next_timeout_at = math.inf
         self._live: frozenset[str] = frozenset({worker})
@@ -82,12 +81,9 @@ class Membership:
 
     @property
     def seconds_to_heartbeat(self) -> float:
-        """Return the seconds until the next heartbeat.
-
-        Idle workers write at the same times of the wall clock. A read just after such a time sees all their heartbeats.
-        """
+        """Return the seconds until the next heartbeat."""
         uses_idle_interval = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
-        interval = self._seconds_to_idle_heartbeat if uses_idle_interval else HEARTBEAT_INTERVAL_SECONDS
+        interval = IDLE_HEARTBEAT_INTERVAL_SECONDS if uses_idle_interval else HEARTBEAT_INTERVAL_SECONDS
         seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
         return max(0.0, self._heartbeat_at + seconds - self._clock())
 
@@ -106,9 +102,6 @@ class Membership:
         if self.seconds_to_heartbeat > 0 or self.lapsed:
             return
         self._heartbeat_at = self._clock()
-        # An idle worker writes at multiples of 21 s of the wall clock. If the next multiple is less than 1 s away, it
-        # is skipped, because this heartbeat was probably written for it, slightly early.
-        self._seconds_to_idle_heartbeat = 1 + (-1 - self._wall_clock()) % IDLE_HEARTBEAT_INTERVAL_SECONDS
         self._failure = None
         try:
             self._write(self.layouts)

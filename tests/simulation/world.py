@@ -82,7 +82,7 @@ class Node:
             only=(Layout(plan.shards),) if previous else (),
         )  # fmt: skip
         publisher = world.pubsub.publisher(process, self.clock, plan.latencies.publish, self._fate("pubsub"))
-        membership = self.membership = Membership(store, process.name, clock=self.clock, wall_clock=self.clock)
+        membership = self.membership = Membership(store, process.name, clock=self.clock)
         relay = self.relay = relay_of(
             store,  # type: ignore[arg-type]  # as the real store
             publisher,

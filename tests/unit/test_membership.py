@@ -61,8 +61,7 @@ def test_a_worker_that_joins_moves_few_shards() -> None:
 class Watch(Membership):
     def __init__(self) -> None:
         self.store, self.seconds = FakeStore(), 100.0
-        self.wall_seconds = 1050.0
-        super().__init__(self.store, "me", clock=lambda: self.seconds, wall_clock=lambda: self.wall_seconds)
+        super().__init__(self.store, "me", clock=lambda: self.seconds)
 
     def see(self, *live: str, gone: Collection[str] = ()) -> tuple[int, ...]:
         old = timedelta(seconds=FORGET_WORKER_SECONDS + 1)
@@ -138,17 +137,6 @@ def test_an_idle_worker_writes_its_heartbeat_less_often() -> None:
     assert watch.seconds_to_heartbeat == 0
     watch.heartbeat()
     assert watch.store.liveness_timeout["me"] == LIVENESS_TIMEOUT_SECONDS
-
-
-def test_idle_workers_write_their_heartbeats_at_the_same_time() -> None:
-    """At multiples of 21 s of their clocks, so that the liveness timeouts after a discovery are far away."""
-    watch = Watch()
-    watch.idle = True
-    for wall_seconds, interval in ((1050, 21), (1050.2, 20.8), (1069.9, 1.1), (1070.5, 21.5)):
-        watch.wall_seconds = wall_seconds
-        watch.heartbeat()
-        assert watch.seconds_to_heartbeat == pytest.approx(interval)
-        watch.seconds += watch.seconds_to_heartbeat
 
 
 def test_a_worker_knows_when_another_one_may_no_longer_be_live() -> None:

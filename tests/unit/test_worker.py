@@ -91,7 +91,7 @@ class Script:
         def clock() -> float:
             return self.stop.seconds if beats else 0.0
 
-        membership = Membership(self.store, "me", clock=clock, wall_clock=clock)
+        membership = Membership(self.store, "me", clock=clock)
         membership.assign(Workers({"me": inf, **(live or {})}))
         self.worker = Worker(
             self,
