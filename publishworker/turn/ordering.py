@@ -51,7 +51,7 @@ class Ordering:
         self._random = host.random
         self._skip_dead = policy.skip_dead
         self._throttled_log = ThrottledLog(host.clock)
-        self._read_size = ReadSize(MAX_KEYS, host.clock)
+        self._read_size = ReadSize(MAX_KEYS)
 
     def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
         """Replace the tasks of each ordering key by its sendable prefix, and keep tasks without a key.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from publishworker.spanner.errors import TimedOut
-from publishworker.spanner.store import READ_SECONDS, Store
+from publishworker.spanner.store import Store
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
 from publishworker.types import MAX_POLL_ROWS, Candidate, PollRequest
@@ -52,7 +52,7 @@ class Poller:
         self.known = KnownTopics(clock)
         #: Limits the ranges that one read of the index AsynchronousTasksToSend has: a poll, a discovery, or the next
         #: due time.
-        self.read_size = ReadSize(MAX_POLL_ROWS, clock)
+        self.read_size = ReadSize(MAX_POLL_ROWS)
         self._poll_size = PollSize(target_rows, len(membership.shards))
         self._clock = clock
         #: Where the next poll continues if it reads only a part of the shards or topics.
@@ -78,12 +78,8 @@ class Poller:
         part = self._next_part(request)
         self._poll_size.lower_to(MAX_POLL_ROWS // max(1, part.ranges))
         part = replace(part, per_range=self._poll_size.per_range)
-        try:
-            with self.read_size.reading(part.ranges):
-                candidates, cut_off = self._read(part, wanted)
-        except TimedOut:
-            self._poll_size.lower_to(part.per_range // 4)
-            raise
+        with self.read_size.reading(part.ranges):
+            candidates, cut_off = self._read(part, wanted)
         self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
         self._note(candidates, unavailable)
         found = [each for each in candidates if each.id not in wanted.in_flight]
@@ -162,7 +158,7 @@ class PollSize:
         self.cut_off: frozenset[str] = frozenset()
 
     def lower_to(self, per_range: int) -> None:
-        """Lower the max rows of each range, because all ranges together have too many or a poll timed out."""
+        """Lower the max rows of each range, because all ranges together have too many."""
         self.per_range = max(1, min(self.per_range, per_range))
 
     def adapt(self, by_range: Mapping[tuple[str, int, bool], int], startable: int, room: int) -> None:
@@ -180,7 +176,8 @@ class PollSize:
 
 
 #: Seconds for which a topic without candidates is still polled. Then it costs nothing until discovery finds it again.
-#: If discovery finds it and polls do not, because all its tasks are scheduled or dead, the time doubles.
+#: If discovery finds it and polls do not, because all its tasks are scheduled or dead, the time doubles. Otherwise one
+#: dead task would cost an idle worker 50 % more requests.
 KEEP_POLLING_SECONDS = 5.0
 #: Max seconds for which a topic without candidates is polled, and for which metrics name it.
 FORGET_TOPIC_SECONDS = 600.0
@@ -240,37 +237,25 @@ class KnownTopics:
         self._topics = {name: topic for name, topic in self._topics.items() if topic.seen_at > oldest}
 
 
-#: After a read that takes longer than this, the limit does not rise.
-QUICK_SECONDS = READ_SECONDS / 6
-#: For this long after a read timed out, each read asks for at most half as many ranges as that read.
-CAUTIOUS_SECONDS = 600.0
-
-
 class ReadSize:
     """Limits reads to `limit` ranges.
 
-    After a read times out, the limit is a quarter of its ranges. Each quick read of many ranges doubles the limit.
+    After a read times out, the limit is a quarter of its ranges. Each read that does not raises it by a tenth.
     """
 
-    def __init__(self, max_ranges: int, clock: Callable[[], float]) -> None:
-        self.limit = self._max_ranges = self._ceiling = max_ranges
-        self._clock = clock
-        self._timed_out_at = float("-inf")
+    def __init__(self, max_ranges: int) -> None:
+        self.limit = self._max_ranges = max_ranges
 
     @contextmanager
     def reading(self, ranges: int) -> Iterator[None]:
-        """Return a context for one read of this many ranges, which adapts the limit to the time that the read takes."""
-        began = self._clock()
+        """Return a context for one read of this many ranges."""
         try:
             yield
         except TimedOut:
-            self._timed_out_at = self._clock()
-            self._ceiling, self.limit = max(1, ranges // 2), max(1, ranges // 4)
+            self.limit = max(1, ranges // 4)
             raise
-        if self._clock() - self._timed_out_at > CAUTIOUS_SECONDS:
-            self._ceiling = self._max_ranges
-        if ranges > self.limit // 2 and self._clock() - began < QUICK_SECONDS:
-            self.limit = max(self.limit, min(2 * self.limit, self._ceiling))
+        if 2 * ranges > self.limit:  # a smaller read says nothing about larger ones
+            self.limit = min(self._max_ranges, self.limit + 1 + self.limit // 10)
 
 
 class Rotation:

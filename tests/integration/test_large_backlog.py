@@ -6,7 +6,6 @@ from google.cloud.spanner_v1.database import Database
 from outbox.table.layouts import Layout
 from publishworker.spanner import store as store_module
 from publishworker.spanner.errors import TimedOut
-from publishworker.turn import poller
 from tests.support import operations, real
 from tests.support.fakes import FakePublisher, serialized
 from tests.support.parts import relay_of
@@ -32,7 +31,6 @@ def test_a_backlog_is_sent_although_a_poll_of_all_ranges_times_out(
     ]  # fmt: skip
     operations.insert(database, rows)
     monkeypatch.setattr(store_module, "READ_SECONDS", SECONDS)
-    monkeypatch.setattr(poller, "QUICK_SECONDS", SECONDS / 6)
     publisher = FakePublisher(*names)
     relay = relay_of(real.Store(database, Layout(10)), publisher, size=50, batches=2, discovery_seconds=1)
     relay._poller.known.note_candidates(names)

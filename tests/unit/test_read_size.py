@@ -4,7 +4,6 @@ import itertools
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -12,7 +11,7 @@ from publishworker.host import Host
 from publishworker.spanner.errors import StoreError, TimedOut
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
-from publishworker.turn.poller import CAUTIOUS_SECONDS, QUICK_SECONDS, ReadSize, Wanted
+from publishworker.turn.poller import Wanted
 from publishworker.types import MAX_POLL_ROWS
 from tests.support.fakes import FakeStore
 from tests.support.parts import reads_of
@@ -99,11 +98,6 @@ def test_one_poll_has_an_upper_bound_of_rows() -> None:
             set(names),
         )
         assert {(each.topic, each.shard) for each in found.candidates} == set(itertools.product(names, range(10)))
-    rows = store.polls[-1].per_range
-    with mock.patch.object(store, "poll", side_effect=TimedOut("DEADLINE_EXCEEDED")), pytest.raises(TimedOut):
-        poller.poll(Wanted(2_000))
-    poller.poll(Wanted(2_000))
-    assert store.polls[-1].per_range <= rows / 4
 
 
 def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
@@ -126,30 +120,3 @@ def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:
     bench.insert("late", topic="t0")
     bench.turns()  # one discovery after the other, until all shards have been read
     assert bench.unsent() == []
-
-
-def test_a_read_that_timed_out_becomes_a_quarter_and_grows_to_half_for_ten_minutes() -> None:
-    seconds = 0.0
-    size = ReadSize(1_000, lambda: seconds)
-
-    def read(ranges: int, takes: float = 0.0, error: Exception | None = None) -> int:
-        nonlocal seconds
-        try:
-            with size.reading(ranges):
-                seconds += takes
-                if error:
-                    raise error
-        except StoreError:
-            assert error
-        return size.limit
-
-    assert read(1_000, error=StoreError("another reason")) == 1_000
-    assert read(800, error=TimedOut("")) == 200
-    assert read(10) == 200  # this read says nothing about larger ones
-    assert read(200, takes=QUICK_SECONDS) == 200
-    assert [read(size.limit) for _ in range(3)] == [400, 400, 400]
-    seconds += CAUTIOUS_SECONDS
-    assert [read(size.limit) for _ in range(3)] == [800, 1_000, 1_000]
-    for _ in range(9):
-        read(size.limit, error=TimedOut(""))
-    assert size.limit == 1
