@@ -2,12 +2,13 @@
 
 Priorities are compared over all topics. Candidates of the same priority, topic and shard that are all ready, or all
 due, form a slice. Slices are cut into pieces of at most a batch. Pieces of equal priority are shuffled, so that workers
-that read the same backlog rarely choose the same tasks. A batch holds one topic. It is filled with whole pieces and
-with the beginning of the next one, because a small batch takes as many requests as a full one. The sendable prefix of
-an ordering key is not split, unless a limit of its topic allows only a part.
+that read the same backlog rarely choose the same tasks, and neither ready nor due tasks wait for all of the others. A
+batch holds one topic. It is filled with whole pieces and with the beginning of the next one, because a small batch
+takes as many requests as a full one. The sendable prefix of an ordering key is not split, unless a limit of its topic
+allows only a part.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -128,8 +129,6 @@ class Selector:
         chosen = {id for claim in for_lower for id in claim.ids}
         others = [each for each in candidates if each.id not in chosen]
         batches = for_lower + self._batches(others, deferrals + for_lower, allowed)
-        if len(batches) < in_flight.free - len(deferrals) and self._is_filled_later(batches, cut_off - allowed.keys()):
-            batches.pop()
         bytes_used = in_flight.bytes_in_flight()
         claims = fitting(batches, self._limits.max_bytes_in_flight - bytes_used, alone=not bytes_used)
         # Topics in `allowed` have a limit or an open circuit. Their tasks do not count as left, because they do not
@@ -142,17 +141,6 @@ class Selector:
         self._fair_share.count(len(claims), given, highest if tasks_left else None)
         waits = bool(deferrals or batches or resolved.left_out)
         return Selection(deferrals + claims, tasks_left, waits)
-
-    def _is_filled_later(self, batches: Sequence[Claim], cut_off: frozenset[str]) -> bool:
-        """Tell whether to leave the last batch to the next poll, which finds more tasks for it.
-
-        A small batch needs as many requests as a full one. Only the least urgent batch waits, and only while another
-        batch of its topic is sent.
-        """
-        if len(batches) < 2 or not batches[-2].topic == batches[-1].topic in cut_off:
-            return False
-        last, limits = batches[-1], self._limits
-        return len(last.tasks) < limits.batch_size and 2 * last.bytes < limits.batch_bytes
 
     def _places_to_defer(self, *, nothing_else: bool) -> int:
         places = self._limits.places // (2 if nothing_else else 4)
@@ -178,7 +166,6 @@ def choose_batches(
 
     `limits.places` is the number of places, and `in_flight` counts those that are taken. Batches get places by
     priority. Among equal priorities, one topic gets at most half of the places (rounded up) while another topic waits.
-    While both ready and due tasks of a priority wait, about half of the tasks that start are ready, and half are due.
     `allowed` maps a topic to the max tasks that it may start. With a fair share and several places, one topic never
     gets all of them while another topic waits, even if the other topic has a lower priority. Otherwise a slow topic
     would delay the others.
@@ -198,24 +185,21 @@ def fitting(batches: Sequence[Claim], free: int, *, alone: bool) -> list[Claim]:
 
 
 def _most_urgent_first(candidates: Sequence[Candidate], limits: Limits, random: Random) -> Iterator[list[Candidate]]:
-    """Yield pieces of slices by priority. Within a priority, pieces are shuffled, and ready and due ones alternate."""
-    by_priority: dict[int, tuple[list[Candidate], list[Candidate]]] = defaultdict(lambda: ([], []))
+    """Yield pieces of slices by priority. Within a priority, pieces are shuffled."""
+    by_priority: dict[int, list[Candidate]] = defaultdict(list)
     for each in candidates:
-        by_priority[each.priority][each.available_at is not None].append(each)
+        by_priority[each.priority].append(each)
     for priority in sorted(by_priority, reverse=True):  # OUT-ORDER-3
-        ready, due = by_priority[priority]
-        max_tasks = -(-limits.batch_size // 2) if ready and due else limits.batch_size
-        piles = [[piece for slice in _slices(pile) for piece in _pieces(slice, max_tasks)] for pile in (ready, due)]
-        for pile in piles:
-            random.shuffle(pile)
-        yield from _alternating([deque(pile) for pile in piles], random)
+        pieces = [piece for slice in _slices(by_priority[priority]) for piece in _pieces(slice, limits.batch_size)]
+        random.shuffle(pieces)
+        yield from pieces
 
 
 def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
-    """Cut by topic and shard. A slice is sorted by age, or by how long its tasks have been due."""
-    slices: dict[tuple[str, int], list[Candidate]] = defaultdict(list)
+    """Cut by topic and shard, and into ready and due. A slice is sorted by age, or by how long its tasks are due."""
+    slices: dict[tuple[str, int, bool], list[Candidate]] = defaultdict(list)
     for each in candidates:
-        slices[each.topic, each.shard].append(each)
+        slices[each.topic, each.shard, each.available_at is None].append(each)
     for slice in slices.values():
         slice.sort(key=lambda each: (each.available_at or each.created_at, each.id))
     return slices.values()
@@ -232,17 +216,6 @@ def _pieces(slice: Sequence[Candidate], max_tasks: int) -> Iterator[list[Candida
         piece.append(each)
         tasks += each.task_count
     yield piece
-
-
-def _alternating(piles: list[deque[list[Candidate]]], random: Random) -> Iterator[list[Candidate]]:
-    """Merge two piles so that each gives about the same number of tasks while both have some."""
-    random.shuffle(piles)  # if there is one place, ready and due tasks get it equally often
-    given = [0, 0]
-    while piles[0] or piles[1]:
-        which = 0 if piles[0] and (not piles[1] or given[0] <= given[1]) else 1
-        piece = piles[which].popleft()
-        given[which] += sum(each.task_count for each in piece)
-        yield piece
 
 
 @dataclass(slots=True)

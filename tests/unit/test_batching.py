@@ -158,26 +158,6 @@ def test_slices_stay_whole_where_they_fit() -> None:
     """Workers that share shards collide in few slices, each of one shard, whatever the ages of its tasks."""
     mixed = [candidate(f"{shard}-{n}", shard=shard, age=n) for n in range(20) for shard in range(10)]
     assert all(len(kinds([batch])) == 1 for batch in choose_batches(mixed, Limits(20, BYTES, 10), Random(1)))
-    ready = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(3)]
-    waiting = [due(f"0-{n}") for n in range(6)]
-    more = [candidate(f"{shard}-{n}", shard=shard) for shard in (1, 2) for n in range(12)]
-    for seed in range(20):
-        for batch in choose_batches(ready + waiting, Limits(6, BYTES, 2), Random(seed)):
-            tasks = kinds([batch])
-            assert (tasks.pop("0"), [*tasks.values()]) == (3, [3])
-        for batch in choose_batches(more, Limits(6, BYTES, 4), Random(seed)):
-            assert len(kinds([batch])) == 1
-
-
-@pytest.mark.parametrize(("size", "batches"), [(100, 4), (100, 1), (10, 3), (1, 40)])
-def test_ready_and_due_tasks_of_one_priority_get_half_each(size: int, batches: int) -> None:
-    """Retries and replays do not starve new tasks of their priority, nor the reverse."""
-    found = [
-        made(f"{kind}-{n}", shard=n % 2) for n in range(400) for kind, made in (("ready", candidate), ("due", due))
-    ]
-    taken = kinds(choose_batches(found, Limits(size, BYTES, batches), Random(2)))
-    assert taken["ready"] + taken["due"] == size * batches
-    assert abs(taken["ready"] - taken["due"]) <= -(-size // 2)
 
 
 def test_a_sample_is_uniform_over_slices() -> None:
@@ -215,18 +195,6 @@ def test_a_topic_gets_exactly_its_allowance_if_there_is_room(
     waiting = Counter(each.topic for each in found)
     assert taken == Counter({topic: min(count, allowed.get(topic, count)) for topic, count in waiting.items()})
     assert allowed == before
-
-
-def test_a_topics_allowance_is_divided_between_ready_and_due_tasks() -> None:
-    """They share it like the places. Other topics get the places that the topic may not use."""
-    found = [candidate(f"ready-{n}") for n in range(20)] + [due(f"due-{n}") for n in range(20)]
-    taken = kinds(choose_batches(found, Limits(4, BYTES, 100), Random(1), None, {"orders": 8}))
-    assert taken == {"ready": 4, "due": 4}
-    flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
-    others = [candidate(f"o{n}", topic="invoices") for n in range(8)]
-    for allowed, expected in ((0, {"invoices": 4}), (1, {"invoices": 3, "orders": 1})):
-        batches = choose_batches([*flood, *others], Limits(1, 1000, 4), Random(1), None, {"orders": allowed})
-        assert topics(batches) == expected
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.integers(0, 9), st.none() | st.integers(0, 30), randoms)

@@ -103,23 +103,6 @@ def test_leftover_tasks_are_noticed() -> None:
     assert ([len(claim.ids) for claim in selection.claims], selection.tasks_left) == ([5], False)
 
 
-def test_a_batch_waits_if_the_next_poll_fills_it() -> None:
-    """It needs as many requests as a full one. No less urgent batch may start before it."""
-
-    def sizes(*candidates: Candidate, cut_off: str = "orders", places: int = 8, limit: int | None = None) -> list[int]:
-        bench = Bench(batches=places)
-        bench.topics._limits.apply({"orders": TopicLimit(in_flight=limit)}, 1)
-        return [len(claim.tasks) for claim in bench.choose(candidates, cut_off=frozenset({cut_off})).claims]
-
-    assert sizes(*tasks(25)) == [10, 10]
-    assert sizes(*tasks(25), cut_off="invoices") == [10, 10, 5]  # the poll has read all of its tasks
-    assert sizes(*tasks(5)) == [5]
-    assert sizes(*tasks(25), places=3) == [10, 10, 5]
-    assert sizes(*tasks(15), *tasks(2, "invoices", priority=0)) == [10, 5, 2]
-    assert sizes(*tasks(25, bytes=11_000_000)) == [9, 9, 7]
-    assert sizes(*tasks(25), limit=15) == [10, 5]
-
-
 def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     """The limit is that of four batches. A single batch may be larger."""
     bench = Bench(batches=8)
