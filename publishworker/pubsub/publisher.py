@@ -23,7 +23,8 @@ from publishworker.pubsub.errors import reason_of
 from publishworker.types import Answer, Failed, LockedRow, Published
 
 #: Max task IDs to remember. If a request of several tasks is refused and no time is left to split it, each of them is
-#: sent alone in its next batch. The oldest IDs are forgotten.
+#: sent alone in its next batch. The oldest IDs are forgotten. OUT-DELAY-1: if Pub/Sub takes longer than half of the
+#: publish timeout, one message that it refuses would otherwise hold back its batch.
 MAX_SEND_ALONE = 10_000
 
 

@@ -20,6 +20,8 @@ class PubSub:
         self.clockwork, self.audit = clockwork, audit
         #: What a topic answers instead of publishing, by topic ID.
         self.broken: dict[str, grpc.StatusCode] = {}
+        #: IDs of tasks whose requests fail as in an outage, and nothing else does.
+        self.poison: frozenset[str] = frozenset()
         #: Seconds that each request takes longer.
         self.slow = 0.0
         #: The same for one topic, by topic ID.
@@ -36,6 +38,8 @@ class PubSub:
         topic = request.topic.rpartition("/")[2]
         if topic in self.broken:
             return self.broken[topic]
+        if any(each.attributes[TASK_ID_ATTRIBUTE] in self.poison for each in request.messages):
+            return grpc.StatusCode.INTERNAL
         if any("bad" in each.attributes for each in request.messages):
             return grpc.StatusCode.INVALID_ARGUMENT
         messages = [(each.attributes[TASK_ID_ATTRIBUTE], each.ordering_key, each.data) for each in request.messages]

@@ -4,7 +4,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from outbox.admin.reshard import Snapshot
 from publishworker.delivery import marking, rules
@@ -18,7 +20,7 @@ from publishworker.spanner.change_stream import ChangeStream
 from publishworker.topics import availability
 from publishworker.topics.availability import Topics
 from publishworker.topics.circuit_breaker import CircuitBreakers
-from publishworker.turn import selection
+from publishworker.turn import membership, poller, selection
 from publishworker.turn.in_flight import InFlight
 from publishworker.turn.membership import Membership
 from publishworker.turn.ordering import Ordering, ResolvedKeys
@@ -59,6 +61,16 @@ def never_closes(_real: Any) -> Any:
     def ours(self: Any) -> frozenset[str]:
         self.ever = getattr(self, "ever", frozenset()) | self._circuits.keys()
         return self.ever
+
+    return ours
+
+
+def first_drawn(real: Any) -> Any:
+    """Return `admit` that draws the first candidate."""
+
+    def ours(self: CircuitBreakers, candidates: Any) -> Any:
+        with mock.patch.object(self, "_random", SimpleNamespace(choice=lambda tasks: tasks[0])):
+            return real(self, candidates)
 
     return ours
 
@@ -158,6 +170,13 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "an outage records no attempt": (rules, "should_record", always(True)),
     "every shard is polled": (Membership, "assign", one_shard_less),
     "a topic without candidates is found again": (Poller, "_read", first_found_only),
+    "a topic with only dead tasks is discovered less and less often": (
+        poller, "FORGET_TOPIC_SECONDS", lambda _: KEEP_POLLING_SECONDS
+    ),
+    "idle workers send few heartbeats": (membership, "IDLE_HEARTBEAT_INTERVAL_SECONDS", lambda _: 7.5),
+    "a probe in an outage is drawn at random": (CircuitBreakers, "admit", first_drawn),
+    "a task that met an outage shares no request": (CircuitBreakers, "_update_suspects", always(None)),
+    "a refused request that there was no time to split is remembered": (publisher, "MAX_SEND_ALONE", lambda _: 0),
     "due tasks are polled": (
         Poller, "_read", lambda real: lambda self, request, *a: real(self, replace(request, due=False), *a)
     ),

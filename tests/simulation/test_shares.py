@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 
+from tests.simulation.audit import BAD
 from tests.simulation.plan import Plan
 from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import World, quiet
@@ -29,3 +30,42 @@ def test_a_slow_topic_leaves_half_of_the_places_to_another(defect: str | None) -
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         slowest = max(map(seconds_beside_a_slow_topic, range(2)))
     assert (slowest > 4.0) is bool(defect), slowest
+
+
+def seconds_beside_messages(seed: int, *, slow: float) -> float:
+    """Send 200 tasks behind three messages that cannot be sent; return the seconds until all others are received.
+
+    Pub/Sub refuses the three if it is `slow`. Otherwise their requests fail as in an outage.
+    """
+    world = World(Plan(seed, workers=1, shards=1, concurrency=1, rate=1e-9))
+    world.pubsub.slow = slow
+    with quiet():
+        world.clockwork.run(15.0)
+        world.load(203)
+        bad, good = [*world.audit.tasks][:3], [*world.audit.tasks.values()][3:]
+        if slow:
+            for id in bad:
+                world.spanner.table.change(id, data=BAD)
+        else:
+            world.pubsub.poison = frozenset(bad)
+        world.clockwork.run(world.clockwork.now + 300.0, lambda: all(task.received for task in good))
+        world.clockwork.close()
+    return max((task.last_at if task.received else 1e9) - task.at for task in good)
+
+
+@pytest.mark.parametrize(
+    ("slow", "most", "defect"),
+    [
+        (0.0, 30.0, None),
+        (0.0, 30.0, "a probe in an outage is drawn at random"),
+        (0.0, 30.0, "a task that met an outage shares no request"),
+        (3.0, 120.0, None),
+        (3.0, 120.0, "a refused request that there was no time to split is remembered"),
+    ],
+)
+def test_messages_that_cannot_be_sent_delay_no_others(slow: float, most: float, defect: str | None) -> None:
+    """OUT-DELAY-1. A request takes longer than half of the publish timeout if Pub/Sub is slow."""
+    owner, name, make = DEFECTS[defect] if defect else (World, "load", lambda real: real)
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        longest = max(seconds_beside_messages(seed, slow=slow) for seed in range(2))
+    assert (longest > most) is bool(defect), longest

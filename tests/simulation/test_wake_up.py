@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 
+from outbox.table.states import NEVER
 from publishworker.spanner.change_stream import ChangeStream
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.plan import Plan
@@ -72,3 +73,36 @@ def test_a_change_stream_that_breaks_delays_no_task_for_long(defect: str | None)
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         slowest = max(max(waits(seed)) for seed in range(3))
     assert (slowest > 10.0) is bool(defect), slowest
+
+
+def requests_of_idle_workers(workers: int, *, dead: bool) -> float:
+    """Return the requests a minute of idle workers, perhaps of a topic that has a dead task."""
+    world = World(Plan(1, workers=workers, shards=10, rate=1e-9, wake=workers > 1))
+    table = world.spanner.table
+    with quiet():
+        world.clockwork.run(5.0)
+        if dead:
+            table.insert("dead", "orders", GOOD, created_at=table.commit_time(), available_at=NEVER)
+        world.clockwork.run(40.0)
+        before = sum(world.spanner.requests.values())
+        world.clockwork.run(640.0)
+        world.clockwork.close()
+    return (sum(world.spanner.requests.values()) - before) / 10
+
+
+@pytest.mark.parametrize(
+    ("workers", "dead", "most", "defect"),
+    [
+        (1, False, 75.0, None),
+        (1, True, 145.0, None),
+        (1, True, 145.0, "a topic with only dead tasks is discovered less and less often"),
+        (4, False, 31.0, None),
+        (4, False, 31.0, "idle workers send few heartbeats"),
+    ],
+)
+def test_idle_workers_send_few_requests(workers: int, dead: bool, most: float, defect: str | None) -> None:
+    """As in docs/benchmarks.md. Several are woken by a change stream, whose own requests do not count here."""
+    owner, name, make = DEFECTS[defect] if defect else (World, "load", lambda real: real)
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        requests = requests_of_idle_workers(workers, dead=dead)
+    assert (requests > most) is bool(defect), requests
