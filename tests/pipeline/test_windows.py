@@ -55,11 +55,14 @@ MANIFEST = Manifest(
 
 
 def frame(spark: SparkSession, tasks: list[Published]) -> DataFrame:
-    rows = [
-        (id, "007", b"\0 data", 6, 50, None, None, 3, at - HOUR, None, None, None, False, 0, None, 1, at)
-        for id, at in tasks
-    ]
-    return spark.createDataFrame(rows, schemas.TABLE)
+    same = {
+        "Topic": "007", "Data": b"\0 data", "Bytes": 6, "Priority": 50, "Shard": 3, "AtMostOnce": False, "Attempts": 0,
+        "TimesSent": 1,
+    }  # fmt: skip
+    rows = [{**same, "Id": id, "CreatedAt": at - HOUR, "SentAt": at} for id, at in tasks]
+    return spark.createDataFrame(
+        [[row.get(name) for name in schemas.TABLE.fieldNames()] for row in rows], schemas.TABLE
+    )
 
 
 def write(spark: SparkSession, folder: Path, tasks: list[Published], *without: str) -> None:
@@ -89,6 +92,8 @@ def test_files_with_fewer_or_more_columns_are_readable(spark: SparkSession, tmp_
     [data] = tmp_path.glob("window=*/run=*")
     later = archivable(frame(spark, [("b", DAY)])).withColumn("Added", f.lit(1))
     later.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).mode("append").parquet(str(data))
+    file = data.parent / "_manifest.json"
+    rewrite(file, file.read_text().replace('"rows": 1', '"rows": 2'))
     both = read_archive(spark, str(tmp_path))
     assert (both.columns, sent_of(both)) == (schemas.ARCHIVED.fieldNames(), [("a", DAY), ("b", DAY)])
     # Spark's hash skips NULL, so the checksum of an old manifest still proves its files.
@@ -189,6 +194,18 @@ def test_a_damaged_manifest_fails_the_read_with_its_path(spark: SparkSession, tm
     rewrite(file, "{")
     with pytest.raises(OutboxError, match=r"_manifest\.json is not a manifest"):
         read_archive(spark, str(tmp_path))
+
+
+def test_a_window_with_fewer_tasks_than_its_manifest_fails_each_read(spark: SparkSession, tmp_path: Path):
+    """Spark ignores a file that is gone, and one of 0 bytes."""
+    finish(spark, tmp_path, DAY, NEXT_DAY, [("a", DAY), ("b", DAY)])
+    for files in ("", "rm"):
+        for file in tmp_path.rglob("*.parquet"):
+            rewrite(file, "")
+            if files:
+                file.unlink()
+        with pytest.raises(OutboxError, match=r"contains 0 tasks, but its manifest has 2\. Restore its files"):
+            read_archive(spark, str(tmp_path))
 
 
 def test_overlapping_and_missing_windows_are_errors(spark: SparkSession, tmp_path: Path):

@@ -25,6 +25,7 @@ from pyspark.sql import functions as f
 from outbox.errors import OutboxError
 from outbox.program.times import shown
 from outbox_pipeline import schemas
+from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.files import Folder
 
 MANIFEST, PURGING, PURGED = "_manifest.json", "_purging.json", "_purged.json"
@@ -153,21 +154,36 @@ class Archive:
             if other.name.startswith(_RUN) and other.name != manifest.data:
                 other.delete()
 
+    @spark_errors()
     def read(
         self, windows: Iterable[ArchiveWindow], since: datetime | None = None, until: datetime | None = None
     ) -> DataFrame:
-        """Return the tasks of the windows that may have some between these times, with `schemas.ARCHIVED`."""
-        paths = [
-            str(each.folder / each.manifest.data)
+        """Return the tasks of the windows that may have some between these times, with `schemas.ARCHIVED`.
+
+        Raises OutboxError if a window does not have the number of tasks in its manifest. Spark ignores a missing file,
+        and one of 0 bytes.
+        """
+        wanted = {
+            each.folder.name.removeprefix(_PREFIX): each
             for each in windows
             if each.manifest.rows
             and (since is None or each.manifest.until > since)
             and (until is None or each.manifest.since < until)
-        ]
-        if not paths:
+        }
+        if not wanted:
             return self._spark.createDataFrame([], schemas.ARCHIVED)
+        paths = [str(each.folder / each.manifest.data) for each in wanted.values()]
         # Without a schema, Spark would infer a number from a topic folder such as 2026.
         tasks = self._spark.read.schema(schemas.STORED).option("basePath", str(self._folder)).parquet(*paths)
+        # Reads only the ends of the files. Without any, Spark knows no columns of folders.
+        name_of = f.regexp_extract("_metadata.file_path", f".*/{_PREFIX}(.+)/{_RUN}", 1)
+        rows: dict[str, int] = dict(tasks.groupBy(name_of).count().collect())
+        for name, window in wanted.items():
+            if (found := rows.get(name, 0)) != window.manifest.rows:
+                raise OutboxError(
+                    f"{window.folder} contains {found:,} tasks, but its manifest has {window.manifest.rows:,}. Restore "
+                    "its files"
+                )
         return tasks.select(*schemas.ARCHIVED.fieldNames())
 
 
@@ -177,7 +193,7 @@ def read_archive(
     """Return the archived tasks that were sent from `since` on and before `until`, each (Id, SentAt) once.
 
     Only finished windows are read. The columns are `outbox_pipeline.schemas.ARCHIVED`. Raises OutboxError if a manifest
-    is damaged or a window is missing.
+    is damaged, a window is missing, or a window does not have the number of tasks in its manifest.
     """
     archive = Archive(spark, path)
     tasks = archive.read(archive.windows(), since, until)
