@@ -126,8 +126,9 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
     check_task_id(task_id)
     # Two calls that read before either deletes would both release no task of their common key.
     async with _cancelling.setdefault(transaction, asyncio.Lock()):
-        cancellation.check_not_registered(task_id, inserted(transaction))
         [[is_unsent, ordering_key]] = await query(LOCK_UNSENT, id=task_id)
+        # After the read, because another coroutine may have registered the task in the meantime.
+        cancellation.check_not_registered(task_id, inserted(transaction))
         if not is_unsent or task_id in deleted(transaction):
             return False
         heads: list[Sequence[Any]] = []

@@ -58,7 +58,7 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
             row, for 30 s.
     """
     check_transaction(transaction, "cancel", reads=True)
-    check_not_registered(task_id, inserted(transaction))
+    check_not_registered(check_task_id(task_id), inserted(transaction))
 
     def query(sql: str, values: Mapping[str, Any]) -> list[Sequence[Any]]:
         # Read to the end, because until then the client blocks the next statement of the transaction.
@@ -85,7 +85,7 @@ def next_heads(query: Query, task_id: str, deleted_before: Collection[str] = ())
 
     `deleted_before` are the tasks that the transaction has deleted by mutations, because its reads still return them.
     """
-    [[is_unsent, ordering_key]] = query(LOCK_UNSENT, {"id": check_task_id(task_id)})
+    [[is_unsent, ordering_key]] = query(LOCK_UNSENT, {"id": task_id})
     if not is_unsent or task_id in deleted_before:
         return None
     if ordering_key is None:

@@ -47,13 +47,13 @@ class HostedRelay:
 
     def wake(self) -> None:
         """Poll at once, for example after a commit. Without effect in a process that has not called `start`."""
-        if self._app is not None:
+        if self._app is not None and self._thread.is_alive():
             self._app.relay.wake()
 
     def stop(self) -> None:
         """Finish the batches in flight, within the shutdown timeout, and end. Without effect if it does not run."""
-        self._stop.set()
         if self._thread.is_alive():
+            self._stop.set()
             self._thread.join()
 
     def __enter__(self) -> Self:

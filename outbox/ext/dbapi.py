@@ -4,8 +4,8 @@ After ABORTED the connection replays its statements, but not mutations. So tasks
 fixed before its first execution, and a replay inserts the same rows.
 """
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack
 
 from google.api_core.exceptions import AlreadyExists, GoogleAPICallError
@@ -18,7 +18,7 @@ from google.cloud.spanner_dbapi.transaction_helper import ResultType
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import registration
-from outbox.cancellation import check_not_registered, next_heads
+from outbox.cancellation import next_heads
 from outbox.errors import InvalidMessage, InvalidTransaction, NotReached
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import TABLE as INBOX
@@ -31,15 +31,14 @@ from outbox.table.statements import LOCK_UNSENT, RELEASED
 E = TypeVar("E", bound=BaseException)
 #: Values in the order of some columns.
 Row = tuple[Any, ...]
+#: Executes a statement with its parameters. Returns an object with `fetchall` and `rowcount`.
+Execute = Callable[[str, Mapping[str, Any] | None], Any]
 
 #: Rows of one statement. Spanner allows 950 parameters: https://cloud.google.com/spanner/quotas#query-limits
 _MAX_ROWS = 100
 #: Bytes of messages in one statement, in base64. Spanner allows requests of 10 MiB, of which the other columns of 100
 #: rows need less than 0.4 MB: https://cloud.google.com/spanner/quotas#request-limits
 _MAX_BYTES = 10_000_000
-#: Begins an error about one of several tasks.
-OF_MANY = "tasks[{}]: "
-_PENDING = "PENDING_COMMIT_TIMESTAMP"
 #: What to do if Spanner or its emulator refuses a second INSERT.
 _TOGETHER = (
     "register all tasks of the transaction with one call of register_many, which takes a list of outbox.Task. Up to "
@@ -112,7 +111,7 @@ def register_many(connection: Connection, tasks: Collection[Task]) -> list[str]:
         IntegrityError: the driver's; a task with one of the IDs exists.
         TypeError: see `outbox.register_many`.
     """
-    return registration.register_many(Statements(connection, where=OF_MANY), tasks)
+    return registration.register_many(Statements(connection), tasks)
 
 
 def process_once(connection: Connection, message: ReceivedMessage, *, consumer: str, key: Key = "task_id") -> bool:
@@ -141,7 +140,7 @@ def cancel(connection: Connection, task_id: str) -> bool:
 
     Raises:
         InvalidMessage: `task_id` is not 1 to 64 characters.
-        InvalidTransaction: see `register`, or the transaction has registered this or another task before.
+        InvalidTransaction: see `register`, or the transaction has registered a task before.
         NotReached: see `register`.
         OperationalError: the driver's; the answer was lost. Roll back.
         TypeError: see `register`.
@@ -178,48 +177,48 @@ def _has_begun(connection: Connection) -> bool:
 class Statements:
     """The statements of a transaction on a DB-API connection. Its errors are those of the driver.
 
-    `cursor` opens a cursor of the layer above, which then sees each statement. Errors about one of several rows begin
-    with `where` and its index. The constructor raises InvalidTransaction and TypeError.
+    `execute` executes them in the layer above, which then sees each. The constructor raises InvalidTransaction and
+    TypeError.
     """
 
-    def __init__(self, connection: Connection, cursor: Callable[[], Any] | None = None, where: str = "") -> None:
+    def __init__(self, connection: Connection, execute: Execute | None = None) -> None:
         _check(connection)
-        self._connection, self._cursor, self._where = connection, cursor or connection.cursor, where
+        self._connection, self._execute = connection, execute or on_cursors(connection.cursor)
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
         """Insert the tasks in as few statements as Spanner's limits allow. Raises InvalidMessage."""
         data = columns.index("Data")
         for index, row in enumerate(rows):
-            _check_size(row[data], self._where.format(index))
+            _check_size(row[data], f"tasks[{index}]: " if len(rows) > 1 else "")
         for some in chunked(rows, _MAX_ROWS, _MAX_BYTES, lambda row: len(row[data])):
-            self._insert("INSERT", table, columns, some, remedy=_TOGETHER)
+            with _errors(table, _TOGETHER):
+                self._execute(*_insert("INSERT", table, columns, some))
 
     def insert_once(self, table: str, columns: Sequence[str], row: Row, *, key: Row, tag: str) -> bool:
         """Insert a row unless its key exists; return whether it was inserted. Raises OperationalError."""
         if "Data" in columns:
             _check_size(row[columns.index("Data")])
-        if self._writes(table):
+        if self._has_inserted(table):
             raise _inserted_before(table, _ONCE[table])
-        returning = f"THEN RETURN {columns[0]}"
-        cursor = self._insert("INSERT OR IGNORE", table, columns, [row], end=returning, remedy=_ONCE[table])
+        sql, parameters = _insert("INSERT OR IGNORE", table, columns, [row])
+        with _errors(table, _ONCE[table]):
+            result = self._execute(f"{sql} THEN RETURN {columns[0]}", parameters)
         # A replay compares the rows that were fetched, but not the row count of a single statement.
-        cursor.fetchall()
+        result.fetchall()
         # `fetchall` returns no rows if it fails, but then the count is unknown as well.
-        if cursor.rowcount not in (0, 1):
+        if result.rowcount not in (0, 1):
             raise OperationalError(
                 f"no answer to the INSERT of task {key[-1]!r}. Roll back and run the transaction again"
             )
-        return bool(cursor.rowcount)
+        return bool(result.rowcount)
 
     def cancel(self, task_id: str) -> bool:
         """Delete an unsent task; return whether it was deleted. Raises OperationalError."""
-        table, before = registration.TABLE, self._writes(registration.TABLE)
-        new = {(id,) for each in before if each.sql.startswith("INSERT INTO") for id in _ids(each.args)}
-        check_not_registered(check_task_id(task_id), new)
-        if before:
+        check_task_id(task_id)
+        if self._has_inserted(table := registration.TABLE):
             raise InvalidTransaction(
-                "the transaction has called a function that registers a task before, so it cannot read the table. "
-                "Roll back, and call cancel before the first registration"
+                "the transaction has called a function that registers a task before, so it cannot read the table, nor "
+                "cancel a task of its own. Roll back, and call cancel before the first registration"
             )
         # The driver has no type for a list of IDs.
         heads = next_heads(lambda sql, _: self._about(task_id, sql.replace("@ids", "[@id]")), task_id)
@@ -231,67 +230,67 @@ class Statements:
 
     def _about(self, id: str, sql: str) -> list[Sequence[Any]]:
         """Execute a statement about one task, and return its rows."""
-        cursor = self._execute(registration.TABLE, sql, {"id": id} if "@id" in sql else None)
-        rows: list[Sequence[Any]] = cursor.fetchall() if "SELECT" in sql else []
+        with _errors(registration.TABLE):
+            result = self._execute(sql, {"id": id} if "@id" in sql else None)
+        rows: list[Sequence[Any]] = result.fetchall() if "SELECT" in sql else []
         if sql == LOCK_UNSENT and not rows:  # `fetchall` returns no rows if it fails
             raise OperationalError(f"no answer about task {id!r}. Roll back and run the transaction again")
         return rows
 
-    def _insert(
-        self, verb: str, table: str, columns: Sequence[str], rows: Sequence[Row], *, end: str = "", remedy: str
-    ) -> Any:
-        """Execute one statement with parameters. The commit timestamp is a function of SQL."""
-        parameters: dict[str, Any] = {}
-        values = []
-        for number, row in enumerate(rows):
-            named = {f"{column}{number}": value for column, value in zip(columns, row, strict=True)}
-            given = {name: value for name, value in named.items() if value is not COMMIT_TIMESTAMP}
-            words = [f"@{name}" if name in given else f"{_PENDING}()" for name in named]
-            values.append(f"({', '.join(words)})")
-            parameters |= given
-        sql = f"{verb} INTO {table} ({', '.join(columns)}) VALUES {', '.join(values)} {end}"
-        return self._execute(table, sql, parameters, remedy)
-
-    def _execute(self, table: str, sql: str, parameters: Mapping[str, Any] | None, remedy: str = "") -> Any:
-        """Execute a statement on a new cursor. The driver's own errors have the text "[]", so they get another."""
-        cursor = self._cursor()
-        try:
-            cursor.execute(sql, parameters)
-        except Exception as error:
-            of_driver, cause = _in_chain(error, DatabaseError), _in_chain(error, GoogleAPICallError)
-            if of_driver is None or cause is None:
-                raise
-            if "pending CommitTimestamp" in cause.message:
-                raise _inserted_before(table, remedy) from error
-            if f"Table not found: {table}" in cause.message:
-                raise NotReached(
-                    f"table {table} is missing in the database of this transaction. Create it with `outbox schema "
-                    "apply`, or connect to the database that has it"
-                ) from error
-            advice = ". Use another ID, or register_once" if isinstance(cause, AlreadyExists) else ""
-            raise type(of_driver)(cause.message.rstrip(".") + advice) from cause
-        return cursor
-
-    def _writes(self, table: str) -> list[Any]:
-        """Return the executed statements with a pending commit timestamp in `table`. Spanner then reads it no more.
+    def _has_inserted(self, table: str) -> bool:
+        """Tell whether the transaction has written a pending commit timestamp. Then Spanner reads the table no more.
 
         The emulator does, unless it finds such a row: https://cloud.google.com/spanner/docs/commit-timestamp
         """
-        executed: list[Any] = self._connection._transaction_helper._statement_result_details_list
-        writes = re.compile(
-            rf"\b(?:INTO|INSERT|IGNORE|UPDATE)\s+`?{table}\b.*\b{_PENDING}\b", re.IGNORECASE | re.DOTALL
-        )
-        return [
-            each
+        executed = self._connection._transaction_helper._statement_result_details_list
+        return any(
+            f" INTO {table} (" in getattr(each, "sql", "") and each.result_type is not ResultType.EXCEPTION
             for each in executed
-            if each.result_type is not ResultType.EXCEPTION and writes.search(getattr(each, "sql", ""))
-        ]
+        )
 
 
-def _ids(parameters: object) -> list[str]:
-    """Return the IDs among the parameters of an INSERT."""
-    named = parameters.items() if isinstance(parameters, Mapping) else ()
-    return [value for name, value in named if re.fullmatch(r"Id\d+", name)]
+def on_cursors(cursor: Callable[[], Any]) -> Execute:
+    """Return a function that executes each statement on a new cursor."""
+
+    def execute(sql: str, parameters: Mapping[str, Any] | None) -> Any:
+        opened = cursor()
+        opened.execute(sql, parameters)
+        return opened
+
+    return execute
+
+
+def _insert(verb: str, table: str, columns: Sequence[str], rows: Sequence[Row]) -> tuple[str, dict[str, Any]]:
+    """Return a statement and its parameters. The commit timestamp is a function of SQL."""
+    parameters: dict[str, Any] = {}
+    values = []
+    for number, row in enumerate(rows):
+        named = {f"{column}{number}": value for column, value in zip(columns, row, strict=True)}
+        given = {name: value for name, value in named.items() if value is not COMMIT_TIMESTAMP}
+        words = [f"@{name}" if name in given else "PENDING_COMMIT_TIMESTAMP()" for name in named]
+        values.append(f"({', '.join(words)})")
+        parameters |= given
+    return f"{verb} INTO {table} ({', '.join(columns)}) VALUES {', '.join(values)}", parameters
+
+
+@contextmanager
+def _errors(table: str, remedy: str = "") -> Iterator[None]:
+    """Say what to do. The driver's own errors have the text "[]"."""
+    try:
+        yield
+    except Exception as error:
+        of_driver, cause = _in_chain(error, DatabaseError), _in_chain(error, GoogleAPICallError)
+        if of_driver is None or cause is None:
+            raise
+        if "pending CommitTimestamp" in cause.message:
+            raise _inserted_before(table, remedy) from error
+        if f"Table not found: {table}" in cause.message:
+            raise NotReached(
+                f"table {table} is missing in the database of this transaction. Create it with `outbox schema "
+                "apply`, or connect to the database that has it"
+            ) from error
+        advice = ". Use another ID, or register_once" if isinstance(cause, AlreadyExists) else ""
+        raise type(of_driver)(cause.message.rstrip(".") + advice) from cause
 
 
 def _inserted_before(table: str, remedy: str) -> InvalidTransaction:

@@ -54,7 +54,7 @@ def register_once(
 
 def register_many(tasks: Collection[Task], *, using: str = DEFAULT_DB_ALIAS) -> list[str]:
     """Insert all tasks in the atomic block and return their IDs. See `outbox.ext.dbapi.register_many`."""
-    with _statements(using, dbapi.OF_MANY) as statements:
+    with _statements(using) as statements:
         return registration.register_many(statements, tasks)
 
 
@@ -77,7 +77,7 @@ def cancel(task_id: str, *, using: str = DEFAULT_DB_ALIAS) -> bool:
 
 
 @contextmanager
-def _statements(using: str, where: str = "") -> Iterator[dbapi.Statements]:
+def _statements(using: str) -> Iterator[dbapi.Statements]:
     """Yield the statements, on Django's cursors, and translate the driver's errors. Raises InvalidTransaction."""
     wrapper = get_connection(using)
     if not wrapper.in_atomic_block:
@@ -88,4 +88,4 @@ def _statements(using: str, where: str = "") -> Iterator[dbapi.Statements]:
     if wrapper.needs_rollback:
         raise InvalidTransaction(f"the atomic block of database {using!r} has failed and will be rolled back")
     with wrapper.wrap_database_errors:
-        yield dbapi.Statements(wrapper.connection, wrapper.cursor, where)
+        yield dbapi.Statements(wrapper.connection, dbapi.on_cursors(wrapper.cursor))

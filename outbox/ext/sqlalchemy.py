@@ -60,7 +60,7 @@ def register_once(
 
 def register_many(session: AnySession, tasks: Collection[Task]) -> list[str]:
     """Insert all tasks in the open transaction and return their IDs. See `outbox.ext.dbapi.register_many`."""
-    with _statements(session, dbapi.OF_MANY) as statements:
+    with _statements(session) as statements:
         return registration.register_many(statements, tasks)
 
 
@@ -80,28 +80,13 @@ def cancel(session: AnySession, task_id: str) -> bool:
         return statements.cancel(task_id)
 
 
-class _Cursor:
-    """What the statements need of a cursor, by SQLAlchemy."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def execute(self, sql: str, parameters: Any) -> None:
-        self._result = self._connection.exec_driver_sql(sql, parameters)
-        self.fetchall = self._result.fetchall
-
-    @property
-    def rowcount(self) -> int:
-        return self._result.rowcount
-
-
 @contextmanager
-def _statements(session: object, where: str = "") -> Iterator[dbapi.Statements]:
+def _statements(session: object) -> Iterator[dbapi.Statements]:
     """Yield the statements, and translate the driver's errors to SQLAlchemy's."""
     connection = _connection(session)
     of_driver: Any = connection.connection.dbapi_connection
     try:
-        yield dbapi.Statements(of_driver, lambda: _Cursor(connection), where)
+        yield dbapi.Statements(of_driver, connection.exec_driver_sql)
     except Error as error:
         raise DBAPIError.instance(None, None, error, Error) from error.__cause__
 

@@ -1,8 +1,7 @@
 """Refuse what a function must not do with a transaction that is committed for it, and with its messages."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 from google.cloud.spanner_v1.transaction import Transaction
 
@@ -29,22 +28,19 @@ def unsettled(message: object) -> AbstractContextManager[None]:
     )
 
 
-def _refusing(target: object, names: Sequence[str], reason: str) -> AbstractContextManager[None]:
+@contextmanager
+def _refusing(target: object, names: Sequence[str], reason: str) -> Iterator[None]:
+    """Replace methods in the block, on this object only."""
+
     def refuse(*_arguments: object, **_options: object) -> None:
         raise InvalidTransaction(reason)
 
-    return _replaced(target, dict.fromkeys(names, refuse))
-
-
-@contextmanager
-def _replaced(target: object, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace methods in the block, on this object only."""
     attributes = getattr(target, "__dict__", {})  # the message of a push request has none, and no such methods
-    own = {name: attributes[name] for name in methods if name in attributes}
-    attributes.update(methods)
+    own = {name: attributes[name] for name in names if name in attributes}
+    attributes.update(dict.fromkeys(names, refuse))
     try:
         yield
     finally:
-        for name in methods:
+        for name in names:
             del attributes[name]  # uncovers the methods of the class
         attributes.update(own)

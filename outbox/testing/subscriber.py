@@ -80,16 +80,14 @@ class _Failures(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.last = ""
-        self._places: set[object] = set()
+        self.last, self._places = "", set[object]()
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         self.last = record.getMessage() if error is None else repr(error)
-        if error is not None:
-            if (place := place_of(error)) in self._places:
-                record.exc_info = None
-            self._places.add(place)
+        place = error and place_of(error)
+        record.exc_info = None if place in self._places else record.exc_info
+        self._places.add(place)
         return True
 
 

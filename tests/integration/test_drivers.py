@@ -339,6 +339,7 @@ def test_what_spanner_refuses_is_refused_although_the_emulator_accepts_it(stack:
         (process, process, "process one message in each transaction"),
         (once, once, "call register_once once in a transaction"),
         (once, cancel, "call cancel before the first registration"),
+        (lambda of: once(of, "unknown"), cancel, "nor cancel a task of its own"),
         (lambda of: stack.register(of, "orders", b""), cancel, "call cancel before the first registration"),
     ):
         with pytest.raises(outbox.InvalidTransaction, match=sentence):
