@@ -77,17 +77,6 @@ class Folder:
         return bool(self._matches())
 
     @spark_errors()
-    def has_content(self) -> bool:
-        """Tell whether the file has a byte, after it is decompressed as its name says."""
-        jvm: Any = self._spark.sparkContext._jvm  # noqa: SLF001 - see above
-        codecs = jvm.org.apache.hadoop.io.compress.CompressionCodecFactory(self._system.getConf())
-        codec, stream = codecs.getCodec(self._path), self._system.open(self._path)
-        try:
-            return int((codec.createInputStream(stream) if codec else stream).read()) >= 0
-        finally:
-            stream.close()
-
-    @spark_errors()
     def read(self, name: str) -> str | None:
         """Return the text of a file in it, or None if the file does not exist. Raises OutboxError."""
         file = self / name

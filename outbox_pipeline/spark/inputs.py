@@ -5,9 +5,9 @@ Iceberg, so also deleted rows.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
@@ -17,16 +17,11 @@ from outbox.errors import OutboxError
 from outbox_pipeline.settings import COMPRESSED, UNREADABLE, format_of
 from outbox_pipeline.spark.files import PATTERN, Folder
 
-#: What only the folder of a table contains.
-_OF_TABLES = {
-    "_delta_log": "Delta Lake",
-    ".hoodie": "Hudi",
-    "metadata/*.metadata.json*": "Iceberg",
-    "metadata/version-hint.text": "Iceberg",
-}
+#: What only the folder of a table contains, as a pattern and in the paths of files below.
+_OF_TABLE = "{_delta_log,.hoodie,metadata/*.metadata.json*,metadata/version-hint.text}"
 _BELOW_TABLE = re.compile(r"/(_delta_log|\.hoodie)/|/metadata/([^/]*\.metadata\.json[^/]*|version-hint\.text)$")
-#: Max bytes of a compressed file without content. Its header can have a file name.
-_SMALL = 512
+#: The rule of Spark's HadoopFSUtils.
+_HIDDEN = re.compile(r"/(?:\.|_(?![^/]*=))")
 
 
 @dataclass(frozen=True)
@@ -38,8 +33,6 @@ class Input:
     files: Sequence[str]
     base: str = ""
     columns: Sequence[str] = ()
-    #: Columns of folders that the user passed, and that the job does not know.
-    unwanted: Sequence[str] = ()
 
     def reader(self) -> DataFrameReader:
         """Return a reader of the columns of files and folders."""
@@ -66,27 +59,25 @@ def checked(spark: SparkSession, path: str, format: str, known: Collection[str] 
     """
     qualified = Folder(spark, path).qualified()
     _check_tables(spark, qualified)
-    visible = {}
+    sizes, nested = dict[str, int](), list[str]()
     for match, file, size in Folder(spark, path).matching():
         inside = file.removeprefix(match) or f"/{file.rpartition('/')[2]}"
         if _BELOW_TABLE.search(inside):
-            raise _is_table(match, "Delta Lake, Hudi or Iceberg")
-        # The same rule as in Spark's HadoopFSUtils.
-        hidden = re.search(r"/(?:\.|_(?![^/]*=))|\._COPYING_$", inside)
-        if not hidden:
-            visible[file] = (inside, size)
-        elif size and format_of(file.removesuffix("._COPYING_")) == format:
+            raise _is_table(match)
+        if not _HIDDEN.search(inside):
+            sizes[file] = size
+            nested += [file] if inside.count("/") > 1 else []
+        elif size and format_of(file) == format:
             raise OutboxError(
-                f"Spark would ignore {file}: a name begins with _ or a dot, or the file is still written. Rename it, "
-                "or move it away"
+                f"Spark would ignore {file}, because a name begins with _ or a dot. Rename it, or move it away"
             )
-    if not visible:
+    if not sizes:
         raise OutboxError(f"{path} contains no file. Check the path. Spark ignores names that begin with _ or a dot")
-    _check_empty(spark, {file: size for file, (_, size) in visible.items()}, format)
+    _check_readable(sizes, format)
     begin = PATTERN.search(qualified)
     literal = qualified[: begin.start()].rpartition("/")[0] if begin else qualified
-    found = _in_folders(spark, path, sorted(visible), literal.count("/") + 1, known)
-    nested = [file for file, (inside, _) in visible.items() if inside.count("/") > 1]
+    names = {name.casefold() for name in known}  # Spark compares them so
+    found = _in_folders(spark, path, sorted(sizes), literal.count("/") + 1, names)
     if nested and not found.columns:
         raise OutboxError(
             f"Spark would ignore files in subfolders of {path}, such as {min(nested)}. Pass the folders that have "
@@ -115,75 +106,72 @@ def read_all_columns(given: Input) -> DataFrame:
                     ) from error
         raise
     given.check_columns(of_files.columns)
-    return given.reader().schema(of_files.schema).parquet(given.path).drop(*given.unwanted)
+    return given.reader().schema(of_files.schema).parquet(given.path)
 
 
 def _check_tables(spark: SparkSession, path: str) -> None:
     """Raise OutboxError if the path is a table, or in one."""
-    parts = path.rstrip("/").split("/")
-    folders = ["/".join(parts[: end + 1]) for end, part in enumerate(parts) if part and not part.endswith(":")]
-    for folder in folders:
-        for name, kind in _OF_TABLES.items():
-            found = False
-            with suppress(OutboxError):  # a folder above the path can be forbidden
-                found = Folder(spark, f"{folder}/{name}").has_match()
-            if found:
-                raise _is_table(folder, kind)
+    for folder in accumulate(path.rstrip("/").split("/"), "{}/{}".format):
+        try:
+            is_table = not folder.endswith((":", "/")) and Folder(spark, f"{folder}/{_OF_TABLE}").has_match()
+        except OutboxError:  # a folder above the path can be forbidden
+            continue
+        if is_table:
+            raise _is_table(folder)
 
 
-def _is_table(folder: str, kind: str) -> OutboxError:
+def _is_table(folder: str) -> OutboxError:
     return OutboxError(
-        f"{folder} is a table of {kind}. Its files can have deleted rows. Read it with its own reader, and pass the "
-        "DataFrame to the job or write it to new files"
+        f"{folder} is a table of Delta Lake, Hudi or Iceberg. Its files can have deleted rows. Read it with its own "
+        "reader, and pass the DataFrame to the job or write it to new files"
     )
 
 
-def _check_empty(spark: SparkSession, sizes: dict[str, int], format: str) -> None:
-    """Raise OutboxError if a file is empty or cannot be decompressed. Only JSON lines may all be empty."""
-    empty = []
-    for file, size in sizes.items():
+def _check_readable(sizes: Mapping[str, int], format: str) -> None:
+    """Raise OutboxError if a file cannot be decompressed, or is empty. Only JSON lines may all be empty."""
+    for file in sizes if format in ("json", "csv") else ():
         endings = file.rpartition("/")[2].lower().split(".")[1:]
-        if format in ("json", "csv") and endings:
-            compressed = [each for each in endings if each in COMPRESSED + UNREADABLE]
-            if endings[-1] in UNREADABLE or compressed[1:]:
-                raise OutboxError(
-                    f"Spark cannot read {file}, because of its compression .{'.'.join(compressed)}. Compress it once, "
-                    f"as {', '.join(f'.{each}' for each in COMPRESSED[:3])}, or not at all"
-                )
-            if 0 < size <= _SMALL and endings[-1] in COMPRESSED:
-                with suppress(OutboxError):  # Spark reports a damaged file
-                    size = int(Folder(spark, file).has_content())  # noqa: PLW2901 - see above
+        compressed = [each for each in endings if each in COMPRESSED + UNREADABLE]
+        if compressed[1:] or file.lower().endswith(tuple(f".{each}" for each in UNREADABLE)):
+            raise OutboxError(
+                f"Spark cannot read {file}, because of its compression .{'.'.join(compressed)}. Compress it once, "
+                f"as {', '.join(f'.{each}' for each in COMPRESSED[:3])}, or not at all"
+            )
+    empty = [file for file, size in sizes.items() if not size]
+    if format == "json":
         # For a partition without rows, Spark and Hadoop write an empty file of this name.
-        if not size and not (format == "json" and file.rpartition("/")[2].startswith("part-")):
-            empty.append(file)
-    if empty and (format != "json" or len(empty) < len(sizes)):
+        empty = [file for file in empty if len(empty) < len(sizes) and not re.search(r"/part-[^/]*$", file)]
+    if empty:
         raise OutboxError(f"{min(empty)} is empty. Write it again, or delete it if it should have no rows")
 
 
 def _in_folders(spark: SparkSession, path: str, files: Sequence[str], literal: int, known: Collection[str]) -> Input:
-    """Return the input with the columns of folders. The first `literal` parts of each path are not a pattern.
+    """Return the input with the columns of folders NAME=VALUE.
 
+    The first `literal` parts of each path are not a pattern. A folder of them is a column only if its name is known.
     Raises OutboxError if Spark would lose a column, or the files in some folders.
     """
     kinds: dict[tuple[str, tuple[str, ...]], str] = {}
     for file in files:
         parts = file.split("/")[:-1]
-        begin = next((at + 1 for at in range(len(parts) - 1, -1, -1) if "=" not in parts[at]), 0)
-        for at, part in enumerate(parts[:begin]):
-            if "=" in part and (at >= literal or part.partition("=")[0] in known):
-                raise OutboxError(
-                    f"Spark would ignore the column of the folder {part}, because {file} is in a subfolder without a "
-                    "column. Move the files into the folder"
-                )
-        names = tuple(part.partition("=")[0] for part in parts[begin:])
-        kinds.setdefault(("/".join(parts[:begin]) if names else "", names), file)
+        names = {
+            at: name
+            for at, part in enumerate(parts)
+            for name, equals, _ in [part.partition("=")]
+            if equals and (at >= literal or name.casefold() in known)
+        }
+        begin = len(parts) - len(names)
+        if names and min(names) < begin:
+            raise OutboxError(
+                f"Spark would ignore the column of the folder {parts[min(names)]}, because {file} is in a subfolder "
+                "without a column. Move the files into the folder"
+            )
+        kinds.setdefault(("/".join(parts[:begin]) if names else "", tuple(names.values())), file)
     if len(kinds) > 1:
         one, other = list(kinds.values())[:2]
         raise OutboxError(
             f"{one} and {other} are not in folders with the same columns, so Spark would ignore files. Pass them in "
             "separate runs"
         )
-    [(base, names)] = kinds
-    begin = base.count("/") + 1
-    unwanted = [name for at, name in enumerate(names) if begin + at < literal and name not in known]
-    return Input(spark, path, files, base, names, unwanted)
+    [(base, columns)] = kinds
+    return Input(spark, path, files, base, columns)

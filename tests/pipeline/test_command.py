@@ -258,19 +258,6 @@ def test_a_parquet_type_that_spark_cannot_read_has_a_remedy(
     assert re.search(r"Illegal Parquet type: INT\d\d \(TIME.*\. Drop the column or convert it", error), error
 
 
-@pytest.mark.parametrize(
-    "flags", ["register --topic orders --input in --rejects no", "audit --received in --output no"]
-)
-def test_files_in_subfolders_are_not_ignored(job: Jobs, tmp_path: Path, flags: str, capsys: pytest.CaptureFixture[str]):
-    """Such as those that a subscription to Cloud Storage writes, with a date as the start of their names."""
-    (tmp_path / "in/day").mkdir(parents=True)
-    lines(tmp_path / "in/day/a.jsonl", {"data": "one"})
-    form = "--input-format" if "register" in flags else "--received-format"
-    flags = flags.replace(" in ", f" {tmp_path}/in ").replace(" no", f" {tmp_path}/no")
-    assert job(*flags.split(), form, "json") == 1
-    assert "Spark would ignore files in subfolders of" in capsys.readouterr().err
-
-
 def java_that(home: Path, script: str) -> None:
     java = home / "bin" / "java"
     java.parent.mkdir()

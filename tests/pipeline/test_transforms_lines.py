@@ -194,30 +194,6 @@ def test_no_column_of_a_parquet_file_is_lost(spark: SparkSession, tmp_path: Path
         read(spark, str(tmp_path), "parquet")
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (("_SUCCESS", ".crc"), r"contains no file\. Check the path\. Spark ignores names"),
-        (("_rows.jsonl",), r"ignore .*/_rows\.jsonl: a name begins with _ or a dot"),
-        ((), r"contains no file\. Check the path\. Spark ignores names"),
-        (
-            ("day/rows.jsonl",),
-            r"ignore files in subfolders of .*, such as file:.*/day/rows\.jsonl\. Pass .* such as /.*/\*/$",
-        ),
-        (("rows.jsonl", "day/rows.jsonl"), "ignore files in subfolders"),
-    ],
-)
-def test_files_that_spark_would_ignore_are_refused(
-    spark: SparkSession, tmp_path: Path, names: tuple[str, ...], message: str
-):
-    """Otherwise the job would end with exit code 0, and their rows would not be registered."""
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"data":"a"}\n')
-    with pytest.raises(OutboxError, match=message):
-        read(spark, str(tmp_path), "json")
-
-
 def test_a_file_with_only_a_header_has_no_rows(spark: SparkSession, tmp_path: Path):
     (tmp_path / "head.csv").write_text("data,topic\n")
     (tmp_path / "nothing.csv").write_text("")

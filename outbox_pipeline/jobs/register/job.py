@@ -121,13 +121,13 @@ def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -
     if format == "parquet":
         return read_all_columns(given)
     if format == "json":
-        return parse_json_lines(given.reader().text(path).drop(*given.unwanted), key)
+        return parse_json_lines(given.reader().text(path), key)
     return _read_csv(given)
 
 
 def _read_csv(given: Input) -> DataFrame:
     """Return the rows of CSV files, as texts that can contain invalid UTF-8. Raises SettingError, OutboxError."""
-    path, of_folders = given.path, [name for name in given.columns if name not in given.unwanted]
+    path, of_folders = given.path, given.columns
     # If Spark detected the line separator itself, it would also change line breaks inside quotes.
     first = given.reader_of_files().text(path, lineSep="\n").first()
     end = "\r\n" if first and first["value"].endswith("\r") else "\n"

@@ -87,11 +87,7 @@ def parse_json_lines(lines: DataFrame, key: Sequence[str] = ()) -> DataFrame:
     found = lines.where(value.rlike(r"\S")).select("*", parsed(value.cast("binary")).alias("found"))
     members, fault = f.col("found.members"), f.col("found.fault")
     others = f.array_except(f.map_keys(members), f.array(*map(f.lit, names)))
-    twice = f.array_intersect(others, f.array(*map(f.lit, folders)))
     reason = f.when(fault.isNotNull(), f.concat(f.lit("the line "), fault))
-    reason = reason.when(
-        f.size(twice) > 0, f.concat(f.lit("its folders have the column, too: "), f.array_join(twice, ", "))
-    )
     reason = reason.when(
         f.size(others) > 0, f.concat(f.lit("the line has unknown columns: "), f.array_join(others, ", "))
     )
