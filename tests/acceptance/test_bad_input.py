@@ -7,7 +7,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import TRACE
 from tests.support.processes import Finished, run
-from tests.support.pubsub_server import pubsub_server, refuse
+from tests.support.pubsub_server import PubSubServer, refuse
 from tests.support.relays import register
 from tests.support.spanner import INSTANCE, PROJECT, variables
 
@@ -114,7 +114,7 @@ def test_check_without_permission_to_read_topics_warns(
     emulators: Emulators, database: Database, status: str, code: int, verdict: str
 ) -> None:
     """Publishing needs fewer permissions than reading a topic; an unavailable service is an error."""
-    with pubsub_server() as server:
+    with PubSubServer() as server:
         server.get_topic = refuse(grpc.StatusCode[status])
         done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)
     assert done.code == code

@@ -17,7 +17,7 @@ from publishworker.turn.relay import Relay
 from tests.support import real
 from tests.support.parts import relay_of
 from tests.support.pubsub import Subscription
-from tests.support.pubsub_server import accept, pubsub_server, refuse
+from tests.support.pubsub_server import PubSubServer, accept, refuse
 from tests.support.relays import register, unsent
 from tests.support.spanner import PROJECT, place, query
 from tests.support.waiting import eventually
@@ -48,7 +48,7 @@ def test_an_at_most_once_task_is_marked_before_pubsub_receives_it(database: Data
         seen.extend(query(database, STATE))
         return refuse(grpc.StatusCode.NOT_FOUND)(request, context)
 
-    with pubsub_server() as server:
+    with PubSubServer() as server:
         server.publish = look_and_refuse
         transport = PublisherGrpcTransport(channel=grpc.insecure_channel(server.address))
         relay = make_relay(database, publisher=PubSubPublisher(transport, PROJECT))

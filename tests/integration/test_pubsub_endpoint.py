@@ -25,7 +25,7 @@ from publishworker.types import Failed, LockedRow, Published
 from tests.support.fakes import serialized
 from tests.support.processes import run
 from tests.support.pubsub import PubSub
-from tests.support.pubsub_server import pubsub_server
+from tests.support.pubsub_server import PubSubServer
 from tests.support.relays import register
 from tests.support.spanner import INSTANCE, PROJECT, place
 
@@ -116,7 +116,7 @@ def test_the_channel_connects_to_the_endpoint(
         assert dict(options["options"])["grpc.max_receive_message_length"] == -1
         assert "grpc.max_reconnect_backoff_ms" in dict(options["options"])
         assert "grpc.enable_http_proxy" not in dict(options["options"])
-    with pubsub_server() as server:
+    with PubSubServer() as server:
         settings = place(pubsub_endpoint=server.address, pubsub_plaintext="true")
         publisher = PubSubPublisher(open_pubsub(settings), PROJECT)
         row = LockedRow("a", "orders", serialized(), "key", datetime.now(UTC), None, None)

@@ -3,9 +3,7 @@
 The emulator knows no permissions, no outages and few limits.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -14,41 +12,26 @@ from google.pubsub_v1.types import GetTopicRequest, PublishRequest, PublishRespo
 
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Answer, Failed, Published
+from tests.support.rpc import Served
 
 Handler = Callable[[Any, grpc.ServicerContext], Any]
 
 
-class PubSubServer:
+class PubSubServer(Served):
     """`publish` and `get_topic` are the answers; assign to them. `requests` are the publish requests seen."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
-        self.address = ""
         self.publish: Handler = accept
         self.get_topic: Handler = lambda request, _context: Topic.pb()(name=request.topic)
 
-    def _publish(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self.requests.append(request)
-        return self.publish(request, context)
-
-    def _get_topic(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self.get_topic(request, context)
-
-    def handlers(self) -> Any:
-        def unary(answer: Handler, request: Any, response: Any) -> Any:
-            return grpc.unary_unary_rpc_method_handler(
-                answer,
-                request_deserializer=request.pb().FromString,
-                response_serializer=response.pb().SerializeToString,
-            )
-
-        return grpc.method_handlers_generic_handler(
-            "google.pubsub.v1.Publisher",
-            {
-                "Publish": unary(self._publish, PublishRequest, PublishResponse),
-                "GetTopic": unary(self._get_topic, GetTopicRequest, Topic),
-            },
-        )
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        if method.endswith("/Publish"):
+            self.requests.append(publishing := PublishRequest.pb().FromString(request))
+            yield self.publish(publishing, context).SerializeToString()
+        else:
+            assert method.endswith("/GetTopic")
+            yield self.get_topic(GetTopicRequest.pb().FromString(request), context).SerializeToString()
 
 
 def accept(request: Any, _context: grpc.ServicerContext) -> Any:
@@ -81,17 +64,3 @@ def reasons(outcomes: Mapping[str, Answer]) -> dict[str, str]:
 
 def sent(outcomes: Mapping[str, Answer]) -> set[str]:
     return {id for id, outcome in outcomes.items() if isinstance(outcome, Published)}
-
-
-@contextlib.contextmanager
-def pubsub_server() -> Iterator[PubSubServer]:
-    server = PubSubServer()
-    with ThreadPoolExecutor(8) as pool:
-        running = grpc.server(pool, options=[("grpc.max_receive_message_length", -1)])
-        running.add_generic_rpc_handlers((server.handlers(),))
-        server.address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
-        running.start()
-        try:
-            yield server
-        finally:
-            running.stop(0).wait(5)

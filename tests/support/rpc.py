@@ -33,16 +33,12 @@ UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_le
 _ROLLBACK = "/google.spanner.v1.Spanner/Rollback"
 
 
-class Forwarding:
-    """Forwards to `target` ("host:port") on a loopback port. For calls with one request: no client streams."""
+class Served:
+    """A server on a loopback port whose answers are those of `forward`. For calls with one request."""
 
-    def __init__(self, target: str) -> None:
-        """Prepare; nothing is open before the block is entered."""
-        self._target = target
-        self.address = ""
+    address = ""
 
     def __enter__(self) -> Self:
-        self._channel = self._opened()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="forwarding")
         self._server = grpc.server(self._pool, options=UNLIMITED)
         self._server.add_generic_rpc_handlers((_Handler(self.forward),))
@@ -50,15 +46,28 @@ class Forwarding:
         self._server.start()
         return self
 
-    def _opened(self) -> grpc.Channel:
-        return grpc.insecure_channel(self._target, options=UNLIMITED)
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.stop(1).wait(5)  # in order, or clients log a line
-        self._channel.close()
         self._pool.shutdown()
+
+    def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        raise NotImplementedError
+
+
+class Forwarding(Served):
+    """Forwards to `target` ("host:port")."""
+
+    def __init__(self, target: str) -> None:
+        """Prepare; nothing is sent before the first call."""
+        self._channel = grpc.insecure_channel(target, options=UNLIMITED)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._channel.close()
 
     def forward(self, method: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         remaining = context.time_remaining()

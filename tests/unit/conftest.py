@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from publishworker.pubsub.publisher import PubSubPublisher
-from tests.support.pubsub_server import PubSubServer, publisher_to, pubsub_server
+from tests.support.pubsub_server import PubSubServer, publisher_to
 from tests.support.relay_bench import Bench, SlowPublisher
 
 
@@ -24,7 +24,7 @@ def slow() -> Iterator[SlowPublisher]:
 @pytest.fixture
 def server() -> Iterator[PubSubServer]:
     """A server in Pub/Sub's place that accepts everything until a test changes that."""
-    with pubsub_server() as running:
+    with PubSubServer() as running:
         yield running
 
 
