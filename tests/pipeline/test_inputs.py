@@ -54,6 +54,7 @@ FILES = {
     "subfolder": ("a.jsonl", "day/a.jsonl"),
     "marks": ("_SUCCESS", ".crc"),
     "twice": ("Data=a/a.csv",),
+    "nowhere": ("marks/_SUCCESS", "marks/.crc", "days/day/a.jsonl", "both/a.jsonl", "both/day/a.jsonl"),
 }  # fmt: skip
 
 
@@ -95,6 +96,12 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("subfolder", "json", r"files in subfolders of .*, such as .*/day/a\.jsonl\. Pass .* such as /.*/\*/$"),
         ("marks", "json", r"contains no file\. Check the path\. Spark ignores names"),
         ("nothing/here", "json", r"contains no file\. Check the path"),
+        ("nowhere/marks", "json", r"contains no file\. Check the path\. Spark ignores names"),
+        (
+            "nowhere/days", "json",
+            r"ignore files in subfolders of .*, such as file:.*/day/a\.jsonl\. Pass .* such as /.*/\*/$",
+        ),
+        ("nowhere/both", "json", "ignore files in subfolders"),
     ],
 )  # fmt: skip
 def test_files_that_spark_would_not_read_right_are_refused(

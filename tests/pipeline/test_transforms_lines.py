@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -204,7 +205,10 @@ def test_a_file_with_only_a_header_has_no_rows(spark: SparkSession, tmp_path: Pa
         read(spark, f"{tmp_path}/nothing.csv", "auto")
 
 
-def tasks(spark: SparkSession, *given: dict[str, object]) -> DataFrame:
+LEAST = -(2**63)
+
+
+def tasks(spark: SparkSession, *given: dict[str, Any]) -> DataFrame:
     made = [row(**each) for each in given]
     random.Random(7).shuffle(made)
     names = schemas.INPUT.fieldNames()
@@ -212,71 +216,52 @@ def tasks(spark: SparkSession, *given: dict[str, object]) -> DataFrame:
     return spark.createDataFrame(spark.sparkContext.parallelize(values, 3), schemas.INPUT)
 
 
-def parts(ordered: DataFrame) -> list[list[dict[str, object]]]:
-    found: dict[int, list[dict[str, object]]] = {}
+def parts(ordered: DataFrame) -> list[list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
     for each in ordered.withColumn("part", f.spark_partition_id()).collect():
         found.setdefault(each.part, []).append(each.asDict(recursive=True))
     return [found[part] for part in sorted(found)]
 
 
-def test_tasks_of_a_key_are_sorted_in_one_partition(spark: SparkSession):
-    """Rows of a key are sorted by sequence, NULL first, then by ID."""
-    given = [
-        {"task_id": f"{(number * 7) % 40:02}", "ordering_key": f"k{number % 5}", "sequence": -3 + number // 8}
-        for number in range(40)
+def test_tasks_are_in_write_order_however_the_input_is_spread(spark: SparkSession):
+    """Those of a key are in one partition, sorted by sequence, NULL first, then by ID; others are sorted by ID.
+
+    Rows of one ID are adjacent, at their first sequence, and in one order. So a second run, and a retried Spark task,
+    reject the same rows.
+    """
+    dice = random.Random(7)
+    given: list[dict[str, Any]] = [
+        {
+            "task_id": f"{dice.randrange(90):02}",
+            "ordering_key": dice.choice([None, *"kkklmno"]),
+            "sequence": dice.choice([None, *range(-9, 9)]),
+            "data": dice.choice([b"a", b"b"]),
+            "attributes": dice.choice([None, {"a": "1"}, {"a": "2"}]),
+            "priority": dice.randrange(2),
+            "topic": dice.choice(["orders", "other"]),
+        }
+        for _ in range(400)
     ]
-    given += [{"task_id": "zz", "ordering_key": "k0"}, {"task_id": "zy", "ordering_key": "k0"}]
-    found = parts(in_order(tasks(spark, *given), 4))
-    assert sum(map(len, found)) == len(given)
-    assert len(found) > 1, "there is nothing to tell"
-    keys = [{each["ordering_key"] for each in part} for part in found]
-    assert sum(map(len, keys)) == 5, "a key is in two partitions"
-    for part in found:
-        least = -(2**63)
-        places = [
-            (each["ordering_key"], least if each["sequence"] is None else each["sequence"], each["task_id"])
-            for each in part
-        ]
-        assert places == sorted(places)
-
-
-def test_rows_without_a_key_are_sorted_by_id(spark: SparkSession):
-    given = [{"task_id": f"{number:03}"} for number in range(90)]
-    ordered = in_order(tasks(spark, *given), 3)
-    assert ordered.columns == schemas.INPUT.fieldNames()
-    assert ordered.rdd.getNumPartitions() == 3
-    found = [[each["task_id"] for each in part] for part in parts(ordered)]
-    assert len(found) == 3
-    assert all(part == sorted(part) for part in found)
-    assert sorted(id for part in found for id in part) == [each["task_id"] for each in given]
     # Rejected rows have neither an ID nor a key, and must not all be in one partition.
     lost = [{"task_id": None, "topic": None, "data": None, "reason": "x", "line": str(number)} for number in range(40)]
-    assert len(parts(in_order(tasks(spark, *lost), 4))) > 1
-
-
-def test_rows_of_one_id_are_adjacent_at_the_first_sequence(spark: SparkSession):
-    given = [{"task_id": f"{number:02}", "ordering_key": "k", "sequence": number} for number in range(30)]
-    twice = {"task_id": "05", "ordering_key": "k"}
-    given += [twice | {"sequence": 28}, twice | {"sequence": None}]
-    given += [{"task_id": id, "ordering_key": "k", "sequence": at} for id, at in (("08a", 8), ("08", 20), ("08a", 20))]
-    given += [{"task_id": "alone", "sequence": number} for number in (1, 99)] + [{"task_id": "between", "sequence": 50}]
-    for spread in (given, given[::-1]):
-        found = [each for part in parts(in_order(tasks(spark, *spread), 2)) for each in part]
-        keyed = [each["task_id"] for each in found if each["ordering_key"]]
-        assert keyed == sorted(each["task_id"] for each in given if "ordering_key" in each)
-        ids = [each["task_id"] for each in found]
-        assert ids.index("alone") + 1 == len(ids) - 1 - ids[::-1].index("alone")
-
-
-def test_rows_of_one_id_have_a_deterministic_order(spark: SparkSession):
-    """So a second run, and a retried Spark task, reject the same rows."""
-    given = [
-        {"data": data, "attributes": {"a": str(number)}, "priority": number, "topic": topic}
-        for data in (b"a", b"b") for number in (0, 1) for topic in ("orders", "other")
-    ]  # fmt: skip
-    given += [each | {"attributes": None} for each in given]
-    found = []
-    for spread in (given, given[::-1]):
-        [part] = parts(in_order(tasks(spark, *({"task_id": "one"} | each for each in spread)), 2))
-        found.append([(each["topic"], each["data"], each["attributes"], each["priority"]) for each in part])
-    assert found[0] == found[1]
+    ordered = in_order(tasks(spark, *given, *lost), 4)
+    assert (ordered.columns, ordered.rdd.getNumPartitions()) == (schemas.INPUT.fieldNames(), 4)
+    found = parts(ordered)
+    assert sum(map(len, found)) == 440
+    assert sum(any(each["reason"] for each in part) for part in found) > 1
+    found = [[each for each in part if not each["reason"]] for part in found]
+    again = parts(in_order(tasks(spark, *lost, *given[::-1]), 4))
+    assert found == [[each for each in part if not each["reason"]] for part in again]
+    homes = [{each["ordering_key"] or each["task_id"] for each in part} for part in found]
+    assert sum(map(len, homes)) == len(set().union(*homes)), "a key or an ID is in two partitions"
+    for part in found:
+        of_id: dict[tuple[Any, Any], list[int]] = {}
+        for each in part:
+            sequences = of_id.setdefault((each["ordering_key"], each["task_id"]), [])
+            sequences += [] if each["sequence"] is None else [each["sequence"]]
+        places = [
+            (each["ordering_key"] or "", min(of_id[each["ordering_key"], each["task_id"]], default=LEAST),
+             each["task_id"], LEAST if each["sequence"] is None else each["sequence"])
+            for each in part
+        ]  # fmt: skip
+        assert places == sorted(places)

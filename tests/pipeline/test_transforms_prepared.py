@@ -3,21 +3,26 @@
 import json
 import random
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import combinations
+from typing import Any
 from uuid import UUID, uuid5
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
+from pyspark.testing import assertDataFrameEqual
 
+import outbox
 from outbox.errors import SettingError
+from outbox.testing import RecordingTransaction
 from outbox_pipeline import schemas
+from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.register.ids import NAMESPACE, as_uuid5, named, task_id
 from outbox_pipeline.jobs.register.json_objects import CONVERT
 from outbox_pipeline.jobs.register.transforms import COLUMNS, prepared
-from tests.support.pipeline import row, rows
+from tests.support.pipeline import FakeTable, row, rows
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
 LATER = datetime(2026, 11, 21, 14, 0, 0, 1, UTC)
@@ -38,66 +43,42 @@ def texts(spark: SparkSession, given: list[dict[str, str]], *names: str) -> Data
     return spark.createDataFrame([tuple(each.get(name) for name in columns) for each in given], schema)
 
 
-def test_typed_columns_are_not_changed(spark: SparkSession):
-    made = prepared(rows(spark, [FULL, row(task_id="id-2", data=b"")]))
-    assertSchemaEqual(made.schema, schemas.INPUT, ignoreNullable=True)
+def test_narrow_types_are_widened(spark: SparkSession):
+    """And whole numbers of pandas, which are floats if one of the column is missing."""
     narrow = spark.sql(
         "SELECT 'i' task_id, 'orders' topic, X'61' data, 5Y priority, 6S sequence, map('a', 1) attributes UNION ALL "
         "SELECT 'j', 'orders', X'62', 7D, 8F, NULL"
     )
     wanted = [
-        FULL,
-        row(task_id="id-2", data=b""),
         row(task_id="i", data=b"a", priority=5, sequence=6, attributes={"a": "1"}),
         row(task_id="j", data=b"b", priority=7, sequence=8),
     ]
-    assertDataFrameEqual(made.union(prepared(narrow)), frame(spark, wanted))
+    assertDataFrameEqual(prepared(narrow), frame(spark, wanted))
 
 
-def test_texts_are_parsed_to_the_same_values(spark: SparkSession):
-    full = {
-        "task_id": "id-1", "topic": "orders", "data_base64": "AP8=", "attributes": '{"b":"2", "a":"é"}',
-        "priority": "-7", "ordering_key": "k", "available_at": "2026-11-21T14:00:00.123456+01:00",
-        "expires_at": "2026-11-21 14:00:00.000001Z", "at_most_once": "false", "sequence": "3",
-    }  # fmt: skip
-    given = [
-        full,
-        {"task_id": "id-2", "topic": "orders", "data": "é😀\x00"},
-        {
-            "task_id": "id-3",
-            "data": "",
-            "at_most_once": "True",
-            "available_at": "2026-11-21T13:00:00.000000000+0000",
-            "priority": "50.0",
-            "sequence": "1.5e3",
-        },
-        {"task_id": "id-4", "topic": "", "data_base64": "eHh4\r\neHh4", "ordering_key": "", "attributes": "{}"},
-        {
-            "task_id": "id-5",
-            "data": "5",
-            "available_at": "2026-11-21 14:00+01:00",
-            "attributes": '{"n":1,"none":null,"o":{"p":[true]}}',
-        },
-        {"task_id": "id-6", "data": "", "priority": str(2**63 - 1), "sequence": str(-(2**63))},
-    ]
-    moment = datetime(2026, 11, 21, 13, tzinfo=UTC)
-    wanted = [
-        FULL,
-        row(task_id="id-2", data="é😀\x00".encode()),
-        row(
-            task_id="id-3", topic="usual", data=b"", at_most_once=True, available_at=moment, priority=50, sequence=1500
-        ),
-        row(task_id="id-4", topic="", data=b"xxxxxx", attributes={}),
-        row(
-            task_id="id-5",
-            topic="usual",
-            data=b"5",
-            available_at=moment,
-            attributes={"n": "1", "none": None, "o": '{"p":[true]}'},
-        ),
-        row(task_id="id-6", topic="usual", data=b"", priority=2**63 - 1, sequence=-(2**63)),
-    ]
-    assertDataFrameEqual(prepared(texts(spark, given), topic="usual"), frame(spark, wanted))
+MOMENT = datetime(2026, 11, 21, 13, tzinfo=UTC)
+TIMES: dict[str, object] = {
+    "2026-11-21T14:00:00.123456+01:00": TIME, "2026-11-21 14:00:00.000001Z": LATER, "2026-11-21 14:00+01:00": MOMENT,
+    "2026-11-21T13:00:00.000000000+0000": MOMENT, "2090-01-01T00:00:00Z": datetime(2090, 1, 1, tzinfo=UTC),
+}  # fmt: skip
+#: The value that a text of each column means.
+FORMS: dict[str, dict[str, object]] = {
+    "topic": {each: each for each in ("orders", "projects/my-project/topics/orders", "goog", "")},
+    "data": {"é😀\x00": "é😀\x00".encode(), "5": b"5", "": b""},
+    "data_base64": {"AP8=": b"\x00\xff", "eHh4\r\neHh4": b"xxxxxx"},
+    "attributes": {
+        '{"b":"2", "a":"é"}': {"b": "2", "a": "é"}, "{}": {}, '{"googx":""}': {"googx": ""},
+        '{"n":1,"none":null,"o":{"p":[true]}}': {"n": "1", "none": None, "o": '{"p":[true]}'},
+    },
+    "priority": {"-7": -7, "50.0": 50, str(2**63 - 1): 2**63 - 1},
+    "sequence": {"3": 3, "1.5e3": 1500, str(-(2**63)): -(2**63)},
+    "ordering_key": {"k": "k", "": None},
+    "at_most_once": {"false": False, "no": False, "True": True},
+    "available_at": TIMES,
+    "expires_at": TIMES,
+}  # fmt: skip
+#: Columns of a task in the table that have the given values.
+STORED = ("Id", "Topic", "Data", "Priority", "OrderingKey", "AvailableAt", "ExpiresAt", "AtMostOnce")
 
 
 A_TIME = "a time with its offset and at most 6 decimals, such as 2026-11-21T13:00:00Z"
@@ -124,23 +105,62 @@ UNREADABLE = {
 }
 
 
-def test_an_invalid_text_is_rejected_and_only_its_line_is_kept(spark: SparkSession):
-    """The line is the whole row, so that no incomplete row is registered. The reason shows 100 characters."""
-    given = [
-        {"data": "d", "topic": "orders", name: value}
-        for name, (values, _) in (UNREADABLE | {"priority": (("9" * 1000, *UNREADABLE["priority"][0]), "")}).items()
-        for value in values
-    ]
-    for each in given:
-        if "data_base64" in each:
-            del each["data"]
-    found = prepared(texts(spark, given, *COLUMNS)).collect()
-    assert len(found) == len(given)
-    for source, made in zip(given, found, strict=True):
-        name = next(name for name in UNREADABLE if name in source)
-        assert made.reason == f"{name} {source[name][:100]} is not {UNREADABLE[name][1]}"
-        assert json.loads(made.line) == source
-        assert {value for column, value in made.asDict().items() if column not in ("line", "reason")} == {None}
+def drawn(random: random.Random) -> Iterator[dict[str, str]]:
+    """Yield rows of texts: each text of each column, and many together."""
+    yield from ({name: each} for name, given in FORMS.items() for each in given)
+    yield from ({name: each} for name, (given, _) in UNREADABLE.items() for each in given)
+    yield {"priority": "9" * 1000}
+    for _ in range(200):
+        names = random.sample(sorted(FORMS), random.randrange(len(FORMS)))
+        yield {name: random.choice([*FORMS[name]]) for name in names}
+
+
+def test_a_row_registers_exactly_what_register_would_or_has_the_reason(spark: SparkSession):
+    """Texts and typed values alike.
+
+    Only the whole line of a row that cannot be parsed is kept, so that no incomplete row is registered. The reason
+    shows 100 characters.
+    """
+    given = [{"task_id": f"{n:03}"} | each for n, each in enumerate(drawn(random.Random(1)))]
+    given = [each if {"data", "data_base64"} & each.keys() else each | {"data": "d"} for each in given]
+    given = [each for each in given if not {"data", "data_base64"} <= each.keys()]
+    made = prepared(texts(spark, given, *COLUMNS), topic="usual")
+    valid = []
+    for source, found in zip(given, made.collect(), strict=True):
+        wrong = [name for name, value in source.items() if name != "task_id" and value not in FORMS[name]]
+        wrong = [name for name in wrong if (name, source[name]) != ("data", "d")]
+        if wrong:
+            assert found.reason == f"{wrong[0]} {source[wrong[0]][:100]} is not {UNREADABLE[wrong[0]][1]}"
+            assert json.loads(found.line) == source
+            assert {value for column, value in found.asDict().items() if column not in ("line", "reason")} == {None}
+        else:
+            values = {name: FORMS[name].get(text, b"d") for name, text in source.items() if name != "task_id"}
+            values["data"] = values.pop("data_base64", None) or values["data"]
+            valid.append(row(**{"topic": "usual", "task_id": source["task_id"]} | values))
+    for parsed in (made.where("reason IS NULL"), prepared(rows(spark, valid))):
+        assertDataFrameEqual(parsed, frame(spark, valid))
+    for each in valid:
+        table = FakeTable()
+        writer = Writer(table, table.now())
+        writer.add(each)
+        writer.flush()
+        stored = [{name: one[name] for name in STORED} for one in table.rows.values()]
+        assert [*stored, *(one["reason"] for one in writer.answers()[1:])] == [registered(each)]
+
+
+def registered(given: dict[str, Any]) -> Any:
+    """Return the columns that `outbox.register` writes for a row, or why it refuses the row."""
+    transaction = RecordingTransaction()
+    names = ("attributes", "priority", "ordering_key", "available_at", "expires_at", "at_most_once")
+    options = {name: given[name] for name in names if given[name] is not None}
+    try:
+        outbox.register(transaction, given["topic"], given["data"], task_id=given["task_id"], **options)
+    except (outbox.InvalidMessage, TypeError) as error:
+        return str(error)
+    [(_, columns, [values])] = transaction.inserts
+    stored = {"OrderingKey": None, "AvailableAt": None, "ExpiresAt": None, "AtMostOnce": False}
+    stored |= dict(zip(columns, values, strict=True))
+    return {name: stored[name] for name in STORED}
 
 
 def test_other_invalid_rows_are_rejected(spark: SparkSession):

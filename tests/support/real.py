@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 
 import google.auth
-import grpc
 from google.auth.transport.grpc import secure_authorized_channel
 from google.auth.transport.requests import Request
 
@@ -30,10 +29,9 @@ Store = SpannerStore if NAMED else EmulatorStore
 class _Cloud(Forwarding):
     """Forwards to Spanner with the default credentials."""
 
-    def _opened(self) -> grpc.Channel:
+    def __init__(self, target: str) -> None:
         found, _ = google.auth.default(scopes=[SCOPE])
-        opened: grpc.Channel = secure_authorized_channel(found, Request(), self._target, options=UNLIMITED)
-        return opened
+        self._channel = secure_authorized_channel(found, Request(), target, options=UNLIMITED)
 
 
 @contextlib.contextmanager
