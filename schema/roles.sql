@@ -34,15 +34,11 @@ GRANT SELECT
   ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards, AsynchronousTaskOperations
   TO ROLE outbox_viewer;
 
--- Applications. They register tasks, and read no message. If one of them cancels tasks (outbox.cancel), uncomment the two
--- grants: then the role also reads messages and deletes tasks. It reads the whole table, because a list of columns would
--- lack the shard column that a reshard adds.
+-- Applications. They register tasks, and read no message. If one of them cancels tasks, also run roles_cancel.sql.
 CREATE ROLE outbox_application;
 GRANT SELECT(Id) ON TABLE AsynchronousTasks TO ROLE outbox_application;
 GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce)
   ON TABLE AsynchronousTasks TO ROLE outbox_application;
--- GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskShards TO ROLE outbox_application;
--- GRANT UPDATE(Id, AvailableAt, BlockedBy), DELETE ON TABLE AsynchronousTasks TO ROLE outbox_application;
 
 -- Subscribers with the inbox. Grant it in their own database, beside the privileges for their own tables.
 CREATE ROLE outbox_subscriber;

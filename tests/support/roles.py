@@ -21,8 +21,8 @@ Grants = dict[tuple[str, str], frozenset[str]]
 
 
 def statements(*, optional: bool = False) -> list[str]:
-    text = ROLES.read_text(encoding="utf-8")
-    return [" ".join(each.split()) for each in ddl.cut(text.replace("-- GRANT", "GRANT") if optional else text)]
+    files = [ROLES, ROLES.with_name("roles_cancel.sql")] if optional else [ROLES]
+    return [" ".join(each.split()) for file in files for each in ddl.cut(file.read_text(encoding="utf-8"))]
 
 
 def grants(role: str, *, optional: bool = False) -> Grants:
