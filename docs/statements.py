@@ -53,7 +53,8 @@ def _statements(module: ModuleType) -> Iterator[tuple[str, str, str]]:
             function = getattr(module, node.name)
             parameters = inspect.signature(function).parameters
             if parameters.keys() <= EXAMPLES.keys():
-                sql = function(**{name: EXAMPLES[name] for name in parameters})
+                found = function(**{name: EXAMPLES[name] for name in parameters})
+                sql = found[-1] if isinstance(found, list) else found
                 if sql.lstrip().startswith(("SELECT", "@{")):
                     yield node.name, (ast.get_docstring(node) or "").split("\n")[0], sql
 

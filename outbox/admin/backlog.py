@@ -4,11 +4,11 @@ Each function that reads raises NotReached or OutboxError.
 """
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime, timedelta
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from outbox.admin import statements
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, read_before
@@ -17,23 +17,26 @@ from outbox.program.values import chunked
 from outbox.table.statements import CONTROLS
 from outbox.table.states import UNSENT
 
-#: The ready tasks of a shard and topic up to a priority.
-Range: TypeAlias = tuple[int, str, int]
+#: A shard, a topic, or None for a count of all topics, and the highest priority to count, if the statement has one.
+Range: TypeAlias = tuple[int, str | None, int]
+_Place: TypeAlias = tuple[int, str | None]
+#: Returns the rows of a statement with these parameters.
+Query: TypeAlias = Callable[..., list[list[Any]]]
 
-#: A count stops at this many tasks of a shard and topic: with ten shards, at 100,000 tasks of a topic.
+#: A count stops at this many tasks of a shard and topic: with ten shards, at 100,000 tasks of a topic. So with a worker
+#: for each shard, the autoscaler's metric can be 10,000 for each worker.
 COUNT_LIMIT = 10_000
 NO_LIMIT = 2**62
 #: Age of the snapshot that metrics read. Any replica can serve a snapshot of ten seconds ago.
 #: https://cloud.google.com/spanner/docs/timestamp-bounds
 STALENESS = timedelta(seconds=10)
-#: All ranges of one state together read at most MAX_TOTAL tasks, but the limit of a range is never below
-#: MIN_COUNT_LIMIT.
+#: All ranges of one state together read at most MAX_TOTAL tasks, or COUNT_LIMIT for each shard if these are more. But
+#: the limit of a range is never below MIN_COUNT_LIMIT.
 MAX_TOTAL, MIN_COUNT_LIMIT = 1_000_000, 100
 #: Max topics that are counted.
 MAX_TOPICS = 1_000
-#: Max queries for the ready tasks of a shard and topic. A query that stops at its limit of tasks is followed by one for
-#: the lower priorities.
-MAX_QUERIES = 20
+#: Max queries for the first ready tasks of the priorities that a count does not reach, each for a lower priority.
+MAX_SEEKS = 20
 #: Max pairs of a shard and a topic in one request, because Spanner limits a request to 10 MiB.
 MAX_RANGES = 10_000
 #: Ready tasks of a shard, topic and priority that are read to find the oldest. The first one by CreatedAt may not be
@@ -42,6 +45,20 @@ FIRST_READY = 10
 _HIGHEST, _LOWEST = 2**63 - 1, -(2**63)
 _REGISTERED = "registered_last_minute"
 COUNTS = (*UNSENT, _REGISTERED, "sent_last_minute")
+
+
+class Counted(NamedTuple):
+    """A row of `statements.counted`: a number of tasks of a topic, priority and state in a range."""
+
+    shard: int
+    of_topic: str | None
+    topic: str
+    priority: int
+    state: str
+    number: int
+    oldest: datetime | None
+    next_due: datetime | None
+    registered: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,6 +135,14 @@ class Backlog:
             merged.setdefault(line.topic, Line(line.topic, line.priority, line.paused)).add(line)
         return merged
 
+    def by_topic_and_state(self) -> Counter[tuple[str, str]]:
+        """Return the numbers of unsent tasks, without zeros. Pending tasks of paused topics have the state `paused`."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for line in self.lines:
+            for state in UNSENT:
+                counts[line.topic, "paused" if line.paused and state == "pending" else state] += getattr(line, state)
+        return +counts
+
     def age(self, line: Line | None) -> float:
         """Return the age of the oldest task of a line in seconds, or 0 if there is none."""
         return max(0.0, (self.as_of - line.oldest).total_seconds()) if line and line.oldest else 0.0
@@ -127,85 +152,22 @@ def _first(*times: datetime | None) -> datetime | None:
     return min(filter(None, times), default=None)
 
 
-class BacklogCounter:
-    """Adds up the counts of all ranges of the index. It reads nothing itself.
-
-    Rows are (shard, topic, priority, state, number, oldest, next due, registered in the last minute).
-    """
-
-    def __init__(self, limit: int) -> None:
-        """Expect that each query stops counting at `limit` in each range."""
-        self._limit = limit
-        self._lines: dict[tuple[str, int], Line] = {}
-        #: The incomplete counts of each topic (None: of all topics). Each has a priority: the count is incomplete for
-        #: this priority and all lower ones.
-        self._incomplete: dict[str | None, set[tuple[str, int]]] = defaultdict(set)
-
-    def add(self, rows: Iterable[Sequence[Any]], *names: str, by_topic: bool = True) -> None:
-        """Add rows. `names` are the counts to which they belong.
-
-        A range is one topic of a shard or, without `by_topic`, a whole shard.
-        """
-        totals: dict[tuple[int, str | None], int] = defaultdict(int)
-        for shard, topic, *row in rows:
-            self._add(topic, *row)
-            totals[shard, topic if by_topic else None] += row[2]
-        for (_, topic), number in totals.items():
-            if number >= self._limit:
-                self._incomplete[topic] |= {(name, _HIGHEST) for name in names}
-
-    def add_ready(self, rows: Iterable[Sequence[Any]]) -> list[Range]:
-        """Add rows of ready tasks, highest priorities first, and return the ranges that have more tasks.
-
-        A query that stops at the limit leaves the count of its lowest priority incomplete.
-        """
-        totals: dict[tuple[int, str], int] = defaultdict(int)
-        lowest: dict[tuple[int, str], int] = {}
-        for shard, topic, priority, state, number, *row in rows:
-            self._add(topic, priority, state, number, *row)
-            totals[shard, topic] += number
-            lowest[shard, topic] = min(priority, lowest.get((shard, topic), priority))
-        stopped = [(*place, lowest[place]) for place, number in totals.items() if number >= self._limit]
-        for _, topic, priority in stopped:
-            self._lines[topic, priority].at_least.add("pending")
-        return [(shard, topic, priority - 1) for shard, topic, priority in stopped if priority > _LOWEST]
-
-    def mark_incomplete(self, ranges: Iterable[Range]) -> None:
-        """Note that the ready tasks of these ranges are not counted."""
-        for _, topic, priority in ranges:
-            self._incomplete[topic] |= {("pending", priority), (_REGISTERED, priority)}
-
-    def with_pending(self) -> list[tuple[str, int]]:
-        """Return the topics and priorities that have pending tasks."""
-        return [place for place, line in self._lines.items() if line.pending]
-
-    def lines(self, paused: Collection[str]) -> list[Line]:
-        """Return all lines, by topic and then by priority."""
-        for line in self._lines.values():
-            line.paused = line.topic in paused
-            incomplete = self._incomplete[line.topic] | self._incomplete[None]
-            line.at_least |= {name for name, priority in incomplete if line.priority <= priority}
-        return sorted(self._lines.values(), key=lambda line: (line.topic, -line.priority))
-
-    def _add(self, topic: str, priority: int, *counted: Any) -> None:
-        name, number, oldest, next_due, registered = counted
-        line = self._lines.setdefault((topic, priority), Line(topic, priority))
-        setattr(line, name, getattr(line, name) + number)
-        line.registered_last_minute += registered
-        line.oldest, line.next_due = _first(line.oldest, oldest), _first(line.next_due, next_due)
-
-
 def read(table: TaskTable, *, exact: bool = False, limit: int | None = None) -> Backlog:
     """Return the current backlog, read at one timestamp.
 
-    Unless `exact`, each count stops at `limit` in a shard and topic, by default COUNT_LIMIT, or less if there are many
-    topics.
+    Unless `exact`, each count stops at `limit` in a shard and topic, by default at COUNT_LIMIT, or less if many of them
+    have many tasks. A number is then a lower bound, but the age of the oldest task is still right.
     """
     return _read_at(table, table.now(), NO_LIMIT if exact else limit)
 
 
+def read_unsent(table: TaskTable) -> Backlog:
+    """Return the unsent tasks. The other counts of the backlog are incomplete or not read."""
+    return _read_at(table, table.now(), None, of_sent=False)
+
+
 def read_unsent_stale(table: TaskTable) -> Backlog:
-    """Return the unsent tasks of ten seconds ago. The other counts of the backlog are incomplete or not read."""
+    """Return those of ten seconds ago."""
     return read_before(table.now(), STALENESS, lambda at: _read_at(table, at, None, of_sent=False))
 
 
@@ -214,7 +176,7 @@ def oldest_ages(table: TaskTable) -> dict[str, float]:
 
     Paused topics, and topics without pending, retrying or blocked tasks, are left out. Of ready tasks, seeks in the
     index find the age, so the cost does not depend on the number of tasks of a priority. Ages are exact with three
-    exceptions. Of more than MAX_TOPICS topics, only the first are read. Of more than MAX_QUERIES priorities of a shard
+    exceptions. Of more than MAX_TOPICS topics, only the first are read. Of more than MAX_SEEKS priorities of a shard
     and topic, only some tasks of the lower ones are read. Of the due tasks, and of those that are due later, only the
     first by AvailableAt are read: as many as a count reads.
     """
@@ -222,80 +184,124 @@ def oldest_ages(table: TaskTable) -> dict[str, float]:
 
 
 def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
-    def ask(statement: str, **parameters: Any) -> list[list[Any]]:
-        return table.query(statement, "outbox-age", parameters, at=at, seconds=SCAN_SECONDS)
-
-    paused = {topic for topic, is_paused, *_ in ask(CONTROLS) if is_paused}
+    paused = _paused(table, at)
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
-    counter = BacklogCounter(FIRST_READY)
-    if left := _add_ready(counter, ask, product(table.shards, topics), FIRST_READY, now=at):
-        limit = max(MIN_COUNT_LIMIT, min(COUNT_LIMIT, MAX_TOTAL // len(left)))
-        for rows in _ready(ask, left, limit, now=at):
-            counter.add(rows, "pending")
-    values = {"shards": list(table.shards), "topics": topics, "limit": range_limit(table, topics), "now": at}
+    reader = _Reader(table, at, "outbox-age", None)
+    reader.add_first_ready(ranges_of(table, topics))
     for statement in (statements.COUNT_DUE, statements.COUNT_LATER):
-        counter.add(ask(statement, **values))
-    backlog = Backlog(at, (), counter.lines(()))
+        reader.add(statement, ranges_of(table, topics))
+    backlog = Backlog(at, (), list(reader.lines.values()))
     return {topic: backlog.age(line) for topic, line in backlog.topics().items() if line.oldest}
-
-
-def _add_ready(
-    counter: BacklogCounter,
-    ask: Callable[..., list[list[Any]]],
-    ranges: Iterable[tuple[int, str]],
-    limit: int,
-    **more: Any,
-) -> list[Range]:
-    """Add the ready tasks of all shards and topics. Return the ranges that are left."""
-    left = [(*place, _HIGHEST) for place in ranges]
-    for _ in range(MAX_QUERIES):
-        left = [each for rows in _ready(ask, left, limit, **more) for each in counter.add_ready(rows)]
-    return left
-
-
-def _ready(
-    ask: Callable[..., list[list[Any]]],
-    ranges: Iterable[Range],
-    limit: int,
-    statement: str = statements.COUNT_READY,
-    **more: Any,
-) -> Iterator[list[list[Any]]]:
-    """Yield the rows of ready tasks in these ranges, request by request."""
-    for chunk in chunked(ranges, MAX_RANGES):
-        shards, topics, priorities = (list(each) for each in zip(*chunk, strict=True))
-        yield ask(statement, range_shards=shards, range_topics=topics, max_priorities=priorities, limit=limit, **more)
-
-
-def range_limit(table: TaskTable, topics: Collection[str], most: int = COUNT_LIMIT) -> int:
-    """Return the max number of tasks that a read of a state reads in each shard and topic, at most `most`."""
-    return max(MIN_COUNT_LIMIT, min(most, MAX_TOTAL // (max(1, len(topics)) * len(table.shards))))
 
 
 def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool = True) -> Backlog:
     topics = table.topics(MAX_TOPICS + 1, at)
     whole = len(topics) <= MAX_TOPICS
     del topics[MAX_TOPICS:]
-    if limit is None:
-        limit = range_limit(table, topics)
-    seconds = COUNT_SECONDS if limit == NO_LIMIT else SCAN_SECONDS
-
-    def ask(statement: str, **parameters: Any) -> list[list[Any]]:
-        return table.query(statement, "outbox-status", parameters, at=at, seconds=seconds)
-
-    counter = BacklogCounter(limit)
-    values: dict[str, Any] = {"shards": list(table.shards), "limit": limit, "now": at}
-    counter.mark_incomplete(_add_ready(counter, ask, product(table.shards, topics), limit, now=at))
+    ranges = ranges_of(table, topics)
+    reader = _Reader(table, at, "outbox-status", limit)
+    reader.add_first_ready(reader.add(statements.COUNT_READY, ranges, "pending"))
+    reader.add(statements.COUNT_DUE, ranges, "pending")
+    reader.add(statements.COUNT_LATER, ranges, "retrying", "scheduled", "blocked")
+    reader.add(statements.COUNT_DEAD, ranges, "dead")
     if of_sent:
-        ranges = ((shard, *place) for shard, place in product(table.shards, counter.with_pending()))
-        for rows in _ready(ask, ranges, limit, statements.COUNT_REGISTERED, now=at):
-            counter.add(rows, _REGISTERED)
-    counter.add(ask(statements.COUNT_DUE, **values, topics=topics), "pending", _REGISTERED)
-    later = ask(statements.COUNT_LATER, **values, topics=topics)
-    counter.add(later, "retrying", "scheduled", "blocked", _REGISTERED)
-    counter.add(ask(statements.COUNT_DEAD, **values, topics=topics), "dead", _REGISTERED)
-    workers: Sequence[Worker] = []
-    if of_sent:
-        counter.add(ask(statements.COUNT_SENT, **values), "sent_last_minute", _REGISTERED, by_topic=False)
-        workers = live(table, at)
-    paused = {topic for topic, is_paused, *_ in ask(CONTROLS) if is_paused}
-    return Backlog(at, workers, counter.lines(paused), whole=whole)
+        reader.add(statements.COUNT_SENT, ranges_of(table), "sent_last_minute")
+    lines = sorted(reader.lines.values(), key=lambda line: (line.topic, -line.priority))
+    paused = _paused(table, at)
+    for line in lines:
+        line.paused = line.topic in paused
+        line.at_least = reader.at_least[line.topic] | reader.at_least[None]
+    return Backlog(at, live(table, at) if of_sent else [], lines, whole=whole)
+
+
+def _paused(table: TaskTable, at: datetime) -> set[str]:
+    return {topic for topic, is_paused, *_ in table.query(CONTROLS, "outbox-status", at=at) if is_paused}
+
+
+def ranges_of(table: TaskTable, topics: Iterable[str | None] = (None,)) -> list[Range]:
+    """Return the ranges of all shards and these topics, or of all shards."""
+    return [(shard, topic, _HIGHEST) for shard, topic in product(table.shards, topics)]
+
+
+def range_limit(ranges: Collection[Sequence[Any]], most: int | None = None) -> int:
+    """Return the max number of tasks that a read of a state reads in each of these ranges, at most `most`.
+
+    Without `most`, at most COUNT_LIMIT.
+    """
+    total = max(MAX_TOTAL, COUNT_LIMIT * len({shard for shard, *_ in ranges}))
+    return max(MIN_COUNT_LIMIT, min(most or COUNT_LIMIT, total // max(1, len(ranges))))
+
+
+def count(
+    query: Query, statement: str, ranges: Sequence[Range], limit: int | None = None, **values: Any
+) -> tuple[list[Counted], set[_Place]]:
+    """Return the counts of a statement of `statements.counted`, and the shards and topics that have more tasks.
+
+    Each range is counted up to `limit`. Without it, ranges with few tasks are counted first, and the others share
+    what may be read. So the backlog of a topic is counted as far with a thousand small topics as alone.
+    """
+    first = limit or range_limit(ranges)
+    rows = _rows(query, statement, ranges, first, **values)
+    full = _full(rows, first)
+    if limit or not full or (more := range_limit(full)) <= first:
+        return rows, full
+    again = _rows(query, statement, [each for each in ranges if each[:2] in full], more, **values)
+    return [*(row for row in rows if (row.shard, row.of_topic) not in full), *again], _full(again, more)
+
+
+def _rows(query: Query, statement: str, ranges: Iterable[Range], limit: int, **values: Any) -> list[Counted]:
+    """Return the counts of all ranges, request by request."""
+    rows: list[Counted] = []
+    for chunk in chunked(ranges, MAX_RANGES):
+        shards, topics, priorities = (list(each) for each in zip(*chunk, strict=True))
+        places = {"range_shards": shards, "range_topics": topics, "max_priorities": priorities}
+        rows += [Counted(*row) for row in query(statement, **values, **places, limit=limit)]
+    return rows
+
+
+def _full(rows: Iterable[Counted], limit: int) -> set[_Place]:
+    totals: Counter[_Place] = Counter()
+    for row in rows:
+        totals[row.shard, row.of_topic] += row.number
+    return {place for place, number in totals.items() if number >= limit}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reader:
+    """Adds up counts, as of `at`, by topic and priority. `at_least` has the incomplete counts of each topic."""
+
+    table: TaskTable
+    at: datetime
+    tag: str
+    limit: int | None
+    lines: dict[tuple[str, int], Line] = dataclasses.field(default_factory=dict)
+    at_least: dict[str | None, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+
+    def add(self, statement: str, ranges: Sequence[Range], *names: str) -> list[Range]:
+        """Add the counts `names` of these ranges. Return the lower priorities of those that have more tasks."""
+        rows, full = count(self._query, statement, ranges, self.limit, now=self.at)
+        for _, topic in full:
+            self.at_least[topic] |= {*names, _REGISTERED}
+        return self._add(rows, full)
+
+    def add_first_ready(self, left: Sequence[Range]) -> None:
+        """Add the first ready tasks of each priority in these ranges, for the age: they are those registered first."""
+        for seeks in range(1, MAX_SEEKS + 1):
+            limit = FIRST_READY if seeks < MAX_SEEKS else range_limit(left)
+            rows = _rows(self._query, statements.COUNT_READY, left, limit, now=self.at)
+            left = self._add(rows, _full(rows, limit))
+
+    def _query(self, statement: str, **values: Any) -> list[list[Any]]:
+        seconds = COUNT_SECONDS if self.limit == NO_LIMIT else SCAN_SECONDS
+        return self.table.query(statement, self.tag, values, at=self.at, seconds=seconds)
+
+    def _add(self, rows: Iterable[Counted], full: Collection[_Place]) -> list[Range]:
+        lowest: dict[_Place, int] = {}
+        for row in rows:
+            place = row.shard, row.of_topic
+            lowest[place] = min(row.priority, lowest.get(place, row.priority))
+            line = self.lines.setdefault((row.topic, row.priority), Line(row.topic, row.priority))
+            setattr(line, row.state, getattr(line, row.state) + row.number)
+            line.registered_last_minute += row.registered
+            line.oldest, line.next_due = _first(line.oldest, row.oldest), _first(line.next_due, row.next_due)
+        return [(*place, lowest[place] - 1) for place in full if lowest[place] > _LOWEST]

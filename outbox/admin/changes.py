@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import error_groups, operations, statements
-from outbox.admin.backlog import COUNT_LIMIT, NO_LIMIT
+from outbox.admin import backlog, error_groups, operations, statements
 from outbox.admin.operations import UNNAMED, Author, Progress
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
 from outbox.errors import OutboxError
@@ -166,17 +165,23 @@ _Write = Callable[[Transaction, Sequence[_Row]], None]
 def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
     """Return the number of selected tasks, as of the selection's `as_of` or now.
 
-    Unless `exact`, count at most COUNT_LIMIT in each shard and topic.
+    Unless `exact`, the count stops early, as that of the backlog does.
     """
     selection = _previewed(table, selection)
     if selection.ids is not None:
         return Count(len(_matching_ids(table, selection, selection.ids)))
-    at, limit = selection.as_of, NO_LIMIT if exact else COUNT_LIMIT
-    statement = statements.count_of_state(_state(selection), selection.names)
-    values = selection.values | _ranges(table, selection) | _now(statement, selection) | {"limit": limit}
     seconds = COUNT_SECONDS if exact else SCAN_SECONDS
-    numbers = [number for (number,) in table.query(statement, "outbox-count", values, at=at, seconds=seconds)]
-    return Count(sum(numbers), limit in numbers)
+
+    def query(statement: str, **values: Any) -> list[list[Any]]:
+        values |= selection.values | _now(statement, selection)
+        return table.query(statement, "outbox-count", values, at=selection.as_of, seconds=seconds)
+
+    # The range of sent tasks has no topic.
+    topics = (None,) if selection.state == "sent" else _topics(table, selection)
+    ranges, limit = backlog.ranges_of(table, topics), backlog.NO_LIMIT if exact else None
+    counting = statements.counts_of_state(_state(selection), selection.names)
+    counts = [backlog.count(query, each, ranges, limit) for each in counting]
+    return Count(sum(row.number for rows, _ in counts for row in rows), any(full for _, full in counts))
 
 
 def preview(table: TaskTable, selection: TaskSelection) -> Preview:
@@ -185,7 +190,8 @@ def preview(table: TaskTable, selection: TaskSelection) -> Preview:
     if selection.ids is not None:
         return _preview_of_ids(table, selection)
     statement = statements.grouped(_state(selection), selection.names)
-    values = selection.values | _ranges(table, selection) | _now(statement, selection) | {"limit": GROUPS}
+    ranges = {"shards": list(table.shards)} | ({"topics": _topics(table, selection)} if "@topics" in statement else {})
+    values = selection.values | ranges | _now(statement, selection) | {"limit": GROUPS}
     groups = table.query(statement, "outbox-count", values, at=selection.as_of, seconds=COUNT_SECONDS)
     tasks = count(table, selection, exact=True).number
     everything = dataclasses.replace(selection, include_expired=True)
@@ -410,7 +416,7 @@ def _selected_ids(
     begin: dict[str, Any] = json.loads(position) if position else {"column": layout.column, "shard": 0}
     if begin["column"] != layout.column:
         raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
-    ranges = {name: value for name, value in _ranges(table, selection).items() if name == "topics"}
+    ranges = {} if selection.state == "sent" else {"topics": _topics(table, selection)}
     for shard in table.shards[begin["shard"] :]:
         values = selection.values | ranges | {"shard": shard, "limit": PAGE}
         after: list[str] | None = begin.get("after") if shard == begin["shard"] else None
@@ -440,12 +446,9 @@ def _ids_of_shard(
             values |= {"after_id": last_id} | ({"after": last_sent_at} if last_sent_at else {})
 
 
-def _ranges(table: TaskTable, selection: TaskSelection) -> dict[str, Any]:
-    """Return the shards and topics of the index ranges to read. The range of sent tasks has no topics."""
-    if selection.state == "sent":
-        return {"shards": list(table.shards)}
-    topics = [selection.topic] if selection.topic is not None else table.topics(at=selection.as_of)
-    return {"shards": list(table.shards), "topics": topics}
+def _topics(table: TaskTable, selection: TaskSelection) -> list[str]:
+    """Return the topics of the index ranges to read."""
+    return [selection.topic] if selection.topic is not None else table.topics(at=selection.as_of)
 
 
 def _now(statement: str, selection: TaskSelection) -> dict[str, datetime | None]:

@@ -85,78 +85,60 @@ ORDER BY StartedAt DESC, OperationId"""
 
 
 # The n-th range has the n-th shard of @range_shards, the n-th topic of @range_topics and the n-th max priority.
-_TOPIC_RANGES = """(
+_RANGES_TO_COUNT = """(
   SELECT in_shard, @range_topics[OFFSET(position)] AS of_topic, @max_priorities[OFFSET(position)] AS max_priority
   FROM UNNEST(@range_shards) AS in_shard WITH OFFSET AS position)"""
 
 
 _NO_TIME = "CAST(NULL AS TIMESTAMP)"
 _IN_LAST_MINUTE = "> TIMESTAMP_SUB(@now, INTERVAL 1 MINUTE)"
-_REGISTERED = f"CreatedAt {_IN_LAST_MINUTE}"
 
 
-def _count(
-    ranges: str,
+def counted(
     rows: str,
-    state: str,
+    state: str = "''",
     *,
-    first_due: str = FIRST_DUE_SQL,
+    index: str = TO_SEND,
+    priority: str = "Priority",
+    first_due: str = _NO_TIME,
     due: str = _NO_TIME,
-    registered: str = "FALSE",
+    registered: str = f"CreatedAt {_IN_LAST_MINUTE}",
 ) -> str:
-    """Return the statement that counts `rows` by topic, priority and state, at most @limit in each of the `ranges`.
+    """Return the statement that counts `rows` by topic, priority and state at @now, at most @limit in each range.
 
     Also when the oldest of the tasks should first have been sent, when the next one will be `due`, and how many of them
     were `registered` in the last minute.
     """
-    return f"""
-SELECT in_shard, part.topic, part.priority, part.state, part.number, part.oldest, part.next_due, part.registered
-FROM {ranges}, UNNEST(ARRAY(
+    return at_now(f"""
+SELECT in_shard, of_topic, part.topic, part.priority, part.state, part.number, part.oldest, part.next_due,
+  part.registered
+FROM {_RANGES_TO_COUNT}, UNNEST(ARRAY(
   SELECT AS STRUCT topic, priority, state, COUNT(*) AS number, MIN(IF(first_due <= @now, first_due, NULL)) AS oldest,
     MIN(due) AS next_due, COUNTIF(is_new) AS registered FROM (
-    SELECT Topic AS topic, Priority AS priority, {state} AS state, {first_due} AS first_due, {due} AS due,
+    SELECT Topic AS topic, {priority} AS priority, {state} AS state, {first_due} AS first_due, {due} AS due,
       {registered} AS is_new
-    FROM {TO_SEND} WHERE {rows} LIMIT @limit)
-  GROUP BY topic, priority, state)) AS part"""
+    FROM {index} WHERE {rows} LIMIT @limit)
+  GROUP BY topic, priority, state)) AS part""")
 
 
-COUNT_READY = _count(
-    _TOPIC_RANGES,
+COUNT_READY = counted(
     f"{OF_TOPIC} AND AvailableAt IS NULL AND Priority <= max_priority ORDER BY {TO_SEND_ORDER}",
     "'pending'",
+    first_due=FIRST_DUE_SQL,
 )
-#: The ready tasks of a priority that were registered in the last minute. They are the last ones of its range.
-COUNT_REGISTERED = _count(
-    _TOPIC_RANGES,
-    f"{OF_TOPIC} AND AvailableAt IS NULL AND Priority = max_priority AND {_REGISTERED} ORDER BY {TO_SEND_ORDER}",
-    "'registered_last_minute'",
-    first_due=_NO_TIME,
+COUNT_DUE = counted(
+    f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}", "'pending'", first_due=FIRST_DUE_SQL
 )
-COUNT_DUE = _count(
-    EACH_TOPIC,
-    f"{OF_TOPIC} AND AvailableAt <= @now ORDER BY {TO_SEND_ORDER}",
-    "'pending'",
-    registered=_REGISTERED,
-)
-COUNT_LATER = _count(
-    EACH_TOPIC,
-    at_now(f"{OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER}"),
-    at_now(STATE_SQL),
+COUNT_LATER = counted(
+    f"{OF_TOPIC} AND {LATER_SQL} ORDER BY {TO_SEND_ORDER}",
+    STATE_SQL,
+    first_due=FIRST_DUE_SQL,
     due="IF(BlockedBy IS NULL, AvailableAt, NULL)",
-    registered=_REGISTERED,
 )
-COUNT_DEAD = _count(
-    EACH_TOPIC, f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'", first_due=_NO_TIME, registered=_REGISTERED
-)
+COUNT_DEAD = counted(f"{OF_TOPIC} AND {RANGES['dead'][0]}", "'dead'")
+COUNT_SENT = counted(f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE}", "'sent_last_minute'")
 #: The workers, with what they say about themselves. A worker of an older version has no Info.
 WORKERS_AT = at_now(workers("StartedAt", "SeenAt", "TO_JSON_STRING(Info)"))
-COUNT_SENT = _count(
-    "UNNEST(@shards) AS in_shard",
-    f"Shard = in_shard AND SentAt {_IN_LAST_MINUTE}",
-    "'sent_last_minute'",
-    first_due=_NO_TIME,
-    registered=_REGISTERED,
-)
 
 
 def narrowed(state: str | None, names: Collection[str]) -> str:
@@ -185,6 +167,11 @@ def _index(names: Collection[str]) -> tuple[str, str]:
     return (IN_ORDER, IN_ORDER_ORDER) if "ordering_key" in names else (TO_SEND, TO_SEND_ORDER)
 
 
+def _number(rows: str, names: Collection[str]) -> str:
+    """Return the statement that counts `rows`. It reads only columns that both indexes have."""
+    return counted(rows, index=_index(names)[0], priority="0", registered="FALSE")
+
+
 def _ranges_of(state: str, names: Collection[str]) -> list[tuple[str, str]]:
     """Return the ranges that hold the narrowed tasks of a state: what to repeat each one for, and its condition."""
     narrowing = narrowed(state, names)
@@ -203,19 +190,15 @@ def _beyond(time: str, *, newest: bool) -> str:
 
 
 def _compared(state: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """Return the parts of the index that a list of a state compares, each with the condition for the listed tasks.
+    """Return the rows of the index that a list of a state compares, each with the condition for the listed tasks.
 
-    A part has at most @ceiling rows. The condition follows this limit, so a read ends however few rows match.
+    The rows are limited, and the condition follows the limit, so a read ends however few rows match.
     """
-    index, order = _index(names)
-    more = {"error": "LastError", "unexpired": "SentAt, ExpiresAt"}  # The index does not have these.
-    narrowing = [column for name, column in more.items() if name in names]
-    columns = ", ".join(["Id, Topic, CreatedAt, OrderingKey, Attempts, BlockedBy", *narrowing])
     of_key = " AND OrderingKey = @ordering_key AND OrderingKey IS NOT NULL" if "ordering_key" in names else ""
     parts = [(LATER_SQL if LATER_SQL in range_ else range_, range_) for range_ in _RANGES[state]]
     return [
         (
-            f"SELECT {columns} FROM {index} WHERE {OF_TOPIC}{of_key} AND {part} ORDER BY {order} LIMIT @ceiling",
+            f"{OF_TOPIC}{of_key} AND {part} ORDER BY {_index(names)[1]}",
             f"TRUE{range_.removeprefix(part)}{narrowed(state, names)}",
         )
         for part, range_ in parts
@@ -228,13 +211,18 @@ def listed_unsent(states: Collection[str], columns: str, names: Collection[str],
     The index is not sorted by age, so of each range only the first @ceiling tasks are compared.
     """
     direction = " DESC" if newest else ""
+    more = {"error": "LastError", "unexpired": "SentAt, ExpiresAt"}  # The index does not have these.
+    narrowing = [column for name, column in more.items() if name in names]
+    compared_columns = ", ".join(["Id, Topic, CreatedAt, OrderingKey, Attempts, BlockedBy", *narrowing])
     # The arrays hold only the columns for sorting. The other columns are read only for the tasks in the result.
     union = "\nUNION ALL".join(
         f"""
   SELECT '{state}' AS in_state, task.* FROM {EACH_TOPIC}, UNNEST(ARRAY(
-    SELECT AS STRUCT Id, CreatedAt FROM ({part}) WHERE {condition})) AS task"""
+    SELECT AS STRUCT Id, CreatedAt FROM (
+      SELECT {compared_columns} FROM {_index(names)[0]} WHERE {rows} LIMIT @ceiling)
+    WHERE {condition})) AS task"""
         for state in states
-        for part, condition in _compared(state, names)
+        for rows, condition in _compared(state, names)
     )
     # All states are those at one time. With CURRENT_TIMESTAMP(), a task could be in none of them, or in two.
     return at_now(f"""
@@ -258,16 +246,10 @@ SELECT 'sent', {columns} FROM (
 {SEEK} {BY_ID} ON Id = found"""
 
 
-def compared(states: Collection[str], names: Collection[str]) -> str:
-    """Return the statement for the number of tasks that `listed_unsent` compares, with one row for each range."""
-    return at_now(
-        "\nUNION ALL".join(
-            f"""
-SELECT part.number FROM {EACH_TOPIC}, UNNEST(ARRAY(SELECT AS STRUCT COUNT(*) AS number FROM ({part}))) AS part"""
-            for state in states
-            for part, _ in _compared(state, names)
-        )
-    )
+def compared(states: Collection[str], names: Collection[str]) -> list[str]:
+    """Return the statements that count the tasks that `listed_unsent` compares."""
+    rows = dict.fromkeys(rows for state in states for rows, _ in _compared(state, names))
+    return [_number(each, names) for each in rows]
 
 
 #: When the first task was sent, for each shard that has a sent task.
@@ -277,20 +259,13 @@ SELECT task.SentAt FROM UNNEST(@shards) AS in_shard, UNNEST(ARRAY(
   ORDER BY {TO_SEND_ORDER} LIMIT 1)) AS task"""
 
 
-def count_of_state(state: str, names: Collection[str]) -> str:
-    """Return the statement that counts the tasks of a state at @now, at most @limit in each range, with a row for each.
+def counts_of_state(state: str, names: Collection[str]) -> list[str]:
+    """Return the statements that count the narrowed tasks of a state.
 
     With one @now, the counts of several selections add up, however long they take.
     """
     # Without ORDER BY, because a count needs no order and sorting costs time.
-    return at_now(
-        "\nUNION ALL".join(
-            f"""
-SELECT part.number FROM {places}, UNNEST(ARRAY(
-  SELECT AS STRUCT COUNT(*) AS number FROM (SELECT Id FROM {_index(names)[0]} WHERE {where} LIMIT @limit))) AS part"""
-            for places, where in _ranges_of(state, names)
-        )
-    )
+    return [_number(where, names) for _, where in _ranges_of(state, names)]
 
 
 def blocked_heads(columns: str) -> str:

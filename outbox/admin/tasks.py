@@ -12,7 +12,7 @@ from typing import Any
 from google.api_core.datetime_helpers import DatetimeWithNanoseconds
 
 from outbox.admin import error_groups, statements
-from outbox.admin.backlog import COUNT_LIMIT, MAX_TOTAL, Backlog, range_limit
+from outbox.admin.backlog import MAX_TOTAL, Backlog, count, range_limit, ranges_of
 from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.error_groups import ErrorCount
 from outbox.admin.table import SCAN_SECONDS, TaskTable
@@ -139,7 +139,7 @@ def errors(table: TaskTable, backlog: Backlog) -> list[ErrorCount]:
     for state in UNSENT:
         if topics := [topic for topic, line in lines.items() if getattr(line, state)]:
             range_ = "due" if state == "pending" else state
-            tasks = reader.of_ranges([range_], topics, max(ERRORS_READ, range_limit(table, topics)))
+            tasks = reader.of_ranges([range_], topics, max(ERRORS_READ, range_limit(ranges_of(table, topics))))
             failed = [dataclasses.replace(task, state=state) for task in tasks if task.columns["LastError"]]
             found += count_errors(failed, at_least=len(tasks) == ERRORS_READ)
     return sorted(found, key=lambda count: -count.tasks)
@@ -152,8 +152,8 @@ def blocked_heads(table: TaskTable, backlog: Backlog, limit: int = 100) -> list[
     """
     topics = [topic for topic, line in backlog.topics().items() if line.blocked]
     reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=backlog.as_of)
-    values = {"topics": topics, "ceiling": range_limit(table, backlog.topics()), "limit": limit}
-    rows = reader.query(statements.blocked_heads(", ".join(_COLUMNS)), values)
+    values = {"topics": topics, "ceiling": range_limit(ranges_of(table, backlog.topics())), "limit": limit}
+    rows = reader.query(statements.blocked_heads(", ".join(_COLUMNS)), **values)
     return [BlockedHead(id, number, _task(reader.at, row) if row[1] else None) for id, number, *row in rows]
 
 
@@ -173,12 +173,12 @@ class _Reader:
         topic = self.selection.topic
         topics = [topic] if topic is not None else self.table.topics(at=self.at)
         # A filter may hold for few of the tasks, so more of them are read.
-        most = MAX_TOTAL if self.selection.names - {"topic"} else COUNT_LIMIT
-        ceiling = max(self.limit, range_limit(self.table, topics, most))
-        tasks = self.of_ranges(states, topics, ceiling)
+        most = MAX_TOTAL if self.selection.names - {"topic"} else None
+        ranges = ranges_of(self.table, topics)
+        ceiling = max(self.limit, range_limit(ranges, most))
         counting = statements.compared(states, self.selection.names)
-        numbers = self.query(counting, self.selection.values | {"topics": topics, "ceiling": ceiling})
-        return tasks, all(number < ceiling for (number,) in numbers)
+        counts = (count(self.query, each, ranges, ceiling, **self.selection.values) for each in counting)
+        return self.of_ranges(states, topics, ceiling), not any(full for _, full in counts)
 
     def of_ranges(self, states: Sequence[str], topics: Sequence[str], ceiling: int) -> list[Task]:
         """Return unsent tasks, of which at most `ceiling` of a shard, topic and state are compared."""
@@ -203,7 +203,7 @@ class _Reader:
             edge = min(until, self.at + timedelta(seconds=1))
             parts = [(max(since, edge - window), until) for window in WINDOWS]
         else:
-            first = [sent_at for (sent_at,) in self.query(statements.FIRST_SENT, {})]
+            first = [sent_at for (sent_at,) in self.query(statements.FIRST_SENT)]
             since = max(since, self.position.time, min(first, default=_LONG_AGO))
             parts = [(since, min(until, since + window)) for window in WINDOWS]
         for part in dict.fromkeys([*parts, (since, until)]):
@@ -211,15 +211,15 @@ class _Reader:
 
     def _tasks(self, statement: str, values: Mapping[str, Any]) -> list[Task]:
         after = dict(zip(("after", "after_created", "after_id"), dataclasses.astuple(self.position), strict=True))
-        rows = self.query(statement, {**values, **after, "limit": self.limit})
+        rows = self.query(statement, **{**values, **after, "limit": self.limit})
         return [_task(self.at, row) for row in rows]
 
-    def query(self, statement: str, values: Mapping[str, Any]) -> list[list[Any]]:
+    def query(self, statement: str, **values: Any) -> list[list[Any]]:
         """Return the rows of a statement. Adds the shards, and the time if the statement has it."""
         now = {"now": self.at} if "@now" in statement else {}
         shards = {"shards": list(self.table.shards)} if "@shards" in statement else {}
-        values = {**values, **now, **shards}
-        return self.table.query(statement, "outbox-list", values, at=self.at, seconds=SCAN_SECONDS)
+        used = {name: value for name, value in values.items() if f"@{name}" in statement}
+        return self.table.query(statement, "outbox-list", {**used, **now, **shards}, at=self.at, seconds=SCAN_SECONDS)
 
 
 def _task(as_of: datetime, row: Sequence[Any]) -> Task:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox.admin import operations, statements
-from outbox.admin.backlog import COUNT_LIMIT
+from outbox.admin.backlog import COUNT_LIMIT, count, ranges_of
 from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError, SettingError
@@ -55,8 +55,13 @@ def waiting(table: TaskTable, topics: Iterable[str]) -> set[str]:
 
 def sent_lately(table: TaskTable) -> set[str]:
     """Return the topics of tasks sent in the last minute. At most COUNT_LIMIT tasks of each shard are read."""
-    values = {"shards": list(table.shards), "limit": COUNT_LIMIT, "now": table.now()}
-    return {topic for _, topic, *_ in table.query(statements.COUNT_SENT, _TAG, values, seconds=SCAN_SECONDS)}
+    now = table.now()
+
+    def query(statement: str, **values: Any) -> list[list[Any]]:
+        return table.query(statement, _TAG, values | {"now": now}, seconds=SCAN_SECONDS)
+
+    rows, _ = count(query, statements.COUNT_SENT, ranges_of(table), COUNT_LIMIT)
+    return {row.topic for row in rows}
 
 
 def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from outbox.admin import backlog
+from outbox.admin.table import TaskTable
 from outbox.program import logs
 from outbox.program.settings import unknown_variables
 from outbox.program.signals import handled
@@ -43,9 +45,12 @@ def drain(options: argparse.Namespace) -> int:
         drained = until_drained(unsent, lambda: store.layouts[0].ids, settings.poll_interval)
         if (code := worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)) != exits.DONE:
             return code
-    for each in unsent.counts():
-        say(f"{'at least ' if each.at_least else ''}{each.count} {each.state} in topic {each.topic}")
-    if unsent.any_to_send():
+    work_left = unsent.any_to_send()
+    found = backlog.read_unsent(TaskTable(store.database))
+    at_least = {topic for topic, line in found.topics().items() if line.at_least}
+    for (topic, state), number in sorted(found.by_topic_and_state().items()):
+        say(f"{'at least ' if topic in at_least else ''}{number} {state} in topic {topic}")
+    if work_left:
         why = f". The last turn failed: {worker.failure}" if worker.failure else ""
         say(f"not drained: stopped with work left{why}")
         return exits.WORK_LEFT

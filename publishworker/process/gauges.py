@@ -3,17 +3,14 @@
 import platform
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from typing import Any
 
 from outbox import __version__
 from outbox.admin import backlog
-from outbox.admin.backlog import Backlog
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
-from outbox.table.states import UNSENT
 from publishworker.log import ThrottledLog, log
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
@@ -95,19 +92,10 @@ def backlog_counts(
         found = backlog.read_unsent_stale(table)
         metrics.gauge(m.PENDING, found.total.pending)
         none = {(topic, "pending"): 0 for topic in topics()}
-        for (topic, state), number in (none | padded(by_topic_and_state(found))).items():
+        for (topic, state), number in (none | padded(found.by_topic_and_state())).items():
             metrics.gauge(m.TOPIC_TASKS, number, topic=topic, state=state)
 
     return send
-
-
-def by_topic_and_state(found: Backlog) -> Counter[tuple[str, str]]:
-    """Return the numbers of unsent tasks by topic and state (`metrics.TASK_STATES`), without zeros."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for line in found.lines:
-        for state in UNSENT:
-            counts[line.topic, "paused" if line.paused and state == "pending" else state] += getattr(line, state)
-    return +counts
 
 
 def oldest_ages(metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> Callable[[TaskTable], None]:

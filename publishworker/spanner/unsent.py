@@ -1,8 +1,6 @@
-"""Counts unsent tasks, and tells whether any is left to send. No turn of the relay needs this."""
+"""Tells whether any unsent task is left to send, and of which topics. No turn of the relay needs this."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -17,8 +15,6 @@ from publishworker.spanner.store import READ_SECONDS, SpannerStore
 
 #: Rows of the first read of unsent tasks, and of each further read of the same topic.
 FIRST_ROWS, MORE_ROWS = 1_000, 10_000
-#: Max unsent tasks of a shard and topic that `counts` counts. The last read may exceed it.
-COUNT_LIMIT = 10_000
 
 
 class UnsentRow(NamedTuple):
@@ -39,24 +35,13 @@ class UnsentRow(NamedTuple):
         """Return the task's key in the index. Tasks of one transaction may have the same key."""
         return [self.shard, None, self.topic, self.available_at, self.priority, self.created_at]
 
-    def state(self, now: datetime, paused: Collection[str] = ()) -> str:
-        """Return the state, or `paused` for a task of a topic in `paused` that is not dead."""
-        state = unsent_state(self, now)
-        return "paused" if self.topic in paused and state != "dead" else state
+    def is_left_to_send(self, now: datetime) -> bool:
+        """Tell whether workers send the task without an operator."""
+        return unsent_state(self, now) in LEFT_TO_SEND
 
 
 #: Tells, from the last task of a read, whether to leave out the rest of its topic in its shard.
 _SkipRest = Callable[[UnsentRow], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class UnsentCount:
-    """The number of tasks of a topic in one state, or paused. With `at_least`, the count stopped early."""
-
-    topic: str
-    state: str
-    count: int
-    at_least: bool = False
 
 
 class UnsentTasks:
@@ -80,29 +65,14 @@ class UnsentTasks:
             return is_dead(last.available_at) or is_other(last.topic)
 
         rows = self._rows(now, skip_rest, shards)
-        return any(each.state(now) in LEFT_TO_SEND and not is_other(each.topic) for each in rows)
+        return any(each.is_left_to_send(now) and not is_other(each.topic) for each in rows)
 
     def topics(self) -> tuple[frozenset[str], frozenset[str]]:
         """Return the topics with pending or retrying tasks, and those with keys, by the first tasks of each shard."""
         now, *_ = self._now_and_held()
         found = list(self._rows(now, lambda _last: True))
-        to_send = frozenset(each.topic for each in found if each.state(now) in LEFT_TO_SEND)
+        to_send = frozenset(each.topic for each in found if each.is_left_to_send(now))
         return to_send, frozenset(each.topic for each in found if each.is_ordered)
-
-    def counts(self) -> list[UnsentCount]:
-        """Count unsent tasks by topic and state, up to a limit in each shard and topic."""
-        now, paused, _ = self._now_and_held()
-        counts, read, cut = Counter[tuple[str, str]](), Counter[tuple[int, str]](), set()
-
-        def skip_rest(last: UnsentRow) -> bool:
-            if full := read[last.shard, last.topic] >= COUNT_LIMIT:
-                cut.add(last.topic)
-            return full
-
-        for each in self._rows(now, skip_rest):
-            read[each.shard, each.topic] += 1
-            counts[each.topic, each.state(now, paused)] += 1
-        return [UnsentCount(*key, counts[key], key[0] in cut) for key in sorted(counts)]
 
     def _now_and_held(self) -> tuple[datetime, frozenset[str], frozenset[str]]:
         """Return the time, the paused topics, and the topics with an invalid route."""

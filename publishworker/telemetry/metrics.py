@@ -69,7 +69,7 @@ ABORTED = Metric("outbox.aborted_transaction_count", "count", "transaction", ("t
     "Transactions of batches that Spanner aborted after their rows were locked. Each ran again.")
 PENDING = Metric("outbox.pending_task_count", "gauge", "task", (), -1,
     "Pending tasks of all topics that are not paused, ten seconds ago. The autoscaler uses it. Counting stops at "
-    "10,000 tasks of each shard and topic, or earlier if there are more than 100 pairs of shard and topic. At most "
+    "10,000 tasks of each shard and topic, or earlier if more than 100 pairs of shard and topic have so many. At most "
     "1,000 topics are counted.")
 TOPIC_TASKS = Metric("outbox.topic_task_count", "gauge", "task", ("topic", "state"), 0,
     f"Unsent tasks by topic and state ({', '.join(TASK_STATES)}), ten seconds ago, counted with the same limit. A "

@@ -390,8 +390,8 @@ def test_the_head_of_a_blocked_key_can_be_retried_or_cancelled(
 ) -> None:
     """The page says so if not all blocked tasks are counted."""
     if not is_counted:
-        monkeypatch.setattr(backlog, "MAX_TOTAL", 1)
-        monkeypatch.setattr(backlog, "MIN_COUNT_LIMIT", 1)
+        for name in ("MAX_TOTAL", "COUNT_LIMIT", "MIN_COUNT_LIMIT"):
+            monkeypatch.setattr(backlog, name, 1)
     insert(
         database,
         [row("head", **DEAD, OrderingKey="k"), row("b", OrderingKey="k", AvailableAt=FUTURE, BlockedBy="head")],

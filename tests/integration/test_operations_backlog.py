@@ -164,8 +164,10 @@ def test_the_tasks_registered_in_the_last_minute_are_counted(database: Database,
     insert(database, [row("before", CreatedAt=new - MICROSECOND, AvailableAt=PAST)])
     insert(database, [row("behind", CreatedAt=now, OrderingKey="k"), row("other", CreatedAt=now, Priority=7)])
     found = backlog._read_at(Later(watch.database), now, limit)
-    assert {line.priority: line.registered_last_minute for line in found.lines} == {50: 8, 7: 1}
-    assert (found.total.next_due, found.total.at_least) == (FUTURE, {"pending"} if limit == 5 else set())
+    cut = {"pending", NEW} if limit == 5 else set()
+    seen = {line.priority: line.registered_last_minute for line in found.lines}
+    assert seen == {50: 8, 7: 1} or (NEW in cut and seen[50] < 8)
+    assert (found.total.next_due, found.total.at_least) == (FUTURE, cut)
     watch.check()
 
 
@@ -227,7 +229,7 @@ NEW = "registered_last_minute"
 def test_a_count_is_exact_or_reported_as_a_lower_bound(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
-    """In each shard and topic at most `limit` rows of a state are read, and each priority of ready tasks shows.
+    """In each shard and topic at most `limit` rows of a state are read, and the age of each priority is right.
 
     Also where the queries stop early: a count that is not reported as a bound is exact.
     """
@@ -248,16 +250,16 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(
             place = each["Topic"], each["Priority"]
             ready[place] = min(each["CreatedAt"], ready.get(place, FUTURE))
 
-    for limit, queries in ((1, 1), (1, 20), (3, 20), (1_000, 20)):
-        monkeypatch.setattr(backlog, "MAX_QUERIES", queries)
+    for limit, seeks in ((1, 1), (1, 20), (3, 20), (1_000, 20)):
+        monkeypatch.setattr(backlog, "MAX_SEEKS", seeks)
         found = backlog._read_at(table, table.now(), limit)
         places = {(line.topic, line.priority) for line in found.lines}
-        assert places == set(true) or (queries < 20 and places <= set(true))
+        assert places == set(true) or (seeks < 20 and places <= set(true))
         for line in found.lines:
             for name in COUNTS:
                 number, whole = getattr(line, name), true[line.topic, line.priority][name]
                 assert number == whole or (number < whole and name in line.at_least)
-            assert queries < 20 or (line.pending > 0 and line.oldest == ready[line.topic, line.priority])
+            assert seeks < 20 or (line.pending > 0 and line.oldest == ready[line.topic, line.priority])
         named = set().union(*(line.at_least for line in found.lines))
         assert named == (set(COUNTS) if limit <= 3 else set() if limit == 1_000 else named)
         for name in COUNTS:
@@ -276,11 +278,12 @@ def test_many_topics_share_the_rows_that_a_count_may_read(
     """At least the minimum in each place; of too many topics the first by name are counted, and sums are bounds."""
     insert(database, [row(f"{topic} {n}", Topic=topic, OrderingKey="k") for topic in "ab" for n in range(9)])
     monkeypatch.setattr(backlog, "MAX_TOTAL", 40)
-    for minimum, counted in ((1, 2), (5, 5), (100, 9)):
+    monkeypatch.setattr(backlog, "COUNT_LIMIT", 4)
+    for minimum, counted in ((1, 4), (5, 5), (100, 9)):
         monkeypatch.setattr(backlog, "MIN_COUNT_LIMIT", minimum)
         found = backlog._read_at(table, table.now(), None)
         assert [line.pending for line in found.lines] == [counted] * 2
-        assert found.total.at_least == ({"pending"} if counted < 9 else set())
+        assert found.total.at_least == ({"pending", NEW} if counted < 9 else set())
     monkeypatch.setattr(backlog, "MAX_TOPICS", 2)
     assert backlog.read(table, exact=True).whole
     monkeypatch.setattr(backlog, "MAX_TOPICS", 1)
@@ -289,15 +292,15 @@ def test_many_topics_share_the_rows_that_a_count_may_read(
     assert found.total.at_least == set(COUNTS)
 
 
-@pytest.mark.parametrize("queries", [0, 1, 20])
+@pytest.mark.parametrize("seeks", [1, 2, 20])
 def test_a_due_task_counts_from_when_it_became_due(
-    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, queries: int
+    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, seeks: int
 ):
     """But not from before it was registered: then it does not hide an older one that stands behind it in the index.
 
     The age is exact, whether a few seeks find it or the index must be read.
     """
-    monkeypatch.setattr(backlog, "MAX_QUERIES", queries)
+    monkeypatch.setattr(backlog, "MAX_SEEKS", seeks)
     insert(database, [row("due", CreatedAt=CREATED, AvailableAt=CREATED + DAY, OrderingKey="k")])
     assert oldest(watch, PAST) == CREATED + DAY
     insert(database, [row(f"late {n}", CreatedAt=PAST - DAY, AvailableAt=CREATED, OrderingKey="k") for n in range(5)])

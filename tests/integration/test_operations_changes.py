@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import changes, statements
+from outbox.admin import backlog, changes, statements
 from outbox.admin.changes import Count, Outcome, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
@@ -95,7 +95,7 @@ def test_a_deferred_task_whose_head_no_longer_blocks_is_retried(
 @pytest.mark.parametrize("state", ["dead", "retrying", "scheduled"])
 def test_all_counts_of_a_preview_are_those_of_one_time(state: str) -> None:
     """Otherwise, if they take long, fewer tasks can match with the expired ones than without them."""
-    for statement in (statements.count_of_state(state, {"unexpired"}), statements.grouped(state, {"unexpired"})):
+    for statement in (*statements.counts_of_state(state, {"unexpired"}), statements.grouped(state, {"unexpired"})):
         assert ("ExpiresAt <= @now" in statement, "CURRENT_TIMESTAMP" in statement) == (True, False)
 
 
@@ -112,7 +112,8 @@ def test_a_count_is_exact_or_stops_early(database: Database, table: TaskTable, m
     ids = tuple(f"{state} {n}" for state in (*limited, "pending") for n in range(15))
     assert changes.count(table, TaskSelection(ids=(*ids, "missing")), exact=False) == Count(60)
     assert changes.count(table, TaskSelection(ids=ids, state="dead"), exact=False) == Count(15)
-    monkeypatch.setattr(changes, "COUNT_LIMIT", 10)
+    for name in ("MAX_TOTAL", "COUNT_LIMIT", "MIN_COUNT_LIMIT"):
+        monkeypatch.setattr(backlog, name, 10)
     for state in limited:
         assert changes.count(table, TaskSelection(state=state), exact=False) == Count(10, at_least=True)
         assert changes.count(table, TaskSelection(state=state), exact=True) == Count(15)

@@ -134,8 +134,8 @@ def test_a_list_compares_a_bounded_number_of_tasks(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
     """Of each shard and topic those that workers take first. The page says that there are more."""
-    monkeypatch.setattr(backlog, "MAX_TOTAL", 0)
-    monkeypatch.setattr(backlog, "MIN_COUNT_LIMIT", 3)
+    for name, most in {"MAX_TOTAL": 0, "COUNT_LIMIT": 0, "MIN_COUNT_LIMIT": 3}.items():
+        monkeypatch.setattr(backlog, name, most)
     of_one_shard = {"OrderingKey": "k"}
     insert(database, [row(str(n), CreatedAt=CREATED + n * SECOND, **of_one_shard) for n in range(5)])
     page = tasks.find(table, newest=True, limit=2)

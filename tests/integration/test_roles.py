@@ -74,7 +74,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     store.heartbeat(Heartbeat("me", datetime.now(UTC), ()), ["gone"])
     store.delete_heartbeat("me")
     unsent = UnsentTasks(store)
-    unsent.any_to_send(), unsent.topics(), unsent.counts()
+    unsent.any_to_send(), unsent.topics(), backlog.read_unsent(TaskTable(store.database))
     allowed = grants(role)
     assert list(refused(allowed, heard.commits)) == []
     without = {**allowed, ("UPDATE", "AsynchronousTasks"): allowed["UPDATE", "AsynchronousTasks"] - {"Attempts"}}

@@ -61,7 +61,7 @@ def statements(database: Database) -> list[str]:
         for below_priority in (None, 50):
             store.poll(poll_request("orders", due=due, below_priority=below_priority))
     store.discover(range(10), {"orders"})
-    UnsentTasks(store).counts()
+    UnsentTasks(store).any_to_send()
     store.key_heads({Key("orders", "k"): 3}, 10, skip_dead=True)
     store.claim(["sent"], lambda _rows, _now: {})
     backlog.read(table), backlog.oldest_ages(table), operations.latest(table, 5)

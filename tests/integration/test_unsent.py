@@ -1,6 +1,5 @@
-"""The counts of unsent tasks, and whether any is left to send."""
+"""Whether any unsent task is left to send, and of which topics."""
 
-from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -67,11 +66,6 @@ def test_pending_and_retrying_tasks_are_work(harness: SpannerHarness, monkeypatc
         harness.insert("a", topic="orders", **columns, **key)
         assert unsent(harness).any_to_send() == (state in ("pending", "retrying")), columns
         assert unsent(harness).topics()[0] - {"orders"} == {"paused"}
-        counts = {(each.topic, each.state): each.count for each in unsent(harness).counts()}
-        own = Counter({("orders", "scheduled"): 10, ("dead", "dead"): 5, ("paused", "paused"): 5})
-        if state:
-            own["orders", state] += 1
-        assert counts == own
         harness.delete("a")
 
 
@@ -101,5 +95,4 @@ def test_each_layout_has_all_tasks(own_database: Database) -> None:
     harness.reshard(new)
     for layouts in ((Layout(10),), (new,), (new, Layout(10))):
         harness.store.layouts = layouts
-        assert [each.count for each in unsent(harness).counts()] == [1, 1]
         assert unsent(harness).any_to_send(shard for layout in layouts for shard in layout.ids)

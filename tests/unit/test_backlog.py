@@ -1,11 +1,14 @@
 """How the counts of a backlog are read and added up."""
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
-from unittest import mock
+
+import pytest
+import yaml
 
 from outbox.admin import backlog
-from outbox.admin.backlog import Backlog, BacklogCounter, Line
+from outbox.admin.backlog import Backlog, Line
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
 
@@ -14,31 +17,45 @@ def test_a_request_has_a_limited_number_of_ranges():
     """Spanner limits a request to 10 MiB. The rows of all requests are added up."""
     numbers: list[int] = []
 
-    def ask(_statement: str, **parameters: Any) -> list[list[Any]]:
+    def query(_statement: str, **parameters: Any) -> list[list[Any]]:
         shards, topics = parameters["range_shards"], parameters["range_topics"]
         assert len(shards) == len(topics) == len(parameters["max_priorities"])
         numbers.append(len(shards))
-        return [[shards[0], topics[0], 50, "pending", 1, NOW, None, 0]]
+        return [[shards[0], topics[0], topics[0], 50, "pending", 1, NOW, None, 0]]
 
-    ranges = [(shard, f"topic-{number}") for number in range(1_000) for shard in range(25)]
-    counter = backlog.BacklogCounter(1)
-    with mock.patch.object(backlog, "MAX_QUERIES", 1):
-        left = backlog._add_ready(counter, ask, ranges, 1)
+    ranges = [(shard, f"topic-{number}", 99) for number in range(1_000) for shard in range(25)]
+    rows, full = backlog.count(query, "", ranges, 1)
     assert numbers == [10_000, 10_000, 5_000]
-    assert left == [(0, "topic-0", 49), (0, "topic-400", 49), (0, "topic-800", 49)]
-    assert [line.pending for line in counter.lines(())] == [1, 1, 1]
+    assert full == {(0, "topic-0"), (0, "topic-400"), (0, "topic-800")}
+    assert sum(row.number for row in rows) == 3
 
 
-def test_counts_below_the_last_query_are_lower_bounds():
-    """Also those of a priority that another shard or state has shown."""
-    counter = BacklogCounter(2)
-    left = counter.add_ready([[0, "a", 9, "pending", 2, NOW, None, 0]])
-    assert left == [(0, "a", 8)]
-    counter.mark_incomplete(left)
-    counter.add([[shard, "a", priority, "dead", 1, None, None, 0] for shard, priority in ((1, 8), (2, 10))], "dead")
-    assert {line.priority: line.at_least for line in counter.lines(())} == {
-        10: set(), 9: {"pending"}, 8: {"pending", "registered_last_minute"},
-    }  # fmt: skip
+@pytest.mark.parametrize(("shards", "topics", "large"), [(10, 1, 1), (10, 1_000, 1), (400, 100, 1), (400, 100, 100)])
+def test_the_autoscaler_can_request_a_worker_for_each_shard(shards: int, topics: int, large: int):
+    """Small topics do not reduce what is counted of others. Reads stay bounded: a part of the large ones at most."""
+    waiting = {f"topic-{number}": 10**6 if number < large else 3 for number in range(topics)}
+    read: list[int] = []
+
+    def query(_statement: str, **values: Any) -> list[list[Any]]:
+        places = zip(values["range_shards"], values["range_topics"], strict=True)
+        rows = [
+            (*place, place[1], 50, "pending", min(values["limit"], waiting[place[1]]), NOW, None, 0) for place in places
+        ]
+        read.append(sum(row[5] for row in rows))
+        return [list(row) for row in rows]
+
+    ranges = [(shard, topic, 99) for shard in range(shards) for topic in waiting]
+    rows, full = backlog.count(query, "", ranges)
+    target = int(manifest()["metrics"][0]["external"]["target"]["averageValue"])
+    assert sum(row.number for row in rows) >= shards * target
+    assert {topic for _, topic in full} == {topic for topic, number in waiting.items() if number > 3}
+    assert sum(read) <= 2 * max(backlog.MAX_TOTAL, shards * backlog.COUNT_LIMIT) + len(ranges) * backlog.MIN_COUNT_LIMIT
+
+
+def manifest() -> dict[str, Any]:
+    path = Path(__file__).parents[2] / "k8s/components/autoscaling/horizontalpodautoscaler.yaml"
+    spec: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]
+    return spec
 
 
 def test_pending_tasks_of_a_paused_topic_are_in_no_total():

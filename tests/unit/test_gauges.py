@@ -12,7 +12,7 @@ from outbox.admin import backlog
 from outbox.admin.backlog import Backlog, Line
 from outbox.errors import NotReached
 from publishworker.process import gauges
-from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, by_topic_and_state, oldest_ages
+from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
@@ -90,7 +90,7 @@ def test_tasks_are_reported_by_topic_and_state() -> None:
         Line("orders", 50, pending=10, retrying=3, scheduled=4, blocked=1, sent_last_minute=9),
         Line("paused", 50, paused=True, pending=5, dead=6),
     ]
-    assert by_topic_and_state(found(*lines)) == {
+    assert found(*lines).by_topic_and_state() == {
         ("orders", "pending"): 11,
         ("orders", "retrying"): 3,
         ("orders", "scheduled"): 4,

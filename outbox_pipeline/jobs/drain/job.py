@@ -19,6 +19,7 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 from pyspark.sql.types import StringType, StructType
 
+from outbox.admin import backlog
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.program import logs
@@ -116,8 +117,8 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
             pause.reset()
     work_left = work_left or unsent.any_to_send(misrouted=True)
     of_state = Counter[str]()
-    for each in unsent.counts():
-        of_state[each.state] += each.count
+    for (_, state), number in backlog.read_unsent(TaskTable(store.database)).by_topic_and_state().items():
+        of_state[state] += number
     if work_left:
         _log.warning(
             "Drain ended at its deadline, or because a route is invalid, with %s pending and %s retrying tasks left%s",
