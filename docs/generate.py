@@ -12,18 +12,8 @@ from pathlib import Path
 import griffe
 
 from outbox.cli.console import ConsoleSettings
-from outbox.cli.emulators import EmulatorSettings
-from outbox.cli.output import OutputSettings
 from outbox.program.settings import DatabaseSettings, Field, fields_of
-from outbox_pipeline.settings import (
-    ArchiveSettings,
-    AuditSettings,
-    DrainSettings,
-    JobSettings,
-    RegisterSettings,
-    ReplaySettings,
-)
-from publishworker.process.healthcheck import MAX_AGE
+from outbox_pipeline.settings import ArchiveSettings, AuditSettings, JobSettings, RegisterSettings, ReplaySettings
 from publishworker.process.settings import RelaySettings, WorkerSettings
 from publishworker.pubsub.errors import REASONS, FailureKind, Reason
 from publishworker.telemetry.clients import INSTRUMENTS, unit_of
@@ -51,7 +41,7 @@ variable to get the default. `outbox` and `publishworker` report unknown variabl
 Variables of other programs keep their names: [Environment of others](#environment-of-others).
 [settings.schema.json](settings.schema.json) is a JSON Schema of the variables, for example for a ConfigMap."""
 
-OTHER_FLAGS = f"""\
+OTHER_FLAGS = """\
 ## Other flags
 
 | command | flag | meaning |
@@ -61,7 +51,6 @@ OTHER_FLAGS = f"""\
 | `publishworker verify` | `--database`, `--rows`, `--keep`, `--yes`, `--json` | \
 See [verify an instance](../operations/worker.md#verify-an-instance). |
 | `publishworker healthcheck` | `--heartbeat-file` (`OUTBOX_HEARTBEAT_FILE`) | The heartbeat file of the worker. |
-| `publishworker healthcheck` | `--max-age` (`OUTBOX_MAX_AGE`) | Max heartbeat age in seconds; default {MAX_AGE:g}. |
 | `outbox-pipeline JOB` | `--json` | Print the summary as one line of JSON. |
 | `outbox-pipeline archive` | `--purge` | Delete the archived tasks from the table afterwards. |
 | `outbox-pipeline archive` | `--read-late` | If a window is too old for a snapshot, read the current state. |
@@ -70,7 +59,7 @@ See [verify an instance](../operations/worker.md#verify-an-instance). |
 | `outbox-pipeline replay` | `--dry-run` | Count the selected tasks by topic and change nothing. |
 | `outbox-pipeline replay` | `--resume ID` | Continue an interrupted replay with its own selection. |
 | `outbox-pipeline replay` | `--reason TEXT` | Why, for the record of operations. |
-| `outbox emulators` | `--create`, `--ddl-file`, `--topic`, `--subscription` | \
+| `outbox emulators` | `--spanner-port`, `--pubsub-port`, `--create`, `--ddl-file`, `--topic`, `--subscription` | \
 See [emulators](../guide/testing.md#emulators). |
 | `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](schema.md). |
 
@@ -83,6 +72,7 @@ See [emulators](../guide/testing.md#emulators). |
 endpoints without TLS are reached without it. |
 | `GOOGLE_CLOUD_PROJECT` | all commands with `--project` | The project without `--project` and `OUTBOX_PROJECT`. |
 | `GOOGLE_APPLICATION_CREDENTIALS` | Google's clients | Credentials, if the environment has no service account. |
+| `NO_COLOR` | `outbox` | If it is set, tables on a terminal have no colors. |
 | `GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW` | the Spanner client | Set it to `false` for emulators before \
 1.5.38 if your application has several threads. The worker sets it itself. |
 | `DD_DOGSTATSD_URL`, `DD_AGENT_HOST`, `DD_DOGSTATSD_PORT` | `publishworker`, the pipeline | Address of the DogStatsD \
@@ -222,15 +212,9 @@ operators](../operations/commands.md).",
         "## Pipeline",
         "For `outbox-pipeline JOB`, in addition to the database settings. See [the pipeline](../pipeline/register.md).",
         *_jobs(),
-        "## Emulators",
-        "For `outbox emulators`.",
-        _table(COLUMNS, map(_row, fields_of(EmulatorSettings))),
         "## Console",
         "For `outbox console`.",
         _table(COLUMNS, map(_row, fields_of(ConsoleSettings))),
-        "## Output",
-        "For all commands of `outbox`.",
-        _table(COLUMNS, map(_row, fields_of(OutputSettings))),
         OTHER_FLAGS,
     ]
     return "\n\n".join(parts) + "\n"
@@ -252,10 +236,7 @@ def _jobs() -> Iterator[str]:
     yield "### drain"
     own = {field.name for field in fields_of(WorkerSettings)} - {field.name for field in fields_of(RelaySettings)}
     without = " and ".join(f"`{field.flag}`" for field in fields_of(WorkerSettings) if field.name in own)
-    yield f"Also the [worker's settings](#worker), except {without}."
-    shared |= {field.name for field in fields_of(RelaySettings)}
-    fields = [field for field in fields_of(DrainSettings) if field.name not in shared]
-    yield _table(COLUMNS, map(_row, fields))
+    yield f"The [worker's settings](#worker), except {without}."
 
 
 def _row(field: Field) -> tuple[str, ...]:
@@ -266,20 +247,16 @@ def _row(field: Field) -> tuple[str, ...]:
 
 def _schema() -> str:
     """Return a JSON Schema of environment variables, as in the data of a ConfigMap: all values are strings."""
-    settings = (
-        ConsoleSettings, EmulatorSettings, OutputSettings, AuditSettings, ReplaySettings, ArchiveSettings,
-        RegisterSettings,
-    )  # fmt: skip
-    found = {field.variable: field for each in (*settings, DrainSettings, WorkerSettings) for field in fields_of(each)}
-    max_age = {"type": "string", "pattern": r"^[0-9.]+$", "description": f"Max heartbeat age in seconds: {MAX_AGE:g}."}
+    settings = (ConsoleSettings, AuditSettings, ReplaySettings, ArchiveSettings, RegisterSettings, WorkerSettings)
+    found = {field.variable: field for each in settings for field in fields_of(each)}
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Environment variables of outbox, publishworker and outbox-pipeline",
         "$comment": "Written by `make docs` from the settings classes. The programs also check ranges.",
         "type": "object",
-        "properties": {name: _property(found[name]) for name in sorted(found)} | {"OUTBOX_MAX_AGE": max_age},
+        "properties": {name: _property(found[name]) for name in sorted(found)},
         # Not a pattern that begins with (?!, because Helm's schemas have no such patterns.
-        "propertyNames": {"anyOf": [{"enum": [*sorted(found), "OUTBOX_MAX_AGE"]}, {"not": {"pattern": "^OUTBOX_"}}]},
+        "propertyNames": {"anyOf": [{"enum": sorted(found)}, {"not": {"pattern": "^OUTBOX_"}}]},
         "additionalProperties": {"type": "string"},
     }
     return json.dumps(schema, indent=2) + "\n"

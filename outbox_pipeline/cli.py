@@ -19,13 +19,12 @@ from outbox.program.times import shown
 from outbox_pipeline.settings import (
     ArchiveSettings,
     AuditSettings,
-    DrainSettings,
     RegisterSettings,
     ReplaySettings,
 )
 from outbox_pipeline.spark.session import is_submitted
 from publishworker.process.exits import DONE, FAILED, WORK_LEFT
-from publishworker.process.settings import add_deadline
+from publishworker.process.settings import RelaySettings, add_deadline
 
 #: The counts of results that make a job fail, with the names that the metric has for this.
 _FAILURES = ("rejected", "lost", "not_applied")
@@ -154,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         help="If a window is too old for a snapshot, read the table as of now. Tasks that were resent or deleted since "
         "are missing.",
     )
-    drain = add("drain", DrainSettings, "send a large backlog", DRAIN, "deadline")
+    drain = add("drain", RelaySettings, "send a large backlog", DRAIN, "deadline")
     add_deadline(drain)
     audit = add("audit", AuditSettings, "compare tasks with received messages", AUDIT)
     audit.add_argument("--allow-empty", action="store_true", help="Exit with code 0 if no task is in the window.")

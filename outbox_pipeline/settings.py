@@ -15,7 +15,6 @@ from outbox.program.settings import (
 )
 from outbox.program.times import MOMENT, SECONDS
 from outbox.program.values import DATABASE, INSTANCE, PROJECT
-from publishworker.process.settings import RelaySettings
 
 FORMATS = ("parquet", "json", "csv")
 _ENDINGS = {"parquet": "parquet", "avro": "avro", "jsonl": "json", "ndjson": "json", "json": "json", "csv": "csv"}
@@ -40,7 +39,7 @@ def _or_nothing(kind: SettingType) -> SettingType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings(DatabaseSettings):
-    """Settings of every job except `drain`, which has the settings of the relay."""
+    """Settings of every job except `drain`, which has the RelaySettings of a worker."""
 
     log_format: str = setting(
         "auto", one_of("auto", "json", "text"), "Log format. auto is text on a terminal and json otherwise."
@@ -112,8 +111,7 @@ class AuditSettings(JobSettings):
     received_until: timedelta | datetime = setting(
         "0s", MOMENT, "Time of the export. The files contain the messages received until then."
     )
-    tasks: str = setting("table", one_of("table", "archive", "both"), "Source of the tasks.")
-    archive: str = setting("", _ANY_FOLDER, "Folder of the archive, for --tasks archive and both.")
+    archive: str = setting("", _ANY_FOLDER, "Folder of the archive, which is then read in addition to the table.")
     since: timedelta | datetime | None = setting(
         "", _or_nothing(MOMENT), "Start of the window, by CreatedAt. If empty, all earlier tasks are in the window."
     )
@@ -123,7 +121,6 @@ class AuditSettings(JobSettings):
         "End of the window, by CreatedAt. If empty, the latest time at which every task can be audited: --grace ago.",
     )
     grace: float = setting("10m", SECONDS, "Time that a message may take. After it, an unreceived task counts as lost.")
-    clock_skew: float = setting("1s", SECONDS, "Max difference between the clocks of Spanner and Pub/Sub.")
     inbox: str = setting("", _ANY_NAME, "Consumer whose records in ProcessedTasks are compared. If empty, none are.")
     inbox_database: str = setting(
         "",
@@ -134,29 +131,12 @@ class AuditSettings(JobSettings):
         "The subscriber's database. If empty, --database.",
     )
     output: str = setting(None, _FOLDER, "Folder for the report. It must not exist.")
-    samples: int = setting("20", whole_number(0, 1000), "Max samples of each class in the report.")
 
     def __post_init__(self) -> None:
         """Check settings that depend on each other. Raises SettingError."""
         DatabaseSettings.__post_init__(self)
         if self.inbox_database and not self.inbox:
             raise SettingError("--inbox-database needs --inbox. Pass both, or neither")
-        if (self.tasks == "table") == bool(self.archive):
-            needs = (
-                "--archive needs --tasks archive or both" if self.archive else f"--tasks {self.tasks} needs --archive"
-            )
-            raise SettingError(f"{needs}. Pass both, or neither")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainSettings(RelaySettings):
-    """Settings of `drain`: the settings of the relay, and the number of workers."""
-
-    workers: int = setting(
-        "0",
-        whole_number(0, 1000),
-        "Max workers, one for each Spark task and at most one for each shard. 0 is as many as Spark can run at once.",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +149,6 @@ class ReplaySettings(JobSettings):
     topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Only tasks with this value of Topic.")
     since: timedelta | datetime | None = setting("", _or_nothing(MOMENT), "Only tasks sent at or after this time.")
     until: timedelta | datetime | None = setting("", _or_nothing(MOMENT), "Only tasks sent before this time.")
-    attribute: str = setting(
-        "",
-        matching(r"(?:[^=]+(?:=.*)?)?", "KEY=VALUE, or KEY for any value, or nothing"),
-        "Only tasks whose message has this attribute.",
-    )
     where: str = setting(
         "",
         SettingType(str, "an expression of Spark's SQL, or nothing"),

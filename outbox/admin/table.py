@@ -30,7 +30,7 @@ QUERY_SECONDS, SCAN_SECONDS, COUNT_SECONDS = 5.0, 60.0, 600.0
 TOPIC_ROWS = 200
 #: How long an aborted transaction is retried, and the delay before a retry if Spanner names none.
 ABORTED_SECONDS, ABORTED_DELAY_SECONDS = 60.0, 0.05
-#: Timeout of a locking query. A worker that publishes holds the locks for up to 8 s (`--publish-timeout`).
+#: Timeout of a locking query. A worker that publishes holds the locks for up to 5 s, and until its commit.
 LOCK_SECONDS = 20.0
 
 _LOW = RequestOptions.Priority.PRIORITY_LOW

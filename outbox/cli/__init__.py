@@ -48,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
-    output.use_color(output.OutputSettings.read(vars(options)).color)
     for sentence in unknown_variables():
         output.note(sentence)
     code: int = options.run(options)

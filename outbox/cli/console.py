@@ -22,7 +22,6 @@ from outbox.program.settings import (
     host_and_port,
     is_loopback,
     matching,
-    one_of,
     setting,
 )
 from outbox.program.signals import exit_on
@@ -37,7 +36,7 @@ login, and it changes nothing unless you pass --allow-actions.
 
     outbox console --project my-project --instance main --database shop
     outbox console --allow-actions --production shop-prod ...
-    outbox console --bind 0.0.0.0:8080 --identity iap --iap-audience /projects/1/... \\
+    outbox console --bind 0.0.0.0:8080 --iap-audience /projects/1/... \\
         --roles roles.json --allowed-hosts outbox.example.com ..."""
 
 
@@ -58,14 +57,8 @@ class ConsoleSettings(Settings):
     bind: tuple[str, int] = setting("127.0.0.1:8080", ADDRESS, "Where the console listens.")
     allow_actions: bool = setting("false", SWITCH, "Let people with the role change the outbox.")
     show_data: bool = setting("false", SWITCH, "Let people with the role read message data. Each view is recorded.")
-    identity: str = setting(
-        "local",
-        one_of("local", "iap", "header"),
-        "Who sends a request: whoever can open the loopback address, or the person whom Identity-Aware Proxy or "
-        "another proxy names.",
-    )
-    iap_audience: str = setting("", TEXT, "The audience of IAP's assertions. Required with --identity iap.")
-    identity_header: str = setting("", HEADER, "The header with the person's name. Required with --identity header.")
+    iap_audience: str = setting("", TEXT, "With Identity-Aware Proxy, the audience of its assertions.")
+    identity_header: str = setting("", HEADER, "With another proxy, the header in which it names the person.")
     trusted_proxy: tuple[Any, ...] = setting("", NETWORKS, "The only addresses whose --identity-header is believed.")
     roles: str = setting(
         "", matching(".*", "a path, or nothing"), "JSON file with the names of each role. Without it, everyone views."
@@ -80,17 +73,18 @@ class ConsoleSettings(Settings):
     )
 
     def __post_init__(self) -> None:
-        if self.identity == "local" and not is_loopback(self.bind[0]):
+        if bool(self.identity_header) != bool(self.trusted_proxy):
+            raise SettingError("--identity-header and --trusted-proxy need each other. Pass both, or neither")
+        if self.iap_audience and self.identity_header:
+            raise SettingError("--iap-audience and --identity-header exclude each other. Pass only one of them")
+        proxy = (self.iap_audience and "--iap-audience") or (self.identity_header and "--identity-header")
+        if not proxy and not is_loopback(self.bind[0]):
             raise SettingError(
                 f"--bind {self.bind[0]} can be reached from other machines, so everyone there would be trusted. Pass "
-                "--identity iap or --identity header, or bind to 127.0.0.1"
+                "--iap-audience, or --identity-header and --trusted-proxy, or bind to 127.0.0.1"
             )
-        if self.identity == "iap" and not self.iap_audience:
-            raise SettingError("--identity iap needs --iap-audience")
-        if self.identity == "header" and not (self.identity_header and self.trusted_proxy):
-            raise SettingError("--identity header needs --identity-header and --trusted-proxy")
-        if self.identity != "local" and (self.allow_actions or self.show_data) and not self.roles:
-            raise SettingError(f"--allow-actions and --show-data need --roles with --identity {self.identity}")
+        if proxy and (self.allow_actions or self.show_data) and not self.roles:
+            raise SettingError(f"--allow-actions and --show-data need --roles with {proxy}")
 
 
 def add(commands: Any) -> None:
@@ -133,9 +127,9 @@ def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
     from outbox.table.connection import open_database  # noqa: PLC0415 - the client: half a second
 
     identify: console.identity.Identify | None = None
-    if settings.identity == "iap":
+    if settings.iap_audience:
         identify = console.Iap(settings.iap_audience)
-    elif settings.identity == "header":
+    elif settings.identity_header:
         identify = console.Header(settings.identity_header, settings.trusted_proxy)
     return console.app(
         open_database(database),

@@ -1,7 +1,6 @@
 """`outbox emulators`: run the Spanner and Pub/Sub emulators in the foreground, for a shell, a demo or tests."""
 
 import argparse
-import dataclasses
 import functools
 import os
 import signal
@@ -11,7 +10,7 @@ from typing import Any
 from outbox.cli import flags
 from outbox.cli.output import note
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import PREFIX, DatabaseSettings, Settings, matching, setting, whole_number
+from outbox.program.settings import PREFIX, DatabaseSettings, matching, whole_number
 from outbox.program.terminal import say
 from outbox.program.values import TOPIC_ID
 from outbox.table.ddl import cut
@@ -39,14 +38,6 @@ WHY_NOT_MULTIPLEXED = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatorSettings(Settings):
-    """Where the emulators listen."""
-
-    spanner_port: int = setting("0", PORT, "Port of the Spanner emulator; 0 selects a free port.")
-    pubsub_port: int = setting("0", PORT, "Port of the Pub/Sub emulator; 0 selects a free port.")
-
-
 PLACE = matching("[^/]+/[^/]+/[^/]+", "PROJECT/INSTANCE/DATABASE, such as my-project/main/shop")
 
 
@@ -57,7 +48,9 @@ def _of_kind(kind: str, text: str) -> tuple[str, str]:
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
     parser = flags.command(commands, "emulators", "run both emulators until Ctrl-C", DESCRIPTION, run)
-    EmulatorSettings.add_flags(parser)
+    for name in ("Spanner", "Pub/Sub"):
+        flag = f"--{name.lower().replace('/', '')}-port"
+        flags.add(parser, flag, PORT, f"Port of the {name} emulator; 0, the default, selects a free one", default=0)
     text = "Create this database with the outbox's tables"
     flags.add(parser, "--create", PLACE, text, metavar="PROJECT/INSTANCE/DATABASE")
     text = "DDL of your own tables for a new database. Each statement ends with a semicolon."
@@ -74,13 +67,12 @@ def run(options: argparse.Namespace) -> int:
     """Run both until a signal, then return 0. Raises OutboxError: invalid port, no emulator, or an emulator exited."""
     from outbox.devtools.emulators import running  # noqa: PLC0415 - only this command needs it
 
-    settings = EmulatorSettings.read(vars(options))
     place, ddl = _plan(options)
     # Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C, so that both emulators are stopped.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        with running(settings.spanner_port, settings.pubsub_port) as emulators:
+        with running(options.spanner_port, options.pubsub_port) as emulators:
             variables = emulators.environment()
             if place:
                 os.environ.update(variables)  # the clients read it

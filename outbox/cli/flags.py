@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outbox import admin
-from outbox.cli.output import OutputSettings, named, note
+from outbox.cli.output import named, note
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import (
     SWITCH,
@@ -48,15 +48,12 @@ NARROWING = {
 }
 
 
-_GLOBAL = (*fields_of(DatabaseSettings), *fields_of(OutputSettings))
-
-
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Leaves the global options out of the usage line, because they have a group of their own."""
 
     def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], *more: Any, **others: Any) -> None:
         """Add the usage line."""
-        names = {field.name for field in _GLOBAL}
+        names = {field.name for field in fields_of(DatabaseSettings)}
         super().add_usage(usage, [action for action in actions if action.dest not in names], *more, **others)
 
 
@@ -69,7 +66,6 @@ def global_flags() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     group = parent.add_argument_group("global options", "These options may precede or follow the command.")
     DatabaseSettings.add_flags(group)
-    OutputSettings.add_flags(group)
     return parent
 
 
@@ -281,7 +277,11 @@ def continue_command(options: argparse.Namespace, **times: str) -> str:
     may belong to other tasks by then.
     """
     given = vars(options)
-    place = {field.name: field.kind is SWITCH or given[field.name] for field in _GLOBAL if field.name in given}
+    place = {
+        field.name: field.kind is SWITCH or given[field.name]
+        for field in fields_of(DatabaseSettings)
+        if field.name in given
+    }
     names = ("state", "topic", "error", "include_expired", "reason", "ids_file")
     flags = {name: given[name] for name in names if name in given} | times
     line = command_line(options.command, *given.get("ids", ()), **place, **flags, yes=True)

@@ -1,6 +1,5 @@
 """Output of the commands: tables for people, JSON for programs. Control characters from rows are escaped."""
 
-import dataclasses
 import math
 import os
 import re
@@ -10,31 +9,15 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from outbox.program.settings import Settings, one_of, setting
 from outbox.program.terminal import Escaped, cell, complain, escaped, listed
 
 #: Max names that a message lists, and max characters of a text in a table.
 NAMES, CHARACTERS = 10, 80
 _BOLD, _RED, _YELLOW, _NORMAL = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
-_colored = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OutputSettings(Settings):
-    """How the commands write."""
-
-    color: str = setting(
-        "auto",
-        one_of("auto", "always", "never"),
-        "Whether tables have colors. With auto they have them on a terminal, unless NO_COLOR is set.",
-    )
-
-
-def use_color(color: str) -> None:
-    """Write the tables of this process with or without colors, as OutputSettings.color says."""
-    global _colored
-    terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    _colored = terminal if color == "auto" else color == "always"
+def _has_colors() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def shortened(text: str | None) -> str | None:
@@ -93,7 +76,7 @@ def _painted(head: str, text: str) -> str:
         color = "" if word == "0" else _RED
     else:
         color = {"dead": _RED, "retrying": _YELLOW}.get(word, "") if head == "STATE" else ""
-    return f"{color}{text}{_NORMAL}" if _colored and color else text
+    return f"{color}{text}{_NORMAL}" if color and _has_colors() else text
 
 
 def _is_number(value: object) -> bool:

@@ -46,6 +46,15 @@ from publishworker.turn.relay import Relay
 from publishworker.turn.worker import Worker
 from publishworker.types import Turn
 
+#: Seconds to publish a batch. Its transaction is idle meanwhile, and Spanner may abort it after 10 s.
+PUBLISH_SECONDS = 5.0
+#: Max bytes of messages in a batch.
+BATCH_BYTES = 8_000_000
+#: Part of the batches for lower priorities while tasks of higher ones keep arriving.
+FAIR_SHARE = 0.1
+#: Max seconds between polls while there is nothing to send and the change stream works. A task whose insert the stream
+#: does not report, such as a retried one, waits as long.
+IDLE_INTERVAL = 15.0
 #: Seconds between checks of the thread of the worker.
 _CHECK_SECONDS = 0.2
 #: Seconds from the end of marking to the end of the shutdown timeout: for a last lock query and commit without answer.
@@ -110,7 +119,7 @@ class App:
     def _idle_interval(self) -> float:
         """Return the max seconds between polls: the longer interval only while the change stream works."""
         interval = self._settings.poll_interval
-        return max(interval, self._settings.idle_interval) if self._stream and self._stream.works else interval
+        return max(interval, IDLE_INTERVAL) if self._stream and self._stream.works else interval
 
     def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, timeout_exit_code: int) -> int:
         """Run the worker until `stop` or `until(turn)`. Return the exit code; with batches left, the given one."""
@@ -213,17 +222,11 @@ def relay_of(
             store=store,
             publisher=publisher,
             policy=policy,
-            publish_seconds=settings.publish_timeout,
+            publish_seconds=PUBLISH_SECONDS,
             marking=SharedMarking(host, marking_seconds),
             host=host,
         ),
-        Limits(
-            settings.batch_size,
-            settings.batch_bytes,
-            places,
-            max_stragglers=places // 8,
-            fair_share=settings.fair_share,
-        ),
+        Limits(settings.batch_size, BATCH_BYTES, places, max_stragglers=places // 8, fair_share=FAIR_SHARE),
         membership,
         Reporter(metrics, host.clock),
         # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.

@@ -7,7 +7,6 @@ from outbox.errors import SettingError
 from outbox.program.settings import (
     PubSubSettings,
     argparse_type,
-    fraction,
     matching,
     metrics_setting,
     one_of,
@@ -27,11 +26,7 @@ class RelaySettings(PubSubSettings):
     batch_size: int = setting(
         "200", whole_number(1, 1000), "Max tasks in a batch. With 1, each task has its own transaction."
     )
-    batch_bytes: int = setting("8000000", whole_number(1, 100_000_000), "Max bytes of messages in a batch.")
     concurrency: int = setting("8", whole_number(1, 100), "Max in-flight batches.")
-    publish_timeout: float = setting(
-        "5", seconds(0.1, 8), "Time to publish a batch. Spanner may abort a transaction that is idle for 10 s."
-    )
     allowed_topics: str = setting(
         "*",
         matching(rf"{_PATTERN}(?:,{_PATTERN})*", "comma-separated patterns of topics, in which * is any text"),
@@ -57,17 +52,11 @@ class RelaySettings(PubSubSettings):
         seconds(0, 365 * 86_400),
         "A task does not become dead before this age if its topic is missing or refuses messages.",
     )
-    fair_share: float = setting(
-        "0.1", fraction(0, 0.5), "Min share of capacity for lower priorities while higher-priority tasks keep arriving."
-    )
     poll_interval: float = setting("1", seconds(0.05, 30), "Max time between polls while there is nothing to send.")
     wake: str = setting(
         "off",
         one_of("off", "change-stream"),
         "With change-stream, the change stream AsynchronousTasksInserts starts a poll soon after a task is registered.",
-    )
-    idle_interval: float = setting(
-        "15", seconds(1, 300), "Max time between polls while there is nothing to send and --wake works."
     )
     shutdown_timeout: float = setting(
         "30", seconds(0, 3600), "Time to finish batches in flight after SIGTERM; less than the pod's grace period."

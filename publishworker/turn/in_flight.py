@@ -32,10 +32,10 @@ WATCH_SECONDS = 1.0
 MAX_TURN_WAIT_SECONDS = 0.25
 #: Max batches that take no place because they are aside (see InFlight).
 MAX_ASIDE = 100
-#: The bytes in flight are limited to this many full batches, but never to less than MIN_BYTES. In memory a message
-#: takes several times its size, because Spanner's response, the decoded value, the message, the publish request and its
-#: serialized form each hold a copy.
-MAX_FULL_BATCHES, MIN_BYTES = 4, 32_000_000
+#: Max bytes of messages in flight: four full batches. A single message may exceed it. In memory a message takes several
+#: times its size, because Spanner's response, the decoded value, the message, the publish request and its serialized
+#: form each hold a copy.
+MAX_BYTES = 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,6 @@ class Limits:
     max_stragglers: int = 0
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
-
-    @property
-    def max_bytes_in_flight(self) -> int:
-        """Return the max bytes of messages in flight. A single message may exceed it."""
-        return max(MIN_BYTES, MAX_FULL_BATCHES * self.batch_bytes)
 
 
 class StuckBatch(Exception):
@@ -140,7 +135,7 @@ class InFlight:
     @property
     def has_room(self) -> bool:
         """Tell whether another batch may start within the limits of batches and bytes."""
-        return self.free > 0 and self.bytes_in_flight() < self.limits.max_bytes_in_flight
+        return self.free > 0 and self.bytes_in_flight() < MAX_BYTES
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""

@@ -31,8 +31,8 @@ def on(database: Database | str) -> dict[str, str]:
     [
         (f"run --project {PROJECT}", {"OUTBOX_INSTANCE": None}, "Pass --instance or set OUTBOX_INSTANCE"),
         (
-            "run", {"OUTBOX_PUBLISH_TIMEOUT": "60"},
-            "publishworker: OUTBOX_PUBLISH_TIMEOUT: '60' is not allowed. It must be seconds from 0.1 to 8",
+            "run", {"OUTBOX_POLL_INTERVAL": "60"},
+            "publishworker: OUTBOX_POLL_INTERVAL: '60' is not allowed. It must be seconds from 0.05 to 30",
         ),
         ("fly", {}, "'fly'"),
     ],

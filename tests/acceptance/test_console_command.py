@@ -19,7 +19,7 @@ from outbox.errors import SettingError
 from tests.support.browser import running_console
 from tests.support.commands import Commands
 
-IAP = {"identity": "iap", "iap_audience": "/projects/1/global/backendServices/2"}
+IAP = {"iap_audience": "/projects/1/global/backendServices/2"}
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,9 @@ IAP = {"identity": "iap", "iap_audience": "/projects/1/global/backendServices/2"
         ({"bind": "8080"}, "--bind: '8080' is not allowed"),
         ({"bind": "localhost:\uff18"}, "--bind: 'localhost:\uff18' is not allowed"),
         ({"bind": "localhost:99999"}, "--bind: 'localhost:99999' is not allowed"),
-        ({"identity": "iap"}, "--identity iap needs --iap-audience"),
-        ({"identity": "header", "identity_header": "X-Email"}, "needs --identity-header and --trusted-proxy"),
+        ({"identity_header": "X-Email"}, "--identity-header and --trusted-proxy need each other"),
+        ({"trusted_proxy": "10.0.0.1"}, "--identity-header and --trusted-proxy need each other"),
+        (IAP | {"identity_header": "X-Email", "trusted_proxy": "10.0.0.1"}, "exclude each other"),
         ({"trusted_proxy": "10.0.0.1/8"}, "--trusted-proxy: '10.0.0.1/8' is not allowed"),
         (IAP | {"allow_actions": "true"}, "--allow-actions and --show-data need --roles"),
         (IAP | {"show_data": "true"}, "--allow-actions and --show-data need --roles"),
@@ -89,7 +90,7 @@ def test_only_a_trusted_proxy_names_a_person(emulators: Emulators, database: Dat
     """Whatever X-Forwarded-For says: uvicorn could take it for the address of the client."""
     roles = tmp_path / "roles.json"
     roles.write_text(json.dumps({"operator": ["ann@example.com"]}))
-    flags = ("--identity", "header", "--identity-header", "X-Email", "--roles", str(roles), "--path-prefix", "/outbox")
+    flags = ("--identity-header", "X-Email", "--roles", str(roles), "--path-prefix", "/outbox")
     ann = {"X-Email": "ann@example.com", "X-Forwarded-For": "10.0.0.1", "Forwarded": "for=10.0.0.1"}
     with running_console(emulators, database, *flags, "--trusted-proxy", "10.0.0.0/8") as address:
         host = address.removesuffix("/outbox")

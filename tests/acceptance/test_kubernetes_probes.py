@@ -35,7 +35,9 @@ Relay.turn = blocked
 #: A tenth of the limits that add up to the max time between two heartbeats.
 SHORT_LIMITS = """
 from publishworker.turn import worker
+from publishworker.process import app
 from publishworker.spanner import store
+app.PUBLISH_SECONDS = 0.4
 store.READ_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECONDS = 3.0, 0.5, 0.5
 """
 
@@ -68,8 +70,7 @@ def test_a_probe_stays_good_while_a_service_is_silent(
     variable = "SPANNER_EMULATOR_HOST" if silent == "Spanner" else "PUBSUB_EMULATOR_HOST"
     with Proxy(host) as proxy:
         environment = settings(emulators, database.database_id, heartbeat, **{variable: proxy.address})
-        arguments = ("--batch-size", "10", *(() if long else ("--publish-timeout", "0.4")))
-        with altered("" if long else SHORT_LIMITS, environment, *arguments) as process:
+        with altered("" if long else SHORT_LIMITS, environment, "--batch-size", "10") as process:
             eventually(probe.is_good, seconds=30)
             register(database, topic, 120)
             eventually(lambda: len(unsent(database)) < 120, seconds=30)

@@ -187,7 +187,7 @@ def test_an_exceeded_shutdown_timeout_is_logged(
     register(database, topic, 5)
     with Proxy(emulators.pubsub_host) as proxy:
         proxy.hang()
-        words = ("--shutdown-timeout", "0.2", "--publish-timeout", "8")
+        words = ("--shutdown-timeout", "0.2")
         with worker(emulators, database, *words, command=command, PUBSUB_EMULATOR_HOST=proxy.address) as process:
             eventually(lambda: proxy.accepted, seconds=20)
             process.stop()

@@ -71,10 +71,7 @@ SCENARIOS = {
         "Spanner accepts connections and never answers.", UNMARKED, SPANNER, away("hang", "spanner")
     ),
     "pubsub_slow": Scenario(
-        "Pub/Sub answers half a second late. The publish timeout of the workers is 2 s here.",
-        NOTHING,
-        PUBSUB,
-        slow(0.25, "pubsub"),
+        "Pub/Sub answers half a second late.", NOTHING, PUBSUB, slow(0.25, "pubsub")
     ),
     "spanner_slow": Scenario("Each call to Spanner takes 0.2 s longer.", NOTHING, SPANNER, slow(0.1, "spanner")),
 }  # fmt: skip

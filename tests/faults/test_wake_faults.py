@@ -11,17 +11,20 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.table import ddl
+from tests.support.container import altered
 from tests.support.outages import lasting, log_count
 from tests.support.pubsub import PubSub
-from tests.support.relays import register, worker
+from tests.support.relays import register
 from tests.support.rpc import Forwarding
-from tests.support.spanner import ADMIN_SECONDS
+from tests.support.spanner import ADMIN_SECONDS, variables
 from tests.support.trial import Figures, Trial
 from tests.support.waiting import eventually
 
 WAKE = ("--wake", "change-stream")
 #: Seconds between polls without the stream, and with it.
-POLL, IDLE = 0.5, 300
+POLL = 0.5
+#: Makes the pauses of an idle worker longer, so that the end of one does not hide a fault.
+LONG_PAUSES = "from publishworker.process import app; app.IDLE_INTERVAL = 300.0"
 #: Seconds after the last poll at which the next one is certainly more than MAX_WAIT away: the pauses between polls
 #: double from 0.05 s on, so this pause is at least 50 s.
 LONG_PAUSE = 26.0
@@ -124,8 +127,12 @@ def test_a_task_waits_for_the_poll_interval_if_the_stream_fails(
     """And not for the rest of a long pause: at most one poll interval plus 3 s."""
     topic = pubsub.new_topic()
     subscription = pubsub.new_subscription(topic)
-    flags = (*WAKE, "--poll-interval", f"{POLL}", "--idle-interval", f"{IDLE}")
-    with gate_before(trial) as gate, worker(trial.emulators, database, *flags, SPANNER_EMULATOR_HOST=gate.address):
+    flags = (*WAKE, "--poll-interval", f"{POLL}")
+    environment = variables(database.database_id, trial.emulators)
+    with (
+        gate_before(trial) as gate,
+        altered(LONG_PAUSES, environment | {"SPANNER_EMULATOR_HOST": gate.address}, *flags),
+    ):
         eventually(lambda: gate.records > 0, seconds=30, message="the worker reads the stream")
         eventually(
             lambda: time.monotonic() - gate.polled_at > LONG_PAUSE, seconds=150, message="a long pause between polls"

@@ -33,7 +33,7 @@ words = st.sampled_from(
         "--project", "my-project", "--instance", "main", "--database", "shop", "--state", "dead", "--topic", "orders",
         "--since", "1h", "--until", "2026-01-01T00:00:00Z", "--limit", "5", "--json", "--ids-file", "--reason", "--yes",
         "--rate", "--in-flight", "--deadline", "--batch-size", "--version", "-h", "--help", "--", "-",
-        "--where", "true", "--attribute", "a=b", "--received", "--archive", "--window", "1d", "--purge", "--dry-run",
+        "--where", "true", "--received", "--archive", "--window", "1d", "--purge", "--dry-run",
         "--resume", "--key",
     ]
 ) | texts  # fmt: skip

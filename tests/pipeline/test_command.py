@@ -110,13 +110,12 @@ WRONG = (
     ("register --input in.jsonl --rejects r --max-rows-per-second -1", 2, "--max-rows-per-second"),
     ("register --input in.jsonl --rejects r --database not-there", 3, "not-there"),
     ("drain --deadline soon", 2, "--deadline: 'soon' is not allowed"),
-    ("drain --workers 1001", 2, "--workers: '1001' is not allowed"),
+    ("drain --concurrency 101", 2, "--concurrency: '101' is not allowed"),
     ("drain --database not-there", 3, "not-there"),
     ("archive --archive a --window 40d", 2, "--window: '40d' is not allowed"),
     ("archive --archive a --until 5s", 2, "less than a minute ago"),
     ("audit --received a --output b --spanner-plaintext", 2, "--spanner-plaintext needs --spanner-endpoint"),
     ("replay", 2, "No tasks are selected"),
-    ("replay --attribute =paid", 2, "--attribute: '=paid' is not allowed"),
     ("replay --where Color=1", 2, "[UNRESOLVED_COLUMN"),
 )
 

@@ -28,9 +28,10 @@ from outbox_pipeline import cli
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.drain import job
 from outbox_pipeline.jobs.drain.job import Drained
-from outbox_pipeline.settings import AuditSettings, DrainSettings
+from outbox_pipeline.settings import AuditSettings
 from publishworker.process import exits
 from publishworker.process.app import open_store
+from publishworker.process.settings import RelaySettings
 from publishworker.spanner.errors import StoreError, TimedOut
 from publishworker.types import Heartbeat
 from tests.support.operations import FUTURE, insert, limit, pause, row
@@ -53,12 +54,12 @@ def flags(given: Mapping[str, str]) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
-def settings_of(target: DatabaseSettings, **given: str) -> DrainSettings:
-    return DrainSettings.read(options(target, log_level="error", **SMALL | given), {})
+def settings_of(target: DatabaseSettings, **given: str) -> RelaySettings:
+    return RelaySettings.read(options(target, log_level="error", **SMALL | given), {})
 
 
 @contextlib.contextmanager
-def living(settings: DrainSettings, id: str) -> Iterator[None]:
+def living(settings: RelaySettings, id: str) -> Iterator[None]:
     """Write the heartbeat row of a worker that does nothing else, and delete the row at the end."""
     store, ended = open_store(settings), threading.Event()
 
@@ -120,7 +121,7 @@ def test_every_sendable_task_is_sent_and_the_others_are_counted(
     insert(database, [row("dead", Topic=topics[0], AvailableAt=NEVER), row("paused", Topic="paused")])
     pause(database, "paused")
 
-    code, done = drain("--workers", "2")
+    code, done = drain()
     assert code == 0
     states = {name: done[name] for name in ("pending", "retrying", "scheduled", "blocked", "dead", "paused")}
     assert states == {"pending": 0, "retrying": 0, "scheduled": 2, "blocked": 0, "dead": 1, "paused": 1}
@@ -137,7 +138,7 @@ def test_every_sendable_task_is_sent_and_the_others_are_counted(
 
 def test_the_deadline_stops_a_drain_with_work_left(drain: Drain, database: Database):
     register(database, "missing-topic", 3)
-    code, done = drain("--deadline", "2", "--workers", "2")
+    code, done = drain("--deadline", "2")
     assert code == 4
     assert done["pending"] + done["retrying"] == 3
     assert done["seconds"] >= 2
@@ -180,7 +181,7 @@ def test_a_failed_round_deletes_its_heartbeats(
 
     monkeypatch.setattr(job, "map_rows", fail)
     with pytest.raises(OutboxError, match="no workers today"):
-        job.run(spark, settings_of(target, workers="2"))
+        job.run(spark, settings_of(target))
     assert len(there) == 2
     assert heartbeats(database) == {}
 
@@ -246,7 +247,7 @@ def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: 
     ids = register(database, topic, 160) + register_keys(database, topic, keys=8, commits=10)
     limit(database, topic, 8.0)  # until all are there there is something left to do
     with ThreadPoolExecutor(1) as pool, two_workers(emulators, database) as workers:
-        running = pool.submit(job.run, spark, settings_of(target, workers="2"))
+        running = pool.submit(job.run, spark, settings_of(target))
         made: dict[str, datetime] = {}
 
         def all_run() -> bool:

@@ -32,7 +32,7 @@ TROUBLES = {
 }
 #: Requests a second of an overloaded database.
 OVERLOAD = 20.0
-#: Seconds that a slow Pub/Sub takes longer: more than --publish-timeout.
+#: Seconds that a slow Pub/Sub takes longer: more than the time to publish a batch.
 SLOW = 6.0
 
 

@@ -40,7 +40,7 @@ BATCH_SIZE, BATCHES = 20, 4
 #: Max tasks in flight in one worker. A killed worker may have published them without marking them.
 IN_FLIGHT = BATCH_SIZE * BATCHES
 OPTIONS = (
-    "--batch-size", f"{BATCH_SIZE}", "--concurrency", f"{BATCHES}", "--poll-interval", "0.2", "--publish-timeout", "2",
+    "--batch-size", f"{BATCH_SIZE}", "--concurrency", f"{BATCHES}", "--poll-interval", "0.2",
     "--backoff-initial", "0.5", "--backoff-max", "2", "--shutdown-timeout", "10",
 )  # fmt: skip
 KEYS = [f"key-{number}" for number in range(5)]

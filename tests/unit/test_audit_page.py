@@ -43,7 +43,7 @@ def summary(*lines: dict[str, Any], **others: Any) -> dict[str, Any]:
         known.pop("hour", None)
     times = {"known_until": "2026-11-20T14:59:59.000000Z", "horizon": "2026-11-20T15:00:00.500000Z", "seconds": 184.0}
     return {
-        "job": "audit", "database": HOSTILE[0], "tasks_from": "both", "received_from": HOSTILE[1], **times,
+        "job": "audit", "database": HOSTILE[0], "tasks_from": "table and archive", "received_from": HOSTILE[1], **times,
         "data_compared": True, "grace_seconds": 600.0, "clock_skew_seconds": 2.5, "since": NOON,
         "until": NOON + timedelta(hours=2), **{name: sum(line[name] for line in lines) for name in counts},
         "out_of_order": 0, "unknown": 0, "foreign": 0, "unreadable": 0, "report": "gs://bucket/audit/report.html",
@@ -97,7 +97,7 @@ def test_the_page_shows_the_numbers_and_the_samples(rich_page: str) -> None:
     shown_text = words(rich_page)
     for name in CLASSES:
         assert re.search(rf"\b{data[name]:,} +{name.replace('_', ' ')}\b", shown_text), name
-    for text in (HOSTILE[0], HOSTILE[1], "both", "10m", "2.5s"):
+    for text in (HOSTILE[0], HOSTILE[1], "table and archive", "10m", "2.5s"):
         assert text in shown_text
     for time in ("12:00:00.000000Z", "14:00:00.000000Z", "14:59:59.000000Z", "15:00:00.500000Z"):
         assert f"2026-11-20T{time}".replace(".000000Z", "Z") in shown_text

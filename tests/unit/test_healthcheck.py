@@ -38,12 +38,7 @@ def test_the_health_check_reports_fresh_old_and_missing_heartbeats(
     assert healthcheck.main([]) == 0
     os.utime(file, (0, 0))
     assert healthcheck.main([]) == 1
-    assert "s old; --max-age is 45 s" in capsys.readouterr().err
-    for wrong in ("nan", "inf", "0", "-1", "soon", "\uff15"):
-        with pytest.raises(SystemExit, match="2"):
-            healthcheck.main(["--max-age", wrong])
-        assert "--max-age" in (error := capsys.readouterr().err)
-        assert f"{wrong} is not allowed" in error or f"invalid float value: {wrong!r}" in error
+    assert "s old; the limit is 45 s" in capsys.readouterr().err
 
 
 def test_a_heartbeat_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

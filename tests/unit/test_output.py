@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox.cli import tasks
-from outbox.cli.output import table, use_color
+from outbox.cli.output import table
 from outbox.program.terminal import as_json, cell
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 5, tzinfo=UTC)
@@ -50,26 +50,23 @@ def test_a_cell_is_readable(value: object, shown: str):
 
 
 @pytest.mark.parametrize(
-    ("color", "terminal", "variables", "colored"),
-    [
-        ("auto", True, {}, True), ("auto", False, {}, False), ("auto", True, {"NO_COLOR": "1"}, False),
-        ("auto", True, {"TERM": "dumb"}, False), ("always", False, {"NO_COLOR": "1"}, True), ("never", True, {}, False),
-    ],
-)  # fmt: skip
+    ("terminal", "variables", "colored"),
+    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False)],
+)
 def test_dead_and_retrying_tasks_are_colored(
-    color: str, terminal: bool, variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch
+    terminal: bool, variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Only with --color always, or on a terminal without NO_COLOR; the columns are as wide as without colors."""
+    """Only on a terminal without NO_COLOR; the columns are as wide as without colors."""
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in ({"TERM": "xterm"} | variables).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
     heads, rows = ("STATE", "DEAD", "TOPIC"), [("dead", 7, "x"), ("retrying", 0, "dead")]
     plain = table(heads, rows)
-    use_color(color)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
     text = table(heads, rows)
     header = table(("N", "LONG"), [(1, "a longer text")]).split("\n")[0]
-    use_color("never")
     assert re.sub(r"\x1b\[\d+m", "", text) == plain
     assert (text != plain) == colored
     if colored:
@@ -179,6 +176,7 @@ def test_times_in_json_are_rfc_3339() -> None:
 @pytest.mark.parametrize(("columns", "is_cards"), [("40", True), ("80", False)])
 def test_a_row_is_a_card_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: str, is_cards: bool) -> None:
     monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("NO_COLOR", "1")
     rows = [["orders", 12, "x" * 30], ["invoices", 1_000, None]]
     assert table(["TOPIC", "TASKS", "ERROR"], rows) == ALIGNED, "no terminal"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

@@ -6,8 +6,6 @@ import enum
 import pytest
 
 from outbox.cli.console import ConsoleSettings
-from outbox.cli.emulators import EmulatorSettings
-from outbox.cli.output import OutputSettings
 from outbox.errors import SettingError
 from outbox.program.settings import NAMES, fields_of, unknown_variables
 from outbox_pipeline import settings as pipeline
@@ -22,7 +20,7 @@ def read(environment: dict[str, str] | None = None, **flags: str) -> WorkerSetti
 
 def test_defaults_match_the_documentation() -> None:
     settings = read()
-    assert (settings.batch_size, settings.publish_timeout, settings.poll_interval) == (200, 5.0, 1.0)
+    assert (settings.batch_size, settings.poll_interval) == (200, 1.0)
     assert (settings.backoff_initial, settings.backoff_max, settings.max_attempts) == (1.0, 3600.0, 10)
     assert (settings.dead_after, settings.allowed_topics) == (86_400.0, "*")
 
@@ -46,9 +44,7 @@ def test_a_member_of_an_enumeration_becomes_plain_text() -> None:
 VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "batch_size": ("a whole number from 1 to 1,000", ("0", "1001", "ten", "\uff11", "1_0", "+1", " 1"), ("1", "1000")),
     "concurrency": ("a whole number from 1 to 100", ("-1",), ("1", "100")),
-    "publish_timeout": ("seconds from 0.1 to 8", ("9", "nan", "\uff15"), ("0.1", "8")),
-    "poll_interval": ("seconds from 0.05 to 30", ("inf",), ("0.05", "30")),
-    "fair_share": ("a number from 0 to 0.5", ("-0.1", "0.51", "nan", "half", "+0", "1e-1", ".1"), ("0", "0.5")),
+    "poll_interval": ("seconds from 0.05 to 30", ("31", "inf", "nan", "\uff15", "+1", "1e1", ".1"), ("0.05", "30")),
     "log_format": ("auto, json or text", ("xml",), ()),
     # A worker with a project that topics do not allow would make all of its tasks dead.
     "project": (
@@ -97,7 +93,7 @@ def test_a_variable_that_no_setting_knows_is_reported_with_the_nearest_name() ->
     unknown = ("OUTBOX_CONCURENCY", "OUTBOX_ZZZ", "OUTBOX_batch_size")
     # Kubernetes sets the last four for Services called `outbox` and `outbox-worker`.
     known = (
-        "OUTBOX_BATCH_SIZE", "OUTBOX_COLOR", "CONCURENCY", "OUTBOX_PORT", "OUTBOX_WORKER_SERVICE_HOST",
+        "OUTBOX_BATCH_SIZE", "OUTBOX_ROLES", "CONCURENCY", "OUTBOX_PORT", "OUTBOX_WORKER_SERVICE_HOST",
         "OUTBOX_SERVICE_PORT_HTTP", "OUTBOX_PORT_443_TCP_ADDR",
     )  # fmt: skip
     assert unknown_variables(dict.fromkeys((*unknown, *known), "1")) == [
@@ -109,11 +105,10 @@ def test_a_variable_that_no_setting_knows_is_reported_with_the_nearest_name() ->
 
 def test_the_known_variables_are_those_of_all_settings() -> None:
     classes = (
-        WorkerSettings, EmulatorSettings, ConsoleSettings, OutputSettings, pipeline.RegisterSettings,
-        pipeline.ArchiveSettings, pipeline.AuditSettings, pipeline.DrainSettings, pipeline.ReplaySettings,
+        WorkerSettings, ConsoleSettings, pipeline.RegisterSettings, pipeline.ArchiveSettings, pipeline.AuditSettings,
+        pipeline.ReplaySettings,
     )  # fmt: skip
-    # MAX_AGE is a flag of `publishworker healthcheck`, which has no settings class because it must be cheap.
-    assert {field.name.upper() for each in classes for field in fields_of(each)} | {"MAX_AGE"} == NAMES
+    assert {field.name.upper() for each in classes for field in fields_of(each)} == NAMES
 
 
 def test_a_missing_value_names_its_flag_and_variables() -> None:

@@ -157,10 +157,10 @@ class Demo:
     def drain(self, tasks: int) -> None:
         """Send them by Spark, beside the workers."""
         from outbox_pipeline.jobs.drain import job as drain  # noqa: PLC0415 - see above
-        from outbox_pipeline.settings import DrainSettings  # noqa: PLC0415 - see above
+        from publishworker.process.settings import RelaySettings  # noqa: PLC0415 - see above
 
-        given = {"workers": str(MEMBERS), "log_level": "error"}
-        done = drain.run(self.spark, DrainSettings.read(self.of_database | given), deadline=600)
+        given = {"log_level": "error"}
+        done = drain.run(self.spark, RelaySettings.read(self.of_database | given), deadline=600)
         if done.work_left:
             raise OutboxError(f"{done.pending + done.retrying:,} payments are not sent after 600 s")
         by_workers = max(0, tasks - done.published)
@@ -194,7 +194,7 @@ class Demo:
         from outbox_pipeline.settings import AuditSettings  # noqa: PLC0415 - see above
 
         given = {
-            "received": str(self.received), "tasks": "both", "archive": str(self.output / "archive"),
+            "received": str(self.received), "archive": str(self.output / "archive"),
             "until": f"{GRACE:g}s", "grace": f"{GRACE:g}", "output": str(self.output / f"{name}-audit"),
         }  # fmt: skip
         done = audit.run(self.spark, AuditSettings.read(self.of_database | given))

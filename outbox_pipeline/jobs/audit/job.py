@@ -36,6 +36,10 @@ UNSENT = ("pending", "dead", "arriving")
 _Line = dict[str, Any]
 #: Max entries of each list in the summary. If there are more, it has the largest topics and the earliest hours.
 MOST_LINES = 10_000
+#: Max samples of each class in the report.
+SAMPLES = 20
+#: Max difference between the clocks of Spanner and Pub/Sub.
+CLOCK_SKEW = timedelta(seconds=1)
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -117,13 +121,12 @@ class _Job:
         Raises SettingError, OutboxError.
         """
         settings, now = self.settings, self.table.now()
-        archive = Archive(self.spark, settings.archive) if settings.tasks != "table" else None
+        archive = Archive(self.spark, settings.archive) if settings.archive else None
         windows = archive.windows(self.table.name) if archive else []
-        if settings.tasks == "archive" and not windows:
+        if archive and not windows:
             raise OutboxError(f"--archive {settings.archive} has no finished window. Check the path")
-        read_at = windows[-1].manifest.until if settings.tasks == "archive" else now
-        horizon = min(read_at, resolved(settings.received_until, now))
-        grace, skew = timedelta(seconds=settings.grace), timedelta(seconds=settings.clock_skew)
+        horizon = min(now, resolved(settings.received_until, now))
+        grace = timedelta(seconds=settings.grace)
         latest = horizon - grace
         until = latest if settings.until is None else resolved(settings.until, now)
         since = None if settings.since is None else resolved(settings.since, now)
@@ -134,12 +137,10 @@ class _Job:
             )
         if since is not None and since >= until:
             raise SettingError(f"--since {shown(since)} is not before the end of the window, {shown(until)}")
-        # A published task can be marked later. The table contains it before that, the archive only afterwards.
-        known_until = read_at - (grace if settings.tasks == "archive" else skew)
-        sources = [] if settings.tasks == "archive" else [self._of_table(now, since)]
+        sources = [self._of_table(now, since)]
         if archive:
             sources.append(decoded(archive.read(windows, since).select(*needed(audit.OF_TASKS))))
-        return audit.Rules(since, until, horizon, known_until, grace, skew), sources
+        return audit.Rules(since, until, horizon, now - CLOCK_SKEW, grace, CLOCK_SKEW), sources
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:
         """Return the tasks that can have messages since `since`: unsent tasks, and tasks sent since then."""
@@ -190,7 +191,7 @@ class _Job:
         of_class = Counter({row["class"]: row["count"] for row in found.groupBy("class").count().collect()})
         listed = found.where(f.col("class") != effects.APPLIED)
         listed.where(~f.col("class").isin(*UNSENT)).write.partitionBy("class").json(str(output / FINDINGS))
-        samples = collected(audit.samples(listed, self.settings.samples))
+        samples = collected(audit.samples(listed, SAMPLES))
         found.unpersist()
         done = Audited(
             since=rules.since,
@@ -204,7 +205,7 @@ class _Job:
         summary = {
             "job": "audit",
             "database": self.table.name,
-            "tasks_from": self.settings.tasks,
+            "tasks_from": "table and archive" if self.settings.archive else "table",
             "received_from": self.settings.received,
             "data_compared": bodies,
             "inbox": self.settings.inbox,

@@ -26,7 +26,6 @@ from outbox.program import logs
 from outbox.program.terminal import counted, listed
 from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
-from outbox_pipeline.settings import DrainSettings
 from outbox_pipeline.spark.tasks import Rows, map_rows, parallelism
 from publishworker.host import Backoff
 from publishworker.process import exits
@@ -86,7 +85,7 @@ class Drained:
     seconds: float
 
 
-def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None = None) -> Drained:
+def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None = None) -> Drained:
     """Send until nothing is pending or retrying outside of paused topics, or for `deadline` seconds.
 
     The drain's workers share the shards with all live workers. If tasks are left in their shards, another round
@@ -100,7 +99,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
     store = open_store(settings)
     unsent = UnsentTasks(store)
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
-    workers = min(settings.workers or parallelism(spark), store.layouts[0].shards)
+    workers = min(parallelism(spark), store.layouts[0].shards)
     counts, rounds, last_error = Counter(dict.fromkeys(_COUNTED, 0)), 0, None
     pause = Backoff(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
     while (work_left := unsent.any_to_send()) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
@@ -133,7 +132,7 @@ def run(spark: SparkSession, settings: DrainSettings, *, deadline: float | None 
 
 
 def _round(
-    spark: SparkSession, settings: DrainSettings, store: SpannerStore, workers: int, until: datetime | None
+    spark: SparkSession, settings: RelaySettings, store: SpannerStore, workers: int, until: datetime | None
 ) -> tuple[Counter[str], str | None]:
     """Run workers until all have stopped. Return the sums of their counts, and the last error of one, or None."""
     run = uuid4().hex[:12]

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeyRange, KeySet
 from pyspark.errors import AnalysisException, ParseException
-from pyspark.sql import Column, DataFrame, Observation, SparkSession, Window
+from pyspark.sql import DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
 from pyspark.sql.types import StringType
 
@@ -87,7 +87,6 @@ class ReplaySelection:
     topic: str | None = None
     since: datetime | None = None
     until: datetime | None = None
-    attribute: str | None = None
     where: str | None = None
 
     @classmethod
@@ -143,8 +142,7 @@ def check(settings: ReplaySettings, *, dry_run: bool, resume: str, reason: str |
         )
     if not resume and not set(given) - {"archive"}:
         raise SettingError(
-            "No tasks are selected. Pass --topic, --since, --until, --attribute or --where. --where true selects all "
-            "sent tasks"
+            "No tasks are selected. Pass --topic, --since, --until or --where. --where true selects all sent tasks"
         )
 
 
@@ -153,7 +151,7 @@ def _selection_of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
     since, until = (None if each is None else resolved(each, now) for each in (settings.since, settings.until))
     if since and since >= (end := min(until or now, now)):
         raise SettingError(f"--since {shown(since)} is not before {'--until' if end == until else 'now,'} {shown(end)}")
-    texts = {name: getattr(settings, name) or None for name in ("archive", "topic", "attribute", "where")}
+    texts = {name: getattr(settings, name) or None for name in ("archive", "topic", "where")}
     return ReplaySelection(since=since, until=until, **texts)
 
 
@@ -261,8 +259,7 @@ class _Job:
 
     def _of_table(self, until: datetime, at: datetime) -> DataFrame:
         given = self.selection
-        columns = (*_OF_TABLE, "Topic", "SentAt", *(("Attributes",) if given.attribute else ()))
-        columns = tuple(schemas.TASK.fieldNames()) if given.where else columns
+        columns = tuple(schemas.TASK.fieldNames()) if given.where else (*_OF_TABLE, "Topic", "SentAt")
         wanted = RowFilter("sent", given.topic, given.since, until)
         return self._matching(read_tasks(self.spark, self.settings, columns, at, wanted))
 
@@ -275,7 +272,7 @@ class _Job:
         tasks = tasks.withColumn("_number", f.row_number().over(last)).where("_number = 1").drop("_number")
         tasks = tasks.where(tasks.SentAt < until)
         tasks = tasks.where(f.col("Topic") == given.topic) if given.topic else tasks
-        if given.attribute or given.where:
+        if given.where:
             tasks = decoded(tasks).withColumn("State", f.lit("sent")).select(*schemas.TASK.fieldNames())
         unsent = self._unsent(at).withColumn(_WAS_UNSENT, f.lit(True))
         return self._matching(tasks).join(unsent, "Id", "left").fillna({_WAS_UNSENT: False})
@@ -294,16 +291,8 @@ class _Job:
         return read_parts(self.spark, read, self.table.shards, schema)
 
     def _matching(self, tasks: DataFrame) -> DataFrame:
-        """Return the tasks whose message has the attribute, and for which the SQL predicate is true."""
-        if self.selection.attribute:
-            tasks = tasks.where(_has(self.selection.attribute))
+        """Return the tasks for which the SQL predicate is true."""
         return tasks.where(self.selection.where) if self.selection.where else tasks
-
-
-def _has(attribute: str) -> Column:
-    """Return whether a message has an attribute `key=value`, or `key` with any value."""
-    key, given, value = attribute.partition("=")
-    return f.try_element_at("Attributes", f.lit(key)) == value if given else f.map_contains_key("Attributes", key)
 
 
 def in_order(tasks: DataFrame, partitions: int = 0) -> DataFrame:
