@@ -148,7 +148,7 @@ def take_console() -> None:
                 if second % 10 == 0:
                     urllib.request.urlopen(address, timeout=60).read()  # noqa: S310 - of the console
                 if second == 30:
-                    admin.topics.change(table, "pause", ["payments"], {"Paused": True}, author)
+                    admin.topics.change(table, "pause", ["payments"], {"paused": True}, author)
                 register(made.database, 12 if second % 40 < 20 else 4)
                 time.sleep(1)
             list(admin.changes.change(table, "retry", TaskSelection(state="dead", topic="orders"), author))

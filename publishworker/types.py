@@ -11,6 +11,7 @@ from datetime import datetime
 from enum import Enum, auto
 from typing import Literal, NamedTuple
 
+from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.states import is_dead
 
@@ -99,46 +100,6 @@ class PollRequest:
         return len(self.shards) * len(self.topics)
 
 
-@dataclass(frozen=True, slots=True)
-class TopicLimit:
-    """The limits of a topic, for all live workers together. None: no limit.
-
-    `rate` is tasks a second, `burst` the max tasks that start together, `in_flight` the max tasks in flight.
-    """
-
-    rate: float | None = None
-    burst: int | None = None
-    in_flight: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TopicPolicy:
-    """The retry policy of a topic, as far as it differs from the worker's. Its fields are those of RetryPolicy."""
-
-    max_attempts: int | None = None
-    initial: float | None = None
-    longest: float | None = None
-    dead_after: float | None = None
-
-
-#: A topic without a retry policy: the worker's applies.
-NO_POLICY = TopicPolicy()
-
-
-@dataclass(frozen=True, slots=True)
-class TopicControls:
-    """The rows of AsynchronousTaskTopics: paused topics, and limits, routes and policies by topic.
-
-    Any program may write them, so values from Spanner may be invalid: see `split_valid` in topics/availability.py.
-    """
-
-    paused: frozenset[str] = frozenset()
-    limits: Mapping[str, TopicLimit] = field(default_factory=dict)
-    #: The Pub/Sub topic that messages of a topic go to instead.
-    routes: Mapping[str, str] = field(default_factory=dict)
-    policies: Mapping[str, TopicPolicy] = field(default_factory=dict)
-
-
 #: A worker is live until its last heartbeat is this many seconds old. The number is also the default of the column
 #: LivenessTimeoutSeconds.
 LIVENESS_TIMEOUT_SECONDS = 14
@@ -178,7 +139,7 @@ class Discovery:
     """
 
     workers: Workers = field(default_factory=Workers)
-    controls: TopicControls = field(default_factory=TopicControls)
+    controls: Mapping[str, TopicControls] = field(default_factory=dict)
     topics: frozenset[str] = frozenset()
 
 

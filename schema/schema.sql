@@ -112,7 +112,7 @@ CREATE TABLE AsynchronousTaskShards (
 CREATE TABLE AsynchronousTaskOperations (
   -- A UUID: a random digit, and then the time, so that the last operations are the first of 16 ranges.
   OperationId STRING(64)  NOT NULL,
-  -- retry, purge, cancel, stop, continue, view, pause, resume, limit, route, policy, apply, forget, replay or reshard.
+  -- retry, purge, cancel, stop, continue, view, pause, resume, controls, replay or reshard.
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),

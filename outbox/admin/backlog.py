@@ -14,7 +14,7 @@ from outbox.admin import statements
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, read_before
 from outbox.admin.workers import Worker, live
 from outbox.program.values import chunked
-from outbox.table.statements import CONTROLS
+from outbox.table.controls import CONTROLS
 from outbox.table.states import UNSENT
 
 #: A shard, a topic, or None for a count of all topics, and the highest priority to count, if the statement has one.

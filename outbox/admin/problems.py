@@ -9,10 +9,10 @@ from outbox.admin.backlog import Backlog, Line
 from outbox.admin.operations import Operation
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead
-from outbox.admin.topics import Control
 from outbox.admin.workers import Worker, open_circuits
 from outbox.program.terminal import counted
 from outbox.program.times import spoken
+from outbox.table.controls import NO_CONTROLS, TopicControls
 from outbox.table.controls import problems as invalid
 
 #: A topic is late after this many seconds. The monitors of k8s/ have limits of their own.
@@ -37,10 +37,10 @@ def pauses(table: TaskTable, backlog: Backlog) -> dict[str, Operation]:
     found: dict[str, Operation] = {}
     for line in _paused(backlog)[:MOST]:
         for each in operations.latest(table, MOST, topic=line.topic, at=backlog.as_of):
-            if each.operation in ("pause", "apply"):
-                found[line.topic] = each
-            elif each.operation == "resume":
-                break
+            match operations.parsed(each.selection):
+                case {"topics": {line.topic: {"paused": [_, is_paused]}}}:
+                    found |= {line.topic: each} if is_paused is True else {}
+                    break
     return found
 
 
@@ -48,7 +48,7 @@ def find(
     backlog: Backlog,
     *,
     orphans: Sequence[int] | None,
-    controls: Mapping[str, Control],
+    controls: Mapping[str, TopicControls],
     paused_by: Mapping[str, Operation],
     blocked: Sequence[BlockedHead],
 ) -> list[Problem]:
@@ -81,15 +81,15 @@ def _of_workers(backlog: Backlog, orphans: Sequence[int] | None) -> Iterator[Pro
 
 
 def _of_topics(
-    backlog: Backlog, controls: Mapping[str, Control], paused_by: Mapping[str, Operation]
+    backlog: Backlog, controls: Mapping[str, TopicControls], paused_by: Mapping[str, Operation]
 ) -> Iterator[Problem]:
     for topic, control in controls.items():
-        if "PublishTo" in invalid(dataclasses.asdict(control)):
-            text = f"{topic}: its route to {control.PublishTo!r:.300} is invalid, so its tasks are not published"
+        if "publish_to" in invalid(control):
+            text = f"{topic}: its route to {control.publish_to!r:.300} is invalid, so its tasks are not published"
             yield Problem("invalid_route", topic, True, text)
     for each in open_circuits(backlog.workers):
-        control = controls.get(each.topic, Control())
-        route = f" (routed to {control.PublishTo})" if control.PublishTo else ""
+        control = controls.get(each.topic, NO_CONTROLS)
+        route = f" (routed to {control.publish_to})" if control.publish_to else ""
         seconds = (backlog.as_of - each.since).total_seconds()
         text = f"{each.topic}{route}: circuit open for {spoken(seconds)}: {each.reason}"
         yield Problem("circuit_open", each.topic, False, text)

@@ -17,8 +17,9 @@ from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.program.settings import DatabaseSettings
 from outbox.table import schema
 from outbox.table.connection import open_database
+from outbox.table.controls import CONTROLS
 from outbox.table.layouts import Layout
-from outbox.table.statements import CONTROLS, NOW, parameters
+from outbox.table.statements import NOW, parameters
 from outbox.table.transact import PESSIMISTIC, retry_and_timeout, transact
 from outbox.table.transactions import check_database
 

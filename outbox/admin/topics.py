@@ -5,46 +5,29 @@ OutboxError.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import operations, statements
+from outbox.admin import changes, operations, statements
 from outbox.admin.backlog import COUNT_LIMIT, count, ranges_of
 from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import PubSubSettings
-from outbox.table.controls import problems
-from outbox.table.statements import CONTROL_COLUMNS, CONTROLS
+from outbox.program.settings import PubSubSettings, did_you_mean
+from outbox.program.terminal import listed
+from outbox.table.controls import COLUMNS, CONTROLS, FIELDS, NO_CONTROLS, TABLE, TopicControls, problems
 
-_TABLE = "AsynchronousTaskTopics"
 _TAG = "outbox-topics"
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Control:
-    """The controls of one topic, by column. None means no limit, no route, or the retry policy of the worker."""
-
-    Paused: bool = False
-    RatePerSecond: float | None = None
-    Burst: int | None = None
-    MaxInFlight: int | None = None
-    PublishTo: str | None = None
-    MaxAttempts: int | None = None
-    BackoffInitialSeconds: float | None = None
-    BackoffMaxSeconds: float | None = None
-    DeadAfterSeconds: float | None = None
+#: The rows of some topics before and after a change. None: the table has no row.
+Difference: TypeAlias = Mapping[str, tuple[TopicControls | None, TopicControls | None]]
 
 
-#: The controls of a topic before and after a change. None: the table has no row.
-Difference: TypeAlias = Mapping[str, tuple[Control | None, Control | None]]
-
-
-def controls(table: TaskTable) -> dict[str, Control]:
+def controls(table: TaskTable) -> dict[str, TopicControls]:
     """Return all rows by topic."""
-    return {topic: Control(*row) for topic, *row in table.query(CONTROLS, _TAG)}
+    return {topic: TopicControls(*row) for topic, *row in table.query(CONTROLS, _TAG)}
 
 
 def waiting(table: TaskTable, topics: Iterable[str]) -> set[str]:
@@ -72,13 +55,32 @@ def unknown(table: TaskTable, topics: Iterable[str]) -> list[str]:
     return [topic for topic in topics if topic not in known]
 
 
-def check_destination(table: TaskTable, topic: str) -> str | None:
-    """Ask Pub/Sub whether a topic exists. Return why that is unknown, or None. Raises OutboxError if it does not."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preview:
+    """What a change of one topic would do. `unsent` are the tasks that its new route applies to, if it changes."""
+
+    difference: Difference
+    unsent: "changes.Count | None" = None
+    #: Why it is unknown whether the destination of the route exists.
+    unchecked: str | None = None
+
+
+def preview(table: TaskTable, topic: str, values: Mapping[str, Any], *, exact: bool, force: bool = False) -> Preview:
+    """Check a change of one topic, and return what it would do. `force` does not ask Pub/Sub for the destination."""
+    unchecked = None if force else check_destinations(table, [values.get("publish_to")])
+    difference = change(table, "controls", [topic], values, dry_run=True)
+    is_routed = "publish_to" in values
+    return Preview(difference, changes.count_unsent(table, topic, exact=exact) if is_routed else None, unchecked)
+
+
+def check_destinations(table: TaskTable, topics: Iterable[str | None]) -> str | None:
+    """Ask Pub/Sub whether topics exist. Return why that is unknown, or None. Raises OutboxError if one does not."""
     from outbox.program.pubsub import check_topic  # noqa: PLC0415 - imports the client
 
     _, project, _, instance, _, database = table.name.split("/")
     settings = PubSubSettings.read({"project": project, "instance": instance, "database": database})
-    return check_topic(settings, full_name(topic, project))
+    found = (check_topic(settings, full_name(topic, project)) for topic in sorted({*filter(None, topics)}))
+    return "; ".join(filter(None, found)) or None
 
 
 def change(
@@ -89,96 +91,102 @@ def change(
     author: Author = UNNAMED,
     *,
     dry_run: bool = False,
-) -> dict[str, Control]:
-    """Write `values`, by column, to the rows of all `topics` in one transaction, and return the new rows.
+) -> Difference:
+    """Write `values`, by field, to the rows of all `topics` in one transaction, and return the difference.
 
-    Missing rows are created. Columns that are not in `values` keep their values. The transaction also records the
-    `operation`: pause, resume, limit, route or policy. With `dry_run` it checks the same and writes nothing.
+    The `operation` is pause, resume or controls. Missing rows are created, but a value of None or False needs a row.
+    Other fields keep their values. The transaction also records the operation. With `dry_run` it checks the same and
+    writes nothing.
     """
 
-    def work(transaction: Transaction) -> dict[str, Control]:
-        before = _read(transaction)
-        after = {topic: dataclasses.replace(before.get(topic, Control()), **values) for topic in topics}
-        _check(table, before, after)
-        if not dry_run:
-            _write(transaction, after)
-            selection = {"topics": list(topics), "values": dict(values)}
-            operations.record(transaction, table, operation, selection, author, FinishedAt=COMMIT_TIMESTAMP)
-        return after
+    def after(before: Mapping[str, TopicControls]) -> Mapping[str, TopicControls | None]:
+        if all(value is None or value is False for value in values.values()):
+            _require_rows(before, topics)
+        return {topic: dataclasses.replace(before.get(topic, NO_CONTROLS), **values) for topic in topics}
 
-    return table.transact(_TAG, work)
+    return _write(table, operation, after, author, dry_run=dry_run)
 
 
 def apply(
-    table: TaskTable, wanted: Mapping[str, Control], author: Author = UNNAMED, *, dry_run: bool = False
+    table: TaskTable, wanted: Mapping[str, TopicControls | None], author: Author = UNNAMED, *, dry_run: bool = False
 ) -> Difference:
-    """Replace the rows of these topics in one transaction, which records the difference. Return it.
+    """Replace the rows of these topics in one transaction, which records the difference. Return it. None: no row.
 
     With `dry_run` it checks the same and writes nothing. Raises SettingError if an ID and its full name, which are one
     topic for Pub/Sub, have different controls.
     """
     by_full_name: dict[str, str] = {}
-    for topic, control in wanted.items():
+    for topic, row in wanted.items():
         other = by_full_name.setdefault(full_name(topic, table.project), topic)
-        if wanted[other] != control:
+        if wanted[other] != row:
             raise SettingError(
                 f"{other} and {topic} are the same Pub/Sub topic, but have different controls. Nothing was changed"
             )
 
+    def after(before: Mapping[str, TopicControls]) -> Mapping[str, TopicControls | None]:
+        _require_rows(before, [topic for topic, row in wanted.items() if row is None])
+        return wanted
+
+    return _write(table, "controls", after, author, dry_run=dry_run)
+
+
+def _write(
+    table: TaskTable,
+    operation: str,
+    after: Callable[[Mapping[str, TopicControls]], Mapping[str, TopicControls | None]],
+    author: Author,
+    *,
+    dry_run: bool,
+) -> Difference:
+    """Write the rows that `after` returns for all rows, and record the operation if it changes any."""
+
     def work(transaction: Transaction) -> Difference:
-        before = _read(transaction)
-        after = {topic: control for topic, control in wanted.items() if before.get(topic) != control}
-        _check(table, before, after)
-        difference = {topic: (before.get(topic), control) for topic, control in after.items()}
-        if after and not dry_run:
-            _write(transaction, after)
-            operations.record(transaction, table, "apply", _recorded(difference), author, FinishedAt=COMMIT_TIMESTAMP)
+        # All rows, with shared locks: a route depends on the routes of other topics.
+        rows = transaction.read(TABLE, COLUMNS, KeySet(all_=True))
+        before = {topic: TopicControls(*row) for topic, *row in rows}
+        difference = {topic: (before.get(topic), row) for topic, row in after(before).items()}
+        _check(table, before, difference)
+        changed = {topic: pair for topic, pair in difference.items() if pair[0] != pair[1]}
+        if changed and not dry_run:
+            for topic, (_, row) in changed.items():
+                if row is None:
+                    transaction.delete(TABLE, KeySet(keys=[[topic]]))
+                else:  # with all columns, so that the result does not depend on the treatment of omitted ones
+                    transaction.insert_or_update(TABLE, COLUMNS, [(topic, *dataclasses.astuple(row))])
+            operations.record(transaction, table, operation, _recorded(changed), author, FinishedAt=COMMIT_TIMESTAMP)
         return difference
 
     return table.transact(_TAG, work)
 
 
-def forget(table: TaskTable, topic: str, author: Author = UNNAMED) -> None:
-    """Delete the row of a topic, and record what it was. Raises OutboxError if there is none."""
-
-    def work(transaction: Transaction) -> None:
-        before = _read(transaction)
-        if topic not in before:
-            raise OutboxError(f"topic {topic!r} has no row in AsynchronousTaskTopics. Nothing was changed")
-        transaction.delete(_TABLE, KeySet(keys=[[topic]]))
-        selection = _recorded({topic: (before[topic], None)})
-        operations.record(transaction, table, "forget", selection, author, FinishedAt=COMMIT_TIMESTAMP)
-
-    table.transact(_TAG, work)
+def _require_rows(before: Mapping[str, TopicControls], topics: Iterable[str]) -> None:
+    """Raise OutboxError if one of the topics has no row."""
+    if missing := [topic for topic in topics if topic not in before]:
+        paused = [topic for topic, row in before.items() if row.paused]
+        hints = "".join(did_you_mean(topic, paused) for topic in missing)
+        raise OutboxError(
+            f"cannot change {listed(missing)}: no row in AsynchronousTaskTopics. Nothing was changed.{hints} "
+            f"Paused topics: {listed(paused) or 'none'}"
+        )
 
 
-def _read(transaction: Transaction) -> dict[str, Control]:
-    """Return all rows, with shared locks: a route depends on the routes of other topics."""
-    return {topic: Control(*row) for topic, *row in transaction.read(_TABLE, CONTROL_COLUMNS, KeySet(all_=True))}
-
-
-def _write(transaction: Transaction, after: Mapping[str, Control]) -> None:
-    """Write rows, with all columns, so that the result does not depend on the treatment of omitted ones."""
-    rows = [(topic, *dataclasses.astuple(control)) for topic, control in after.items()]
-    transaction.insert_or_update(_TABLE, CONTROL_COLUMNS, rows)
-
-
-def _check(table: TaskTable, before: Mapping[str, Control], after: Mapping[str, Control]) -> None:
+def _check(table: TaskTable, before: Mapping[str, TopicControls], difference: Difference) -> None:
     """Raise SettingError if the change makes a row invalid, and OutboxError if a route leads to a routed topic."""
-    for topic, control in after.items():
-        found = problems(dataclasses.asdict(control))
-        if found and not problems(dataclasses.asdict(before.get(topic, Control()))):
-            texts = "; ".join(f"{column} {text}" for column, text in found.items())
+    after = {topic: row for topic, (_, row) in difference.items() if row}
+    for topic, row in after.items():
+        found = problems(row)
+        if found and not problems(before.get(topic, NO_CONTROLS)):
+            texts = "; ".join(f"{name} {text}" for name, text in found.items())
             raise SettingError(f"topic {topic}: {texts}. Nothing was changed")
     routes = {
-        full_name(topic, table.project): full_name(control.PublishTo, table.project)
-        for topic, control in {**before, **after}.items()
-        if control.PublishTo is not None
+        full_name(topic, table.project): full_name(row.publish_to, table.project)
+        for topic, row in {**before, **after}.items()
+        if row.publish_to is not None
     }
     changed = {
         full_name(topic, table.project)
-        for topic, control in after.items()
-        if control.PublishTo not in (None, before.get(topic, Control()).PublishTo)
+        for topic, row in after.items()
+        if row.publish_to not in (None, before.get(topic, NO_CONTROLS).publish_to)
     }
     for topic, to in routes.items():
         if to in routes and not changed.isdisjoint((topic, to)):
@@ -195,14 +203,14 @@ def full_name(topic: str, project: str) -> str:
 
 
 def _recorded(difference: Difference) -> dict[str, Any]:
-    """Return a difference as the record has it: for each column that changes, the values before and after."""
+    """Return a difference as the record has it: for each field that changes, the values before and after."""
     return {
         "topics": {
             topic: {
-                field.name: [getattr(control, field.name, None) for control in controls]
-                for field in dataclasses.fields(Control)
-                if getattr(controls[0], field.name, None) != getattr(controls[1], field.name, None)
+                name: [getattr(row, name, None) for row in rows]
+                for name in FIELDS
+                if getattr(rows[0], name, None) != getattr(rows[1], name, None)
             }
-            for topic, controls in difference.items()
+            for topic, rows in difference.items()
         }
     }

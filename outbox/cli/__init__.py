@@ -20,7 +20,6 @@ from outbox.cli import (
     schema,
     status,
     tasks,
-    topic_list,
     topics,
     workers,
 )
@@ -29,7 +28,7 @@ from outbox.program.lazy import need
 from outbox.program.settings import one_of, unknown_variables
 from outbox.program.terminal import Escaped, ended, prepare_streams, say
 
-COMMANDS = (emulators, schema, status, tasks, changes, topic_list, topics, workers, operations, console)
+COMMANDS = (emulators, schema, status, tasks, changes, topics, workers, operations, console)
 
 COMPLETION_DESCRIPTION = """\
 Print a script that completes the commands and flags of `outbox`. It needs the extra

@@ -267,7 +267,7 @@ def command_line(name: str, *arguments: object, **flags: object) -> str:
         for flag, value in flags.items()
         if value not in (None, False)
     ]
-    return shlex.join(["outbox", name, *given, *(["--", *map(str, arguments)] if arguments else [])])
+    return shlex.join(["outbox", *name.split(), *given, *(["--", *map(str, arguments)] if arguments else [])])
 
 
 def continue_command(options: argparse.Namespace, **times: str) -> str:

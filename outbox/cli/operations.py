@@ -13,12 +13,12 @@ from outbox.program.times import shown
 from outbox.table.ddl import OPERATION_NAMES
 
 DESCRIPTION = """\
-List the last changes, newest first: retry, purge, cancel, pause, resume, limit, route,
-policy, apply and forget of topics, reshard, and replay of the pipeline. From the console,
-also stop and continue of an operation, and view of a message. Each line has the account,
-the reason, the selection and the number of changed tasks. A change without FINISHED is
-still running, or ended early. The console continues a retry, purge or cancel. A filter
-is compared with about the last 16,000 changes.
+List the last changes, newest first: retry, purge, cancel, pause, resume and controls of
+topics, reshard, and replay of the pipeline. From the console, also stop and continue of an
+operation, and view of a message. Each line has the account, the reason, the selection and
+the number of changed tasks. A change without FINISHED is still running, or ended early.
+The console continues a retry, purge or cancel. A filter is compared with about the last
+16,000 changes.
 
     outbox operations --project my-project --instance main --database shop
     outbox operations --operation cancel --topic orders --principal jane ..."""

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from outbox import admin
 from outbox.cli import errors, flags
@@ -143,7 +143,7 @@ def _rendered(
     )
     if options.json:
         return _json(backlog, groups, progress, problems)
-    parts: list[str] = [_text(backlog), *errors.circuit_lines(backlog.workers, backlog.as_of)]
+    parts: list[str] = [_text(backlog)]
     if groups:
         parts += ["", errors.text(groups)]
     if progress:
@@ -176,10 +176,12 @@ def _json(
     )
 
 
+#: The first cells of a row, and the line with its figures.
+Row: TypeAlias = "tuple[Sequence[object], admin.backlog.Line]"
 HEADS = ("PENDING", "RETRYING", "SCHEDULED", "BLOCKED", "DEAD", "IN/MIN", "SENT/MIN", "OLDEST", "NEXT DUE")
 
 
-def cells(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> list[object]:
+def _cells(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> list[object]:
     """Return the cells of a line, below HEADS."""
     age = spoken(backlog.age(line)) if line.oldest else "-"
     due = f"in {spoken((line.next_due - backlog.as_of).total_seconds())}" if line.next_due else "-"
@@ -198,17 +200,24 @@ def fields(backlog: "admin.backlog.Backlog", line: "admin.backlog.Line") -> dict
 
 
 def _text(backlog: "admin.backlog.Backlog") -> Escaped:
-    head = f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
-    if not backlog.lines:
-        return joined(head, "no unsent tasks, and no task sent in the last minute")
-    rows = [
-        [line.topic + (" (paused)" if line.paused else ""), line.priority, *cells(backlog, line)]
-        for line in backlog.lines
+    rows: list[Row] = [
+        ((line.topic + (" (paused)" if line.paused else ""), line.priority), line) for line in backlog.lines
     ]
-    rows.append(["all", None, *cells(backlog, backlog.total)])
+    total: list[Row] = [(("all", None), backlog.total)] if rows else []
     paused = any(line.paused for line in backlog.lines)
-    note_on_paused = ["The row `all` excludes paused topics from PENDING and OLDEST"] if paused else []
-    return joined(head, table(("TOPIC", "PRIORITY", *HEADS), rows), *note_on_paused)
+    remarks = ["The row `all` excludes paused topics from PENDING and OLDEST"] if paused else []
+    none = "no unsent tasks, and no task sent in the last minute"
+    return listing(backlog, ("TOPIC", "PRIORITY"), rows + total, none, *remarks)
+
+
+def listing(
+    backlog: "admin.backlog.Backlog", heads: Sequence[str], rows: Sequence[Row], none: str, *remarks: str
+) -> Escaped:
+    """Return a table with the figures of each row behind its first cells, or `none`, and the open circuits."""
+    head = f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
+    cells = [[*first, *_cells(backlog, line)] for first, line in rows]
+    figures = table((*heads, *HEADS), cells) if rows else none
+    return joined(head, figures, *remarks, *errors.circuit_lines(backlog.workers, backlog.as_of))
 
 
 def _number(name: str, value: int, at_least: set[str]) -> object:

@@ -115,7 +115,7 @@ def _note_holds(task_table: "admin.table.TaskTable", tasks: "Sequence[admin.task
     controls = admin.topics.controls(task_table) if topics else {}
     workers = admin.workers.live(task_table, at) if topics else []
     for topic in topics:
-        is_paused = topic in controls and controls[topic].Paused
+        is_paused = topic in controls and controls[topic].paused
         if hold := admin.problems.hold(workers, topic, at, is_paused=is_paused):
             note(f"due tasks of {escaped(topic)} wait: {escaped(hold)}")
 

@@ -1,19 +1,21 @@
-"""`outbox pause`, `resume`, `limit`, `route` and `policy`: write AsynchronousTaskTopics, which the workers read."""
+"""`outbox pause`, `resume` and `topics`: list topics, and write AsynchronousTaskTopics, which the workers read."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
 
 from outbox import admin
 from outbox.cli import bulk, flags
-from outbox.cli.output import named, note
-from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import SettingType, did_you_mean, matching, number
-from outbox.program.terminal import escaped, say
-from outbox.program.times import SECONDS
-from outbox.program.values import TOPIC
-from outbox.table.controls import BOUNDS
+from outbox.cli.output import by_field, named, note
+from outbox.cli.status import fields, listing, read_noted
+from outbox.errors import SettingError
+from outbox.program.settings import did_you_mean, one_of
+from outbox.program.terminal import Escaped, as_json, counted, escaped, say
+from outbox.program.values import json_value
+from outbox.table.controls import FIELDS, LIMITS, NO_CONTROLS, VALUES, TopicControls, described, problems
 
 PAUSE_DESCRIPTION = """\
 Publish no tasks of these topics until `outbox resume`. Their limits do not change, and
@@ -24,186 +26,236 @@ RESUME_DESCRIPTION = """\
 Resume publishing tasks of these paused topics. Their limits do not change.
 
     outbox resume orders --project my-project --instance main --database shop"""
-LIMIT_DESCRIPTION = """\
-Limit a topic. A limit that you do not pass keeps its value. Limits apply to all live
-workers together. Each worker gets an equal part. Its burst and max in flight are at
-least 1.
+TOPICS_DESCRIPTION = """\
+Show the pauses, limits, routes and retry policies of topics with their backlog. The list
+has every topic that has a row in AsynchronousTaskTopics, an unsent task, or a task sent in
+the last minute. A second list has the topics to which a live worker does not publish,
+because they fail.
 
-    outbox limit orders --rate 10 --burst 20 --project my-project \\
-        --instance main --database shop
-    outbox limit orders --max-in-flight 5 ...
-    outbox limit orders --off ..."""
-ROUTE_DESCRIPTION = """\
-Publish the messages of a topic to another Pub/Sub topic from now on. Tasks keep their
-topic, so its pause, limits and retry policy still apply. Until all workers have applied
-the route, both Pub/Sub topics can receive messages.
+    outbox topics --project my-project --instance main --database shop
+    outbox topics set orders --rate 10 --burst 20 ...
+    outbox topics export ... > topics.json"""
+SET_DESCRIPTION = """\
+Set limits, the route or the retry policy of a topic. A value that you do not pass keeps
+its value.
 
-    outbox route orders --to orders-v2 --dry-run --project my-project \\
-        --instance main --database shop
-    outbox route orders --to orders-v2 ...
-    outbox route orders --off ..."""
-POLICY_DESCRIPTION = """\
-Set the retry policy of a topic. A value that you do not pass keeps its value. Without a
-value, the setting of the worker applies. The next failed attempt of a task uses it.
+Limits apply to all live workers together. Each worker gets an equal part. Its burst and
+max in flight are at least 1. A route publishes the messages to another Pub/Sub topic.
+Tasks keep their topic, so its pause, limits and retry policy still apply. Until all
+workers have applied the route, both Pub/Sub topics can receive messages. The next failed
+attempt of a task uses the retry policy. Without a value, the setting of the worker applies.
 
-    outbox policy orders --max-attempts 3 --backoff-max 60s --project my-project \\
+    outbox topics set orders --rate 10 --burst 20 --project my-project \\
         --instance main --database shop
-    outbox policy orders --off ..."""
+    outbox topics set orders --route orders-v2 --dry-run ...
+    outbox topics set orders --max-attempts 3 --backoff-max 60s ..."""
+UNSET_DESCRIPTION = """\
+Remove limits, the route, or values of the retry policy of a topic.
+
+    outbox topics unset orders rate burst --project my-project --instance main --database shop
+    outbox topics unset orders route ..."""
+EXPORT_DESCRIPTION = """\
+Print the pauses, limits, routes and retry policies of all topics as JSON. `outbox topics
+apply` reads such a file.
+
+    outbox topics export --project my-project --instance main --database shop > topics.json"""
+APPLY_DESCRIPTION = """\
+Replace the controls of the topics in a file, in one transaction. A field that a topic
+does not have in the file gets its default. Topics that are not in the file do not change.
+
+    outbox topics apply topics.json --dry-run --project my-project --instance main --database shop
+    outbox topics apply topics.json ..."""
+FORGET_DESCRIPTION = """\
+Delete the row of a topic in AsynchronousTaskTopics. The topic then has no pause, limit,
+route or retry policy. Its tasks do not change.
+
+    outbox topics forget orders --project my-project --instance main --database shop"""
 
 APPLIED_SOON = "workers apply this within 10 seconds"
 ORDERED = "Subscribers of {} do not get the earlier messages of an ordering key, and order holds only within a topic"
 SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"
-
-
-class Value(NamedTuple):
-    """A control that has a value: its column, the kind and the help of its flag, and how a sentence states it."""
-
-    column: str
-    kind: SettingType
-    help: str
-    stated: str
-
-
-_whole = partial(number, kind=int)
-
-
-def _value(column: str, help: str, stated: str, parse: Callable[[str], float] = _whole, allowed: str = "{}") -> Value:
-    """Return the control of a column, by default of whole numbers. `allowed` may name the bounds of the column."""
-    bounds = BOUNDS[column]
-
-    def checked(text: str) -> float:
-        if not bounds.contain(value := parse(text)):
-            raise ValueError(text)
-        return value
-
-    return Value(column, SettingType(checked, allowed.format(bounds)), help, stated)
-
-
-_duration = partial(_value, parse=SECONDS.parse, allowed=SECONDS.allowed + ", from {0.low:g} to {0.high:,.0f} seconds")
-_RATE = "a finite number of tasks a second, {0.low:g} or more"
-
-#: The flags of `limit` and of `policy`.
-LIMITS = {
-    "--rate": _value(
-        "RatePerSecond", "Tasks a second; together with a burst.", "{:,.15g} tasks a second", number, _RATE
-    ),
-    "--burst": _value(
-        "Burst", "Tasks that may be sent at once after a quiet period; together with a rate.", "{:,} at once"
-    ),
-    "--max-in-flight": _value("MaxInFlight", "Max tasks that are being published at the same time.", "{:,} in flight"),
-}
-POLICY = {
-    "--max-attempts": _value("MaxAttempts", "Failed attempts after which a task is dead.", "dead after {:,} attempts"),
-    "--backoff-initial": _duration(
-        "BackoffInitialSeconds",
-        "Time until a failed task is retried; doubles with each attempt.",
-        "first retry after {:,.15g} s",
-    ),
-    "--backoff-max": _duration(
-        "BackoffMaxSeconds", "Max time between two attempts.", "retries at most {:,.15g} s apart"
-    ),
-    "--dead-after": _duration(
-        "DeadAfterSeconds",
-        "A task does not become dead before this age if its topic is missing or refuses messages.",
-        "not dead before {:,.15g} s",
-    ),
-}
-TOPIC_NAME = matching(TOPIC, "a topic ID or projects/PROJECT/topics/ID")
+#: The names that `unset` takes, each with its field.
+UNSET = {value.flag[2:]: name for name, value in VALUES.items()}
 
 
 def add(commands: Any) -> None:
     """Add the commands to the subparsers `commands`."""
     pausing = flags.command(commands, "pause", "stop publishing tasks of topics", PAUSE_DESCRIPTION, run_pause)
     resuming = flags.command(commands, "resume", "resume paused topics", RESUME_DESCRIPTION, run_resume)
-    limiting = flags.command(commands, "limit", "limit a topic, or remove its limits", LIMIT_DESCRIPTION, run_limit)
-    routing = flags.command(commands, "route", "publish a topic's messages elsewhere", ROUTE_DESCRIPTION, run_route)
-    governing = flags.command(commands, "policy", "set the retry policy of a topic", POLICY_DESCRIPTION, run_policy)
-    for parser, count in ((pausing, "+"), (resuming, "+"), (limiting, 1), (routing, 1), (governing, 1)):
+    showing = flags.command(commands, "topics", "list topics, or set their controls", TOPICS_DESCRIPTION, run_topics)
+    showing.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
+    showing.add_argument("--exact", action="store_true", help="Count all tasks, without a limit.")
+    actions = showing.add_subparsers(metavar="ACTION")
+    setting = flags.command(actions, "set", "set limits, the route or the retry policy", SET_DESCRIPTION, run_set)
+    unsetting = flags.command(actions, "unset", "remove them", UNSET_DESCRIPTION, run_unset)
+    forgetting = flags.command(actions, "forget", "delete the row of a topic", FORGET_DESCRIPTION, run_forget)
+    flags.command(actions, "export", "print the controls of all topics as JSON", EXPORT_DESCRIPTION, run_export)
+    applying = flags.command(actions, "apply", "write the controls of a file", APPLY_DESCRIPTION, run_apply)
+
+    for parser, count in ((pausing, "+"), (resuming, "+"), (setting, 1), (unsetting, 1), (forgetting, 1)):
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
-    for parser, of_flags in ((limiting, LIMITS), (governing, POLICY)):
-        for flag, (column, kind, text, _) in of_flags.items():
-            flags.add(parser, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=column)
-    limiting.add_argument("--off", action="store_true", help="Remove all limits.")
-    governing.add_argument("--off", action="store_true", help="Use the workers' settings again.")
-    where = routing.add_mutually_exclusive_group(required=True)
-    text = f"The Pub/Sub topic that gets the messages: {TOPIC_NAME.allowed}"
-    flags.add(where, "--to", TOPIC_NAME, text, metavar="TOPIC")
-    where.add_argument("--off", action="store_true", help="Publish to the topic itself again.")
-    routing.add_argument("--dry-run", action="store_true", help="Only print the number of tasks.")
-    routing.add_argument("--force", action="store_true", help="Do not ask Pub/Sub whether the topic exists.")
-    for parser in (pausing, resuming, limiting, routing, governing):
+    for name, (flag, text, _, kind, _) in VALUES.items():
+        flags.add(setting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=name)
+    field = one_of(*UNSET)
+    flags.add(
+        unsetting, "fields", field, f"What to remove: {field.allowed}", metavar="FIELD", nargs="+", choices=[*UNSET]
+    )
+    applying.add_argument("file", metavar="FILE", help="The file, or - for stdin.")
+    for parser in (setting, applying):
+        parser.add_argument("--force", action="store_true", help="Do not ask Pub/Sub whether a routed topic exists.")
+    for parser in (setting, unsetting, applying):
+        parser.add_argument("--dry-run", action="store_true", help="Only print the difference.")
+    for parser in (pausing, resuming, setting, unsetting, forgetting, applying):
         flags.add_reason(parser)
-    for parser in (pausing, limiting, routing, governing):
-        parser.add_argument("--yes", action="store_true", help="Skip the confirmation for an unknown topic.")
+    for parser in (pausing, setting, unsetting, forgetting, applying):
+        parser.add_argument("--yes", action="store_true", help="Skip the confirmation.")
 
 
 def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
-    table = open_known(options, "Pause")
-    code = _change(table, options, "pause", {"Paused": True})
-    controls = admin.topics.controls(table)
+    table = _open_known(options, "Pause")
+    _report(admin.topics.change(table, "pause", options.topics, {"paused": True}, flags.author(options)))
     paused = {admin.topics.full_name(topic, table.project) for topic in options.topics}
-    for topic, control in sorted(controls.items()):
-        to = control.PublishTo
-        if to is not None and not control.Paused and admin.topics.full_name(to, table.project) in paused:
+    for topic, controls in sorted(admin.topics.controls(table).items()):
+        to = controls.publish_to
+        if to is not None and not controls.paused and admin.topics.full_name(to, table.project) in paused:
             note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
-    return code
-
-
-def run_limit(options: argparse.Namespace) -> int:
-    """Limit a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
-    values = _values(options, LIMITS, "limit", "limits", "--rate with --burst, --max-in-flight, or --off")
-    for flag, other in (("--rate", "--burst"), ("--burst", "--rate")):
-        if not options.off and LIMITS[flag].column in values and LIMITS[other].column not in values:
-            raise SettingError(f"{flag} needs {other}. Pass both. {other} must be {LIMITS[other].kind.allowed}")
-    return _change(open_known(options, "Limit"), options, "limit", values)
-
-
-def run_policy(options: argparse.Namespace) -> int:
-    """Set the retry policy of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
-    values = _values(options, POLICY, "value", "values", f"{', '.join(POLICY)}, or --off")
-    return _change(open_known(options, "Set the policy of"), options, "policy", values)
-
-
-def run_route(options: argparse.Namespace) -> int:
-    """Route a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
-    table = open_known(options, "Route")
-    [topic] = options.topics
-    to, values = options.to or topic, {"PublishTo": options.to}
-    if options.to:
-        check_destination(table, options, to)
-    unsent = admin.changes.count_unsent(table, topic, exact=options.dry_run)
-    if options.dry_run:
-        admin.topics.change(table, "route", [topic], values, dry_run=True)
-        say(f"{unsent} of {topic} would be published to {to}")
-        return 0
-    if unsent.number > bulk.CONFIRM_ABOVE:
-        bulk.confirm(f"{unsent} of {escaped(topic)} will be published to {escaped(to)}.", yes=options.yes)
-    _change(table, options, "route", values)
-    note(f"{unsent} of {escaped(topic)} not sent yet. {ORDERED.format(escaped(to))}")
     return 0
 
 
 def run_resume(options: argparse.Namespace) -> int:
     """Resume topics; returns 0. Raises SettingError, NotReached, OutboxError."""
     table = _open(options)
-    controls = admin.topics.controls(table)
-    if missing := [topic for topic in options.topics if topic not in controls]:
-        paused = [topic for topic, control in controls.items() if control.Paused]
-        raise OutboxError(
-            f"cannot resume {named(missing)}: no row in AsynchronousTaskTopics. Nothing was written."
-            f"{''.join(did_you_mean(topic, paused) for topic in missing)} Paused topics: {named(paused) or 'none'}"
-        )
-    return _change(table, options, "resume", {"Paused": False})
+    _report(admin.topics.change(table, "resume", options.topics, {"paused": False}, flags.author(options)), "resumed")
+    return 0
 
 
-def check_destination(table: "admin.table.TaskTable", options: argparse.Namespace, topic: str) -> None:
-    """Ask Pub/Sub whether the topic exists, unless --force is given. Raises OutboxError if it does not."""
-    if not options.force and (unknown := admin.topics.check_destination(table, topic)):
-        note(unknown)
+def run_set(options: argparse.Namespace) -> int:
+    """Set controls of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
+    values = {name: value for name in VALUES if (value := vars(options)[name]) is not None}
+    if not values:
+        raise SettingError(f"no value given. Pass {' or '.join(value.flag for value in VALUES.values())}")
+    return _write(_open_known(options, "Set controls of"), options, values)
 
 
-def open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":
+def run_unset(options: argparse.Namespace) -> int:
+    """Remove controls of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
+    return _write(_open(options), options, {UNSET[name]: None for name in options.fields})
+
+
+def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: dict[str, Any]) -> int:
+    """Preview a change of one topic, ask if it routes many tasks, and write it."""
+    [topic], dry = options.topics, options.dry_run
+    found = admin.topics.preview(table, topic, values, exact=dry, force=vars(options).get("force", True))
+    to, unsent = values.get("publish_to") or topic, found.unsent
+    if found.unchecked:
+        note(found.unchecked)
+    if dry:
+        _print_difference(found.difference)
+        if unsent:
+            say(f"{unsent} of {topic} would be published to {to}")
+        return 0
+    if unsent and unsent.number > bulk.CONFIRM_ABOVE:
+        bulk.confirm(f"{unsent} of {escaped(topic)} will be published to {escaped(to)}.", yes=options.yes)
+    _report(
+        admin.topics.change(table, "controls", [topic], values, flags.author(options)),
+        is_limited=any(values.get(name) for name in LIMITS),
+    )
+    _, row = found.difference[topic]
+    if row and "backoff_initial_seconds" in values:
+        workers = admin.workers.live(table, table.now())
+        if cut := admin.workers.cut_retry(workers, row.backoff_initial_seconds, row.backoff_max_seconds):
+            note(f"{escaped(topic)}: {cut}")
+    if unsent:
+        note(f"{unsent} of {escaped(topic)} not sent yet. {ORDERED.format(escaped(to))}")
+    return 0
+
+
+def run_topics(options: argparse.Namespace) -> int:
+    """Print the topics; returns 0. Raises SettingError, NotReached, OutboxError."""
+    table = flags.open_table(options)
+    backlog = read_noted(table, exact=options.exact)
+    controls, lines = admin.topics.controls(table), backlog.topics()
+    none = admin.backlog.Line("", 0, at_least=set(() if backlog.whole else admin.backlog.COUNTS))
+    topics = [
+        (topic, controls.get(topic, NO_CONTROLS), lines.get(topic, none)) for topic in sorted({*controls, *lines})
+    ]
+    if options.json:
+        rows = [
+            {"topic": topic, **by_field(dataclasses.asdict(row)), **fields(backlog, line)}
+            for topic, row, line in topics
+        ]
+        circuits = admin.workers.open_circuits(backlog.workers)
+        say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
+    else:
+        listed = [((topic, joined_controls(backlog.workers, row)), line) for topic, row, line in topics]
+        say(listing(backlog, ("TOPIC", "CONTROL"), listed, "no topics"))
+    return 0
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Print the file; returns 0. Raises SettingError, NotReached, OutboxError."""
+    controls = admin.topics.controls(flags.open_table(options))
+    topics = {
+        topic: {name: value for name, value in by_field(dataclasses.asdict(row)).items() if value is not None}
+        for topic, row in sorted(controls.items())
+    }
+    # ASCII without control characters, so that no name controls a terminal. JSON allows DEL as it is.
+    say(Escaped(json.dumps({"topics": topics}, indent=2).replace("\x7f", r"\u007f")))
+    return 0
+
+
+def run_apply(options: argparse.Namespace) -> int:
+    """Write the rows of a file; returns 0. Raises SettingError, NotReached, OutboxError."""
+    wanted = parsed(_read(options.file))
+    options.topics = list(wanted)
+    table = _open_known(options, "Apply")
+    destinations = [] if options.force else [row.publish_to for row in wanted.values()]
+    if unchecked := admin.topics.check_destinations(table, destinations):
+        note(unchecked)
+    difference = admin.topics.apply(table, wanted, flags.author(options), dry_run=options.dry_run)
+    changed = _print_difference(difference)
+    would = "would be " if options.dry_run else ""
+    say(f"{counted(changed, 'topic')} {would}changed, {len(wanted) - changed} unchanged")
+    if changed and not options.dry_run:
+        note(APPLIED_SOON)
+    return 0
+
+
+def run_forget(options: argparse.Namespace) -> int:
+    """Delete the row of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
+    table, [topic] = flags.open_table(options), options.topics
+    row = admin.topics.controls(table).get(topic)
+    if row not in (None, NO_CONTROLS):
+        bulk.confirm(f"{escaped(topic)} has: {described(row)}. Forget it?", yes=options.yes)
+    admin.topics.apply(table, {topic: None}, flags.author(options))
+    say(f"{topic}: forgotten")
+    note(APPLIED_SOON)
+    return 0
+
+
+def _report(difference: "admin.topics.Difference", unpaused: str = "", *, is_limited: bool = False) -> None:
+    """Print the new rows. `unpaused` is the text of a topic that is not paused."""
+    for topic, (_, row) in difference.items():
+        say(f"{topic}: {described(row, unpaused)}")
+    note(f"{APPLIED_SOON}; {SHARED}" if is_limited else APPLIED_SOON)
+
+
+def joined_controls(workers: "Sequence[admin.workers.Worker]", row: TopicControls) -> str:
+    """Return the controls of a topic as a text, and what its workers make of its retry policy."""
+    cut = admin.workers.cut_retry(workers, row.backoff_initial_seconds, row.backoff_max_seconds)
+    return f"{described(row)}; {cut}" if cut else described(row)
+
+
+def _print_difference(difference: "admin.topics.Difference") -> int:
+    """Print the rows that change, and return their number."""
+    changed = {topic: rows for topic, rows in difference.items() if rows[0] != rows[1]}
+    for topic, (before, after) in sorted(changed.items()):
+        say(f"{topic}: {described(before)} -> {described(after)}")
+    return len(changed)
+
+
+def _open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTable":
     """Return the table. If a topic is unknown, ask first; in a dry run, only print a note.
 
     Raises SettingError, NotReached, OutboxError.
@@ -231,57 +283,46 @@ def _open(options: argparse.Namespace) -> "admin.table.TaskTable":
     return table
 
 
-def _change(table: "admin.table.TaskTable", options: argparse.Namespace, operation: str, values: dict[str, Any]) -> int:
-    """Write the values, by column, and print the new rows; returns 0."""
-    changed = admin.topics.change(table, operation, options.topics, values, flags.author(options))
-    for topic, control in changed.items():
-        say(f"{topic}: {described(control, 'resumed' if operation == 'resume' else '')}")
-        if control.BackoffInitialSeconds and "BackoffInitialSeconds" in values:
-            workers = admin.workers.live(table, table.now())
-            if cut := admin.workers.cut_retry(workers, control.BackoffInitialSeconds, control.BackoffMaxSeconds):
-                note(f"{escaped(topic)}: {cut}")
-    limited = operation == "limit" and any(values.values())
-    note(f"{APPLIED_SOON}; {SHARED}" if limited else APPLIED_SOON)
-    return 0
-
-
 def _other_name(topic: str, project: str) -> str:
     """Return the full name for a topic ID, and the ID for a full name. A topic of another project has only one name."""
     prefix = f"projects/{project}/topics/"
     return topic.removeprefix(prefix) if topic.startswith("projects/") else prefix + topic
 
 
-def _values(
-    options: argparse.Namespace, of_flags: Mapping[str, Value], one: str, all_: str, advice: str
-) -> dict[str, Any]:
-    """Return the values to write, by column. Raises SettingError."""
-    given = vars(options)
-    passed = {flag: given[each.column] for flag, each in of_flags.items() if given[each.column] is not None}
-    if options.off and passed:
-        raise SettingError(f"--off removes all {all_}. Pass it without {' and '.join(passed)}")
-    if options.off:
-        return {each.column: None for each in of_flags.values()}
-    if not passed:
-        raise SettingError(f"no {one} given. Pass {advice}")
-    return {of_flags[flag].column: value for flag, value in passed.items()}
+def _read(file: str) -> Any:
+    """Return the JSON of a file. Raises SettingError."""
+    text = flags.read_text(file)
+    try:
+        return json_value(text)
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{file!r} cannot be read as JSON: {error}. Nothing was changed") from None
 
 
-def described(control: "admin.topics.Control | None", unpaused: str = "") -> str:
-    """Return the controls of a topic as a text."""
-    if control is None:
-        return "no row"
-    limits = ", ".join(_stated(control, LIMITS))
-    route = "" if control.PublishTo is None else f"published to {control.PublishTo}"
-    parts = ("paused" if control.Paused else unpaused, limits and f"at most {limits}", route, *_stated(control, POLICY))
-    return "; ".join(filter(None, parts)) or "no limits"
+def parsed(value: Any) -> dict[str, TopicControls]:
+    """Return the controls by topic. Raises SettingError with the path of each wrong value."""
+    if not (isinstance(value, dict) and value.keys() == {"topics"} and isinstance(value["topics"], dict)):
+        raise SettingError('the file must be {"topics": {...}}, as `outbox topics export` prints it')
+    wrong: list[str] = []
+    controls: dict[str, TopicControls] = {}
+    for topic, given in value["topics"].items():
+        if not re.fullmatch(flags.TOPIC.pattern, topic):
+            wrong.append(f"topics.{topic:.100} is no topic. It must be {flags.TOPIC.allowed}")
+        if not isinstance(given, dict):
+            wrong.append(f"topics.{topic:.100} must be an object")
+            continue
+        unknown = sorted(given.keys() - {*FIELDS})
+        wrong += [f"topics.{topic:.100}.{name:.100} is unknown.{did_you_mean(name, FIELDS)}" for name in unknown]
+        controls[topic] = TopicControls(**{name: _number(name, given[name]) for name in FIELDS if name in given})
+        wrong += [f"topics.{topic}.{name} {text}" for name, text in problems(controls[topic]).items()]
+    if wrong:
+        sentences = (each if each.endswith((".", "?")) else f"{each}." for each in wrong)
+        raise SettingError(f"{' '.join(sentences)} Nothing was changed")
+    return controls
 
 
-def joined_controls(workers: "Sequence[admin.workers.Worker]", control: "admin.topics.Control") -> str:
-    """Return the controls of a topic as a text, and what its workers make of its retry policy."""
-    cut = admin.workers.cut_retry(workers, control.BackoffInitialSeconds, control.BackoffMaxSeconds)
-    return f"{described(control)}; {cut}" if cut else described(control)
-
-
-def _stated(control: "admin.topics.Control", of_flags: Mapping[str, Value]) -> list[str]:
-    values = ((getattr(control, each.column), each.stated) for each in of_flags.values())
-    return [stated.format(value) for value, stated in values if value is not None]
+def _number(name: str, value: Any) -> Any:
+    """Return the value of a field: JSON does not tell 5 from 5.0 and 5e0, but Spanner does."""
+    bounds = VALUES[name].bounds if name in VALUES else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # whatever the notation is
+    return float(value) if bounds and bounds.kind is float and bounds.contain(value) else value

@@ -17,8 +17,8 @@ from outbox.admin.operations import Operation
 from outbox.admin.problems import Problem
 from outbox.admin.table import TaskTable
 from outbox.admin.tasks import BlockedHead
-from outbox.admin.topics import Control
 from outbox.errors import OutboxError
+from outbox.table.controls import TopicControls
 
 #: The pending tasks of each topic at some times, oldest first. Without a visible tab there is no sample.
 History = Sequence[tuple[datetime, Mapping[str, int]]]
@@ -37,7 +37,7 @@ class Status:
 
     backlog: Backlog
     history: History
-    controls: Mapping[str, Control]
+    controls: Mapping[str, TopicControls]
     orphans: Sequence[int] | None
     errors: Sequence[ErrorCount]
     blocked: Sequence[BlockedHead]

@@ -14,7 +14,7 @@ class Role(enum.StrEnum):
 
     VIEWER = "viewer"  # all pages, without message data
     DATA = "data"  # message data; each view is recorded
-    OPERATOR = "operator"  # pause, resume, limit, route, policy, retry
+    OPERATOR = "operator"  # pause, resume, topic controls, retry
     DESTROYER = "destroyer"  # cancel, purge
 
     @property

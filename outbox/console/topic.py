@@ -4,28 +4,27 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
+from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from outbox import admin
-from outbox.cli.topics import LIMITS, ORDERED, POLICY, TOPIC_NAME, Value, joined_controls
+from outbox.cli.topics import ORDERED, UNSET, joined_controls
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
 from outbox.errors import SettingError
 from outbox.program.times import MOMENT, shown
+from outbox.table.controls import VALUES, described
 
 #: A worker reads the topic controls at least this often.
 APPLIED_WITHIN = timedelta(seconds=10)
-#: The field of a route, as LIMITS and POLICY have theirs.
-ROUTE = {"--to": Value("PublishTo", TOPIC_NAME, "The Pub/Sub topic that gets the messages.", "")}
-#: The forms: those without a field, and those with fields.
-SWITCHES: Mapping[str, dict[str, Any]] = {"pause": {"Paused": True}, "resume": {"Paused": False}}
-FORMS = {"limit": LIMITS, "policy": POLICY, "route": ROUTE, "ask-for-route": ROUTE}
+#: What the forms without fields write.
+SWITCHES: Mapping[str, dict[str, Any]] = {"pause": {"paused": True}, "resume": {"paused": False}}
 
 
 def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     written = _written(visit.query.get("written", ""))
-    more = {"joined_controls": joined_controls, "forms": FORMS, "within": APPLIED_WITHIN}
+    more = {"joined_controls": joined_controls, "fields": UNSET, "values": VALUES, "within": APPLIED_WITHIN}
     return render(visit, "topic", topic=_topic(visit), written=written, **more)
 
 
@@ -44,37 +43,52 @@ def _written(text: str) -> datetime | None:
     return time if isinstance(time, datetime) else None
 
 
-def _change(visit: Visit) -> Response:
-    table, topic, operation = visit.console.table, _known(visit), visit.path.removeprefix("/topic/")
-    is_route = operation == "route"
-    values = SWITCHES.get(operation) or _typed(FORMS[operation], visit.query if is_route else visit.form)
-    if values.get("PublishTo"):
-        admin.topics.check_destination(table, values["PublishTo"])
-    try:
-        admin.topics.change(table, operation, [topic], values, visit.author(required=is_route))
-    except SettingError as error:
-        fields = (flag[2:] for flag, each in FORMS.get(operation, {}).items() if each.column in str(error))
-        raise Refused(400, "The topic was not changed", str(error), next(fields, "")) from None
-    return visit.redirect("/topic", name=topic, written=shown(table.now()))
+def _switch(visit: Visit) -> Response:
+    operation = visit.path.removeprefix("/topic/")
+    admin.topics.change(visit.console.table, operation, [_known(visit)], SWITCHES[operation], visit.author())
+    return _changed(visit)
 
 
-def _ask_for_route(visit: Visit) -> Response:
-    """Show the preview of the form. The address of the topic is no field, because a browser would change some names."""
-    values = _typed(ROUTE, visit.form)
-    return visit.redirect(
-        "/topic/route", name=_topic(visit), to=values["PublishTo"], off=None if values["PublishTo"] else 1
+def _ask(visit: Visit) -> Response:
+    """Show the preview of the form. The name of the topic is no field, because a browser would change some names."""
+    _preview(visit, visit.form)
+    fields = {name: visit.form.get(name) for name in UNSET}
+    return visit.redirect("/topic/controls", name=_topic(visit), **fields, unset=visit.form.getlist("unset"))
+
+
+def _show_preview(visit: Visit) -> Response:
+    topic, values, preview = _preview(visit, visit.query)
+    texts = {name: visit.query[name].strip() for name, field in UNSET.items() if values.get(field) is not None}
+    removed = [name for name, field in UNSET.items() if field in values and name not in texts]
+    commands = [
+        *([visit.command("topics set", topic, **texts, reason="TEXT")] if texts else []),
+        *([visit.command("topics unset", topic, *removed, reason="TEXT")] if removed else []),
+    ]
+    more = {"preview": preview, "to": values.get("publish_to"), "ordered": ORDERED, "described": described}
+    return render(
+        visit, "controls", topic=topic, query={"name": topic, **texts, "unset": removed}, commands=commands, **more
     )
 
 
-def _preview_route(visit: Visit) -> Response:
-    """Show what a route would do, after the same checks as those of the command."""
-    table, topic, values = visit.console.table, _known(visit), _typed(ROUTE, visit.query)
-    to = values["PublishTo"]
-    unchecked = admin.topics.check_destination(table, to) if to else None
-    admin.topics.change(table, "route", [topic], values, dry_run=True)
-    unsent = admin.changes.count_unsent(table, topic, exact=False)
-    more = {"to": to, "unsent": unsent, "unchecked": unchecked, "ordered": ORDERED}
-    return render(visit, "routing", topic=topic, **more)
+def _write(visit: Visit) -> Response:
+    topic, values, preview = _preview(visit, visit.query)
+    author = visit.author(required=preview.unsent is not None)
+    admin.topics.change(visit.console.table, "controls", [topic], values, author)
+    return _changed(visit)
+
+
+def _changed(visit: Visit) -> Response:
+    return visit.redirect("/topic", name=_topic(visit), written=shown(visit.console.table.now()))
+
+
+def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], admin.topics.Preview]:
+    """Return the topic, the values and their preview, after the checks of the command."""
+    topic, values = _known(visit), _typed(given)
+    try:
+        return topic, values, admin.topics.preview(visit.console.table, topic, values, exact=False)
+    except SettingError as error:
+        names = (name for name, field in UNSET.items() if field in str(error))
+        raise Refused(400, "The topic was not changed", str(error), next(names, "")) from None
 
 
 def _known(visit: Visit) -> str:
@@ -88,26 +102,22 @@ def _known(visit: Visit) -> str:
     return topic
 
 
-def _typed(flags: Mapping[str, Value], form: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values to write, by column. Empty fields keep their values."""
-    typed = {flag: form.get(flag[2:], "").strip() for flag in flags}
-    if form.get("off"):
-        if any(typed.values()):
-            raise Refused(400, "The form sets and removes values", "Clear the fields, or the checkbox.", "off")
-        return {each.column: None for each in flags.values()}
-    found = {each.column: checked(each.kind, typed[flag], flag[2:]) for flag, each in flags.items() if typed[flag]}
-    if not found:
-        raise Refused(400, "The form is empty", "Fill in a field, or choose to remove all values.")
-    return found
+def _typed(given: QueryParams) -> dict[str, Any]:
+    """Return the values to write, by field. Empty fields keep their values."""
+    texts = {name: text for name in UNSET if (text := given.get(name, "").strip())}
+    removed = UNSET.keys() & given.getlist("unset")
+    if both := texts.keys() & removed:
+        raise Refused(400, "The form sets and removes a value", "Clear the field, or the checkbox.", min(both))
+    if not texts and not removed:
+        raise Refused(400, "The form is empty", "Fill in a field, or choose a value to remove.")
+    values = {UNSET[name]: checked(VALUES[UNSET[name]].kind, text, name) for name, text in texts.items()}
+    return values | {UNSET[name]: None for name in removed}
 
 
 ROUTES = (
     Route("/topic", show, work=Work.LIGHT),
-    Route("/topic/route", _preview_route, Role.OPERATOR),
-    Route("/topic/route", _change, Role.OPERATOR, "POST"),
-    Route("/topic/ask-for-route", _ask_for_route, Role.OPERATOR, "POST", Work.LIGHT, "/topic"),
-    *(
-        Route(f"/topic/{name}", _change, Role.OPERATOR, "POST", page="/topic")
-        for name in ("limit", "policy", *SWITCHES)
-    ),
+    Route("/topic/ask", _ask, Role.OPERATOR, "POST", page="/topic"),
+    Route("/topic/controls", _show_preview, Role.OPERATOR),
+    Route("/topic/controls", _write, Role.OPERATOR, "POST", page="/topic/controls"),
+    *(Route(f"/topic/{name}", _switch, Role.OPERATOR, "POST", page="/topic") for name in SWITCHES),
 )

@@ -26,8 +26,8 @@ NOT_OF_ROLES = "constraint AsynchronousTasksOrderingKey"
 OPERATIONS = "AsynchronousTaskOperations"
 #: The values of its column Operation.
 OPERATION_NAMES = (
-    "retry", "purge", "cancel", "stop", "continue", "view", "pause", "resume", "limit", "route", "policy", "apply",
-    "forget", "replay", "reshard",
+    "retry", "purge", "cancel", "stop", "continue", "view", "pause", "resume", "controls", "replay",
+    "reshard",
 )  # fmt: skip
 #: Tables that the relay does not need.
 _NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")

@@ -67,14 +67,6 @@ def workers(*more: str) -> str:
 
 
 WORKERS = workers()
-#: The columns of the topic controls.
-CONTROL_COLUMNS = (
-    "Topic", "Paused", "RatePerSecond", "Burst", "MaxInFlight", "PublishTo", "MaxAttempts", "BackoffInitialSeconds",
-    "BackoffMaxSeconds", "DeadAfterSeconds",
-)  # fmt: skip
-#: The topic controls. Reads a whole small table, with one row for each topic that has any.
-CONTROLS = f"SELECT {', '.join(CONTROL_COLUMNS)} FROM AsynchronousTaskTopics"
-
 #: The ordering keys to read. The n-th row has the n-th key of @keys, its topic from @topics and its shard from @shards.
 KEYS = """(
     SELECT of_key, @topics[OFFSET(place)] AS of_topic, @shards[OFFSET(place)] AS in_shard

@@ -9,8 +9,8 @@ from enum import Enum, auto
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
+from outbox.table.controls import NO_CONTROLS, TopicControls
 from publishworker.types import (
-    NO_POLICY,
     Answer,
     Deferred,
     Failed,
@@ -19,7 +19,6 @@ from publishworker.types import (
     NotSent,
     Published,
     Skipped,
-    TopicPolicy,
     Turn,
 )
 
@@ -73,14 +72,13 @@ class Claim:
     #: Size of all messages of the batch. A part keeps the size of the whole.
     bytes: int = 0
     hints: TopicHints = TopicHints()
-    #: The Pub/Sub topic that the messages go to, if it is not `topic`. It is fixed when the batch starts.
-    publish_to: str | None = None
-    policy: TopicPolicy = NO_POLICY
+    #: Those of the topic when the batch starts.
+    controls: TopicControls = NO_CONTROLS
 
     @property
     def destination(self) -> str:
         """Return the Pub/Sub topic that the messages go to."""
-        return self.publish_to or self.topic
+        return self.controls.publish_to or self.topic
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class Delivery:
         self.claim = claim
         self._timing = Timing(tools.host.clock)
         self._tools = self._timing.of(tools)
-        self._policy = tools.policy.for_topic(claim.policy)
+        self._policy = tools.policy.for_topic(claim.controls)
         self._results = Results()
         #: Writes the marks again if the commit fails.
         self._mark_retry = MarkRetry(claim, tools.marking)

@@ -13,12 +13,13 @@ All times derive from the database's time, so a wrong clock of the worker has no
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import chain, repeat
 from random import Random
 
 from outbox.program.times import shown
+from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER, first_due, is_dead
 from publishworker.delivery.claim import Claim, Kind, TopicHints
 from publishworker.pubsub.errors import FailureKind, failure_kind, is_refused
@@ -33,7 +34,6 @@ from publishworker.types import (
     Published,
     RowChange,
     Skipped,
-    TopicPolicy,
     Version,
 )
 
@@ -62,9 +62,15 @@ class RetryPolicy:
     #: Whether later tasks of an ordering key are sent although an earlier one is dead.
     skip_dead: bool = False
 
-    def for_topic(self, policy: TopicPolicy) -> "RetryPolicy":
+    def for_topic(self, controls: TopicControls) -> "RetryPolicy":
         """Return this policy with the values that the topic has."""
-        return replace(self, **{name: value for name, value in asdict(policy).items() if value is not None})
+        own = {
+            "initial": controls.backoff_initial_seconds,
+            "longest": controls.backoff_max_seconds,
+            "max_attempts": controls.max_attempts,
+            "dead_after": controls.dead_after_seconds,
+        }
+        return replace(self, **{name: value for name, value in own.items() if value is not None})  # type: ignore[arg-type]
 
     def failed_attempt(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Return the values to write to the row of a task that failed at `now`, the database's time."""

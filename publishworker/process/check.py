@@ -15,6 +15,7 @@ from outbox.program.settings import unknown_variables
 from outbox.program.terminal import counted, say
 from outbox.table import schema
 from outbox.table.connection import open_database
+from outbox.table.controls import NO_CONTROLS
 from publishworker.process import exits
 from publishworker.process.settings import WorkerSettings
 from publishworker.pubsub.messages import topic_filter, topic_name
@@ -79,14 +80,15 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
         names = ", ".join(sorted(ordered))
         yield "warning", f"tasks have ordering keys (topics {names}), but --pubsub-endpoint is not set. {_ONE_REGION}"
     controls = store.discover((), ()).controls
-    right, invalid = split_valid(controls)
-    for topic in sorted(controls.paused):
-        yield "ok", f"topic {topic} is paused: no task is sent until `outbox resume {topic}`"
+    valid, invalid = split_valid(controls)
+    for topic, row in sorted(controls.items()):
+        if row.paused:
+            yield "ok", f"topic {topic} is paused: no task is sent until `outbox resume {topic}`"
+        if to := valid[topic].publish_to:
+            yield "ok", f"messages of topic {topic} go to {to}"
     yield from (("wrong", sentence) for sentence in invalid.values())
-    for topic, to in sorted(right.routes.items()):
-        yield "ok", f"messages of topic {topic} go to {to}"
-    used = topics_to_send | controls.paused | controls.limits.keys()
-    topics |= {controls.routes.get(topic, topic) for topic in used | controls.routes.keys()}
+    used = topics_to_send | {topic for topic, row in controls.items() if row != NO_CONTROLS}
+    topics |= {controls.get(topic, NO_CONTROLS).publish_to or topic for topic in used}
 
 
 def _topic(client: PublisherClient, topic: str, settings: WorkerSettings, allowed: Callable[[str], bool]) -> Finding:

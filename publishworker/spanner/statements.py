@@ -19,10 +19,10 @@ from typing import Any
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, Mutation
 
+from outbox.table.controls import CONTROLS
 from outbox.table.ddl import CHANGE_STREAM
 from outbox.table.statements import (
     BY_ID,
-    CONTROLS,
     EACH_TOPIC,
     FIRST_OF_KEYS,
     LAYOUTS,

@@ -10,13 +10,13 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, Reques
 from google.protobuf.struct_pb2 import ListValue, Value
 
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
+from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout, by_layout
 from outbox.table.statements import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transact import PESSIMISTIC, transact
 from publishworker.spanner import statements
 from publishworker.spanner.errors import SERVICE_ERRORS, NotWritten, StoreError, describe, error_class, is_lost_session
 from publishworker.types import (
-    NO_POLICY,
     Candidate,
     Discovery,
     Heartbeat,
@@ -26,9 +26,6 @@ from publishworker.types import (
     PollRequest,
     QueuedTask,
     RowChange,
-    TopicControls,
-    TopicLimit,
-    TopicPolicy,
     Workers,
 )
 
@@ -135,7 +132,7 @@ class SpannerStore:
         self.layouts = recorded or self.layouts
         return Discovery(
             _workers(heartbeats, recorded),
-            _controls(controls),
+            {topic: TopicControls(*row) for topic, *row in controls},
             frozenset(topic for topics, *_ in found for topic in topics),
         )
 
@@ -252,17 +249,6 @@ def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Wor
         live={id: left for id, age, timeout, _ in found if (left := timeout - age / 1000) > 0},
         gone=frozenset(id for id, age, *_ in found if age / 1000 > FORGET_WORKER_SECONDS),
         layouts=layouts,
-    )
-
-
-def _controls(found: Sequence[Sequence[Any]]) -> TopicControls:
-    limits = {topic: TopicLimit(*limit) for topic, _, *limit, _, _, _, _, _ in found}
-    policies = {topic: TopicPolicy(*policy) for topic, _, _, _, _, _, *policy in found}
-    return TopicControls(
-        paused=frozenset(topic for topic, paused, *_ in found if paused),
-        limits={topic: limit for topic, limit in limits.items() if limit != TopicLimit()},
-        routes={topic: to for topic, _, _, _, _, to, *_ in found if to is not None},
-        policies={topic: policy for topic, policy in policies.items() if policy != NO_POLICY},
     )
 
 

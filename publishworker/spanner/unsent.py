@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
-from outbox.table.controls import problems
+from outbox.table.controls import TopicControls, problems
 from outbox.table.layouts import LayoutShards, by_layout
 from outbox.table.statements import TO_SEND_INDEX
 from outbox.table.states import LEFT_TO_SEND, is_dead, unsent_state
@@ -80,7 +80,7 @@ class UnsentTasks:
             request = self._store.request("outbox-unsent", READ_SECONDS)
             [[now, held]] = snapshot.execute_sql(statements.NOW_AND_HELD, **request)
         paused = frozenset(topic for topic, is_paused, _ in held if is_paused)
-        return now, paused, frozenset(topic for topic, _, to in held if problems({"PublishTo": to}))
+        return now, paused, frozenset(topic for topic, _, to in held if problems(TopicControls(publish_to=to)))
 
     def _rows(self, at: datetime, skip_rest: _SkipRest, shards: Iterable[int] | None = None) -> Iterator[UnsentRow]:
         """Yield each task that is unsent at `at`, once, by shard, topic and time."""

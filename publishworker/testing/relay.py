@@ -21,7 +21,7 @@ from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.channels import channel
 from outbox.program.pubsub import emulator_host, open_pubsub
 from outbox.program.values import plain
-from outbox.table.controls import problems
+from outbox.table.controls import NO_CONTROLS, TopicControls, problems
 from outbox.table.statements import at_now
 from outbox.table.states import NEVER
 from publishworker.host import Host, Threads
@@ -95,9 +95,10 @@ class OutboxRelay:
                 raise ValueError(f"now {now} has no time zone; give one, such as datetime.now(UTC) + ...")
             now = min(now, LATEST).astimezone(UTC)
         self._now = None  # the next reads use the time that they read as their timestamp
-        routes = self._store.discover((), ()).controls.routes
+        controls = self._store.discover((), ()).controls
         for topic in UnsentTasks(self._store).topics()[0]:
-            if not problems({"PublishTo": (to := routes.get(topic, topic))}):
+            to = controls.get(topic, NO_CONTROLS).publish_to or topic
+            if not problems(TopicControls(publish_to=to)):
                 self._subscribe(topic_name(to, self._settings.project))
         self._now = now
         relay, published, failed = self._relay(), 0, 0

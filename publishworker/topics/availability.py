@@ -10,15 +10,14 @@ burst of one task and one task in flight.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
-from outbox.table.controls import problems
+from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY, TopicControls, problems, stated
 from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.host import Host
 from publishworker.log import ThrottledLog, log
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
-from publishworker.types import NO_POLICY, Candidate, CircuitState, TopicControls, TopicLimit
+from publishworker.types import Candidate, CircuitState
 
 #: Max seconds between two reads of the topic controls while a topic is paused, limited or has an open circuit. Workers
 #: must apply an operator's change within 10 s.
@@ -32,32 +31,36 @@ class Topics:
         self._circuits = CircuitBreakers(host.random, host.clock)
         self._limits = RateLimits(host.clock)
         self._throttled_log = ThrottledLog(host.clock)
-        self._controls = TopicControls()
+        self._controls: Mapping[str, TopicControls] = {}
+        self.paused: frozenset[str] = frozenset()
         self._in_flight = Counter[str]()  # tasks by topic, from `permit` to `observe`
 
-    def apply(self, controls: TopicControls, workers: int) -> None:
+    def apply(self, controls: Mapping[str, TopicControls], workers: int) -> None:
         """Apply the valid controls. Each worker gets a part of a limit. The end of a pause makes a probe due."""
-        controls, wrong = split_valid(controls)
-        for (kind, topic), sentence in wrong.items():
-            self._throttled_log.log(kind, topic, sentence)
-        before, self._controls = self._controls, controls
-        for topic in sorted({topic for topic, _ in before.routes.items() ^ controls.routes.items()}):
-            self._circuits.forget(topic)
-            to = controls.routes.get(topic, topic)
-            log.info("Messages of topic %s go to %s", topic, to, extra={"action": "routed"})
-        for topic in sorted(before.paused ^ controls.paused):
-            what = "paused" if topic in controls.paused else "resumed"
-            log.info("Topic %s is %s", topic, what, extra={"action": what})
-            if what == "resumed":
-                self._circuits.probe_now(topic)
-        self._limits.apply(controls.limits, workers)
+        valid, wrong = split_valid(controls)
+        for (action, topic), sentence in wrong.items():
+            self._throttled_log.log(action, topic, sentence)
+        before, self._controls = self._controls, valid
+        for topic in sorted(before.keys() | valid.keys()):
+            self._change(topic, before.get(topic, NO_CONTROLS), valid.get(topic, NO_CONTROLS))
+        #: The paused topics, and those with an invalid route.
+        self.paused = frozenset(topic for topic, each in valid.items() if each.paused)
+        self._limits.apply(valid, workers)
         self._circuits.forget_old()
         self._in_flight = +self._in_flight  # without topics that have none
 
-    @property
-    def paused(self) -> frozenset[str]:
-        """Return the paused topics, and those with an invalid route."""
-        return self._controls.paused
+    def _change(self, topic: str, before: TopicControls, now: TopicControls) -> None:
+        if now.publish_to != before.publish_to:
+            self._circuits.forget(topic)
+            log.info("Messages of topic %s go to %s", topic, now.publish_to or topic, extra={"action": "routed"})
+        if now.paused != before.paused:
+            what = "paused" if now.paused else "resumed"
+            log.info("Topic %s is %s", topic, what, extra={"action": what})
+            if not now.paused:
+                self._circuits.probe_now(topic)
+        if (limits := stated(now, LIMITS)) != stated(before, LIMITS):
+            text = ", ".join(limits) or "no limit"
+            log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})
 
     @property
     def unavailable(self) -> frozenset[str]:
@@ -105,8 +108,7 @@ class Topics:
         return delivered.at_most_once() if probes or self._circuits.is_closed(delivered.claim.topic) else None
 
     def _with_controls(self, claim: Claim) -> Claim:
-        policy = self._controls.policies.get(claim.topic, NO_POLICY)
-        return replace(claim, publish_to=self._controls.routes.get(claim.topic), policy=policy)
+        return replace(claim, controls=self._controls.get(claim.topic, NO_CONTROLS))
 
     def circuit_states(self) -> Mapping[str, CircuitState]:
         """Return the circuits that are not closed, by topic."""
@@ -124,31 +126,31 @@ class Topics:
         return CONTROLS_SECONDS if waits else math.inf
 
 
-_V = TypeVar("_V")
+#: The parts of a row that do not apply if they are invalid: the action of the log, the fields, and the sentence.
+_PARTS = (
+    ("limits", LIMITS, "The limits of topic {} are ignored"),
+    ("policy", POLICY, "The retry policy of topic {} is ignored"),
+    ("route", ("publish_to",), "Topic {} counts as paused"),
+)
 
-_LIMIT_COLUMNS = ("RatePerSecond", "Burst", "MaxInFlight")
-_POLICY_COLUMNS = ("MaxAttempts", "BackoffInitialSeconds", "BackoffMaxSeconds", "DeadAfterSeconds")
 
-
-def split_valid(controls: TopicControls) -> tuple[TopicControls, dict[tuple[str, str], str]]:
-    """Return the valid controls, and a sentence for each invalid one, by kind and topic.
+def split_valid(
+    controls: Mapping[str, TopicControls],
+) -> tuple[dict[str, TopicControls], dict[tuple[str, str], str]]:
+    """Return the rows without their invalid parts, and a sentence for each of these, by action and topic.
 
     An invalid route pauses its topic.
     """
+    valid: dict[str, TopicControls] = {}
     wrong: dict[tuple[str, str], str] = {}
-
-    def keep(kind: str, values: Mapping[str, _V], columns: tuple[str, ...], sentence: str) -> dict[str, _V]:
-        for topic, value in values.items():
-            row = dict(zip(columns, (value,) if isinstance(value, str) else astuple(value), strict=True))  # type: ignore[call-overload]  # a dataclass
-            if found := "; ".join(f"{column} {text}" for column, text in problems(row).items()):
-                wrong[kind, topic] = f"{sentence.format(topic)}: {found}. See AsynchronousTaskTopics"
-        return {topic: value for topic, value in values.items() if (kind, topic) not in wrong}
-
-    limits = keep("limits", controls.limits, _LIMIT_COLUMNS, "The limits of topic {} are ignored")
-    policies = keep("policy", controls.policies, _POLICY_COLUMNS, "The retry policy of topic {} is ignored")
-    routes = keep("route", controls.routes, ("PublishTo",), "Topic {} counts as paused")
-    paused = controls.paused | (controls.routes.keys() - routes.keys())
-    return TopicControls(paused, limits, routes, policies), wrong
+    for topic, row in controls.items():
+        valid[topic], found = row, problems(row)
+        for action, names, sentence in _PARTS:
+            if texts := [f"{name} {found[name]}" for name in names if name in found]:
+                wrong[action, topic] = f"{sentence.format(topic)}: {'; '.join(texts)}. See AsynchronousTaskTopics"
+                paused = valid[topic].paused or action == "route"
+                valid[topic] = replace(valid[topic], paused=paused, **dict.fromkeys(names))
+    return valid, wrong
 
 
 #: Tasks of a topic start only when its bucket has collected the tokens of this many seconds, or is full. Batches are
@@ -180,22 +182,22 @@ class RateLimits:
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
         self._max_in_flight: dict[str, int] = {}
-        self._limits: Mapping[str, TopicLimit] = {}
 
-    def apply(self, limits: Mapping[str, TopicLimit], workers: int) -> None:
+    def apply(self, controls: Mapping[str, TopicControls], workers: int) -> None:
         """Apply the limits. `workers` is the number of live workers. Each gets an equal part."""
         now = self._clock()
-        self._log_changes(limits)
         buckets: dict[str, _Bucket] = {}
-        for topic, limit in limits.items():
-            if limit.rate is not None and limit.burst is not None:
+        for topic, limit in controls.items():
+            if limit.rate_per_second is not None and limit.burst is not None:
                 burst = max(1.0, limit.burst / workers)
                 before = self._buckets.get(topic)
                 tokens = burst if before is None else min(burst, before.filled(now))
-                buckets[topic] = _Bucket(limit.rate / workers, burst, tokens, now)
+                buckets[topic] = _Bucket(limit.rate_per_second / workers, burst, tokens, now)
         self._buckets = buckets
         self._max_in_flight = {
-            topic: max(1, limit.in_flight // workers) for topic, limit in limits.items() if limit.in_flight is not None
+            topic: max(1, limit.max_in_flight // workers)
+            for topic, limit in controls.items()
+            if limit.max_in_flight is not None
         }
 
     def allowances(self, in_flight: Mapping[str, int]) -> dict[str, int]:
@@ -220,11 +222,3 @@ class RateLimits:
         now = self._clock()
         missing = ((bucket.missing(now), bucket.rate) for bucket in self._buckets.values())
         return min((tokens / rate for tokens, rate in missing if tokens > 0), default=None)
-
-    def _log_changes(self, limits: Mapping[str, TopicLimit]) -> None:
-        for topic in sorted(self._limits.keys() | limits.keys()):
-            if (limit := limits.get(topic, TopicLimit())) != self._limits.get(topic):
-                parts = ((limit.rate, "tasks a second"), (limit.burst, "at once"), (limit.in_flight, "in flight"))
-                text = ", ".join(f"{value:g} {unit}" for value, unit in parts if value is not None) or "no limit"
-                log.info("Topic %s, all live workers together: %s", topic, text, extra={"action": "limited"})
-        self._limits = limits

@@ -102,8 +102,8 @@ def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emula
     assert any("topics/ordrs does not exist" in line for line in wrong)
     assert any("half" in line and "Burst" in line for line in wrong)
     assert any("topics/routed-and-missing does not exist" in line for line in wrong)
-    assert any("nowhere counts as paused" in line and "PublishTo is 'no topic'" in line for line in wrong)
-    assert any("policy of topic never" in line and "MaxAttempts is 0" in line for line in wrong)
+    assert any("nowhere counts as paused" in line and "publish_to is 'no topic'" in line for line in wrong)
+    assert any("policy of topic never" in line and "max_attempts is 0" in line for line in wrong)
     assert len(wrong) == 11, wrong
 
 

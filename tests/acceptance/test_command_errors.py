@@ -18,7 +18,7 @@ from tests.support.proxy import hanging, refusing
 #: One form of each command; its tasks and topics need not exist.
 ALL = [
     "status --exact", "list", "show x", "retry x", "retry --state dead", "purge --sent-before 30d",
-    "cancel x --reason y --yes", "topics", "tail", "pause orders", "resume orders", "limit orders --off",
+    "cancel x --reason y --yes", "topics", "tail", "pause orders", "resume orders", "topics unset orders rate",
 ]  # fmt: skip
 #: A command that reads, one that follows and two that change.
 SOME = ["status --exact", "tail", "retry x", "pause orders"]

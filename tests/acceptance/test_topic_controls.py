@@ -30,13 +30,13 @@ def blocks(language: str) -> str:
 def test_the_commands_of_the_page_print_its_output(outbox: Commands, database: Database):
     """One after the other on the same database; the flags that name it are the test's."""
     insert(database, [row(topic, topic=topic) for topic in ("orders", "invoices")])
-    unknown, wrong = outbox.run("pause", "ordres"), outbox.run("limit", "orders", "--rate", "0", "--burst", "1")
+    unknown, wrong = outbox.run("pause", "ordres"), outbox.run("topics", "set", "orders", "--rate", "0")
     assert (unknown.code, wrong.code) == (2, 2)
     assert "Pass --yes to confirm: unknown topic 'ordres'" in unknown.stderr
     assert "Known topics: invoices, orders. Pause 'ordres' anyway? Nothing was changed" in unknown.stderr
     assert {(each.stdout, each.stderr.count("\n")) for each in (unknown, wrong)} == {("", 1)}
     shown = re.findall(r"^\$ outbox (.*?) --project .*\n((?:[^$].*\n)*)", blocks("console"), re.MULTILINE)
-    assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "limit", "limit", "limit"]
+    assert [words.split()[0] for words, _ in shown] == ["pause", "resume", "topics", "topics", "topics"]
     for words, expected in shown:
         done = outbox.run(*shlex.split(words))
         assert (done.code, done.stdout) == (0, expected)
@@ -91,7 +91,7 @@ def test_workers_follow_pauses_and_limits_within_ten_seconds(
             each.wait_for_text("Circuit open for topic missing-topic")
         assert subscription.drain() == []
 
-        run("limit", topic, "--rate", "10", "--burst", "10")
+        run("topics", "set", topic, "--rate", "10", "--burst", "10")
         begin = datetime.now(UTC)
         assert "resumed" in run("resume", topic)
         for each in workers:
@@ -101,7 +101,7 @@ def test_workers_follow_pauses_and_limits_within_ten_seconds(
         assert len(received) <= 10 + 10 * seconds
         print(f"{len(received)} tasks in {seconds:.1f} s at 10 a second with a burst of 10")
 
-        run("limit", topic, "--off")
+        run("topics", "unset", topic, "rate", "burst")
         eventually(lambda: not set(unsent(database)) & set(ids), seconds=10)
         for each in workers:
             each.end()

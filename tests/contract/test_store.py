@@ -10,9 +10,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.types import Discovery, Heartbeat, Key, TopicControls, TopicLimit, TopicPolicy, Workers
+from publishworker.types import Discovery, Heartbeat, Key, Workers
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request
 from tests.support.store_harness import Harness, poll_ids
@@ -32,7 +33,7 @@ def discovered(harness: Harness) -> Discovery:
 def test_empty_tables(harness: Harness) -> None:
     assert harness.store.poll(poll_request("orders", due=True, below_priority=1)) == ()
     assert harness.store.discover(ALL, ()).topics == frozenset()
-    assert discovered(harness).controls == TopicControls()
+    assert discovered(harness).controls == {}
     assert discovered(harness).workers == Workers()
 
 
@@ -150,39 +151,24 @@ def test_every_task_is_in_every_layout(own_harness: Harness) -> None:
 
 
 def test_topic_controls(harness: Harness) -> None:
-    """To the last digit; a value that is not set is None. A paused topic keeps its limits until it is resumed."""
-    limits = {
-        "all": TopicLimit(0.5, 20, 3),
-        "third": TopicLimit(1 / 3, 1),
-        "tiny": TopicLimit(1e-6, 1),
-        "large": TopicLimit(1e15, 2**63 - 1, 2**63 - 1),
-        "in_flight": TopicLimit(None, None, 7),
-        "rate alone": TopicLimit(2.0, None),
-        "burst alone": TopicLimit(None, 4),
-        "wrong": TopicLimit(-1.0, 0, -5),
-        "infinite": TopicLimit(float("inf"), 1),
+    """To the last digit; a value that is not set is None. Values that are not allowed are read, too."""
+    controls = {
+        "paused": TopicControls(paused=True),
+        "all": TopicControls(True, 0.5, 20, 3, "all-v2", 3, 0.5, 60.0, 0.0),
+        "third": TopicControls(rate_per_second=1 / 3, burst=1, backoff_max_seconds=1 / 3),
+        "tiny": TopicControls(rate_per_second=1e-6, burst=1),
+        "large": TopicControls(False, 1e15, 2**63 - 1, 2**63 - 1),
+        "rate alone": TopicControls(rate_per_second=2.0),
+        "wrong": TopicControls(False, -1.0, 0, -5, "no topic"),
+        "infinite": TopicControls(rate_per_second=float("inf"), burst=1),
+        "nothing": TopicControls(),
     }
-    for topic, limit in limits.items():
-        harness.limit(topic, limit)
-    assert discovered(harness).controls == TopicControls(frozenset(), limits)
-    harness.limit("nothing", TopicLimit())
-    harness.pause("all")
-    harness.pause("invoices")
-    assert discovered(harness).controls == TopicControls(frozenset({"all", "invoices"}), limits)
-    harness.limit("no number", TopicLimit(float("nan"), 1))
-    assert str(discovered(harness).controls.limits["no number"].rate) == "nan"
-
-
-def test_routes_and_retry_policies(harness: Harness) -> None:
-    """A value that is not set is None; a topic without any is in neither."""
-    policies = {"all": TopicPolicy(3, 0.5, 60.0, 0.0), "part": TopicPolicy(longest=1 / 3)}
-    for topic, policy in policies.items():
-        harness.route(topic, f"{topic}-v2", policy)
-    harness.limit("limited", TopicLimit(None, None, 7))
-    controls = discovered(harness).controls
-    assert controls.routes == {"all": "all-v2", "part": "part-v2"}
-    assert controls.policies == policies
-    assert [*controls.limits] == ["limited"]
+    assert discovered(harness).controls == {}
+    for topic, row in controls.items():
+        harness.control(topic, row)
+    assert discovered(harness).controls == controls
+    harness.control("no number", TopicControls(rate_per_second=float("nan")))
+    assert str(discovered(harness).controls["no number"].rate_per_second) == "nan"
 
 
 def test_a_worker_is_live_until_it_leaves_or_its_heartbeat_is_too_old(harness: Harness) -> None:

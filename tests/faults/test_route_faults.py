@@ -1,4 +1,4 @@
-"""`outbox route` under load, with ordering keys, while workers are killed."""
+"""Routes that change under load, with ordering keys, while workers are killed."""
 
 import contextlib
 import signal
@@ -26,7 +26,7 @@ def test_topics_routed(trial: Trial, long: bool, fault_seconds: float) -> None:
         with trial.load():
             for number in range(rounds):
                 for topic, to in destinations.items():
-                    topics.change(table, "route", [topic], {"PublishTo": None if number % 2 else to})
+                    topics.change(table, "controls", [topic], {"publish_to": None if number % 2 else to})
                 victim = trial.random.randrange(2)
                 workers[victim].stop(signal.SIGKILL)
                 workers[victim].wait()

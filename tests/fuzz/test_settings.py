@@ -29,10 +29,10 @@ texts = (
 words = st.sampled_from(
     [
         "run", "drain", "check", "schema", "print", "apply", "status", "list", "show", "tail", "retry", "purge",
-        "cancel", "topics", "pause", "resume", "limit", "emulators", "register", "archive", "audit", "replay",
+        "cancel", "topics", "pause", "resume", "set", "unset", "emulators", "register", "archive", "audit", "replay",
         "--project", "my-project", "--instance", "main", "--database", "shop", "--state", "dead", "--topic", "orders",
         "--since", "1h", "--until", "2026-01-01T00:00:00Z", "--limit", "5", "--json", "--ids-file", "--reason", "--yes",
-        "--rate", "--in-flight", "--deadline", "--batch-size", "--version", "-h", "--help", "--", "-",
+        "--rate", "--route", "--in-flight", "--deadline", "--batch-size", "--version", "-h", "--help", "--", "-",
         "--where", "true", "--received", "--archive", "--window", "1d", "--purge", "--dry-run",
         "--resume", "--key",
     ]

@@ -17,6 +17,7 @@ from outbox.console import readings
 from outbox.console.roles import EVERYTHING
 from outbox.devtools.emulators import Emulators
 from outbox.program.terminal import escaped
+from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
 from tests.support.console import ORIGIN, SAME
 from tests.support.operations import CALLS, CREATED, FUTURE, PAST, insert, opened, pause, row
@@ -144,63 +145,63 @@ def test_an_error_that_is_one_long_word_is_shown_in_part(database: Database) -> 
         assert "x" * 150 in text(browser(database).get(path).text)
 
 
-@pytest.fixture
-def _pubsub(emulators: Emulators, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
-
-
-@pytest.mark.usefixtures("_pubsub")
-def test_a_topic_is_paused_limited_and_routed_by_a_named_person(database: Database, topic: str) -> None:
-    to = topic.rpartition("/")[2]
+def test_a_topic_is_paused_and_limited_by_a_named_person(database: Database) -> None:
     insert(database, [row("a")])
     caller, table = browser(database), TaskTable(opened(database))
-    paths = {
-        "pause": "reason=too+many+errors", "limit": "rate=10&burst=20&max-in-flight=",
-        f"route?to={to}": "reason=the+new+one", "policy": "max-attempts=3&backoff-max=60s", "resume": "",
-    }  # fmt: skip
-    asked = caller.post("/topic/ask-for-route?name=orders", headers=SAME, content=f"to={to}")
-    preview = text(caller.get(asked.headers["location"]).text)
-    assert f"1 task of orders would be published to {to}. Nothing has been changed yet." in preview
-    assert "order holds only within a topic" in preview
-    assert admin.topics.controls(table) == {}
-    for name, form in paths.items():
-        place = f"/topic/{name}{'&' if '?' in name else '?'}name=orders"
-        answer = caller.post(place, headers=SAME, content=form)
+    for place, form in {
+        "pause?name=orders": "reason=too+many+errors",
+        "controls?name=orders&rate=10&burst=20": "",
+        "resume?name=orders": "",
+    }.items():
+        answer = caller.post(f"/topic/{place}", headers=SAME, content=form)
         assert answer.status_code == 303, answer.text
         shown = caller.get(answer.headers["location"]).text
         assert "Workers apply it within 10 seconds. 0 of 0 have reported since then." in shown
-    control = admin.topics.controls(table)["orders"]
-    assert control == admin.topics.Control(False, 10, 20, None, to, MaxAttempts=3, BackoffMaxSeconds=60)
     recorded = admin.operations.latest(table, 10)
-    assert [each.operation for each in reversed(recorded)] == [name.partition("?")[0] for name in paths]
+    assert [each.operation for each in reversed(recorded)] == ["pause", "controls", "resume"]
     assert {each.principal for each in recorded} == {"ann@example.com"}
     assert recorded[-1].reason == "too many errors"
-    assert f"at most 10 tasks a second, 20 at once; published to {to}" in text(caller.get("/topic?name=orders").text)
-    assert f"→ {to}" in text(caller.get("/").text)
+    assert "at most 10 tasks a second, 20 at once" in text(caller.get("/topic?name=orders").text)
 
 
-#: Changes of a topic that no task and no row has.
-UNKNOWN = {"pause": "", "resume": "", "limit": "max-in-flight=5", "policy": "max-attempts=3", "route": ""}
+def test_a_route_is_previewed_with_its_tasks_and_the_equivalent_commands(
+    database: Database, emulators: Emulators, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
+    insert(database, [row("a")])
+    caller, table = browser(database), TaskTable(opened(database))
+    admin.topics.change(table, "controls", ["orders"], {"max_in_flight": 5})
+    form = f"route={topic}&unset=max-in-flight"
+    place = caller.post("/topic/ask?name=orders", headers=SAME, content=form).headers["location"]
+    preview = text(caller.get(place).text)
+    assert f"at most 5 in flight → published to {topic}. Nothing has been changed yet." in preview
+    assert f"1 task of orders would be published to {topic}. " in preview
+    assert "order holds only within a topic" in preview
+    assert f"--route={topic} --reason=TEXT -- orders && outbox topics unset --project" in preview
+    assert "--reason=TEXT -- orders max-in-flight" in preview
+    refused = caller.post(place, headers=SAME, content="")
+    assert (refused.status_code, "A reason is required" in refused.text) == (400, True)
+    assert caller.post(place, headers=SAME, content="reason=it+moved").status_code == 303
+    assert admin.topics.controls(table) == {"orders": TopicControls(publish_to=topic)}
+    assert f"→ {topic}" in text(caller.get("/").text)
 
 
 @pytest.mark.parametrize(
     ("path", "form", "status", "sentence"),
     [
-        ("/topic/limit?name=orders", "rate=fast", 400, "with a burst.  'fast' is not allowed"),
-        ("/topic/limit?name=orders", "rate=10", 400, "and Burst go together"),
-        ("/topic/limit?name=orders", "", 400, "The form is empty"),
-        ("/topic/limit?name=orders", "max-in-flight=5&off=1", 400, "The form sets and removes values"),
-        ("/topic/route?name=orders&to=orders-v2&off=1", "", 400, "The form sets and removes values"),
-        ("/topic/route?name=orders&to=no-such-topic", "reason=x", 400, "topics/no-such-topic does not exist"),
-        ("/topic/route?name=orders&off=1", "", 400, "A reason is required"),
-        ("/topic/ask-for-route?name=orders", "to=orders-v2&off=1", 400, "The form sets and removes values"),
-        ("/topic/ask-for-route?name=orders", "to=a%00b", 400, "gets the messages.  'a\\x00b' is not"),
-        *((f"/topic/{name}?name=ordres&off=1", form, 400, "Unknown topic 'ordres'") for name, form in UNKNOWN.items()),
+        ("/topic/ask?name=orders", "rate=fast", 400, "with a burst.  'fast' is not allowed"),
+        ("/topic/ask?name=orders", "", 400, "The form is empty"),
+        ("/topic/ask?name=orders", "max-in-flight=5&unset=max-in-flight", 400, "The form sets and removes a value"),
+        ("/topic/ask?name=orders", "route=a%00b", 400, "instead.  'a\\x00b' is not"),
+        ("/topic/controls?name=orders", "reason=x", 400, "The form is empty"),
+        *(
+            (f"/topic/{place}", "", 400, "Unknown topic 'ordres'")
+            for place in ("pause?name=ordres", "resume?name=ordres", "controls?name=ordres&max-in-flight=5")
+        ),
         ("/topic/pause?name=orders", f"reason={'x' * 1_001}", 400, "Reason  'xxx"),
         ("/topic/pause", "", 404, "The address names no topic"),
     ],
 )
-@pytest.mark.usefixtures("_pubsub")
 def test_a_wrong_form_changes_nothing(database: Database, path: str, form: str, status: int, sentence: str) -> None:
     insert(database, [row("a")])
     answer = browser(database).post(path, headers=SAME, content=form)

@@ -54,7 +54,7 @@ def test_a_preview_and_an_operation_are_shown(database: Database, table: TaskTab
 def test_the_tab_of_a_state_counts_what_it_lists(database: Database, table: TaskTable, jane: TestClient) -> None:
     """Also the tasks of a paused topic, which wait for an operator."""
     insert(database, [row("a"), row("b", Topic="invoices")])
-    topics.change(table, "pause", ["orders"], {"Paused": True})
+    topics.change(table, "pause", ["orders"], {"paused": True})
     page = jane.get("/tasks?state=pending").text
     assert page.count('name="exact" value="id=') == 2
     assert re.findall(r'>pending <span class="note">(.*?)</span>', page) == ["2"]

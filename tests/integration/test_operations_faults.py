@@ -46,7 +46,7 @@ WORK: dict[str, Callable[[TaskTable], Any]] = {
     "purge": lambda table: list(changes.change(table, "purge", selected("sent"))),
     "cancel": lambda table: list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("1",)))),
     "waiting topics": lambda table: topics.waiting(table, ["orders"]),
-    "pause": lambda table: topics.change(table, "pause", ["orders"], {"Paused": True}),
+    "pause": lambda table: topics.change(table, "pause", ["orders"], {"paused": True}),
 }
 
 

@@ -41,19 +41,16 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
     wrong, person = Author(reason="it's wrong"), Author("jane@example.com", "no invoices today")
     list(changes.change(table, "cancel", TaskSelection(state="dead", ids=("b",)), wrong))
     list(changes.change(table, "purge", TaskSelection(state="sent", topic="orders", until=FUTURE)))
-    topics.change(table, "pause", ["orders", "bills"], {"Paused": True}, person)
-    topics.change(table, "limit", ["orders"], {"RatePerSecond": 0.5, "Burst": 3, "MaxInFlight": None})
+    topics.change(table, "pause", ["orders", "bills"], {"paused": True}, person)
+    for _ in range(2):
+        topics.change(table, "controls", ["orders"], {"rate_per_second": 0.5, "burst": 3, "max_in_flight": None})
     found = recorded(table)
     assert [seen(each) for each in found] == [
         ("retry", {"ids": ["a", "pending"], "include_expired": True}, 1),
         ("cancel", {"state": "dead", "ids": ["b"], "include_expired": True}, 1),
         ("purge", {"state": "sent", "topic": "orders", "until": shown(FUTURE), "include_expired": True}, 1),
-        ("pause", {"topics": ["orders", "bills"], "values": {"Paused": True}}, None),
-        (
-            "limit",
-            {"topics": ["orders"], "values": {"RatePerSecond": 0.5, "Burst": 3, "MaxInFlight": None}},
-            None,
-        ),
+        ("pause", {"topics": {each: {"paused": [None, True]} for each in ("orders", "bills")}}, None),
+        ("controls", {"topics": {"orders": {"rate_per_second": [None, 0.5], "burst": [None, 3]}}}, None),
     ]
     assert [each.reason for each in found] == [None, wrong.reason, None, person.reason, None]
     assert [each.principal for each in found] == [*[table.principal] * 3, person.principal, table.principal]
@@ -67,7 +64,7 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
         ({"operation": "pause"}, [3]),
         ({"topic": "orders"}, [4, 3, 2]),
         ({"topic": "order"}, []),
-        ({"topic": "orders", "operation": "limit"}, [4]),
+        ({"topic": "orders", "operation": "controls"}, [4]),
         ({"principal": "JANE"}, [3]),
     ):
         assert operations.latest(table, 9, **narrowed) == [found[number] for number in ids], narrowed

@@ -83,7 +83,7 @@ def test_no_limit_of_a_topic_stops_the_commands_or_the_workers(
     ]
     insert(database, "Topics", "Topic Paused RatePerSecond Burst MaxInFlight", *rows)
     limits = RateLimits(time.monotonic)
-    limits.apply(split_valid(store.discover(range(10), ()).controls)[0].limits, 3)
+    limits.apply(split_valid(store.discover(range(10), ()).controls)[0], 3)
     assert set(limits.allowances({})) == {"rate 1e+308", "burst 1", "in flight 1"}
     limits.seconds_to_next()
     outbox = Commands(emulators, database)
@@ -92,7 +92,7 @@ def test_no_limit_of_a_topic_stops_the_commands_or_the_workers(
     listed = outbox.here("topics", "--json").stdout
     found = json.loads(listed, parse_constant=pytest.fail)["topics"]
     assert {each["topic"]: each["paused"] for each in found} == {topic: True for topic, *_ in rows}
-    assert topics.controls(TaskTable(database))["rate inf"].RatePerSecond == math.inf
+    assert topics.controls(TaskTable(database))["rate inf"].rate_per_second == math.inf
 
 
 def test_no_recorded_layout_stops_the_commands_or_the_workers(database: Database, store: SpannerStore) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
+from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
 from publishworker.spanner.unsent import UnsentTasks
-from publishworker.types import NO_POLICY
 from tests.support.parts import poll_request
 from tests.support.store_harness import SpannerHarness
 
@@ -54,12 +54,12 @@ def test_pending_and_retrying_tasks_are_work(harness: SpannerHarness, monkeypatc
         same = {"available_at": LATE - timedelta(days=n // 4), "created_at": PAST - timedelta(days=n % 2)}
         harness.insert(f"scheduled {n}", priority=50 + n % 3, **same, **key)
         harness.insert(f"scheduled at once {n}", available_at=LATE, created_at=PAST, **key)
-    harness.pause("paused")
+    harness.control("paused", TopicControls(paused=True))
     assert not unsent(harness).any_to_send()
     harness.insert("misrouted", topic="misrouted", **key)
-    harness.route("misrouted", "no topic", NO_POLICY)
+    harness.control("misrouted", TopicControls(publish_to="no topic"))
     assert (unsent(harness).any_to_send(), unsent(harness).any_to_send(misrouted=True)) == (False, True)
-    harness.pause("misrouted")
+    harness.control("misrouted", TopicControls(paused=True, publish_to="no topic"))
     assert not unsent(harness).any_to_send(misrouted=True)
     harness.delete("misrouted")
     for columns, state in STATES:

@@ -17,9 +17,9 @@ from outbox.admin import changes, operations, statements
 from outbox.admin.changes import TaskSelection
 from outbox.errors import OutboxError
 from outbox.registration import TABLE
+from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY
 from outbox.table.states import CHANGED
 from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay_chunk
-from publishworker.types import TopicLimit, TopicPolicy
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.client import AsyncWork, Commands, Work, attribute, gathered, transact
 from tests.simulation.spanner import Aborted
@@ -80,16 +80,15 @@ class Operators:
             topic = random.choice(world.topics)
             match random.randrange(8):
                 case 0:
-                    world.set_paused(topic, paused=topic not in table.paused)
+                    world.set_paused(topic, paused=not table.controls.get(topic, NO_CONTROLS).paused)
                 case 1 | 2 if dead:
                     self._repair(random.choice(dead), delete=random.random() < 0.5)
                 case _ if sent:
                     self._retry(random.choice(sent))
         for topic in world.topics:
             world.set_paused(topic, paused=False)
+            table.control(topic, **dict.fromkeys((*LIMITS, *POLICY)))
         table.refused.clear()
-        table.limits.clear()
-        table.policies.clear()
         while True:
             self.clockwork.sleep(5.0)
             for row in [row for row in table.unsent_rows() if table.is_dead(row)]:
@@ -225,10 +224,9 @@ class Operators:
         topic = random.choice(self.world.topics)
         match random.randrange(3):
             case 0:
-                limit = TopicLimit(random.choice([None, 5.0, 50.0]), None, random.choice([None, 1, 5]))
-                self.table.limits[topic] = limit
+                rate, in_flight = random.choice([None, 5.0, 50.0]), random.choice([None, 1, 5])
+                self.table.control(topic, rate_per_second=rate, max_in_flight=in_flight)
             case 1:
-                self.table.policies[topic] = TopicPolicy(initial=random.choice([0.1, 30.0]))
+                self.table.control(topic, backoff_initial_seconds=random.choice([0.1, 30.0]))
             case 2:
-                self.table.limits.pop(topic, None)
-                self.table.policies.pop(topic, None)
+                self.table.control(topic, **dict.fromkeys((*LIMITS, *POLICY)))

@@ -186,7 +186,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "workers that do not poll the new layout are waited for": (Snapshot, "not_polling", always([])),
     "messages follow the route of their topic": (Topics, "_with_controls", lambda _: lambda _self, claim: claim),
     "a topic with an invalid route waits": (
-        availability, "problems", lambda real: lambda row: {} if "PublishTo" in row else real(row)
+        availability, "problems", lambda real: lambda row: {} if row.publish_to else real(row)
     ),
     "workers poll the recorded layouts": (
         Membership, "assign", lambda real: lambda self, workers: real(self, replace(workers, layouts=()))

@@ -15,6 +15,7 @@ from unittest import mock
 
 from outbox.admin import changes
 from outbox.admin.reshard import POLLED, RETIRED, Snapshot, next_step
+from outbox.table.controls import NO_CONTROLS
 from outbox.table.layouts import Layout
 from publishworker.telemetry.metrics import Client
 from publishworker.turn.membership import Membership
@@ -239,7 +240,7 @@ class World:
 
     def set_paused(self, topic: str, *, paused: bool) -> None:
         """Pause or resume a topic, as `outbox pause` and `outbox resume`."""
-        (self.spanner.table.paused.add if paused else self.spanner.table.paused.discard)(topic)
+        self.spanner.table.control(topic, paused=paused)
         self.audit.set_paused(topic, paused=paused)
 
     def _route(self) -> None:
@@ -253,15 +254,13 @@ class World:
             self.set_route(topic, None)
 
     def set_route(self, topic: str, to: str | None) -> None:
-        """Route a topic, or end its route, as `outbox route`."""
-        self.spanner.table.routes.pop(topic, None)
-        if to is not None:
-            self.spanner.table.routes[topic] = to
+        """Route a topic, or end its route, as `outbox topics set --route` and `unset`."""
+        self.spanner.table.control(topic, publish_to=to)
         self.audit.set_route(topic, None if to == "no topic" else self.destination(topic))
 
     def destination(self, topic: str) -> str:
         """Return the topic to which the messages of a topic go now."""
-        return self.spanner.table.routes.get(topic, topic)
+        return self.spanner.table.controls.get(topic, NO_CONTROLS).publish_to or topic
 
     def _reshard(self) -> None:
         """Run the steps of `outbox schema reshard`, with pauses; sometimes return to the former number, and go on."""

@@ -90,8 +90,9 @@ class _Reading:
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
         found = self.untraced.discover(shards, known)
-        if found.controls.routes != self._routes:
-            self._routes = dict(found.controls.routes)
+        routes = {topic: row.publish_to for topic, row in found.controls.items() if row.publish_to}
+        if routes != self._routes:
+            self._routes = routes
             self._step("route", routes=self._routes)
         return found
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
+from outbox.table.controls import NO_CONTROLS, TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.statements import FORGET_WORKER_SECONDS
 from outbox.table.states import NEVER, first_due
@@ -35,9 +36,6 @@ from publishworker.types import (
     Published,
     QueuedTask,
     RowChange,
-    TopicControls,
-    TopicLimit,
-    TopicPolicy,
     Workers,
 )
 
@@ -76,10 +74,7 @@ class FakeStore:
         #: What each worker polls.
         self.polled_by: dict[str, tuple[Layout, ...]] = {}
         self.rows: dict[str, StoredTask] = {}
-        self.paused: set[str] = set()
-        self.limits: dict[str, TopicLimit] = {}
-        self.routes: dict[str, str] = {}
-        self.policies: dict[str, TopicPolicy] = {}
+        self.controls: dict[str, TopicControls] = {}
         self.now = datetime(2026, 1, 1, 12, tzinfo=UTC)
         #: Called before each commit: raise Abort to have the transaction run again, StoreError to fail it.
         self.before_commit: Callable[[], None] = lambda: None
@@ -144,7 +139,7 @@ class FakeStore:
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
         self._answer()
         self.discoveries.append(frozenset(known))
-        return Discovery(self.workers(), self.topic_controls(), self.topics_of(shards, known))
+        return Discovery(self.workers(), dict(self.controls), self.topics_of(shards, known))
 
     def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         self.require(shards)
@@ -156,9 +151,9 @@ class FakeStore:
         due = [row.available_at for row in of if row.available_at and row.available_at < NEVER]
         return max(0.0, (min(due) - self.now).total_seconds()) if due else None
 
-    def topic_controls(self) -> TopicControls:
-        limits = {topic: limit for topic, limit in self.limits.items() if limit != TopicLimit()}
-        return TopicControls(frozenset(self.paused), limits, dict(self.routes), dict(self.policies))
+    def control(self, topic: str, **values: Any) -> None:
+        """Set controls of a topic."""
+        self.controls[topic] = dataclasses.replace(self.controls.get(topic, NO_CONTROLS), **values)
 
     def workers(self) -> Workers:
         ages = {worker: (self.now - seen_at).total_seconds() for worker, seen_at in self.seen_at.items()}

@@ -10,10 +10,11 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.param_types import STRING, Array
 
 from outbox.table.connection import open_database
+from outbox.table.controls import COLUMNS, TopicControls
 from outbox.table.ddl import added_layout
 from outbox.table.layouts import Layout
 from publishworker.spanner.store import Store
-from publishworker.types import Key, TopicLimit, TopicPolicy
+from publishworker.types import Key
 from tests.support import real
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import poll_request
@@ -36,16 +37,8 @@ class FakeHarness:
     def column(self, id: str, name: str) -> Any:
         return getattr(self._fake.rows[id], name)
 
-    def pause(self, topic: str) -> None:
-        self._fake.paused.add(topic)
-
-    def limit(self, topic: str, limit: TopicLimit) -> None:
-        """Limit a topic that has no row yet; a row without values is no row here."""
-        if limit != TopicLimit():
-            self._fake.limits[topic] = limit
-
-    def route(self, topic: str, to: str, policy: TopicPolicy) -> None:
-        self._fake.routes[topic], self._fake.policies[topic] = to, policy
+    def control(self, topic: str, controls: TopicControls) -> None:
+        self._fake.controls[topic] = controls
 
     def delete(self, id: str) -> None:
         del self._fake.rows[id]
@@ -87,18 +80,10 @@ class SpannerHarness:
             [[value]] = snapshot.execute_sql(statement, params={"id": id}, param_types={"id": STRING})
         return value
 
-    def pause(self, topic: str) -> None:
+    def control(self, topic: str, controls: TopicControls) -> None:
+        row = (topic, *dataclasses.astuple(controls))
         with self._database.batch() as batch:
-            batch.insert_or_update("AsynchronousTaskTopics", ("Topic", "Paused"), [(topic, True)])
-
-    def limit(self, topic: str, limit: TopicLimit) -> None:
-        values = {"RatePerSecond": limit.rate, "Burst": limit.burst, "MaxInFlight": limit.in_flight}
-        self._insert("AsynchronousTaskTopics", Topic=topic, **values)
-
-    def route(self, topic: str, to: str, policy: TopicPolicy) -> None:
-        columns = ("MaxAttempts", "BackoffInitialSeconds", "BackoffMaxSeconds", "DeadAfterSeconds")
-        values = dict(zip(columns, dataclasses.astuple(policy), strict=True))
-        self._insert("AsynchronousTaskTopics", Topic=topic, PublishTo=to, **values)
+            batch.insert_or_update("AsynchronousTaskTopics", COLUMNS, [row])
 
     def delete(self, id: str) -> None:
         with self._database.batch() as batch:

@@ -146,15 +146,16 @@ def test_a_selection_uses_the_databases_time():
         (f"list --since {'9' * 15}d", "--since: '999999999999999d' is not allowed. It must be how long ago"),
         ("list --limit 0", "--limit: '0' is not allowed. It must be a whole number from 1 to 100,000"),
         *(
-            (f"limit orders --rate={rate} --burst 1", f"--rate: '{rate}' is not allowed. It must be {RATE}")
+            (f"topics set orders --rate={rate} --burst 1", f"--rate: '{rate}' is not allowed. It must be {RATE}")
             for rate in ("0", "-1", "nan", "inf", "-inf", "1e999", "ten", "\uff11")
         ),
-        ("limit orders --rate 1 --burst 0", f"--burst: '0' is not allowed. It must be {BURST}"),
-        ("limit orders --rate 1 --burst 1.5", f"--burst: '1.5' is not allowed. It must be {BURST}"),
-        ("limit orders --max-in-flight 0", f"--max-in-flight: '0' is not allowed. It must be {BURST}"),
-        ("limit orders --rate 2.5", f"--rate needs --burst. Pass both. --burst must be {BURST}"),
-        ("limit orders", "no limit given. Pass --rate with --burst, --max-in-flight, or --off"),
-        ("limit orders --off --rate 1 --burst 2", "--off removes all limits. Pass it without --rate and --burst"),
+        ("topics set orders --rate 1 --burst 0", f"--burst: '0' is not allowed. It must be {BURST}"),
+        ("topics set orders --rate 1 --burst 1.5", f"--burst: '1.5' is not allowed. It must be {BURST}"),
+        ("topics set orders --max-in-flight 0", f"--max-in-flight: '0' is not allowed. It must be {BURST}"),
+        ("topics set orders --route x", "--route: 'x' is not allowed. It must be a topic ID or projects/"),
+        ("topics set orders", "no value given. Pass --rate or --burst or "),
+        ("topics unset orders", "the following arguments are required: FIELD"),
+        ("topics unset orders brust", "FIELD: 'brust' is not allowed. It must be rate, burst, max-in-flight, "),
         ("emulators --pubsub-port=65536", "--pubsub-port: '65536' is not allowed. It must be a whole number"),
         ("emulators --create p/main", "--create: 'p/main' is not allowed. It must be PROJECT/INSTANCE/DATABASE"),
         ("emulators --topic goog1", "--topic: 'goog1' is not allowed. It must be an ID that Pub/Sub allows"),
@@ -172,7 +173,10 @@ def test_a_selection_uses_the_databases_time():
         ("cancel --state dead --yes", "--reason is missing. It is required with --state"),
         ("purge --sent-before 30", "90s, 15m, 2h or 7d"),
         ("status --max-age -1h", "outbox: --max-age: '-1h' is not allowed. It must be seconds, or a duration"),
-        ("policy orders --backoff-max -1s", "outbox: --backoff-max: '-1s' is not allowed. It must be seconds, or a"),
+        (
+            "topics set orders --backoff-max -1s",
+            "outbox: --backoff-max: '-1s' is not allowed. It must be seconds, or a",
+        ),
         ("status --max-pending many", "a whole number"),
         ("status --watch --max-age 1h", "--watch has no exit code"),
         ("retry --ids-file /gone", "'/gone' cannot be read: No such file or directory"),

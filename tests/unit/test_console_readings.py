@@ -16,7 +16,6 @@ from outbox.admin.backlog import Backlog, Line
 from outbox.admin.operations import Operation
 from outbox.admin.problems import find
 from outbox.admin.tasks import BlockedHead
-from outbox.admin.topics import Control
 from outbox.admin.workers import TAKE_OVER, Worker, shards_without_worker
 from outbox.console.application import routes
 from outbox.console.readings import (
@@ -31,6 +30,7 @@ from outbox.console.readings import (
 from outbox.console.visits import _ENVIRONMENT, Visit
 from outbox.errors import NotReached
 from outbox.program.terminal import counted
+from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from tests.support.console import bare_console
 from tests.support.waiting import eventually
@@ -252,9 +252,9 @@ FAILING = Worker("w", 1.0, NOW, NOW, {"circuits": [CIRCUIT]})
             "orders is paused since 2026-11-26 07:00, by ann: 150 pending tasks"]),
         ({"lines": [BLOCKED], "blocked": [BlockedHead("a", 90, None)]}, "warn", [
             "90 blocked tasks behind the heads of ordering keys, most behind a"]),
-        ({"controls": {"orders": Control(PublishTo="no/topic")}}, "bad", [
+        ({"controls": {"orders": TopicControls(publish_to="no/topic")}}, "bad", [
             "orders: its route to 'no/topic' is invalid, so its tasks are not published"]),
-        ({"controls": {"orders": Control(PublishTo="orders-v2")}, "workers": [FAILING]}, "warn", [
+        ({"controls": {"orders": TopicControls(publish_to="orders-v2")}, "workers": [FAILING]}, "warn", [
             OPEN.replace("orders", "orders (routed to orders-v2)")]),
     ],
 )  # fmt: skip

@@ -103,7 +103,7 @@ def operation(selection: str, name: str = "retry", **times: datetime | None) -> 
         ("retry", '{"state": "dead", "include_expired": true}', "state dead, include expired true"),
         ("cancel", '{"state": "dead", "include_expired": true}', "state dead"),
         ("retry", '{"ids": ["a", "b", "c", "d", "e", "f"], "more_ids": 3}', "ids a, b, c, d, e, ..., more ids 3"),
-        ("limit", '{"topics": ["x"], "values": {"Burst": null}}', 'topics ["x"], values {"Burst": null}'),
+        ("controls", '{"topics": {"x": {"burst": [5, null]}}}', 'topics {"x": {"burst": [5, null]}}'),
         ("pause", "no JSON", "no JSON"),
         ("pause", "[1]", "[1]"),
         ("pause", '{"ids": 3}', "ids 3"),

@@ -8,7 +8,7 @@ import pytest
 from outbox.table.states import NEVER
 from publishworker.spanner.errors import StoreError
 from publishworker.telemetry import metrics as m
-from publishworker.types import Failed, TopicLimit
+from publishworker.types import Failed
 from tests.support.relay_bench import Bench, overtake
 
 UNKNOWN = Failed("data_loss", "no")
@@ -216,7 +216,7 @@ def test_an_endless_blocked_key_delays_no_other_task(batches: int, max_turns: in
 def test_deferring_does_not_count_as_in_flight_for_a_topics_limit() -> None:
     """Deferring waits for a lock, so another task can be the one in flight."""
     bench = Bench(batches=8)
-    bench.store.limits["orders"] = TopicLimit(in_flight=1)
+    bench.store.control("orders", max_in_flight=1)
     block(bench, 1)
     bench.relay.turn()
     with bench.store.locked("head"):

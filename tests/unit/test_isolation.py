@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from publishworker.types import TopicLimit
 from tests.support.fakes import serialized
 from tests.support.relay_bench import Bench
 
@@ -46,7 +45,7 @@ def test_poison_delays_good_tasks_by_one_poll_after_its_first_attempt(large: Ben
 def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:  # OUT-DELAY-3
     """A thousand urgent tasks of a paused topic cost the poll nothing."""
     large.insert(*[f"p{n}" for n in range(MANY)], topic="invoices", priority=100)
-    large.store.paused = {"invoices"}
+    large.store.control("invoices", paused=True)
     large.insert(*[f"good{n}" for n in range(100)], priority=0)
     turns = large.turns()
     assert len(large.publisher.ids()) == 100
@@ -54,7 +53,7 @@ def test_a_paused_topic_delays_no_other_and_is_not_polled(large: Bench) -> None:
     assert all("invoices" not in request.topics for request in large.store.polls)
     assert max(turn.polled for turn in turns) == 100
     assert large.relay._discoverer.topics == {"orders"}  # for which metrics report that nothing is published
-    large.store.paused = set()
+    large.store.controls.clear()
     large.relay.turn()  # reads the topic controls
     large.turns()
     assert large.unsent() == []
@@ -80,7 +79,7 @@ def test_scheduled_tasks_are_sent_when_they_are_due_and_never_before(large: Benc
 def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -> None:
     """Before that the poll does not ask for the topic. The same holds for a topic whose circuit is open."""
     bench.insert("a", "b")
-    bench.store.limits = {"orders": TopicLimit(rate=4, burst=1)}
+    bench.store.control("orders", rate_per_second=4, burst=1)
     turns = bench.turns()
     assert turns[-1].seconds_to_retry == pytest.approx(0.25)
     assert len(bench.publisher.ids()) == 1
@@ -100,7 +99,7 @@ def test_the_next_poll_comes_when_a_limited_topic_may_send_again(bench: Bench) -
 
 def test_tasks_in_flight_stay_within_the_topics_limit(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(20)])
-    bench.store.limits = {"orders": TopicLimit(in_flight=3)}
+    bench.store.control("orders", max_in_flight=3)
     bench.turns()
     assert max(map(len, bench.publisher.requests)) == 3
     assert bench.unsent() == []
@@ -109,7 +108,7 @@ def test_tasks_in_flight_stay_within_the_topics_limit(bench: Bench) -> None:
 def test_the_parts_of_all_live_workers_add_up_to_the_limit(bench: Bench) -> None:
     bench.store.seen_at = {"other": bench.store.now}
     bench.insert(*[str(n) for n in range(50)])
-    bench.store.limits = {"orders": TopicLimit(rate=10, burst=10)}
+    bench.store.control("orders", rate_per_second=10, burst=10)
     bench.turns()
     assert len(bench.publisher.ids()) == 5
 
@@ -125,7 +124,7 @@ def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) ->
     bench.insert("a", at_most_once=once)
 
     def pass_time() -> None:
-        bench.store.paused = {"orders"}
+        bench.store.control("orders", paused=True)
         bench.wait(4)
 
     def slow_read(*arguments: Any) -> object:
@@ -146,7 +145,7 @@ def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) ->
     assert len(bench.relay._in_flight) == 0
     bench.turns()
     assert bench.publisher.ids() == ["first"]
-    bench.store.paused = set()
+    bench.store.controls.clear()
     bench.run_for(5)
     assert bench.publisher.ids() == ["first", "a"]
 
@@ -159,13 +158,14 @@ def test_at_most_once_tasks_that_a_claim_found_wait_while_their_topic_is_paused(
     claim = bench.store.claim
 
     def pause_and_claim(*arguments: Any) -> datetime:
-        bench.store.paused = {"orders"}
+        bench.store.control("orders", paused=True)
         bench.wait(30)
         return claim(*arguments)
 
     bench.store.claim = pause_and_claim  # type: ignore[method-assign]  # a fault on purpose
     bench.turns()
     assert (bench.publisher.ids(), bench.unsent()) == (["first"], ["a"])
-    bench.store.paused, bench.store.claim = set(), claim  # type: ignore[method-assign]  # the same
+    bench.store.controls.clear()
+    bench.store.claim = claim  # type: ignore[method-assign]  # the same
     bench.run_for(5)
     assert bench.publisher.ids() == ["first", "a"]

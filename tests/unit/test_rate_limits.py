@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.table.controls import TopicControls
 from publishworker.topics.availability import RateLimits
-from publishworker.types import TopicLimit
 
 BEGIN = 1000.0
 
@@ -16,7 +16,7 @@ class Timed(RateLimits):
         super().__init__(lambda: self.now)
 
     def limit(self, per_second: float, burst: int, in_flight: int | None = None, workers: int = 1) -> None:
-        self.apply({"orders": TopicLimit(per_second, burst, in_flight)}, workers)
+        self.apply({"orders": TopicControls(False, per_second, burst, in_flight)}, workers)
 
     def allowed(self, in_flight: int = 0) -> int | None:
         return self.allowances({"orders": in_flight} if in_flight else {}).get("orders")
@@ -84,7 +84,7 @@ def test_unsent_tasks_return_their_tokens_and_overdrafts_are_repaid(throttle: Ti
 
 
 def test_tasks_in_flight_count_towards_the_limit(throttle: Timed) -> None:
-    throttle.apply({"orders": TopicLimit(None, None, 5), "invoices": TopicLimit(None, None, 5)}, 1)
+    throttle.apply({"orders": TopicControls(max_in_flight=5), "invoices": TopicControls(max_in_flight=5)}, 1)
     assert [throttle.allowed(in_flight) for in_flight in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]
     assert throttle.allowances({"orders": 5, "others": 3}) == {"orders": 0, "invoices": 5}
     assert throttle.seconds_to_next() is None
@@ -97,11 +97,18 @@ def test_tasks_in_flight_count_towards_the_limit(throttle: Timed) -> None:
 
 
 def test_the_wait_is_that_of_the_first_topic_to_be_allowed(throttle: Timed) -> None:
-    throttle.apply({"slow": TopicLimit(0.1, 1), "faster": TopicLimit(2, 1), "full": TopicLimit(9, 9)}, 1)
+    throttle.apply(
+        {
+            "slow": TopicControls(False, 0.1, 1),
+            "faster": TopicControls(False, 2, 1),
+            "full": TopicControls(False, 9, 9),
+        },
+        1,
+    )
     assert throttle.seconds_to_next() is None
     throttle.take("slow", 1)
     assert throttle.seconds_to_next() == pytest.approx(10)
     throttle.take("faster", 1)
     assert throttle.seconds_to_next() == pytest.approx(0.5)
-    throttle.apply({"slow": TopicLimit(0.1, 1)}, 4)
+    throttle.apply({"slow": TopicControls(False, 0.1, 1)}, 4)
     assert throttle.seconds_to_next() == pytest.approx(40)

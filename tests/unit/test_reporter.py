@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, turn_counts
 from publishworker.telemetry import metrics as m
@@ -169,7 +170,7 @@ def test_an_outage_logs_each_task_only_at_debug(watch: Watch) -> None:
 
 def test_the_message_id_of_each_published_task_is_logged_at_debug(watch: Watch) -> None:
     """With the topic that received it. A failed task has no message ID."""
-    claim = replace(claim_of("orders", "a", "b"), publish_to="orders-v2")
+    claim = replace(claim_of("orders", "a", "b"), controls=TopicControls(publish_to="orders-v2"))
     result = Delivered(claim, answers={"a": Published("4711"), "b": AWAY})
     watch.reporter.report_batch(result)
     assert watch.actions() == []

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from outbox.table.controls import TopicControls
 from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
 from publishworker.host import Host
 from publishworker.topics.availability import Topics
@@ -15,7 +16,7 @@ from publishworker.turn.in_flight import MAX_BYTES, Limits
 from publishworker.turn.ordering import ResolvedKeys
 from publishworker.turn.poller import Polled
 from publishworker.turn.selection import Selection, Selector
-from publishworker.types import Candidate, Skipped, TopicLimit
+from publishworker.types import Candidate, Skipped
 from tests.support.parts import claim_of, in_flight_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -98,7 +99,7 @@ def test_leftover_tasks_are_noticed() -> None:
     assert Bench().choose(()) == Selection([])
     assert Bench().choose((), blocked=1).waits
     bench = Bench(batches=2)
-    bench.topics._limits.apply({"orders": TopicLimit(rate=5, burst=5)}, 1)
+    bench.topics._limits.apply({"orders": TopicControls(False, 5, 5)}, 1)
     selection = bench.choose(tasks(21), cut_off=frozenset({"orders"}))
     assert ([len(claim.ids) for claim in selection.claims], selection.tasks_left) == ([5], False)
 
@@ -160,7 +161,7 @@ def test_deferrals_and_at_most_once_tasks_get_no_more_than_the_free_places() -> 
 
 def test_the_fair_share_counts_towards_the_limit_of_its_topic() -> None:
     bench = Bench(batches=4, fair_share=0.5)
-    bench.topics._limits.apply({"orders": TopicLimit(rate=5, burst=5)}, 1)
+    bench.topics._limits.apply({"orders": TopicControls(False, 5, 5)}, 1)
     bench.selector._fair_share.count(2, 0, highest=100)
     low = [each._replace(id=f"low-{each.id}") for each in tasks(3, priority=0)]
     batches = bench.select([*tasks(20, priority=100), *low])

@@ -3,14 +3,16 @@
 import math
 from datetime import timedelta
 from random import Random
+from typing import Any
 
 import pytest
 
+from outbox.table.controls import LIMITS, NO_CONTROLS, TopicControls
 from publishworker.delivery.claim import Claim, ClaimedTask, Delivered, Kind
 from publishworker.host import Host
 from publishworker.topics.availability import CONTROLS_SECONDS, Topics, split_valid
 from publishworker.topics.circuit_breaker import TARGET_PROBE_TASKS
-from publishworker.types import NO_POLICY, Failed, TopicControls, TopicLimit, TopicPolicy
+from publishworker.types import Failed
 from tests.support.parts import policy
 from tests.support.relay_bench import Bench
 
@@ -22,16 +24,16 @@ def claim(topic: str = "orders", kind: Kind = Kind.PUBLISH) -> Claim:
     return Claim(topic, (ClaimedTask("a", None, 0),), kind)
 
 
-def topics(**controls: object) -> Topics:
+def topics(**controls: TopicControls) -> Topics:
     found = Topics(Host(random=Random(1)))
-    found.apply(TopicControls(**controls), 1)  # type: ignore[arg-type]  # of several types
+    found.apply(controls, 1)
     return found
 
 
 def test_messages_of_a_routed_topic_go_to_its_destination(bench: Bench) -> None:
     """Other topics are as before, and the end of the route is, too. The row keeps its topic."""
     bench.publisher.topics.add(NEW)
-    bench.store.routes = {"orders": NEW}
+    bench.store.control("orders", publish_to=NEW)
     bench.insert("routed")
     bench.insert("ordered", ordering_key="k")
     bench.insert("other", topic="invoices")
@@ -39,7 +41,7 @@ def test_messages_of_a_routed_topic_go_to_its_destination(bench: Bench) -> None:
     places = {id: name for name, id, _ in bench.publisher.published}
     assert places == {"routed": NEW, "ordered": NEW, "other": "projects/test-project/topics/invoices"}
     assert bench.store.rows["routed"].topic == "orders"
-    bench.store.routes = {}
+    bench.store.controls.clear()
     bench.relay.turn()  # reads the topic controls
     bench.insert("later")
     bench.turns()
@@ -54,7 +56,7 @@ def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench:
     assert bench.publisher.ids() == []
     assert turns[-1].seconds_to_controls == CONTROLS_SECONDS
     bench.publisher.topics.add(NEW)
-    bench.store.routes = {"orders": NEW}
+    bench.store.control("orders", publish_to=NEW)
     bench.relay.turn()  # reads the topic controls
     bench.turns()
     assert bench.publisher.ids() == ["a"]
@@ -62,9 +64,9 @@ def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench:
 
 def test_each_change_of_a_route_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "publishworker")
-    found = topics(routes={"orders": "orders-1"})
-    found.apply(TopicControls(routes={"orders": "orders-2"}), 1)
-    found.apply(TopicControls(), 1)
+    found = topics(orders=TopicControls(publish_to="orders-1"))
+    found.apply({"orders": TopicControls(publish_to="orders-2")}, 1)
+    found.apply({}, 1)
     assert caplog.messages == [f"Messages of topic orders go to {name}" for name in ("orders-1", "orders-2", "orders")]
 
 
@@ -72,12 +74,12 @@ def test_the_end_of_a_pause_makes_a_probe_due() -> None:
     """So an operator who has repaired a topic does not wait for the next probe. It is a probe, not a whole batch."""
     found = topics()
     for _ in range(9):
-        found.apply(TopicControls(), 1)
+        found.apply({}, 1)
         found.observe(Delivered(found.permit(claim()), answers={"a": NOT_FOUND}))
-    found.apply(TopicControls(), 1)
+    found.apply({}, 1)
     assert found.unavailable == {"orders"}
-    found.apply(TopicControls(paused=frozenset({"orders"})), 1)
-    found.apply(TopicControls(), 1)
+    found.apply({"orders": TopicControls(paused=True)}, 1)
+    found.apply({}, 1)
     assert found.unavailable == frozenset()
     assert [*found.circuit_states()] == ["orders"]
     assert found.admit([])[1] == {"orders": TARGET_PROBE_TASKS}
@@ -86,7 +88,7 @@ def test_the_end_of_a_pause_makes_a_probe_due() -> None:
 def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> None:
     found = topics()
     before = found.permit(claim())
-    found.apply(TopicControls(routes={"orders": NEW}), 1)
+    found.apply({"orders": TopicControls(publish_to=NEW)}, 1)
     assert found.observe(Delivered(before, answers={"a": NOT_FOUND})) is None
     assert found.circuit_states() == {}
     after = found.permit(claim())
@@ -98,23 +100,23 @@ def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> N
 
 @pytest.mark.parametrize("kind", Kind)
 def test_every_kind_of_batch_has_the_policy_of_its_topic(kind: Kind) -> None:
-    policy = TopicPolicy(max_attempts=3, longest=60.0)
-    found = topics(policies={"orders": policy})
-    assert found.permit(claim(kind=kind)).policy == policy
-    assert found.permit(claim("invoices", kind)).policy == NO_POLICY
+    controls = TopicControls(max_attempts=3, backoff_max_seconds=60.0)
+    found = topics(orders=controls)
+    assert found.permit(claim(kind=kind)).controls == controls
+    assert found.permit(claim("invoices", kind)).controls == NO_CONTROLS
 
 
 def test_a_topic_replaces_only_the_values_that_it_has() -> None:
     worker = policy()
-    assert worker.for_topic(NO_POLICY) == worker
-    changed = worker.for_topic(TopicPolicy(max_attempts=3, longest=60.0))
+    assert worker.for_topic(NO_CONTROLS) == worker
+    changed = worker.for_topic(TopicControls(max_attempts=3, backoff_max_seconds=60.0))
     assert (changed.max_attempts, changed.longest) == (3, 60.0)
     assert (changed.initial, changed.dead_after, changed.random) == (1, 86_400, worker.random)
 
 
 def test_a_deferral_ends_within_the_max_backoff_of_its_topic(bench: Bench) -> None:
     """Behind a head that is scheduled for much later."""
-    bench.store.policies = {"orders": TopicPolicy(longest=5.0)}
+    bench.store.control("orders", backoff_max_seconds=5.0)
     bench.line("head", available_at=bench.store.now + timedelta(hours=9))
     bench.line("behind")
     bench.turns()
@@ -122,42 +124,49 @@ def test_a_deferral_ends_within_the_max_backoff_of_its_topic(bench: Bench) -> No
 
 
 @pytest.mark.parametrize(
-    ("control", "sentence"),
+    ("controls", "sentence"),
     [
-        (TopicPolicy(max_attempts=0), "MaxAttempts is 0. It must be a whole number from 1 to 1,000,000"),
-        (TopicPolicy(initial=float("nan")), "BackoffInitialSeconds is nan. It must be a number from 0.05 to 3,600"),
-        (TopicPolicy(longest=1e30), "BackoffMaxSeconds is 1e+30. It must be a number from 0.05 to 604,800"),
-        (TopicPolicy(dead_after=-1.0), "DeadAfterSeconds is -1.0. It must be a number from 0 to 31,536,000"),
+        ({"max_attempts": 0}, "max_attempts is 0. It must be a whole number from 1 to 1,000,000"),
         (
-            TopicPolicy(initial=60.0, longest=5.0),
-            "BackoffInitialSeconds is 60.0. It must not exceed BackoffMaxSeconds, which is 5.0",
+            {"backoff_initial_seconds": math.nan},
+            "backoff_initial_seconds is nan. It must be a number from 0.05 to 3,600",
         ),
-        (TopicLimit(5.0, None), "RatePerSecond and Burst go together. Set both or neither"),
-        (TopicLimit(None, 5, 3), "RatePerSecond and Burst go together. Set both or neither"),
-        (TopicLimit(5.0, 0), "Burst is 0. It must be a whole number from 1 to 1,000,000,000"),
-        (TopicLimit(None, None, -7), "MaxInFlight is -7. It must be a whole number from 1 to 1,000,000,000"),
+        ({"backoff_max_seconds": 1e30}, "backoff_max_seconds is 1e+30. It must be a number from 0.05 to 604,800"),
+        ({"dead_after_seconds": -1.0}, "dead_after_seconds is -1.0. It must be a number from 0 to 31,536,000"),
+        (
+            {"backoff_initial_seconds": 60.0, "backoff_max_seconds": 5.0},
+            "backoff_initial_seconds is 60.0. It must not exceed backoff_max_seconds, which is 5.0",
+        ),
+        ({"rate_per_second": 5.0}, "rate_per_second and burst go together. Set both or neither"),
+        ({"burst": 5, "max_in_flight": 3}, "rate_per_second and burst go together. Set both or neither"),
+        ({"rate_per_second": 5.0, "burst": 0}, "burst is 0. It must be a whole number from 1 to 1,000,000,000"),
+        ({"max_in_flight": -7}, "max_in_flight is -7. It must be a whole number from 1 to 1,000,000,000"),
         *(
-            (TopicLimit(rate, 5), f"RatePerSecond is {rate!r}. It must be a number from 1e-09 to 1.79769313486e+308")
+            (
+                {"rate_per_second": rate, "burst": 5},
+                f"rate_per_second is {rate!r}. It must be a number from 1e-09 to 1.79769313486e+308",
+            )
             for rate in (0.0, -2.5, math.nan, math.inf, -math.inf, 5e-324)
         ),
     ],
 )
 def test_an_invalid_control_is_ignored_and_logged(
-    control: TopicPolicy | TopicLimit, sentence: str, caplog: pytest.LogCaptureFixture
+    controls: dict[str, Any], sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of other topics apply. One line a minute for each topic."""
-    kind, good = ("limits", TopicLimit(1, 3)) if isinstance(control, TopicLimit) else ("policies", TopicPolicy(3))
-    found = topics(**{kind: {"orders": control, "invoices": good}})
-    found.apply(TopicControls(**{kind: {"orders": control}}), 1)
-    assert found.permit(claim()).policy == NO_POLICY
-    assert found.admit(())[1] == {}
+    """The other part of the row applies, and so do the rows of other topics. One line a minute for each topic."""
+    limits, policy = {"max_in_flight": 2}, {"max_attempts": 3}
+    is_limit = not {*LIMITS}.isdisjoint(controls)
+    row = TopicControls(**controls, **(policy if is_limit else limits))
+    found = topics(orders=row, invoices=TopicControls(max_in_flight=5))
+    found.apply({"orders": row}, 1)
+    assert found.permit(claim()).controls == TopicControls(**(policy if is_limit else limits))
     [line] = [each for each in caplog.messages if "ignored" in each]
-    what = "The limits of topic orders are" if kind == "limits" else "The retry policy of topic orders is"
+    what = "The limits of topic orders are" if is_limit else "The retry policy of topic orders is"
     assert line == f"{what} ignored: {sentence}. See AsynchronousTaskTopics"
 
 
 @pytest.mark.parametrize("to", ["", "ab", "goog-x", "projects/p/topics/", "a b c", "orders\n"])
 def test_a_name_that_pubsub_refuses_is_no_destination(to: str) -> None:
-    right, wrong = split_valid(TopicControls(routes={"bad": to, "good": NEW, "short": "orders"}))
-    assert (right.routes, right.paused) == ({"good": NEW, "short": "orders"}, {"bad"})
-    assert wrong["route", "bad"].startswith("Topic bad counts as paused: PublishTo is ")
+    right, wrong = split_valid({"bad": TopicControls(publish_to=to), "good": TopicControls(publish_to=NEW)})
+    assert right == {"bad": TopicControls(paused=True), "good": TopicControls(publish_to=NEW)}
+    assert wrong["route", "bad"].startswith("Topic bad counts as paused: publish_to is ")

@@ -177,7 +177,7 @@ def _locks(scratch: Scratch) -> Finding:
 def _batch_sizes(scratch: Scratch) -> Finding:
     """Send tasks with each batch size, with a publisher that answers at once, so that only Spanner counts."""
     earlier = list(TOPICS)  # they have unsent tasks
-    topic_controls.change(TaskTable(scratch.database), "pause", earlier, {"Paused": True})
+    topic_controls.change(TaskTable(scratch.database), "pause", earlier, {"paused": True})
     speeds = {}
     for size in BATCH_SIZES:
         topic = f"verify-{size}"

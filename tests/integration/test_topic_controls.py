@@ -1,0 +1,447 @@
+"""Topic controls by function, command and page, and in files: rows, records, output and refusals."""
+
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import urlencode
+
+import pytest
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1.database import Database
+
+import outbox
+from outbox.admin import operations, topics
+from outbox.admin.operations import Author
+from outbox.admin.table import TaskTable
+from outbox.cli.topics import UNSET
+from outbox.devtools.emulators import Emulators
+from outbox.errors import OutboxError
+from outbox.table.controls import COLUMNS, TABLE, VALUES
+from outbox.table.controls import TopicControls as Controls
+from tests.integration.test_console_pages import browser, text
+from tests.support.commands import Commands
+from tests.support.console import SAME
+from tests.support.pubsub import PubSub
+from tests.support.spanner import PROJECT
+
+FOLLOW = "outbox: workers apply this within 10 seconds\n"
+SHARED = (
+    "outbox: workers apply this within 10 seconds; each live worker gets an equal part. Its burst and max in flight "
+    "are at least 1\n"
+)
+FULL, V2 = (f"projects/{PROJECT}/topics/{name}" for name in ("orders", "orders-v2"))
+Command: TypeAlias = Callable[[str], tuple[int, str, str]]
+#: The texts of a form or of flags, by name. None removes the value.
+Change: TypeAlias = Mapping[str, str | None]
+
+
+@pytest.fixture
+def command(emulators: Emulators, database: Database) -> Command:
+    def run(words: str) -> tuple[int, str, str]:
+        done = Commands(emulators, database).here(*words.split())
+        return done.code, done.stdout, done.stderr
+
+    return run
+
+
+def rows(database: Database) -> dict[str, Controls]:
+    return topics.controls(TaskTable(database))
+
+
+def have(database: Database, *names: str) -> None:
+    with database.batch() as batch:
+        for name in names:
+            outbox.register(batch, name, b"")
+
+
+def write(database: Database, before: Mapping[str, Controls]) -> None:
+    """Replace all rows."""
+    with database.batch() as batch:
+        batch.delete(TABLE, KeySet(all_=True))
+        for topic, row in before.items():
+            batch.insert(TABLE, COLUMNS, [(topic, *dataclasses.astuple(row))])
+
+
+def recorded(database: Database) -> tuple[str, Any]:
+    latest, *_ = operations.latest(TaskTable(database), 20)  # IDs tell seconds apart, but not parts of one
+    assert latest.finished_at is not None
+    return latest.operation, json.loads(latest.selection)
+
+
+def by_function(_emulators: Emulators, database: Database, topic: str, change: Change) -> str:
+    table = TaskTable(database)
+    try:
+        values = {
+            UNSET[name]: None if value is None else VALUES[UNSET[name]].kind.value(value, name)
+            for name, value in change.items()
+        }
+        topics.preview(table, topic, values, exact=True)
+        topics.change(table, "controls", [topic], values, Author(reason="why"))
+    except OutboxError as error:
+        return str(error)
+    return ""
+
+
+def by_command(emulators: Emulators, database: Database, topic: str, change: Change) -> str:
+    words = [name if value is None else f"--{name}={value}" for name, value in change.items()]
+    verb = "unset" if None in change.values() else "set"
+    dry, done = (
+        Commands(emulators, database).here("topics", verb, topic, *words, "--reason=why", *more)
+        for more in (["--dry-run"], [])
+    )
+    assert dry.code == done.code
+    assert done.code in {0, 1, 2}
+    return done.stderr if done.code else ""
+
+
+def by_page(_emulators: Emulators, database: Database, topic: str, change: Change) -> str:
+    caller = browser(database)
+    form = urlencode([("unset", name) if value is None else (name, value) for name, value in change.items()])
+    asked = caller.post(f"/topic/ask?name={topic}", headers=SAME, content=form)
+    if asked.status_code != 303:
+        assert 400 <= asked.status_code < 500
+        return text(asked.text)
+    place = asked.headers["location"]
+    assert "Nothing has been changed yet." in text(caller.get(place).text)
+    written = caller.post(place, headers=SAME, content="reason=why")
+    assert written.status_code == 303, text(written.text)
+    return ""
+
+
+LIMITED = Controls(rate_per_second=10.0, burst=20)
+#: The rows before a change of orders, the change, and the row of orders afterwards, or why the change is refused.
+CASES: dict[str, tuple[dict[str, Controls], Change, Controls | str]] = {
+    "a first control": ({}, {"max-in-flight": "5"}, Controls(max_in_flight=5)),
+    "to the last digit": ({}, {"rate": "1234567.5", "burst": "1000"}, Controls(False, 1234567.5, 1000)),
+    "other values stay": ({"orders": Controls(True, 10.0, 20, 5)}, {"rate": "7"}, Controls(True, 7.0, 20, 5)),
+    "durations": (
+        {"orders": LIMITED}, {"backoff-initial": "0.5", "backoff-max": "60s", "dead-after": "0"},
+        Controls(False, 10.0, 20, None, None, None, 0.5, 60.0, 0.0),
+    ),
+    "removed values": (
+        {"orders": Controls(True, 10.0, 20, 5, "third-topic", 3)}, {"rate": None, "burst": None, "route": None},
+        Controls(True, None, None, 5, None, 3),
+    ),
+    "an invalid row of SQL": ({"orders": Controls(burst=4)}, {"max-attempts": "3"}, Controls(burst=4, max_attempts=3)),
+    "a route of others": ({"legacy": Controls(publish_to="third")}, {"max-attempts": "3"}, Controls(max_attempts=3)),
+    "a rate alone": ({}, {"rate": "5"}, "topic orders: rate_per_second and burst go together. Set both or neither."),
+    "a burst removed": ({"orders": LIMITED}, {"burst": None}, "rate_per_second and burst go together."),
+    "a contradiction": (
+        {"orders": Controls(backoff_initial_seconds=0.5)}, {"backoff-max": "0.1"},
+        "backoff_initial_seconds is 0.5. It must not exceed backoff_max_seconds, which is 0.1.",
+    ),
+    "no number": ({}, {"rate": "fast"}, "'fast' is not allowed. It must be a finite number of tasks a second"),
+    "too few": ({}, {"max-attempts": "0"}, "'0' is not allowed. It must be a whole number from 1 to 1,000,000"),
+    "too long": ({}, {"backoff-max": "8d"}, "'8d' is not allowed. It must be seconds, or a duration"),
+    "no topic name": ({}, {"route": "x"}, "'x' is not allowed. It must be a topic ID or projects/"),
+    "a missing destination": ({}, {"route": "missing-topic"}, "topics/missing-topic does not exist. Create it: `"),
+    "a loop": ({}, {"route": "orders"}, "orders would be routed to itself"),
+    "a loop by the full name": ({}, {"route": FULL}, "orders would be routed to itself"),
+    "a chain": ({"orders-v2": Controls(publish_to="third-topic")}, {"route": "orders-v2"}, "which is routed to"),
+    "a cycle": ({"orders-v2": Controls(publish_to="orders")}, {"route": V2}, "which is routed to"),
+    "a chain at its end": ({"legacy": Controls(publish_to="orders")}, {"route": V2}, f"which is routed to {V2}"),
+    "no row": ({}, {"max-attempts": None}, "cannot change orders: no row in AsynchronousTaskTopics."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("adapter", [by_function, by_command, by_page])
+def test_a_change_writes_the_row_and_its_record_or_nothing(
+    emulators: Emulators, database: Database, pubsub: PubSub, monkeypatch: pytest.MonkeyPatch,
+    adapter: Callable[[Emulators, Database, str, Change], str],
+) -> None:  # fmt: skip
+    """The topics `orders` and `orders-v2` of the cases have other names here, because they exist in Pub/Sub."""
+    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
+    ids = {name: pubsub.new_topic().rpartition("/")[2] for name in ("orders", "orders-v2")}
+    topic = ids["orders"]
+
+    def real(value: Any) -> Any:
+        """Replace the names in a text, or in the route of a row."""
+        if isinstance(value, Controls):
+            return dataclasses.replace(value, publish_to=real(value.publish_to))
+        return re.sub("orders-v2|orders", lambda found: ids[found[0]], value) if isinstance(value, str) else value
+
+    have(database, topic)
+    for name, (before, change, expected) in CASES.items():
+        write(database, {real(each): real(row) for each, row in before.items()})
+        had, count = rows(database), len(operations.latest(TaskTable(database), 100))
+        refusal = adapter(emulators, database, topic, {flag: real(value) for flag, value in change.items()})
+        if isinstance(expected, str):
+            assert real(expected) in refusal, name
+            assert (rows(database), len(operations.latest(TaskTable(database), 100))) == (had, count), name
+            continue
+        assert (refusal, rows(database)) == ("", had | {topic: real(expected)}), name
+        before_it, after = had.get(topic), dataclasses.asdict(real(expected))
+        differing = {
+            field: [getattr(before_it, field, None), value]
+            for field, value in after.items()
+            if getattr(before_it, field, None) != value
+        }
+        assert recorded(database) == ("controls", {"topics": {topic: differing}}), name
+
+
+@pytest.mark.emulator_only("another transaction has its one lock")
+def test_pause_and_resume_leave_the_limits_alone(database: Database, command: Command) -> None:
+    """Again and again; a transaction that is aborted runs again: here another one has the emulator's locks."""
+    write(database, {"limited": Controls(False, 10.0, 20, 5), "other": Controls(paused=True)})
+    have(database, "orders")
+    limits = "at most 10 tasks a second, 20 at once, 5 in flight"
+
+    def left(paused: bool) -> dict[str, Controls]:
+        limited = Controls(paused, 10.0, 20, 5)
+        return {"limited": limited, "orders": Controls(paused), "other": Controls(paused=True)}
+
+    session = database.session()
+    session.create()
+    list(session.transaction().execute_sql("SELECT Id FROM AsynchronousTasks"))
+    for _ in range(2):
+        assert command("pause orders limited orders") == (0, f"orders: paused\nlimited: paused; {limits}\n", FOLLOW)
+        assert rows(database) == left(paused=True)
+    session.delete()
+    for _ in range(2):
+        assert command("resume orders limited") == (0, f"orders: resumed\nlimited: resumed; {limits}\n", FOLLOW)
+        assert rows(database) == left(paused=False)
+
+
+@pytest.mark.parametrize("words", ["pause {}", "topics set {} --max-in-flight 1"])
+def test_a_topic_is_known_by_a_row_or_a_task(database: Database, command: Command, words: str) -> None:
+    """Either is enough, as for `outbox topics`; a task sent earlier is not. `--yes` accepts any name."""
+    write(database, {"has-row": Controls()})
+    have(database, "has-task")
+    sent = {"sent-now": COMMIT_TIMESTAMP, "sent-before": datetime.now(UTC) - timedelta(minutes=2)}
+    with database.batch() as batch:
+        ids = [outbox.register(batch, topic, b"") for topic in sent]
+    with database.batch() as batch:
+        batch.update("AsynchronousTasks", ("Id", "SentAt"), list(zip(ids, sent.values(), strict=True)))
+    for topic in ("has-row", "has-task", "sent-now"):
+        assert command(words.format(topic))[0] == 0
+    assert command(words.format("sent-before"))[0] == 2
+    assert command(words.format("sent-before") + " --yes")[0] == 0
+
+
+def test_an_unknown_topic_is_refused_with_the_known_ones(database: Database, command: Command) -> None:
+    """So a typing error is noticed. Nothing is written, also not for known topics. At most ten names are printed."""
+    advice = "{} 'ordres' anyway? Nothing was changed\n"
+    assert command("pause ordres")[2].endswith(f"Known topics: none. {advice.format('Pause')}")
+    have(database, "orders", "orders", "invoices")
+    write(database, {"reminders": Controls()})
+    refusal = (
+        "outbox: Not a terminal. Pass --yes to confirm: unknown topic 'ordres' (no row in "
+        "AsynchronousTaskTopics, no unsent task, and none sent in the last minute). Did you mean 'orders'? "
+        "Known topics: invoices, orders, reminders. "
+    )
+    for words, verb in {
+        "pause orders ordres": "Pause",
+        "topics set ordres --max-in-flight 1": "Set controls of",
+    }.items():
+        assert command(words) == (2, "", refusal + advice.format(verb))
+        assert [*rows(database)] == ["reminders"]
+    names = [f"a-{n:02}" for n in range(10)]
+    have(database, *names)
+    assert command("pause ordres")[2].endswith(f"Known topics: {', '.join(names)}, .... {advice.format('Pause')}")
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
+def test_an_unknown_topic_is_a_question_at_a_terminal(
+    database: Database, command: Command, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+) -> None:
+    have(database, "orders")
+    for words in ("pause {}", "topics set {} --max-in-flight 1"):
+        typed = io.StringIO(answer)
+        monkeypatch.setattr(typed, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", typed)
+        done = command(words.format("ordres"))
+        assert done[0] == code
+        assert "Did you mean 'orders'? Known topics: orders. " in done[2]
+        assert "'ordres' anyway? [y/N] " in done[2]
+        assert [*rows(database)] == ([] if code else ["ordres"])
+        write(database, {})
+
+
+def test_a_topic_without_a_row_cannot_be_resumed(database: Database, command: Command) -> None:
+    """Even if it has tasks; the paused topics are named, and nothing is written."""
+    have(database, "orders")
+    write(database, {"invoices": Controls(paused=True), "reminders": Controls()})
+    sentence = "outbox: cannot change orders: no row in AsynchronousTaskTopics. Nothing was changed. "
+    assert command("resume orders invoices") == (1, "", f"{sentence}Paused topics: invoices\n")
+    assert command("topics forget orders") == (1, "", f"{sentence}Paused topics: invoices\n")
+    assert rows(database)["invoices"].paused
+
+
+def test_tasks_under_the_other_spelling_are_reported(database: Database, command: Command) -> None:
+    """An id and the full name are two names; both given need no warning, and another project's topic has one name."""
+    have(database, "orders", FULL, "projects/other/topics/orders")
+    sentence = "outbox: unsent tasks also use {0}, which is the same topic as {1}. Pass {0} too; otherwise"
+    for given, other in (("orders", FULL), (FULL, "orders")):
+        code, out, err = command(f"pause {given}")
+        assert (code, out) == (0, f"{given}: paused\n")
+        assert err.startswith(sentence.format(other, given))
+    assert "the same topic" not in command("pause projects/other/topics/orders")[2]
+    assert command(f"pause orders {FULL}") == (0, f"orders: paused\n{FULL}: paused\n", FOLLOW)
+    assert f"unsent tasks also use {FULL}, which is the same topic as orders" in command("resume orders")[2]
+
+
+def test_tasks_under_the_other_spelling_are_reported_before_a_refusal(database: Database, command: Command) -> None:
+    """Once, because the other name is probably the right one."""
+    have(database, FULL)
+    for words, code in {"pause orders": 2, "topics set orders --max-in-flight 5": 2, "resume orders": 1}.items():
+        refused = command(words)
+        first, second = refused[2].splitlines()
+        assert (refused[0], refused[1]) == (code, "")
+        assert first.startswith(f"outbox: unsent tasks also use {FULL}, which is the same topic as orders.")
+        assert "orders" in second
+
+
+def test_a_limit_is_reported_as_shared(database: Database, command: Command) -> None:
+    have(database, "orders")
+    assert command("topics set orders --max-in-flight 5") == (0, "orders: at most 5 in flight\n", SHARED)
+    assert command("topics unset orders max-in-flight") == (0, "orders: no limits\n", FOLLOW)
+
+
+def test_a_dry_run_of_a_route_counts_tasks_and_a_pause_of_its_end_names_it(
+    database: Database, command: Command
+) -> None:
+    """It counts unsent tasks of all states."""
+    have(database, "orders", "orders", "invoices")
+    dry = command("topics set orders --route orders-v2 --force --dry-run")
+    line = "orders: no row -> published to orders-v2\n2 tasks of orders would be published to orders-v2\n"
+    assert (dry, rows(database)) == ((0, line, ""), {})
+    code, out, err = command("topics set orders --route orders-v2 --force")
+    assert (code, out) == (0, "orders: published to orders-v2\n")
+    assert err.startswith(f"{FOLLOW}outbox: 2 tasks of orders not sent yet. Subscribers of orders-v2 do not get")
+    code, out, err = command(f"pause {V2} --yes")
+    assert (code, out) == (0, f"{V2}: paused\n")
+    assert err.endswith("messages of orders still go to orders-v2, because of its route. Pause it, too\n")
+    assert command("topics unset orders route --dry-run")[1].endswith(
+        "2 tasks of orders would be published to orders\n"
+    )
+    assert "2 tasks of orders not sent yet. Subscribers of orders do not" in command("topics unset orders route")[2]
+
+
+def test_a_destination_that_pubsub_says_nothing_about_is_written(
+    emulators: Emulators, database: Database, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a note. `--force` does not ask."""
+    have(database, "orders")
+    assert command("topics set orders --route missing-topic --force")[0] == 0
+    monkeypatch.setattr("outbox.program.pubsub.SECONDS", 0.3)
+    without = Commands(emulators, database, more={"PUBSUB_EMULATOR_HOST": "localhost:1"})
+    done = without.here("topics", "set", "orders", "--route", "third-topic")
+    assert done.code == 0
+    assert f"Pub/Sub does not say whether projects/{PROJECT}/topics/third-topic exists: " in done.stderr
+    assert rows(database) == {"orders": Controls(publish_to="third-topic")}
+
+
+EXPORTED = {
+    "orders": {
+        "paused": True, "rate_per_second": 10.0, "burst": 20, "max_in_flight": 5, "publish_to": "orders-v2",
+        "max_attempts": 3, "backoff_initial_seconds": 1.0, "backoff_max_seconds": 60.0, "dead_after_seconds": 0.0,
+    },
+    "invoices": {"paused": False},
+}  # fmt: skip
+
+
+def test_an_export_can_be_applied(database: Database, command: Command, tmp_path: Path) -> None:
+    """What a file does not have is unset; a topic that is not in it stays. One record has the difference."""
+    file = tmp_path / "topics.json"
+    file.write_text(json.dumps({"topics": EXPORTED}))
+    wanted = {"orders": Controls(True, 10.0, 20, 5, "orders-v2", 3, 1.0, 60.0, 0.0), "invoices": Controls()}
+    dry = command(f"topics apply {file} --force --dry-run")
+    assert dry[1].endswith("\n2 topics would be changed, 0 unchanged\n")
+    assert dry[2].startswith("outbox: unknown topic 'orders', 'invoices' (no row")
+    assert "orders: no row -> paused; at most 10 tasks a second, 20 at once, 5 in flight; published to orders" in dry[1]
+    assert rows(database) == {}
+    assert command(f"topics apply {file} --force")[0] == 2  # no topic is known
+    assert command(f"topics apply {file} --force --yes")[0] == 0
+    assert rows(database) == wanted
+    assert recorded(database)[0] == "controls"
+    exported = command("topics export")[1]
+    assert json.loads(exported) == {"topics": EXPORTED}
+    file.write_text(exported)
+    assert command(f"topics apply {file} --force")[1] == "0 topics changed, 2 unchanged\n"
+    file.write_text('{"topics": {"orders": {"burst": 2e+01, "rate_per_second": 7}}}')
+    assert command(f"topics apply {file}")[0] == 0
+    assert rows(database) == {**wanted, "orders": Controls(False, 7.0, 20)}
+    operation, difference = recorded(database)
+    assert (operation, difference["topics"]["orders"]["max_attempts"]) == ("controls", [3, None])
+    assert "burst" not in difference["topics"]["orders"]
+
+
+#: The text of a file that is wrong, and why.
+WRONG = {
+    "{": "cannot be read as JSON",
+    "[" * 100_000: "cannot be read as JSON",
+    '{"topics": {"mails": {"paused": true}, "mails": {}}}': "topics.mails is there twice. Nothing was changed",
+    '{"topics": {"orders": {"burst": 5, "burst": 6}}}': "topics.orders.burst is there twice",
+    "[]": 'the file must be {"topics": {...}}',
+    '{"topics": {}, "more": 1}': 'the file must be {"topics": {...}}',
+    '{"topics": {"orders": []}}': "topics.orders must be an object",
+    '{"topics": {"": {}}}': "topics. is no topic",
+    f'{{"topics": {{"orders": {{"paused": true}}, "projects/{PROJECT}/topics/orders": {{}}}}}}': "orders and projects/"
+    f"{PROJECT}/topics/orders are the same Pub/Sub topic, but have different controls. Nothing was changed",
+}
+#: A field of a topic that is wrong, and why.
+WRONG_FIELDS = {
+    '"max_atempts": 3': "max_atempts is unknown. Did you mean 'max_attempts'?",
+    '"paused": 1': "paused is 1. It must be true or false",
+    '"paused": null': "paused is None. It must be true or false",
+    '"max_attempts": true': "max_attempts is True. It must be a whole number from 1 to 1,000,000",
+    '"max_attempts": 2.5': "max_attempts is 2.5. It must be a whole number",
+    '"max_attempts": "3"': "max_attempts is '3'. It must be a whole number",
+    '"backoff_max_seconds": NaN': "backoff_max_seconds is nan. It must be a number",
+    f'"backoff_max_seconds": 1{"0" * 400}': "backoff_max_seconds is 1000",
+    '"rate_per_second": 5': "rate_per_second and burst go together",
+    '"publish_to": 7': "publish_to is 7. It must be a topic ID",
+    '"publish_to": "no topic"': "publish_to is 'no topic'. It must be a topic ID",
+}
+
+
+def test_a_wrong_file_is_refused_with_the_path_before_anything_is_written(
+    database: Database, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another topic of the file is right."""
+    of_fields = {
+        f'{{"topics": {{"right": {{"paused": true}}, "orders": {{{field}}}}}}}': f"topics.orders.{sentence}"
+        for field, sentence in WRONG_FIELDS.items()
+    }
+    for file, sentence in (WRONG | of_fields).items():
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(file.encode())))
+        code, out, err = command("topics apply - --force --yes")
+        assert (code, out, err.count("\n")) == (2, "", 1), file
+        assert sentence in err
+    assert rows(database) == {}
+
+
+def test_a_file_with_a_chain_or_a_missing_destination_writes_nothing(
+    database: Database, command: Command, tmp_path: Path
+) -> None:
+    file = tmp_path / "topics.json"
+    file.write_text('{"topics": {"orders": {"publish_to": "second"}, "second": {"publish_to": "third"}}}')
+    assert "which is routed to" in command(f"topics apply {file} --force --yes")[2]
+    file.write_text('{"topics": {"orders": {"publish_to": "missing-topic"}, "right": {"paused": true}}}')
+    assert "does not exist" in command(f"topics apply {file} --yes")[2]
+    assert command(f"topics apply {tmp_path}/none.json")[2].startswith(f"outbox: '{tmp_path}/none.json' cannot be read")
+    assert rows(database) == {}
+
+
+def test_a_topic_is_forgotten_after_a_confirmation(database: Database, command: Command) -> None:
+    """Its pause ends with it, so the command asks. The record has what it was."""
+    command("pause orders --yes")
+    code, _, err = command("topics forget orders")
+    assert (code, "orders has: paused. Forget it?" in err) == (2, True)
+    assert rows(database) == {"orders": Controls(paused=True)}
+    assert command("topics forget orders --yes") == (0, "orders: forgotten\n", FOLLOW)
+    assert rows(database) == {}
+    assert recorded(database) == ("controls", {"topics": {"orders": {"paused": [True, None]}}})
+
+
+def test_the_list_shows_routes_and_policies(command: Command) -> None:
+    command("topics set orders --route orders-v2 --max-attempts 3 --force --yes")
+    assert "orders  published to orders-v2; dead after 3 attempts" in command("topics")[1]
+    [found] = json.loads(command("topics --json")[1])["topics"]
+    assert (found["publish_to"], found["max_attempts"], found["dead_after_seconds"]) == ("orders-v2", 3, None)
+    assert command("topics --exact")[0] == 0
