@@ -40,71 +40,65 @@ class Later(TaskTable):
         return super().query(*arguments, **keywords)
 
 
-def oldest(watch: Watch, at: datetime) -> datetime:
-    ages = backlog._oldest_ages_at(Later(watch.database), at)
-    return at - timedelta(seconds=max(ages.values(), default=0))
-
-
 def numbers(line: Line) -> dict[str, int]:
     return {name: getattr(line, name) for name in COUNTS if getattr(line, name)}
 
 
-def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(database: Database, watch: Watch):
-    """Of any priority; a due task counts from when it became due; sent, scheduled, dead and paused ones have no age."""
-    now = datetime.now(UTC)
-    insert(
-        database,
-        [
-            row("sent", SentAt=PAST, Priority=3),
-            row("scheduled", AvailableAt=FUTURE, Priority=3),
-            row("rescheduled", AvailableAt=FUTURE, DueAt=FUTURE, Attempts=1, Priority=3),
-            row("dead", AvailableAt=NEVER, DueAt=CREATED, Attempts=1, Priority=3),
-            row("paused", Topic="paused", Priority=4),
-            row("paused and due", Topic="paused", AvailableAt=PAST, Priority=4),
-        ],
-    )
-    pause(database, "paused")
-    assert oldest(watch, now) == now
-    insert(
-        database,
-        [
-            row("ready", CreatedAt=PAST + 3 * DAY, Priority=1),
-            row("due", CreatedAt=PAST, AvailableAt=PAST + 2 * DAY, Priority=1),
-            row("younger", CreatedAt=PAST + 4 * DAY, Priority=1),
-            row("late", CreatedAt=PAST + 5 * DAY, AvailableAt=PAST, Priority=2),
-        ],
-    )
-    found = backlog.read(watch.table, exact=True)
-    assert {line.priority: line.oldest for line in found.lines} == {
-        1: PAST + 2 * DAY,
-        2: PAST + 5 * DAY,
-        3: None,
-        4: CREATED,
-    }
-    assert found.oldest is not None
-    assert found.oldest.priority == 1
-    assert found.age(found.oldest) == (found.as_of - PAST - 2 * DAY).total_seconds()
-    insert(database, [row("high", Priority=500, CreatedAt=PAST + DAY), row("low", Priority=-5, CreatedAt=CREATED)])
-    assert oldest(watch, now) == CREATED
+def first_due(each: Row) -> datetime:
+    """Return when a task should first have been sent. Its AvailableAt does not say it if the task was moved."""
+    asked = None if each["Attempts"] or each["BlockedBy"] else each["AvailableAt"]
+    due: datetime = each["DueAt"] or max(each["CreatedAt"], asked or each["CreatedAt"])
+    return due
 
 
-@pytest.mark.parametrize("later", [PAST + 9 * DAY, FUTURE], ids=["due", "later"])
-@pytest.mark.parametrize("asked", [{"DueAt": PAST + DAY}, {}], ids=["recorded", "of another program"])
-@pytest.mark.parametrize(
-    "moved", [{"Attempts": 8}, {"BlockedBy": "head", "OrderingKey": "k"}], ids=["retry", "blocked"]
-)
-def test_a_task_whose_time_was_moved_keeps_its_age(
-    database: Database, watch: Watch, moved: Row, asked: Row, later: datetime
+@pytest.mark.parametrize("seeks", [1, 2, 20])
+def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
+    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, seeks: int
 ):
-    """It is not hidden by scheduled tasks that come before it in the index."""
-    before = [row(f"scheduled {n}", CreatedAt=PAST, AvailableAt=later - MICROSECOND) for n in range(120)]
-    insert(database, [row("moved", CreatedAt=PAST, AvailableAt=later, **moved, **asked), *before])
-    now, since = datetime.now(UTC), asked.get("DueAt", PAST)
-    assert oldest(watch, now) == since
-    assert backlog._read_at(Later(watch.database), now, None).total.oldest == since
-    update(database, "moved", AvailableAt=None, BlockedBy=None, Attempts=0)
-    insert(database, [row("ready", CreatedAt=PAST + 2 * DAY)])
-    assert oldest(watch, now) == since
+    """Exactly, whether a few seeks find it or the index must be read, and also behind many scheduled tasks.
+
+    A due task counts from when it became due, but not from before it was registered. One whose time was moved keeps
+    its age, also when it is ready again. Sent, scheduled and dead tasks, and those of paused topics, have no age.
+    """
+    random, now, rows = Random(seeks), datetime.now(UTC), list[Row]()
+
+    def day() -> datetime:
+        return CREATED + random.randrange(90) * DAY
+
+    for n in range(300):
+        created, due = day(), random.choice([day(), None])
+        with_age: list[Row] = [
+            {"DueAt": random.choice([None, created + random.randrange(30) * DAY])},
+            {"AvailableAt": day()},
+            {"AvailableAt": FUTURE, "Attempts": 8, "DueAt": due},
+            {"AvailableAt": FUTURE, "BlockedBy": "head", "DueAt": due},
+        ]
+        without: list[Row] = [
+            {"SentAt": PAST}, {"AvailableAt": FUTURE - DAY}, {"AvailableAt": NEVER, "DueAt": CREATED, "Attempts": 1},
+            {"AvailableAt": FUTURE, "DueAt": FUTURE, "Attempts": 1},
+        ]  # fmt: skip
+        columns = {"CreatedAt": created, "OrderingKey": "k", "Topic": random.choice("abcdef")} | random.choice(
+            [*with_age, *without, without[1]]
+        )
+        rows.append(row(str(n), Priority=random.randrange(2), **columns))
+    rows.append(row("alone", Topic="g", AvailableAt=FUTURE, DueAt=FUTURE, Attempts=1))
+    insert(database, rows)
+    pause(database, "f")
+    aged = [each for each in rows if not each["SentAt"] and each["AvailableAt"] not in (FUTURE - DAY, NEVER)]
+    wanted: dict[tuple[str, int], datetime] = {}
+    for each in (each for each in aged if first_due(each) <= now):
+        place = each["Topic"], each["Priority"]
+        wanted[place] = min(first_due(each), wanted.get(place, now))
+    found = backlog.read(watch.table, exact=True)
+    assert {(line.topic, line.priority): line.oldest for line in found.lines if line.oldest} == wanted
+    assert found.oldest
+    assert found.oldest.oldest == min(time for (topic, _), time in wanted.items() if topic != "f")
+    monkeypatch.setattr(backlog, "MAX_SEEKS", seeks)
+    ages = backlog._oldest_ages_at(Later(watch.database), now)
+    assert ages == {
+        topic: (now - min(time for (other, _), time in wanted.items() if other == topic)).total_seconds()
+        for topic in "abcde"
+    }
 
 
 def test_the_boundaries_of_due_sent_and_live(database: Database, watch: Watch):
@@ -290,20 +284,3 @@ def test_many_topics_share_the_rows_that_a_count_may_read(
     found = backlog.read(table, exact=True)
     assert (found.whole, [line.topic for line in found.lines], found.total.pending) == (False, ["a"], 9)
     assert found.total.at_least == set(COUNTS)
-
-
-@pytest.mark.parametrize("seeks", [1, 2, 20])
-def test_a_due_task_counts_from_when_it_became_due(
-    database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, seeks: int
-):
-    """But not from before it was registered: then it does not hide an older one that stands behind it in the index.
-
-    The age is exact, whether a few seeks find it or the index must be read.
-    """
-    monkeypatch.setattr(backlog, "MAX_SEEKS", seeks)
-    insert(database, [row("due", CreatedAt=CREATED, AvailableAt=CREATED + DAY, OrderingKey="k")])
-    assert oldest(watch, PAST) == CREATED + DAY
-    insert(database, [row(f"late {n}", CreatedAt=PAST - DAY, AvailableAt=CREATED, OrderingKey="k") for n in range(5)])
-    assert oldest(watch, PAST) == CREATED + DAY
-    insert(database, [row("before", CreatedAt=CREATED, AvailableAt=CREATED - DAY)])
-    assert oldest(watch, PAST) == CREATED
