@@ -334,24 +334,14 @@ def test_a_job_is_neither_stopped_nor_continued_here(table: TaskTable, jane: Tes
     assert (answer.status_code, operations.latest(table, 9)) == (400, [begun])
 
 
-def test_values_of_rows_reach_the_browser_escaped(database: Database, table: TaskTable, jane: TestClient):
-    """Also those of programs that bypass the library: in lists, on forms, and of a task that is retried."""
+def test_an_operation_of_a_hostile_id_is_shown_escaped(database: Database, table: TaskTable, jane: TestClient):
     id = f"<b>'\x07{chr(0x202E)}"
-    values = {"Topic": SCRIPT, "OrderingKey": f"{SCRIPT}\x1b", "LastError": f'"{SCRIPT}\x00\n{SCRIPT}'}
-    insert(database, [row(id, **DEAD | values)])
+    insert(database, [row(id, **DEAD)])
     query = urlencode({"id": id})
-    for address in ("/tasks", f"/tasks?{urlencode({'topic': SCRIPT, 'error': SCRIPT})}", f"/task?{query}",
-                    f"/tasks/retry?{query}"):  # fmt: skip
-        answer = jane.get(address)
-        assert answer.status_code == 200, answer.text
-        assert "&lt;script&gt;alert(1)" in answer.text
-        assert "<script>" not in answer.text
-        assert "<b>" not in answer.text
-        assert not {"\x07", "\x1b", "\x00"} & set(answer.text)
     operation = finished(table, begun(jane, f"/tasks/retry?{query}"))
     assert operation.tasks == 1
     for address in ("/operations", f"/operation?id={operation.id}", f"/task?{query}"):
-        assert "<b>" not in jane.get(address).text
+        assert not re.search("<b>|\x07", jane.get(address).text)
 
 
 def test_a_task_is_shown_in_words(database: Database, table: TaskTable, jane: TestClient):
