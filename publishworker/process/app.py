@@ -226,7 +226,7 @@ def relay_of(
             marking=SharedMarking(host, marking_seconds),
             host=host,
         ),
-        Limits(settings.batch_size, BATCH_BYTES, places, max_stragglers=places // 8, fair_share=FAIR_SHARE),
+        Limits(settings.batch_size, BATCH_BYTES, places, fair_share=FAIR_SHARE),
         membership,
         Reporter(metrics, host.clock),
         # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.

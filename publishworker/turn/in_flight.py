@@ -46,9 +46,6 @@ class Limits:
     batch_bytes: int
     #: The number of places. Each batch in flight takes one, unless it is aside (see InFlight).
     places: int
-    #: While tasks are left to start, a turn may end although up to this many of its batches have not reported. No turn
-    #: waits longer than MAX_TURN_WAIT_SECONDS.
-    max_stragglers: int = 0
     #: Part of the batches (0 to 0.5) for lower priorities while tasks of higher ones wait.
     fair_share: float = 0.0
 
@@ -197,17 +194,15 @@ class InFlight:
         """Let each batch try to mark at least once more, and give up after the shutdown timeout."""
         self._marking.shut_down()
 
-    def wait(self, *, tasks_left: bool) -> list[Delivered]:
-        """Wait until all batches of the turn have reported, or most of them if there are `tasks_left` to start.
+    def wait(self) -> list[Delivered]:
+        """Wait until all batches of the turn have reported, at most MAX_TURN_WAIT_SECONDS.
 
-        The wait ends after MAX_TURN_WAIT_SECONDS at most. Later waits do not wait for the ones that are left
-        (stragglers).
+        Later waits do not wait for the ones that are left (stragglers).
         """
-        max_left = self.limits.max_stragglers if tasks_left else 0
 
         def enough(reports: Sequence[Delivered]) -> bool:
-            awaited = sum(not (entry.straggler or entry.reported) for entry in self._running)
-            return awaited <= max_left and (len(reports) > 0 or not self.unreported)
+            awaited = any(not (entry.straggler or entry.reported) for entry in self._running)
+            return not awaited and (len(reports) > 0 or not self.unreported)
 
         reports = self._wait(enough, MAX_TURN_WAIT_SECONDS)
         for entry in self._running:

@@ -75,7 +75,7 @@ class Relay:
         selection = self._select(resolved, polled, stopping)
         self._start(selection.claims)  # each batch on a thread of its own
         poll_again |= self._discoverer.end_turn(started_nothing=not selection.claims and self._in_flight.has_room)
-        later = self._in_flight.wait(tasks_left=selection.tasks_left) if selection.waits else self._in_flight.collect()
+        later = self._in_flight.wait() if selection.waits else self._in_flight.collect()
         poll_again |= self._handle_reports(later, stopping)
         return self._report_turn(polled, earlier + later, waits=selection.waits, poll_again=poll_again)
 

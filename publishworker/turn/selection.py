@@ -26,8 +26,6 @@ class Selection(NamedTuple):
     """The batches to start."""
 
     claims: Sequence[Claim] = ()
-    #: Whether tasks are left that could start if a place or bytes were free, such as tasks that the poll has not read.
-    tasks_left: bool = False
     #: Whether the turn should wait for a batch to end, because more tasks may then start.
     waits: bool = False
 
@@ -118,7 +116,7 @@ class Selector:
         """
         in_flight, cut_off = self._in_flight, polled.cut_off
         if not in_flight.has_room:
-            return Selection(tasks_left=True, waits=True)
+            return Selection(waits=True)
         deferrals = list(resolved.deferrals[: self._places_to_defer(nothing_else=not resolved.candidates)])
         candidates, allowed = self._topics.admit(resolved.candidates)
         lower = self._fair_share.choose(candidates)
@@ -140,7 +138,7 @@ class Selector:
         given = sum(any(claim is each for each in claims) for claim in for_lower)
         self._fair_share.count(len(claims), given, highest if tasks_left else None)
         waits = bool(deferrals or batches or resolved.left_out)
-        return Selection(deferrals + claims, tasks_left, waits)
+        return Selection(deferrals + claims, waits)
 
     def _places_to_defer(self, *, nothing_else: bool) -> int:
         places = self._limits.places // (2 if nothing_else else 4)

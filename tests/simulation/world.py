@@ -91,7 +91,6 @@ class Node:
             size=plan.batch_size,
             batches=plan.concurrency,
             batch_bytes=8_000_000,
-            max_stragglers=plan.concurrency // 8,
             fair_share=plan.fair_share,
             membership=membership,
             retries={"longest": plan.longest_backoff},

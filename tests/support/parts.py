@@ -25,7 +25,7 @@ from publishworker.turn.relay import Relay
 from publishworker.types import PollRequest
 from tests.specification.trace import Trace
 
-HOST, SHARES = {"clock", "random", "threads", "progress"}, {"max_stragglers", "fair_share"}
+HOST, SHARES = {"clock", "random", "threads", "progress"}, {"fair_share"}
 
 
 def policy(**values: Any) -> RetryPolicy:

@@ -48,9 +48,7 @@ class Batches:
         self.seconds = 0.0
         self.beats = 0
         host = Host(clock=lambda: self.seconds, progress=self.beat)
-        self.in_flight_batches = in_flight_of(
-            lambda claim: Gated(self, claim), Limits(10, 1000, 8, max_stragglers=1), host
-        )
+        self.in_flight_batches = in_flight_of(lambda claim: Gated(self, claim), Limits(10, 1000, 8), host)
 
     def beat(self) -> None:
         self.beats += 1
@@ -66,8 +64,8 @@ class Batches:
         for topic in topics:
             self.ends[topic].set()
 
-    def wait(self, *, tasks_left: bool = False) -> list[str]:
-        return sorted(result.claim.topic for result in self.in_flight_batches.wait(tasks_left=tasks_left))
+    def wait(self) -> list[str]:
+        return sorted(result.claim.topic for result in self.in_flight_batches.wait())
 
 
 @pytest.fixture
@@ -99,24 +97,11 @@ def test_there_is_no_room_while_every_place_is_in_use(batches: Batches) -> None:
     assert not batches.in_flight_batches.has_room
 
 
-def test_a_straggler_is_left_and_collected_later(batches: Batches) -> None:
-    """It delays no other batch, not even those that start later, and its result is not lost."""
-    batches.start("a", "b", "c", "slow")
-    batches.end("a", "b", "c")
-    assert batches.wait(tasks_left=True) == ["a", "b", "c"]
-    assert batches.in_flight_batches.ids() == {"task-of-slow"}
-    batches.start("d", "e")
-    batches.end("d", "e")
-    assert batches.wait() == ["d", "e"]
-    batches.end("slow")
-    assert batches.wait(tasks_left=True) == ["slow"]
-
-
 def test_a_wait_ends_at_its_limit(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     batches.start("hangs", "hangs-too")
     with monkeypatch.context() as patch:
         patch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 0.01)
-        assert batches.wait(tasks_left=True) == []
+        assert batches.wait() == []
     batches.start("quick")
     batches.end("quick")
     assert batches.wait() == ["quick"]
@@ -186,7 +171,7 @@ def test_a_batch_that_does_not_end_is_stuck_after_two_minutes(batches: Batches) 
         batches.seconds += 10
         batches.in_flight_batches.raise_if_stuck()
     batches.end("a")
-    assert batches.wait(tasks_left=True) == ["a"]
+    assert [each.claim.topic for each in batches.in_flight_batches.wait_for_one()] == ["a"]
     batches.seconds += 1
     with pytest.raises(StuckBatch, match="topic slow has begun no transaction for 121 s: task-of-slow"):
         batches.in_flight_batches.raise_if_stuck()
@@ -241,12 +226,9 @@ def bench_of(publisher: SlowPublisher, orders: int, invoices: int = 0, **options
     return bench
 
 
-def test_a_slow_batch_does_not_delay_the_others(
-    slow: SlowPublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:  # OUT-DELAY-2
-    monkeypatch.setattr(in_flight, "MAX_TURN_WAIT_SECONDS", 25.0)
+def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:  # OUT-DELAY-2
     begin = time.monotonic()
-    bench = bench_of(slow, 200, 1, batches=4, max_stragglers=1)
+    bench = bench_of(slow, 200, 1, batches=4)
     slow.hanging = {"invoices"}
     turns = [bench.relay.turn() for _ in range(40)]
     assert time.monotonic() - begin < 20
@@ -261,19 +243,9 @@ def test_a_slow_batch_does_not_delay_the_others(
     assert set(bench.store.claimed.values()) == {1}
 
 
-def test_a_turn_without_leftover_tasks_waits_for_its_batches(slow: SlowPublisher) -> None:
-    """There is no hurry without pending tasks: the turn reports all that it started, stragglers or not."""
-    slow.seconds = 0.02
-    bench = bench_of(slow, 40, size=5, batches=4, max_stragglers=3)
-    by_shard = {row.shards: row for row in bench.store.rows.values()}
-    bench.store.rows = {row.id: row for row in by_shard.values()}  # one of each: no range of the window is full
-    bench.relay.turn()
-    assert len(by_shard) == bench.relay.turn().published == 10
-
-
 def test_a_batch_that_ends_after_the_last_turn_is_counted(slow: SlowPublisher) -> None:
     slow.hanging = {"orders"}
-    bench = bench_of(slow, 1, max_stragglers=1)
+    bench = bench_of(slow, 1)
     bench.relay.turn(), bench.relay.turn()
     slow.release.set()
     assert bench.relay.finish().published == bench.count(m.PUBLISHED) == 1

@@ -141,7 +141,7 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     """A turn or a stop raises an error about it; the other batches of the process still end, and are counted."""
     monkeypatch.setattr(in_flight, "WATCH_SECONDS", 0.001)
     slow.hanging = {"invoices"}
-    bench = Bench(publisher=slow, max_stragglers=1, progress=lambda: bench.wait(10))
+    bench = Bench(publisher=slow, progress=lambda: bench.wait(10))
     bench.insert("stuck", topic="invoices")
     bench.insert("good")
     while len(bench.relay._in_flight) < 2 and not bench.count(m.PUBLISHED):
