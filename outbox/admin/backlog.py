@@ -184,7 +184,7 @@ def oldest_ages(table: TaskTable) -> dict[str, float]:
 
 
 def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
-    paused = _paused(table, at)
+    paused = _paused(table, at, "outbox-age")
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     reader = _Reader(table, at, "outbox-age", None)
     reader.add_first_ready(ranges_of(table, topics))
@@ -207,15 +207,15 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     if of_sent:
         reader.add(statements.COUNT_SENT, ranges_of(table), "sent_last_minute")
     lines = sorted(reader.lines.values(), key=lambda line: (line.topic, -line.priority))
-    paused = _paused(table, at)
+    paused = _paused(table, at, reader.tag)
     for line in lines:
         line.paused = line.topic in paused
         line.at_least = reader.at_least[line.topic] | reader.at_least[None]
     return Backlog(at, live(table, at) if of_sent else [], lines, whole=whole)
 
 
-def _paused(table: TaskTable, at: datetime) -> set[str]:
-    return {topic for topic, is_paused, *_ in table.query(CONTROLS, "outbox-status", at=at) if is_paused}
+def _paused(table: TaskTable, at: datetime, tag: str) -> set[str]:
+    return {topic for topic, is_paused, *_ in table.query(CONTROLS, tag, at=at) if is_paused}
 
 
 def ranges_of(table: TaskTable, topics: Iterable[str | None] = (None,)) -> list[Range]:

@@ -25,8 +25,8 @@ publish because they fail (open circuits), and the errors of unsent tasks (of at
 step. At the end, list the problems, each cause before its effects.
 
 The command reads the index at LOW priority and takes no locks. It stops counting at
-10,000 tasks of each shard and topic (shown as >=), or earlier if there are many topics.
---exact counts all tasks.
+10,000 tasks of each shard and topic (shown as >=), or earlier if many topics have many
+tasks. --exact counts all tasks.
 
     outbox status --project my-project --instance main --database shop
     outbox status --watch ...

@@ -266,18 +266,11 @@ def test_a_count_is_exact_or_reported_as_a_lower_bound(
     assert not exact.total.at_least
 
 
-def test_many_topics_share_the_rows_that_a_count_may_read(
+def test_of_too_many_topics_the_first_are_counted(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
 ):
-    """At least the minimum in each place; of too many topics the first by name are counted, and sums are bounds."""
+    """By name. Sums are bounds."""
     insert(database, [row(f"{topic} {n}", Topic=topic, OrderingKey="k") for topic in "ab" for n in range(9)])
-    monkeypatch.setattr(backlog, "MAX_TOTAL", 40)
-    monkeypatch.setattr(backlog, "COUNT_LIMIT", 4)
-    for minimum, counted in ((1, 4), (5, 5), (100, 9)):
-        monkeypatch.setattr(backlog, "MIN_COUNT_LIMIT", minimum)
-        found = backlog._read_at(table, table.now(), None)
-        assert [line.pending for line in found.lines] == [counted] * 2
-        assert found.total.at_least == ({"pending", NEW} if counted < 9 else set())
     monkeypatch.setattr(backlog, "MAX_TOPICS", 2)
     assert backlog.read(table, exact=True).whole
     monkeypatch.setattr(backlog, "MAX_TOPICS", 1)
