@@ -5,7 +5,7 @@ from typing import Any
 
 from outbox.program.terminal import Escaped, as_json, cell
 from outbox.program.times import spoken
-from publishworker.telemetry.metrics import PIPELINE_DURATION, PIPELINE_ROWS, PIPELINE_RUNS, Metrics
+from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metrics
 
 #: The fields of results that count rows.
 _ROWS = (
@@ -42,11 +42,10 @@ def _shown(value: object) -> str:
 
 
 def record(metrics: Metrics, job: str, result: Any | None, ended_as: str) -> None:
-    """Send metrics of the rows and the duration. For a failed job, only count the failure."""
+    """Send metrics of the rows. For a failed job, only count the failure."""
     metrics.count(PIPELINE_RUNS, 1, job=job, result=ended_as)
     if result is None:
         return
     for name in _ROWS:
         if number := getattr(result, name, 0):
             metrics.count(PIPELINE_ROWS, number, job=job, outcome=name)
-    metrics.sample(PIPELINE_DURATION, result.seconds, job=job)

@@ -134,8 +134,7 @@ class App:
                 lambda: self._worker.run(stop, until), stop, self._settings.shutdown_timeout, self.relay.stop
             )
         except StuckBatch as error:
-            for batch in error.claims:
-                self._metrics.count(m.STUCK, 1, topic=batch.topic)
+            self._metrics.count(m.FORCED_STOP, 1, reason=m.STUCK)
             log.critical(
                 "%s. This exceeds all time limits, so the worker exits and another one takes over its tasks.", error,
                 extra={"action": "stuck"},
@@ -157,7 +156,7 @@ class App:
             if in_time or not self.relay.load.batches:  # without batches, only a read of the last turn has no answer
                 log.info("stopped", extra={"action": "stopped"})
                 return exits.DONE
-            self._metrics.count(m.SHUTDOWN_TIMEOUT, 1)
+            self._metrics.count(m.FORCED_STOP, 1, reason=m.SHUTDOWN_TIMEOUT)
             log.error(
                 "Stopped after --shutdown-timeout with batches in flight. Tasks without a SentAt may be published "
                 "again; at-most-once tasks may be lost.", extra={"action": "shutdown_timeout"},

@@ -1,13 +1,10 @@
 """Metrics that a worker sends every 15 s: its heartbeat and load and, if it polls shard 0, the backlog."""
 
-import platform
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from importlib.metadata import version
 from typing import Any
 
-from outbox import __version__
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
@@ -26,13 +23,6 @@ PAUSE_FACTOR, MAX_PAUSE_SECONDS = 4, 120.0
 FIRST_PAUSE_SECONDS = 5.0
 #: Seconds for which a value that has become 0 is sent as 0. A gauge that is not sent keeps its last value in a graph.
 ZERO_SECONDS = 600.0
-
-BUILD_TAGS = {
-    "outbox_version": __version__,
-    "python_version": platform.python_version(),
-    "spanner_version": version("google-cloud-spanner"),
-    "pubsub_version": version("google-cloud-pubsub"),
-}
 
 
 def with_zeros(clock: Callable[[], float]) -> Callable[[Mapping[Any, float]], dict[Any, float]]:
@@ -67,15 +57,13 @@ class WorkerGauges:
             return
         self._at = self._clock()
         self._metrics.count(m.HEARTBEAT, 1)
-        self._metrics.gauge(m.BUILD, 1, **BUILD_TAGS)
-        self._metrics.gauge(m.SHARDS, len(self._membership.shards))
         self._metrics.gauge(m.WORKERS, self._membership.size)
         load = self._relay.load
         self._metrics.sample(m.IN_FLIGHT, load.places)
         # The worker ends after these events. A counter that begins with its last value has no increase in Prometheus.
-        self._metrics.zero(m.SHUTDOWN_TIMEOUT)
+        for reason in m.STOP_REASONS:
+            self._metrics.zero(m.FORCED_STOP, reason=reason)
         for topic in load.topics:
-            self._metrics.zero(m.STUCK, topic=topic)
             self._metrics.zero(m.PUBLISHED, topic=topic)  # so that "nothing is published" is visible
         states = {topic: m.OPEN if circuit.is_open else m.HALF_OPEN for topic, circuit in load.circuits.items()}
         for topic, state in self._circuits(states).items():

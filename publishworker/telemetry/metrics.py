@@ -18,6 +18,8 @@ TASK_STATES = (*UNSENT, "paused")
 PHASES = (POLL, CLAIM, PUBLISH, COMMIT)
 #: Values of `CIRCUIT_STATE`.
 CLOSED, HALF_OPEN, OPEN = 0, 1, 2
+#: Values of the tag `reason` of `FORCED_STOP`.
+STOP_REASONS = SHUTDOWN_TIMEOUT, STUCK = "shutdown_timeout", "stuck"
 #: The value of the tag `topic` for all topics whose name is invalid.
 INVALID_TOPIC = "invalid"
 #: Max seconds for sending buffered metrics at the end.
@@ -85,35 +87,25 @@ LATENCY = Metric("outbox.task_latency", "distribution", "second", ("topic",), -1
 PHASE_DURATION = Metric("outbox.phase_duration", "distribution", "second", ("phase", "topic"), -1,
     "Duration of a poll and, for each batch, of the claim (until its rows were locked, including aborted attempts), "
     "the publish and the commit: `poll`, `claim`, `publish`, `commit`. Only the publish has a topic.")
-BATCH_SIZE = Metric("outbox.batch_size", "distribution", "task", ("topic",), 0,
-    "Tasks in a batch.")
 IN_FLIGHT = Metric("outbox.in_flight_batch_count", "distribution", "unit", (), 0,
     "Batches in flight in a worker, without those that have freed their place, every 15 s. If the value equals "
     "--concurrency, the worker has no free capacity.")
 CIRCUIT_STATE = Metric("outbox.circuit_state", "gauge", "unit", ("topic",), -1,
     f"Circuit of a topic in a worker: {OPEN} open, {HALF_OPEN} half-open, {CLOSED} closed again (for ten minutes). A "
     "topic whose circuit has stayed closed has no value.")
-SHARDS = Metric("outbox.owned_shard_count", "gauge", "shard", (), 0,
-    "Shards assigned to this worker.")
 WORKERS = Metric("outbox.live_worker_count", "gauge", "worker", (), 0,
     "Live workers, from this worker's point of view.")
 HEARTBEAT = Metric("outbox.heartbeat_count", "count", "unit", (), 1,
     "Each live worker adds 1 every 15 s, even while a service is unavailable. While polls time out, every 35 s.")
-BUILD = Metric(
-    "outbox.build_info", "gauge", "unit", ("outbox_version", "python_version", "spanner_version", "pubsub_version"), 0,
-    "Always 1. The tags are the versions of this package, Python and Google's two clients.")
-SHUTDOWN_TIMEOUT = Metric("outbox.shutdown_timeout_count", "count", "event", (), -1,
-    "Shutdowns that ended with batches in flight, after --shutdown-timeout.")
-STUCK = Metric("outbox.stuck_batch_count", "count", "event", ("topic",), -1,
-    "Batches without a new transaction for over 120 s, beyond all time limits. The worker exited with code 1.")
+FORCED_STOP = Metric("outbox.forced_stop_count", "count", "event", ("reason",), -1,
+    "Workers that ended with batches in flight, by reason: `shutdown_timeout` after --shutdown-timeout, or `stuck` if "
+    "a batch had no new transaction for over 120 s, beyond all time limits. The exit code is then 1.")
 PIPELINE_ROWS = Metric("outbox.pipeline_row_count", "count", "row", ("job", "outcome"), 0,
     "Rows of a job of the pipeline, by outcome. `register`: `registered`, `existing`, `repeated`, `rejected`. "
     "`archive`: `written`, `deleted`, `resent`, `missing`. `drain`: `published`, `already_published`, `uncommitted`, "
     "`became_dead`. `replay`: `replayed`, `registered`, `unsent`, `resent`, `missing`. `audit`: `delivered`, `late`, "
     "`lost`, `unknown`, `republished`, `redelivered`, `mismatched`, `out_of_order`, `applied`, `not_applied`, "
     "`applied_late`, `unregistered`.")
-PIPELINE_DURATION = Metric("outbox.pipeline_duration", "distribution", "second", ("job",), 0,
-    "How long a job of the pipeline took.")
 PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "result"), 0,
     "Jobs of the pipeline that ended, by result: `done`, `rejected` if the job rejected rows, `work_left` if a drain "
     "stopped with unsent tasks, `lost` or `not_applied` if an audit found such tasks, `empty` if it found no task, or "
@@ -122,13 +114,13 @@ PIPELINE_RUNS = Metric("outbox.pipeline_run_count", "count", "event", ("job", "r
 #: Of the workers.
 METRICS = (
     PUBLISHED, ALREADY_PUBLISHED, UNCOMMITTED, CANCELLED, FAILED, DEAD, UNCONFIRMED, DEFERRED, ABORTED, PENDING,
-    TOPIC_TASKS, OLDEST_AGE, TOPIC_OLDEST_AGE, LATENCY, PHASE_DURATION, BATCH_SIZE, IN_FLIGHT, CIRCUIT_STATE, SHARDS,
-    WORKERS, HEARTBEAT, BUILD, SHUTDOWN_TIMEOUT, STUCK,
+    TOPIC_TASKS, OLDEST_AGE, TOPIC_OLDEST_AGE, LATENCY, PHASE_DURATION, IN_FLIGHT, CIRCUIT_STATE, WORKERS,
+    HEARTBEAT, FORCED_STOP,
 )
 #: Of applications and subscribers.
 APPLICATION = (REGISTERED, INBOX)
 #: Of the jobs on Spark, sent by their drivers. The workers of a drain send METRICS.
-PIPELINE = (PIPELINE_ROWS, PIPELINE_DURATION, PIPELINE_RUNS)
+PIPELINE = (PIPELINE_ROWS, PIPELINE_RUNS)
 # fmt: on
 
 

@@ -57,7 +57,6 @@ class Reporter:
         self._metrics.count(m.ALREADY_PUBLISHED, len(delivered.already_sent()), topic=topic)
         self._metrics.count(m.ABORTED, delivered.aborted, topic=topic)
         if delivered.claim.kind is not Kind.DEFER:
-            self._metrics.sample(m.BATCH_SIZE, len(delivered.claim.tasks), topic=topic)
             for phase, seconds in delivered.phases.items():
                 of_topic = {"topic": topic} if phase == PUBLISH else {}
                 self._metrics.sample(m.PHASE_DURATION, seconds, 1, phase=phase, **of_topic)

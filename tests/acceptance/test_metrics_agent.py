@@ -6,7 +6,6 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from publishworker.process import gauges
 from publishworker.telemetry import metrics as m
 from tests.support.container import altered, settings
 from tests.support.dogstatsd import UnixAgent
@@ -19,8 +18,8 @@ SERVICE = {"DD_ENV": "test", "DD_SERVICE": "publishworker", "DD_VERSION": "1.2.3
 TABLE = {metric.name: metric for metric in m.METRICS}
 #: The metrics of every worker that sends tasks and polls shard 0.
 USUAL = {
-    m.HEARTBEAT, m.BUILD, m.SHARDS, m.WORKERS, m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.TOPIC_OLDEST_AGE,
-    m.PHASE_DURATION, m.LATENCY, m.BATCH_SIZE, m.IN_FLIGHT, m.PUBLISHED,
+    m.HEARTBEAT, m.WORKERS, m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.TOPIC_OLDEST_AGE,
+    m.PHASE_DURATION, m.LATENCY, m.IN_FLIGHT, m.PUBLISHED,
 }  # fmt: skip
 
 
@@ -51,5 +50,3 @@ def test_every_sent_metric_is_documented_with_its_tags(
     states = {tag for each in agent.named(m.TOPIC_TASKS.name) for tag in each.tags if tag.startswith("state:")}
     assert states <= {f"state:{state}" for state in m.TASK_STATES}
     assert len(agent.named(m.LATENCY.name)) == 40
-    [build] = {each.tags for each in agent.named(m.BUILD.name)}
-    assert {f"{key}:{value}" for key, value in gauges.BUILD_TAGS.items()} <= build

@@ -75,7 +75,7 @@ def test_a_collector_receives_the_table_of_metrics(
         "OTEL_METRIC_EXPORT_INTERVAL": "500", "OTEL_RESOURCE_ATTRIBUTES": "service.namespace=shop",
     }  # fmt: skip
     wanted = {metric.name: metric for metric in m.METRICS}
-    expected = {m.PUBLISHED, m.LATENCY, m.PHASE_DURATION, m.BATCH_SIZE, m.IN_FLIGHT, m.WORKERS, m.BUILD, m.PENDING}
+    expected = {m.PUBLISHED, m.LATENCY, m.PHASE_DURATION, m.IN_FLIGHT, m.WORKERS, m.PENDING}
     with worker(emulators, database, "--metrics", "opentelemetry", **variables) as process:
         wait_until_all_sent(database)
         names = {metric.name for metric in expected}

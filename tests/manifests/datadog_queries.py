@@ -21,7 +21,7 @@ BURN_RATE: dict[str, Any] = json.loads((FOLDER / "burn-rate.json").read_text(enc
 OURS = (*m.METRICS, *m.APPLICATION, *m.PIPELINE)
 PERCENTILES = frozenset({"p50", "p75", "p90", "p95", "p99"})
 #: Each worker reports these of the whole table or of all workers, so a sum would be wrong by the number of workers.
-BY_MAX_ONLY = {m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.TOPIC_OLDEST_AGE, m.WORKERS, m.CIRCUIT_STATE, m.BUILD}
+BY_MAX_ONLY = {m.PENDING, m.TOPIC_TASKS, m.OLDEST_AGE, m.TOPIC_OLDEST_AGE, m.WORKERS, m.CIRCUIT_STATE}
 #: Values that a tag can have, where the code knows all.
 VALUES = {"state": set(m.TASK_STATES), "phase": set(m.PHASES)}
 #: The units in use, in the words of docs.datadoghq.com/metrics/units; Datadog's graphs omit others silently.

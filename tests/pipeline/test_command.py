@@ -141,8 +141,6 @@ def test_metrics_are_sent_at_the_end(job: Jobs, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(clients, "_datadog", lambda: client)
     file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"}, "{")
     assert job("register", "--input", file, "--rejects", tmp_path / "no") == 1
-    [(name, took)] = [call.args for call in client.distribution.call_args_list]
-    assert (name, took > 0) == ("outbox.pipeline_duration", True)
     assert client.increment.call_args_list == [
         mock.call("outbox.pipeline_run_count", 1, tags=["job:register", "result:rejected"]),
         mock.call("outbox.pipeline_row_count", 1, tags=["job:register", "outcome:registered"]),

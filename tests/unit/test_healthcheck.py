@@ -109,7 +109,7 @@ def test_the_end_of_a_worker_has_an_exit_code_and_a_line(
     caplog.set_level("INFO", "publishworker")
     assert stopped(app) == code
     assert [vars(line)["action"] for line in caplog.records] == ["start", action]
-    assert counted.counts[m.STUCK.name] == (action == "stuck")
+    assert counted.counts[m.FORCED_STOP.name] == (action == "stuck")
     app.relay.abandon.assert_called_once_with()  # so that no task is lost without a log line
     app._background[0].stop.assert_called_once_with()
 
@@ -129,7 +129,7 @@ def test_only_batches_in_flight_exceed_the_shutdown_timeout(
     caplog.set_level("INFO", "publishworker")
     assert stopped(app) == code
     assert [vars(line)["action"] for line in caplog.records] == ["start", action]
-    assert counted.counts[m.SHUTDOWN_TIMEOUT.name] == in_flight
+    assert counted.counts[m.FORCED_STOP.name] == in_flight
     answered.set()
 
 

@@ -209,7 +209,6 @@ def test_durations_and_latencies_are_sampled(watch: Watch) -> None:
     watch.reporter.report_turn(Turn(poll_seconds=0.4))
     watch.reporter.report_batch(Delivered(claim_of("orders", "a", "b", kind=Kind.DEFER), phases={CLAIM: 1}))
     assert watch.samples == [
-        (m.BATCH_SIZE.name, 2, ["topic:orders"], 1),
         (m.PHASE_DURATION.name, 0.1, ["phase:claim"], 1),
         (m.PHASE_DURATION.name, 0.2, ["phase:publish", "topic:orders"], 1),
         (m.PHASE_DURATION.name, 0.3, ["phase:commit"], 1),
