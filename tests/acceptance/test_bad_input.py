@@ -96,15 +96,15 @@ def test_check_finds_missing_topics_and_names_pauses_and_limits(emulators: Emula
     lines = done.stdout.splitlines()
     assert any(line.startswith("ok") and "held is paused" in line and "outbox resume held" in line for line in lines)
     wrong = [line for line in lines if line.startswith("wrong")]
-    for name in ("named-and-missing", "pending-and-missing", "ordrs"):
+    for name in ("named-and-missing", "pending-and-missing", "ordrs", "never"):
         create = f"outbox emulators --create {PROJECT}/{INSTANCE}/{database.database_id} --topic {name}"
         assert any(f"does not exist. Create it: {create}. Pub/Sub: " in line for line in wrong)
     assert any("topics/ordrs does not exist" in line for line in wrong)
-    assert any("half" in line and "Burst" in line for line in wrong)
+    assert any("half" in line and "burst" in line for line in wrong)
     assert any("topics/routed-and-missing does not exist" in line for line in wrong)
     assert any("nowhere counts as paused" in line and "publish_to is 'no topic'" in line for line in wrong)
     assert any("policy of topic never" in line and "max_attempts is 0" in line for line in wrong)
-    assert len(wrong) == 11, wrong
+    assert len(wrong) == 12, wrong
 
 
 @pytest.mark.parametrize(

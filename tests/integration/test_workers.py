@@ -161,10 +161,10 @@ def test_a_first_retry_that_workers_make_earlier_is_named(database: Database, ou
     """Their --backoff-max applies to a topic without its own."""
     live(database, a=INFO | {"settings": {"backoff_max": 60}}, b=INFO)
     cut = "first retry after 60 s in 1 of 2 workers, because of their --backoff-max"
-    done = outbox.here("policy", "orders", "--backoff-initial", "300", "--yes")
-    assert (done.stdout, done.stderr.splitlines()[0]) == ("orders: first retry after 300 s\n", f"outbox: orders: {cut}")
+    done = outbox.here("topics", "set", "orders", "--backoff-initial", "300", "--yes")
+    assert (done.stdout, done.stderr.splitlines()[1]) == ("orders: first retry after 300 s\n", f"outbox: orders: {cut}")
     assert f"first retry after 300 s; {cut} " in outbox.here("topics").stdout
-    outbox.here("policy", "orders", "--backoff-max", "600")
+    outbox.here("topics", "set", "orders", "--backoff-max", "600")
     assert cut not in outbox.here("topics").stdout
 
 
