@@ -36,43 +36,35 @@ HEAD = """\
 # Reliability
 
 The tests on this page run real workers on the emulators of Spanner and Pub/Sub, and cause faults. Each line of the
-first two tables is a test. It causes a fault or an overload, runs an operator's commands, or inserts rows like another
-service. The test fails if a task is lost, is sent although it was rolled back, or arrives out of order. It also fails
-if there are more duplicates than *allowed*, which is the largest number that the faults and commands of the test can
+first two tables is a test. The test fails if a task is lost, is sent although it was rolled back, or arrives out of
+order. It also fails if there are more duplicates than *allowed*, the largest number that its faults and commands can
 cause. For example, a worker in these tests has at most 80 tasks in flight (four batches of 20), so each killed worker
-allows 80 duplicates. *Allowed* can be larger than the number of tasks.
+allows 80 duplicates.
 
-*Tasks* counts committed tasks. *Seconds to recover* is the time until all tasks are sent. The time begins when no
-fault is active and no more tasks are registered. If a test has several variants, its line has the largest value of
-each column. The numbers are from the *long form* of the tests, with outages of a minute (`make test-long`).
-
-The [workers divide the shards](architecture/relay.md#how-workers-divide-the-shards), which are the parts of the table.
-Each worker writes *heartbeats*. If the last heartbeat of a worker is older than the *liveness timeout*, the others
-take this worker for gone, and poll its shards.
+*Seconds to recover* is the time from the end of the last fault and registration until all tasks are sent. If a test
+has several variants, its line has the largest value of each column. The numbers are from the *long form* of the
+tests, with outages of a minute (`make test-long`). Emulators, workers and tests share two cores, so times are long,
+but counts are exact.
 
 `python -m tests.faults.page` writes this page from [results.json](reliability/results.json), which also has the
-versions of the software. Do not edit the page. Emulators, workers and tests share two cores, so times are long, but
-counts are exact.
+versions of the software.
 """
 
 MORE_SAYS = """\
-With a [change stream](operations/worker.md#reduce-latency-with-a-change-stream), workers notice new tasks earlier.
-[`outbox schema reshard`](operations/upgrade.md#change-the-number-of-shards) changes the number of shards in several
-steps.
+The [change stream](operations/worker.md#reduce-latency-with-a-change-stream) fails, or [`outbox schema
+reshard`](operations/upgrade.md#change-the-number-of-shards) is interrupted.
 """
 
 INBOX_SAYS = """\
-Two subscribers use the [inbox](guide/subscribe.md), which stores the IDs of processed tasks. They are killed at
-random, paused until Pub/Sub delivers their messages again, and cut off from Spanner and Pub/Sub. Two workers run, and
-are also killed at random. The test sends some tasks again. An effect is a row with a random key, so a second effect of
-a task would be a second row.
+Two subscribers use the [inbox](guide/subscribe.md). They are killed at random, paused until Pub/Sub delivers their
+messages again, and cut off from Spanner and Pub/Sub. Two workers are also killed at random. The test sends some tasks
+again. A second effect of a task would be a second row.
 """
 
 SOAK_SAYS = """\
 `make soak MINUTES=30` runs three workers under load, and causes one random fault after the other. Memory, open files
-and threads are those of a worker that is never killed, paused or restarted. Each *growth factor* is the median of the
-last quarter of the run, divided by the median of the second quarter. At most 1.2 is allowed. Tasks keep arriving, so
-some are always unsent. The recovery from a fault ends when at most 60 tasks are unsent.
+and threads are those of a worker without faults. Each *growth factor* is the median of the last quarter of the run,
+divided by that of the second quarter. At most 1.2 is allowed. A recovery ends when at most 60 tasks are unsent.
 """
 
 
