@@ -78,10 +78,11 @@ def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
             {"AvailableAt": FUTURE, "DueAt": FUTURE, "Attempts": 1},
         ]  # fmt: skip
         columns = {"CreatedAt": created, "OrderingKey": "k", "Topic": random.choice("abcdef")} | random.choice(
-            [*with_age, *without, without[1]]
+            [*with_age, *with_age[:1] * 9, *without, without[1]]
         )
         rows.append(row(str(n), Priority=random.randrange(2), **columns))
-    rows.append(row("alone", Topic="g", AvailableAt=FUTURE, DueAt=FUTURE, Attempts=1))
+    rows.append(row("later", Topic="g", AvailableAt=FUTURE, DueAt=FUTURE, Attempts=1))
+    rows.append(row("paused", Topic="f", CreatedAt=CREATED - DAY))
     insert(database, rows)
     pause(database, "f")
     aged = [each for each in rows if not each["SentAt"] and each["AvailableAt"] not in (FUTURE - DAY, NEVER)]

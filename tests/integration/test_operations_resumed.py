@@ -176,12 +176,3 @@ def test_a_preview_counts_by_topic_and_error_and_what_is_refused(database: Datab
     )
     assert changes.preview(table, TaskSelection(state="sent", until=FUTURE)).groups == [["orders", None, 1]]
     assert changes.preview(table, TaskSelection(state="pending")) == Preview(1, [["orders", None, 1]], {})
-
-
-def test_a_selection_is_narrowed_by_ordering_key_and_prefix(database: Database, table: TaskTable):
-    insert(database, [row(id, **DEAD, OrderingKey=key) for id, key in (("a1", "k"), ("a2", "l"), ("b1", "k"))])
-    assert changes.preview(table, TaskSelection(state="dead", ordering_key="k")).tasks == 2
-    selection = TaskSelection(state="dead", ordering_key="k", id_prefix="a", until=FUTURE, as_of=table.now())
-    begin(table, selection)
-    assert TaskSelection.recorded(found(table).selection) == selection
-    assert changed(changes.resume(table, ID)) == ["a1"]

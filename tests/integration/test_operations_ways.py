@@ -45,7 +45,12 @@ ROWS["sent"] |= {f"sent {name}": EVERY | {"SentAt": PAST + 9 * SECOND + each} fo
 ROWS["sent"] |= {"sent bill": {"SentAt": PAST + 9 * SECOND, "Topic": "it's"}}
 ROWS["dead"] |= {f"bill {name}": BILL | {"CreatedAt": PAST + each} for name, each in EDGES.items()}
 ROWS["dead"] |= {"bill no error": BILL | {"CreatedAt": PAST, "LastError": None}, "other": DEAD | EVERY}
-ROWS["dead"] |= {"head": DEAD | {"OrderingKey": "k"}, "in time": DEAD | {"ExpiresAt": FUTURE}}
+ROWS["dead"] |= {
+    "head": DEAD | {"OrderingKey": "k"},
+    "k": DEAD | {"OrderingKey": "k"},
+    "head of l": DEAD | {"OrderingKey": "l"},
+    "in time": DEAD | {"ExpiresAt": FUTURE},
+}
 ROWS["expired"] = {"expired": DEAD | {"ExpiresAt": PAST, "LastError": "internal: no"}}
 ROWS["retrying"] |= {"again": EVERY | {"AvailableAt": FUTURE, "Attempts": 2}}
 ROWS["retrying"]["retrying 1"] = ROWS["retrying"]["retrying 1"] | {"OrderingKey": "own"}
@@ -70,6 +75,7 @@ CASES: dict[str, Case] = {
     ),
     "retry dead": ("retry", {"state": "dead"}, [*ROWS["dead"]], {"expired": 1}),
     "retry expired": ("retry", {"state": "dead", "include_expired": True}, [*ROWS["dead"], "expired"], {}),
+    "retry of a key": ("retry", {"state": "dead", "ordering_key": "k", "id_prefix": "hea"}, ["head"], {}),
     "retry retrying": ("retry", {"state": "retrying"}, [*ROWS["retrying"]], {}),
     "retry in a window": ("retry", {"state": "dead", "error": 'not_found "\\', **WINDOW}, IN_WINDOW, {}),
     "retry sent": (
@@ -79,8 +85,8 @@ CASES: dict[str, Case] = {
     "retry IDs": ("retry", {"ids": IDS}, [*IDS[:4]], {"pending": 2, "blocked": 1, "expired": 1, "missing": 1}),
     "retry IDs in a state": ("retry", {"ids": IDS[:3], "state": "dead"}, ["head"], {"retrying": 1, "sent": 1}),
 }  # fmt: skip
-#: As a function only.
-ONE_WAY = {*OF_EACH_STATE, "cancel in a window", "retry retrying", "retry IDs in a state"}
+#: As a function only. No command selects by ordering key.
+ONE_WAY = {*OF_EACH_STATE, "cancel in a window", "retry of a key", "retry retrying", "retry IDs in a state"}
 #: Returns the number of the preview, and how many tasks it refuses.
 Way = Callable[[Emulators, Database, TaskTable, str, TaskSelection], tuple[int, int]]
 
@@ -130,12 +136,7 @@ def page(_: Emulators, database: Database, table: TaskTable, name: str, selectio
 
 @pytest.mark.parametrize(
     ("way", "case"),
-    [
-        (way, case)
-        for case in CASES
-        for way in (function, command, page)
-        if way is function or case not in OF_EACH_STATE
-    ],
+    [(way, case) for case in CASES for way in (function, command, page) if way is function or case not in ONE_WAY],
 )
 def test_a_change_counts_changes_and_records_the_selected_tasks(  # noqa: PLR0917 - fixtures
     emulators: Emulators, database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, way: Way, case: str
