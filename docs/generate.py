@@ -11,7 +11,7 @@ from pathlib import Path
 
 import griffe
 
-from outbox.cli.console import ConsoleSettings
+from outbox.console.command import ConsoleSettings
 from outbox.program.settings import DatabaseSettings, Field, fields_of
 from outbox_pipeline.settings import ArchiveSettings, AuditSettings, JobSettings, RegisterSettings, ReplaySettings
 from publishworker.process.settings import RelaySettings, WorkerSettings

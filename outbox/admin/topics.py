@@ -14,12 +14,15 @@ from outbox.admin import changes, operations, statements
 from outbox.admin.backlog import COUNT_LIMIT, count, ranges_of
 from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
+from outbox.admin.workers import Worker, cut_retry
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import PubSubSettings, did_you_mean
 from outbox.program.terminal import listed
-from outbox.table.controls import COLUMNS, CONTROLS, FIELDS, NO_CONTROLS, TABLE, TopicControls, problems
+from outbox.table.controls import COLUMNS, CONTROLS, FIELDS, NO_CONTROLS, TABLE, TopicControls, described, problems
 
 _TAG = "outbox-topics"
+#: What a person must know before a route changes.
+ORDERED = "Subscribers of {} do not get the earlier messages of an ordering key, and order holds only within a topic"
 
 #: The rows of some topics before and after a change. None: the table has no row.
 Difference: TypeAlias = Mapping[str, tuple[TopicControls | None, TopicControls | None]]
@@ -214,3 +217,9 @@ def _recorded(difference: Difference) -> dict[str, Any]:
             for topic, rows in difference.items()
         }
     }
+
+
+def joined_controls(workers: Sequence[Worker], row: TopicControls) -> str:
+    """Return the controls of a topic as a text, and what its workers make of its retry policy."""
+    cut = cut_retry(workers, row.backoff_initial_seconds, row.backoff_max_seconds)
+    return f"{described(row)}; {cut}" if cut else described(row)

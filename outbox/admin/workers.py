@@ -176,3 +176,14 @@ def _is_run(run: Any) -> bool:
     """Tell whether a value is the first and the last of some shard IDs."""
     is_pair = isinstance(run, list) and len(run) == 2 and all(type(id) is int for id in run)
     return is_pair and 0 <= run[0] <= run[1] < run[0] + MAX_SHARDS
+
+
+def runs(shards: Sequence[int]) -> str:
+    """Return shard IDs as `0-4 9`."""
+    runs: list[list[int]] = []
+    for id in sorted(shards):
+        if runs and id == runs[-1][-1] + 1:
+            runs[-1][1:] = [id]
+        else:
+            runs.append([id])
+    return " ".join("-".join(map(str, run)) for run in runs)

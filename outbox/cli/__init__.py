@@ -8,11 +8,11 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from outbox._version import __version__
 from outbox.cli import (
     changes,
-    console,
     emulators,
     flags,
     operations,
@@ -28,7 +28,7 @@ from outbox.program.lazy import need
 from outbox.program.settings import one_of, unknown_variables
 from outbox.program.terminal import Escaped, ended, prepare_streams, say
 
-COMMANDS = (emulators, schema, status, tasks, changes, topics, workers, operations, console)
+COMMANDS = (emulators, schema, status, tasks, changes, topics, workers, operations)
 
 COMPLETION_DESCRIPTION = """\
 Print a script that completes the commands and flags of `outbox`. It needs the extra
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
     parser.set_defaults(run=_help, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for module in COMMANDS:
+    for module in (*COMMANDS, import_module("outbox.console.command")):  # the console is a room above this one
         module.add(commands)
     title = "print a completion script for bash, zsh or fish"
     completing = flags.command(commands, "completion", title, COMPLETION_DESCRIPTION, _complete)

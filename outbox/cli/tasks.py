@@ -2,19 +2,15 @@
 
 import argparse
 import base64
-import codecs
-import contextlib
-import json
-import re
 import signal
 import sys
 import time
-import unicodedata
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from outbox import admin
+from outbox.admin import messages
 from outbox.cli import errors, flags
 from outbox.cli.output import by_field, note, shortened, table
 from outbox.errors import OutboxError, PositionExpired
@@ -51,14 +47,8 @@ people can run it at once.
     outbox tail --project my-project --instance main --database shop
     outbox tail --topic orders --since 15m --json ..."""
 
-#: Bytes of a message's data that `show` prints. `--raw` writes all.
-SHOWN_BYTES = 64 * 1024
-#: Max levels of JSON that are indented. A text that is nested deeply would get thousands of times as long as it is.
-MAX_LEVELS = 16
 #: The columns that `tail --json` prints.
 SENT_FIELDS = ("Id", "Topic", "Priority", "OrderingKey", "CreatedAt", "SentAt", "Bytes")
-#: The tokens of a JSON text: texts, empty objects and arrays, punctuation, and other values.
-_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
 
 def add(commands: Any) -> None:
@@ -208,45 +198,12 @@ def _lines(task: "admin.tasks.Task", message: Any | None, data: bytes) -> Iterat
 
 
 def _data_lines(data: bytes) -> Iterator[str]:
-    kind, lines = readable(data[:SHOWN_BYTES], whole=len(data) <= SHOWN_BYTES)
+    kind, lines = messages.readable(data[: messages.SHOWN_BYTES], whole=len(data) <= messages.SHOWN_BYTES)
     yield f"Data         {counted(len(data), 'byte')}{', ' + kind if data else ''}"
     for line in lines:
         yield f"  {line}"
-    if len(data) > SHOWN_BYTES:
-        yield f"  ... {counted(len(data) - SHOWN_BYTES, 'more byte')}: --raw writes all"
-
-
-def readable(data: bytes, *, whole: bool) -> tuple[str, list[str]]:
-    """Return the kind of the data (JSON, text or hex), and the lines that show it."""
-    try:
-        # SHOWN_BYTES may cut the last character.
-        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
-    except UnicodeDecodeError:
-        text = "\0"
-    if any(unicodedata.category(each) == "Cc" and each not in "\n\r\t" for each in text):
-        return "hex", [data[start : start + 32].hex(" ") for start in range(0, len(data), 32)]
-    kind, lines = "text", text.expandtabs().splitlines()
-    with contextlib.suppress(ValueError, RecursionError):
-        json.loads(text)
-        kind, lines = "JSON", _indented(text)
-    return kind, [escaped(line) for line in lines]
-
-
-def _indented(text: str) -> list[str]:
-    """Return the lines of a JSON text. Numbers and repeated names stay as written: Python would write 1.10 as 1.1."""
-    lines, depth = [""], 0
-    for match in _TOKENS.finditer(text):
-        written = match[0]
-        is_text = written[0] == '"'
-        token = json.dumps(json.loads(written), ensure_ascii=False) if is_text else "".join(written.split())
-        if token in ("}", "]"):
-            depth -= 1
-            lines.append("  " * min(depth, MAX_LEVELS))
-        lines[-1] += {":": ": "}.get(token, token)
-        depth += token in ("{", "[")
-        if token in ("{", "[", ","):
-            lines.append("  " * min(depth, MAX_LEVELS))
-    return lines
+    if len(data) > messages.SHOWN_BYTES:
+        yield f"  ... {counted(len(data) - messages.SHOWN_BYTES, 'more byte')}: --raw writes all"
 
 
 def run_tail(options: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from outbox import admin
@@ -15,7 +14,7 @@ from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean, one_of
 from outbox.program.terminal import Escaped, as_json, counted, escaped, say
 from outbox.program.values import json_value
-from outbox.table.controls import FIELDS, LIMITS, NO_CONTROLS, VALUES, TopicControls, described, problems
+from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
 
 PAUSE_DESCRIPTION = """\
 Publish no tasks of these topics until `outbox resume`. Their limits do not change, and
@@ -72,10 +71,7 @@ route or retry policy. Its tasks do not change.
     outbox topics forget orders --project my-project --instance main --database shop"""
 
 APPLIED_SOON = "workers apply this within 10 seconds"
-ORDERED = "Subscribers of {} do not get the earlier messages of an ordering key, and order holds only within a topic"
 SHARED = "each live worker gets an equal part. Its burst and max in flight are at least 1"
-#: The names that `unset` takes, each with its field.
-UNSET = {value.flag[2:]: name for name, value in VALUES.items()}
 
 
 def add(commands: Any) -> None:
@@ -96,9 +92,9 @@ def add(commands: Any) -> None:
         flags.add(parser, "topics", flags.TOPIC, "Value of the Topic column", metavar="TOPIC", nargs=count)
     for name, (flag, text, _, kind, _) in VALUES.items():
         flags.add(setting, flag, kind, f"{text} Allowed: {kind.allowed}", metavar="N", dest=name)
-    field = one_of(*UNSET)
+    field = one_of(*NAMES)
     flags.add(
-        unsetting, "fields", field, f"What to remove: {field.allowed}", metavar="FIELD", nargs="+", choices=[*UNSET]
+        unsetting, "fields", field, f"What to remove: {field.allowed}", metavar="FIELD", nargs="+", choices=[*NAMES]
     )
     applying.add_argument("file", metavar="FILE", help="The file, or - for stdin.")
     for parser in (setting, applying):
@@ -140,7 +136,7 @@ def run_set(options: argparse.Namespace) -> int:
 
 def run_unset(options: argparse.Namespace) -> int:
     """Remove controls of a topic; returns 0. Raises SettingError, NotReached, OutboxError."""
-    return _write(_open(options), options, {UNSET[name]: None for name in options.fields})
+    return _write(_open(options), options, {NAMES[name]: None for name in options.fields})
 
 
 def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: dict[str, Any]) -> int:
@@ -167,7 +163,7 @@ def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: 
         if cut := admin.workers.cut_retry(workers, row.backoff_initial_seconds, row.backoff_max_seconds):
             note(f"{escaped(topic)}: {cut}")
     if unsent:
-        note(f"{unsent} of {escaped(topic)} not sent yet. {ORDERED.format(escaped(to))}")
+        note(f"{unsent} of {escaped(topic)} not sent yet. {admin.topics.ORDERED.format(escaped(to))}")
     return 0
 
 
@@ -188,7 +184,7 @@ def run_topics(options: argparse.Namespace) -> int:
         circuits = admin.workers.open_circuits(backlog.workers)
         say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
     else:
-        listed = [((topic, joined_controls(backlog.workers, row)), line) for topic, row, line in topics]
+        listed = [((topic, admin.topics.joined_controls(backlog.workers, row)), line) for topic, row, line in topics]
         say(listing(backlog, ("TOPIC", "CONTROL"), listed, "no topics"))
     return 0
 
@@ -239,12 +235,6 @@ def _report(difference: "admin.topics.Difference", unpaused: str = "", *, is_lim
     for topic, (_, row) in difference.items():
         say(f"{topic}: {described(row, unpaused)}")
     note(f"{APPLIED_SOON}; {SHARED}" if is_limited else APPLIED_SOON)
-
-
-def joined_controls(workers: "Sequence[admin.workers.Worker]", row: TopicControls) -> str:
-    """Return the controls of a topic as a text, and what its workers make of its retry policy."""
-    cut = admin.workers.cut_retry(workers, row.backoff_initial_seconds, row.backoff_max_seconds)
-    return f"{described(row)}; {cut}" if cut else described(row)
 
 
 def _print_difference(difference: "admin.topics.Difference") -> int:

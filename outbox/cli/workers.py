@@ -63,7 +63,7 @@ def _problems(
     if silent := [worker.id for worker in workers if not worker.info]:
         found.append(f"{named(silent)}: an older version, so its shards and settings are unknown")
     if orphans:
-        found.append(f"no live worker polls shards {runs(orphans)}")
+        found.append(f"no live worker polls shards {admin.workers.runs(orphans)}")
     return found
 
 
@@ -75,7 +75,7 @@ def _cells(worker: "admin.workers.Worker", differing: Mapping[str, list[str]]) -
     names = sorted({*worker.settings, *differing} - {"version"})
     settings = [f"{name}={worker.settings.get(name, 'default')}{'*' if name in differing else ''}" for name in names]
     load = [int(worker.number("in_flight")), f"{worker.number('utilization'):.0%}"]
-    return [worker.id, worker.text("host"), version, age, runs(worker.shards), *load, " ".join(settings)]
+    return [worker.id, worker.text("host"), version, age, admin.workers.runs(worker.shards), *load, " ".join(settings)]
 
 
 def _fields(worker: "admin.workers.Worker") -> dict[str, Any]:
@@ -91,14 +91,3 @@ def _fields(worker: "admin.workers.Worker") -> dict[str, Any]:
     }
     known = {"id": worker.id, "started_at": worker.started_at, "seen_at": worker.seen_at, "age": round(worker.age, 3)}
     return known | (told if worker.info else dict.fromkeys(told))
-
-
-def runs(shards: Sequence[int]) -> str:
-    """Return shard IDs as `0-4 9`."""
-    runs: list[list[int]] = []
-    for id in sorted(shards):
-        if runs and id == runs[-1][-1] + 1:
-            runs[-1][1:] = [id]
-        else:
-            runs.append([id])
-    return " ".join("-".join(map(str, run)) for run in runs)

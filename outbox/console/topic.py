@@ -8,12 +8,11 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from outbox import admin
-from outbox.cli.topics import ORDERED, UNSET, joined_controls
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
 from outbox.errors import SettingError
 from outbox.program.times import MOMENT, shown
-from outbox.table.controls import VALUES, described
+from outbox.table.controls import NAMES, VALUES, described
 
 #: A worker reads the topic controls at least this often.
 APPLIED_WITHIN = timedelta(seconds=10)
@@ -24,7 +23,12 @@ SWITCHES: Mapping[str, dict[str, Any]] = {"pause": {"paused": True}, "resume": {
 def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     written = _written(visit.query.get("written", ""))
-    more = {"joined_controls": joined_controls, "fields": UNSET, "values": VALUES, "within": APPLIED_WITHIN}
+    more = {
+        "joined_controls": admin.topics.joined_controls,
+        "fields": NAMES,
+        "values": VALUES,
+        "within": APPLIED_WITHIN,
+    }
     return render(visit, "topic", topic=_topic(visit), written=written, **more)
 
 
@@ -52,19 +56,19 @@ def _switch(visit: Visit) -> Response:
 def _ask(visit: Visit) -> Response:
     """Show the preview of the form. The name of the topic is no field, because a browser would change some names."""
     _preview(visit, visit.form)
-    fields = {name: visit.form.get(name) for name in UNSET}
+    fields = {name: visit.form.get(name) for name in NAMES}
     return visit.redirect("/topic/controls", name=_topic(visit), **fields, unset=visit.form.getlist("unset"))
 
 
 def _show_preview(visit: Visit) -> Response:
     topic, values, preview = _preview(visit, visit.query)
-    texts = {name: visit.query[name].strip() for name, field in UNSET.items() if values.get(field) is not None}
-    removed = [name for name, field in UNSET.items() if field in values and name not in texts]
+    texts = {name: visit.query[name].strip() for name, field in NAMES.items() if values.get(field) is not None}
+    removed = [name for name, field in NAMES.items() if field in values and name not in texts]
     commands = [
         *([visit.command("topics set", topic, **texts, reason="TEXT")] if texts else []),
         *([visit.command("topics unset", topic, *removed, reason="TEXT")] if removed else []),
     ]
-    more = {"preview": preview, "to": values.get("publish_to"), "ordered": ORDERED, "described": described}
+    more = {"preview": preview, "to": values.get("publish_to"), "ordered": admin.topics.ORDERED, "described": described}
     return render(
         visit, "controls", topic=topic, query={"name": topic, **texts, "unset": removed}, commands=commands, **more
     )
@@ -87,7 +91,7 @@ def _preview(visit: Visit, given: QueryParams) -> tuple[str, dict[str, Any], adm
     try:
         return topic, values, admin.topics.preview(visit.console.table, topic, values, exact=False)
     except SettingError as error:
-        names = (name for name, field in UNSET.items() if field in str(error))
+        names = (name for name, field in NAMES.items() if field in str(error))
         raise Refused(400, "The topic was not changed", str(error), next(names, "")) from None
 
 
@@ -104,14 +108,14 @@ def _known(visit: Visit) -> str:
 
 def _typed(given: QueryParams) -> dict[str, Any]:
     """Return the values to write, by field. Empty fields keep their values."""
-    texts = {name: text for name in UNSET if (text := given.get(name, "").strip())}
-    removed = UNSET.keys() & given.getlist("unset")
+    texts = {name: text for name in NAMES if (text := given.get(name, "").strip())}
+    removed = NAMES.keys() & given.getlist("unset")
     if both := texts.keys() & removed:
         raise Refused(400, "The form sets and removes a value", "Clear the field, or the checkbox.", min(both))
     if not texts and not removed:
         raise Refused(400, "The form is empty", "Fill in a field, or choose a value to remove.")
-    values = {UNSET[name]: checked(VALUES[UNSET[name]].kind, text, name) for name, text in texts.items()}
-    return values | {UNSET[name]: None for name in removed}
+    values = {NAMES[name]: checked(VALUES[NAMES[name]].kind, text, name) for name, text in texts.items()}
+    return values | {NAMES[name]: None for name in removed}
 
 
 ROUTES = (

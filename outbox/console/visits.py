@@ -28,8 +28,8 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from outbox import admin
 from outbox.admin.operations import Author, Operation
 from outbox.admin.table import TaskTable
+from outbox.admin.workers import runs
 from outbox.cli.flags import TEXT, command_line
-from outbox.cli.workers import runs
 from outbox.console.readings import HEADS, OPERATIONS, Shared, sparkline
 from outbox.console.roles import Role
 from outbox.console.running import Running

@@ -109,6 +109,8 @@ FIELDS = tuple(field.name for field in dataclasses.fields(TopicControls))
 VALUES: dict[str, Value] = {
     field.name: field.metadata["value"] for field in dataclasses.fields(TopicControls) if field.metadata
 }
+#: The names of the fields in commands and forms, each with its field.
+NAMES = {value.flag[2:]: name for name, value in VALUES.items()}
 LIMITS = ("rate_per_second", "burst", "max_in_flight")
 POLICY = ("max_attempts", "backoff_initial_seconds", "backoff_max_seconds", "dead_after_seconds")
 

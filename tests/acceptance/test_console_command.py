@@ -13,7 +13,7 @@ import uvicorn
 from google.cloud.spanner_v1.database import Database
 
 from outbox.cli import console
-from outbox.cli.console import ConsoleSettings
+from outbox.console.command import ConsoleSettings
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
 from tests.support.browser import running_console

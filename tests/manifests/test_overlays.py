@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from jsonschema import Draft202012Validator
 
-from outbox.cli.console import ConsoleSettings
+from outbox.console.command import ConsoleSettings
 from outbox.program.settings import NAMES, PREFIX, DatabaseSettings, fields_of
 from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
 from outbox.table.schema import SCHEMA_SECONDS

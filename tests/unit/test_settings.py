@@ -5,7 +5,7 @@ import enum
 
 import pytest
 
-from outbox.cli.console import ConsoleSettings
+from outbox.console.command import ConsoleSettings
 from outbox.errors import SettingError
 from outbox.program.settings import NAMES, fields_of, unknown_variables
 from outbox_pipeline import settings as pipeline
