@@ -18,10 +18,9 @@ import outbox
 from outbox.admin import operations, topics
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.cli.topics import UNSET
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
-from outbox.table.controls import COLUMNS, TABLE, VALUES
+from outbox.table.controls import COLUMNS, NAMES, TABLE, VALUES
 from outbox.table.controls import TopicControls as Controls
 from tests.integration.test_console_pages import browser, text
 from tests.support.commands import Commands
@@ -77,7 +76,7 @@ def by_function(_emulators: Emulators, database: Database, topic: str, change: C
     table = TaskTable(database)
     try:
         values = {
-            UNSET[name]: None if value is None else VALUES[UNSET[name]].kind.value(value, name)
+            NAMES[name]: None if value is None else VALUES[NAMES[name]].kind.value(value, name)
             for name, value in change.items()
         }
         topics.preview(table, topic, values, exact=True)
