@@ -79,10 +79,6 @@ def test_tasks_of_table_and_archive_are_compared_with_files(
     shows_what_is_lost(tmp_path / "report")
     with pytest.raises(OutboxError, match=r"exists\. Each audit needs a new folder"):
         audit.run(spark, given)
-    # With the archive alone, nothing is known after its last window.
-    of_archive = {"tasks": "archive", "archive": f"{tmp_path}/archive", "output": f"{tmp_path}/alone"}
-    alone = audit.run(spark, settings(target, tmp_path, until=shown(DAY + 20 * HOUR), **of_archive))
-    assert (alone.tasks, alone.delivered, alone.lost, alone.pending, alone.republished) == (3, 2, 1, 0, 1)
 
 
 @pytest.mark.usefixtures("many_partitions")
