@@ -52,7 +52,7 @@ def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Aud
             "received": receive,
             "answered": answered,
             "committed": committed,
-            "reset": lambda task: note("retry", task),
+            "reset": lambda task, _due=None: note("retry", task),
             "deleted": lambda task: note("delete", task),
             "cancelled": lambda task: note("delete", task),
         }
