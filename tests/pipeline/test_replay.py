@@ -273,6 +273,28 @@ def test_a_task_that_the_application_cancels_after_its_chunk_is_not_restored(
     assert rows_of(database).keys() == {"gone stays", "sent stays"}
 
 
+def test_a_task_that_is_cancelled_after_another_replay_or_a_retry_is_not_restored(database: Database):
+    """A cancel of an application has no record. A task that is purged since is restored, unless tasks are retried."""
+    table = Table(opened(database))
+    columns = dict.fromkeys(job.ARCHIVED_COLUMNS) | {"Topic": "orders", "Data": b"", "Priority": 1, "CreatedAt": DAY}
+    archived = {id: columns | {"Id": id, "WasUnsent": False} for id in ("gone", "purged", "retried", "purged too")}
+    insert(database, [sent(id, DAY) for id in ("purged", "retried", "purged too")])
+    began = table.now()
+    assert replay_chunk(table, [archived["gone"]], "another replay", began)["registered"] == 1
+    assert database.run_in_transaction(outbox.cancel, "gone") is True
+    delete(database, "purged")
+    found = replay_chunk(table, [archived["gone"], archived["purged"]], "a replay", began)
+    assert (found["registered"], found["missing"]) == (1, 1)
+    assert replay_chunk(table, [archived["gone"]], "a later replay", table.now())["registered"] == 1
+
+    [_] = changes.change(table, "retry", changes.TaskSelection(ids=("retried",)))
+    assert database.run_in_transaction(outbox.cancel, "retried") is True
+    delete(database, "purged too")
+    found = replay_chunk(table, [archived["retried"], archived["purged too"]], "a replay", began)
+    assert (found["registered"], found["missing"]) == (0, 2)
+    assert rows_of(database).keys() == {"gone", "purged"}
+
+
 def test_a_restored_task_differs_from_one_that_a_batch_is_in_doubt_about(database: Database):
     """Otherwise the batch would mark it, and it would not be published: TimesSent is higher than it ever was."""
     columns = dict.fromkeys(job.ARCHIVED_COLUMNS) | {"Topic": "orders", "Data": b"", "Priority": 1, "CreatedAt": DAY}

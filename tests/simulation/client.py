@@ -3,11 +3,13 @@
 A statement is known by its text, so it is the one that the product sends; what it returns is modeled here.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import re
 from base64 import b64decode
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from math import inf
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE as INBOX
 from outbox.registration import TABLE
+from outbox.table.ddl import OPERATIONS
 from outbox.table.layouts import Layout
 from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
 from outbox.table.states import first_due, unsent_state
@@ -30,6 +33,9 @@ from tests.support.fakes import StoredTask
 
 #: Seconds after which a client no longer repeats an aborted transaction, and between two attempts.
 ABORTED_SECONDS, ABORTED_DELAY_SECONDS = 20.0, 0.02
+#: The statement for the last operations of a name, and its columns.
+_OPERATIONS_OF_A_NAME = statements.latest_operations({"operation"})
+_OPERATION_COLUMNS = [name.strip() for name in statements._OPERATION_COLUMNS.split(",")]
 T = TypeVar("T")
 
 
@@ -112,6 +118,9 @@ class Work:
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         self.mutations += [("insert", table, dict(zip(columns, row, strict=True))) for row in rows]
+
+    def insert_or_update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self.insert(table, columns, rows)
 
     def update(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         self.mutations += [("update", table, dict(zip(columns, row, strict=True))) for row in rows]
@@ -196,16 +205,25 @@ async def _each(rows: list[Any]) -> AsyncIterator[Any]:
 
 
 def gathered(*coroutines: Any) -> list[Any]:
-    """Run coroutines in turns, as `asyncio.gather` does. Return their results."""
-    results, left = dict[int, Any](), deque(enumerate(coroutines))
-    while left:
-        number, each = left.popleft()
-        try:
-            each.send(None)
-        except StopIteration as end:
-            results[number] = end.value
-        else:
-            left.append((number, each))
+    """Run coroutines in turns, as `asyncio.gather` does. Return their results.
+
+    A loop of asyncio cannot run them, because other fibers would run within it. A coroutine that waits for an
+    asyncio.Lock yields a future.
+    """
+    results, left = dict[int, Any](), deque((number, each, None) for number, each in enumerate(coroutines))
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        while left:
+            number, each, future = left.popleft()
+            if future is not None and not future.done():
+                left.append((number, each, future))
+                continue
+            asyncio._set_running_loop(loop)
+            try:
+                left.append((number, each, each.send(None)))
+            except StopIteration as end:
+                results[number] = end.value
+            finally:
+                asyncio._set_running_loop(None)
     return [results[number] for number in sorted(results)]
 
 
@@ -246,6 +264,8 @@ class Commands(TaskTable):
             for row in (spanner.table.rows.values() if selection else ())
             if selection and matches(selection, row, self.now())
         }
+        #: The rows of now, for reads as of the begin of a replay.
+        self._existing = frozenset() if selection else frozenset(spanner.table.rows)
         #: What its transactions wrote.
         self.writes: list[tuple[str, str, Mapping[str, Any]]] = []
 
@@ -260,9 +280,13 @@ class Commands(TaskTable):
     def query(
         self, statement: str, tag: str, parameters: Mapping[str, Any] | None = None, **_more: Any
     ) -> list[list[Any]]:
-        """Return a page of the IDs that matched at the preview."""
+        """Return the operations of a name, or a page of the IDs that matched at the preview."""
         self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
         values: Mapping[str, Any] = parameters or {}
+        if statement == _OPERATIONS_OF_A_NAME:
+            rows = self._spanner.others[OPERATIONS].values()
+            found = [row for row in rows if row["Operation"] == values["operation"]]
+            return [[row.get(name) for name in _OPERATION_COLUMNS] for row in found]
         assert statement == statements.next_ids(str(self._selection and self._selection.state), self._names), statement
         if "after" in values:
             pairs = sorted((sent_at, id) for id, sent_at in self.seen.items())
@@ -270,6 +294,12 @@ class Commands(TaskTable):
         else:
             found = [[id, None] for id in sorted(self.seen) if id > values["after_id"]]
         return found[: values["limit"]]
+
+    def rows(self, columns: Sequence[str], keys: Any, *_more: Any, **_options: Any) -> Iterator[list[Any]]:
+        """Yield the IDs of the rows that existed when the replay began."""
+        self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
+        assert [*columns] == ["Id"]
+        return ([SimpleNamespace(string_value=id)] for [id] in keys.keys if id in self._existing)
 
     def transact(self, tag: str, work: Callable[[Any], T]) -> T:
         attempts: list[Work] = []

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Tasks of a chunk of an operation, instead of hundreds.
 CHUNK = 3
 #: Part of the cancellations that several coroutines of one transaction make.
-TOGETHER = 0.0
+TOGETHER = 0.3
 
 
 class RolledBack(Exception):

@@ -3,8 +3,8 @@
 The Spark tasks lock each row and reset SentAt if the task was sent before the replay began. Spark can run a Spark task
 again, and a replay can be resumed. A task that is already unsent, or was sent since the replay began, is not changed.
 So no task is replayed twice. A replay from the archive also inserts tasks that are gone. The transaction of each chunk
-records its tasks in ProcessedTasks, under the name of the replay. So a task that was deleted after its chunk stays
-deleted, whoever deleted it.
+records its tasks in ProcessedTasks. So a task that was deleted after its chunk stays deleted, whoever deleted it, also
+if several replays run at the same time.
 """
 
 import base64
@@ -27,7 +27,7 @@ from outbox.admin import operations, statements
 from outbox.admin.changes import RETRY_COLUMNS, retry_values
 from outbox.admin.operations import Author, as_json
 from outbox.admin.table import Transaction
-from outbox.errors import OutboxError, SettingError
+from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.inbox.once import COLUMNS as INBOX_COLUMNS
 from outbox.inbox.once import TABLE as INBOX
 from outbox.program.settings import DatabaseSettings
@@ -41,7 +41,7 @@ from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.source.parts import BATCH_ROWS
-from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
+from outbox_pipeline.spanner import CALL_SECONDS, TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.files import Folder
 from outbox_pipeline.spark.tasks import Pace, Rows, collected, divided, map_rows, placed, read_parts, totals
 
@@ -56,6 +56,8 @@ _OF_TABLE = ("Id", "OrderingKey", "CreatedAt", "Sequence")
 ARCHIVED_COLUMNS = (*(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt")), "TimesSent")
 #: Of a task from the archive: it was unsent when the replay began. If it is gone since, it was cancelled.
 _WAS_UNSENT = "WasUnsent"
+#: The consumer in ProcessedTasks that has the tasks of all replays from an archive.
+_CONSUMER = "outbox-pipeline replay"
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -178,15 +180,22 @@ def _check_deleted(table: Table, id: str, started_at: datetime, archive: Folder)
     A purge of this archive does not matter, because the archive has the last row of each task that the purge deleted.
     """
     of_archive = as_json({"archive": f"{archive}/"}).removesuffix('"}')
-    for name in ("cancel", "purge"):
+    for found in _active_since(table, started_at, "cancel", "purge"):
+        if not found.selection.startswith(of_archive):
+            raise SettingError(
+                f"--resume {id}: tasks were deleted since this replay began (operation {found.id}, {found.operation}), "
+                "and it would restore them from the archive. Start a new replay that does not select them"
+            )
+
+
+def _active_since(table: Table, started_at: datetime, *names: str) -> Iterator[operations.Operation]:
+    """Yield the operations with these names that may have changed tasks since `started_at`."""
+    for name in names:
         for found in operations.latest(table, operations.COMPARED, operation=name):
-            # A purge of an archive has no time of its last chunk.
+            # A replay and the purge of an archive have no time of their last chunk.
             last = found.seen_at or found.finished_at
-            if (last is None or last > started_at) and not found.selection.startswith(of_archive):
-                raise SettingError(
-                    f"--resume {id}: tasks were deleted since this replay began (operation {found.id}, {name}), and it "
-                    "would restore them from the archive. Start a new replay that does not select them"
-                )
+            if last is None or last > started_at:
+                yield found
 
 
 def _check(spark: SparkSession, table: Table, selection: ReplaySelection) -> None:
@@ -325,7 +334,8 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], id: str, start
     """Reset SentAt of tasks that were sent before `started_at`, in one transaction. Return the number of each outcome.
 
     A row with Data comes from the archive and is inserted again if its ID is not in the table, unless it was deleted
-    since the replay with this `id` began. An unsent task is `unsent`. A task that was sent since is `resent`.
+    since the replay with this `id` began, and may have been cancelled. An unsent task is `unsent`. A task that was sent
+    since is `resent`.
     """
     wanted = {row["Id"]: row for row in rows}
     archived = [row["Id"] for row in rows if "Data" in row]
@@ -334,8 +344,10 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], id: str, start
         found = dict(map(tuple, transaction.query(statements.LOCK_SENT_AT, {"ids": sorted(wanted)})))
         before = [id for id, sent_at in found.items() if sent_at is not None and sent_at < started_at]
         gone = [row for id, row in wanted.items() if id not in found]
-        handled = _record_handled(transaction, id, archived) if archived else set()
+        handled = _record_handled(transaction, archived, started_at) if archived else set()
         again = [row for row in gone if "Data" in row and row["Id"] not in handled and not row[_WAS_UNSENT]]
+        cancelled = _maybe_cancelled(table, [row["Id"] for row in again], id, started_at) if again else set()
+        again = [row for row in again if row["Id"] not in cancelled]
         if before or again:
             # Read after locking: by this time, a worker with the task in doubt knows that it was reset after the
             # publish.
@@ -355,14 +367,31 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], id: str, start
     return table.transact(_TAG, work)
 
 
-def _record_handled(transaction: Transaction, id: str, tasks: Sequence[str]) -> set[str]:
-    """Record the `tasks` as handled by a replay. Return those that an earlier attempt has recorded."""
-    consumer = f"replay {id}"
-    keys = KeySet(keys=[[consumer, task] for task in tasks])
-    handled = {task for (task,) in transaction.read(INBOX, ("TaskId",), keys)}
-    if new := [task for task in tasks if task not in handled]:
-        transaction.insert(INBOX, INBOX_COLUMNS, [(consumer, task, COMMIT_TIMESTAMP) for task in new])
+def _record_handled(transaction: Transaction, tasks: Sequence[str], started_at: datetime) -> set[str]:
+    """Record that a replay has handled the `tasks`. Return those that any replay has handled since `started_at`."""
+    keys = KeySet(keys=[[_CONSUMER, task] for task in tasks])
+    found = transaction.read(INBOX, ("TaskId", "ProcessedAt"), keys)
+    handled = {task for task, processed_at in found if processed_at > started_at}
+    if new := [(_CONSUMER, task, COMMIT_TIMESTAMP) for task in tasks if task not in handled]:
+        transaction.insert_or_update(INBOX, INBOX_COLUMNS, new)
     return handled
+
+
+def _maybe_cancelled(table: Table, tasks: Sequence[str], id: str, started_at: datetime) -> set[str]:
+    """Return the missing `tasks` that existed when the replay with this `id` began, if tasks were retried since.
+
+    A task that was sent then and was not retried was purged, because only unsent tasks can be cancelled. Return none
+    if Spanner no longer has the versions of that time.
+    """
+    keys = KeySet(keys=[[task] for task in tasks])
+    try:
+        existed = {task.string_value for (task,) in table.rows(("Id",), keys, started_at, seconds=CALL_SECONDS)}
+    except NotReached:
+        raise
+    except OutboxError:
+        return set()
+    retried = existed and any(found.id != id for found in _active_since(table, started_at, "retry", "replay"))
+    return existed if retried else set()
 
 
 def _inserted(row: Mapping[str, Any], now: datetime) -> dict[str, Any]:
