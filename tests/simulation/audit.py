@@ -43,6 +43,7 @@ class Known:
     extra: int = 0  # duplicates
     resets: int = 0
     reset_at: float = -inf
+    reset_by_sql: bool = False  # without a record
     cancelled_at: float = -inf
     data: bytes = b"data"
 
@@ -101,6 +102,7 @@ class Audit:
         task = self.tasks[id]
         task.resets, task.due = task.resets + 1, task.at if due is None else due
         task.reset_at, task.available_at, task.expires_at = self.clockwork.now, -inf, inf
+        task.reset_by_sql = due is None
 
     def set_paused(self, topic: str, *, paused: bool) -> None:
         """An operator has paused or resumed a topic."""
@@ -117,7 +119,7 @@ class Audit:
     def restored(self, id: str, began: float, due: float) -> None:
         """A replay that `began` then has inserted a task from the archive."""
         task = self.tasks[id]
-        if task.cancelled_at > began:
+        if task.cancelled_at > began and not task.reset_by_sql:  # docs/pipeline/replay.md
             self.problem(f"{id} was cancelled, and restored by a replay that had begun before")
         task.cancelled_at = -inf
         self.reset(id, due)
@@ -230,10 +232,12 @@ class Audit:
             task.received += 1
             task.last_at = now
 
-    def requested(self, process: Process, topic: str, ids: Iterable[str]) -> None:
+    def requested(self, process: Process, topic: str, ids: Sequence[str]) -> None:
         """A worker sends a publish request to a topic, which may be executed much later."""
         for id in ids:
             row = self._claimed[process, id]
+            if row.attempts and len(ids) > 1:
+                self.problem(f"{id} has failed before, and shares a request with others")
             if state := self._unfit[process, id]:
                 self.problem(f"{id} was {state} when {process.name} claimed it, and was published")
             at, version = self._acknowledged.get((process, id), (float("-inf"), None))

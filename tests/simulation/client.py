@@ -70,6 +70,8 @@ class Work:
         self.mutations: list[tuple[str, str, Mapping[str, Any]]] = []
         #: The tasks that it registers.
         self.known: dict[str, Known] = {}
+        #: The states of the tasks that a command has locked.
+        self.states: dict[str, str] = {}
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[Any]:
         self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.lock))
@@ -108,6 +110,7 @@ class Work:
         values = dataclasses.asdict(row) | {"shard": 0, "now": now, "error": row.last_error}
         state = state_of(row, now)
         values["due_at"] = first_due(self.table.as_locked(row)) if state in ("retrying", "blocked") else None
+        self.states[row.id] = state
         values |= {"state": state, "matches": matches(self._selection, row, now)}
         values["expires_at"] = row.expires_at if row.expires_at and row.expires_at > now else None
         return [values[name] for name in changes._Row._fields]
@@ -268,6 +271,8 @@ class Commands(TaskTable):
         self._existing = frozenset() if selection else frozenset(spanner.table.rows)
         #: What its transactions wrote.
         self.writes: list[tuple[str, str, Mapping[str, Any]]] = []
+        #: The states of the tasks under its locks.
+        self.states: dict[str, str] = {}
 
     principal = "operator"  # type: ignore[assignment]  # a property
 
@@ -285,8 +290,8 @@ class Commands(TaskTable):
         values: Mapping[str, Any] = parameters or {}
         if statement == _OPERATIONS_OF_A_NAME:
             rows = self._spanner.others[OPERATIONS].values()
-            found = [row for row in rows if row["Operation"] == values["operation"]]
-            return [[row.get(name) for name in _OPERATION_COLUMNS] for row in found]
+            of_name = [row for row in rows if row["Operation"] == values["operation"]]
+            return [[row.get(name) for name in _OPERATION_COLUMNS] for row in of_name]
         assert statement == statements.next_ids(str(self._selection and self._selection.state), self._names), statement
         if "after" in values:
             pairs = sorted((sent_at, id) for id, sent_at in self.seen.items())
@@ -310,4 +315,5 @@ class Commands(TaskTable):
 
         result = transact(self._spanner, self._audit, noted, selection=self._selection, operation_began=self._began)
         self.writes += attempts[-1].mutations
+        self.states |= attempts[-1].states
         return result

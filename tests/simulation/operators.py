@@ -19,7 +19,6 @@ from outbox.errors import OutboxError
 from outbox.registration import TABLE
 from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY
 from outbox.table.states import CHANGED
-from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay_chunk
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.client import AsyncWork, Commands, Work, attribute, gathered, transact
 from tests.simulation.spanner import Aborted
@@ -187,12 +186,16 @@ class Operators:
             self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
         for id in changed - seen:
             self.audit.problem(f"{id} was changed by a {name} of {state} tasks, and not in its preview")
+        for id in changed & {id for id, each in commands.states.items() if each != state}:
+            self.audit.problem(f"{id} was {commands.states[id]}, and was changed by a {name} of {state} tasks")
         released = {row["Id"] for _, _, row in commands.writes if [*row] == ["Id", "AvailableAt", "BlockedBy"]}
         for id in (released & seen) - changed:
             self.audit.problem(f"{id} was released by the {name} that had selected it")
 
     def archive_or_replay(self, random: Random) -> None:
         """Archive sent tasks and delete their rows, or replay from the archive; Spark repeats some Spark tasks."""
+        from outbox_pipeline.jobs.replay import job  # most histories need no PySpark, which is slow
+
         before = self.table.time() - timedelta(seconds=2)
         if random.random() < 0.5:
             sent = [row for row in self.table.rows.values() if row.sent_at is not None and row.sent_at < before]
@@ -203,14 +206,14 @@ class Operators:
         rows = sorted(chosen, key=lambda row: (row.created_at, row.id))
         commands, started_at = Commands(self.spanner, self.audit), self.table.commit_time()
         id, unsent = operations.new_id(), {row.id for row in self.table.unsent_rows()}
-        columns = {name: attribute(name) for name in ARCHIVED_COLUMNS}
+        columns = {name: attribute(name) for name in job.ARCHIVED_COLUMNS}
         chunks = [rows[n : n + CHUNK] for n in range(0, len(rows), CHUNK)]
         for chunk in chunks + chunks[: random.choice([0, 1])]:
             values = [
                 {name: getattr(row, own) for name, own in columns.items()} | {"WasUnsent": row.id in unsent}
                 for row in chunk
             ]
-            replay_chunk(commands, values, id, started_at)  # type: ignore[arg-type]  # as the job's table
+            job.replay_chunk(commands, values, id, started_at)  # type: ignore[arg-type]  # as the job's table
             self.clockwork.sleep(random.choice([0.0, 1.0, 5.0]))
 
     @staticmethod

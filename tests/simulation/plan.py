@@ -104,8 +104,10 @@ DENSE = {
         seed, rate=5.0, keys=1.0, bad=0.2, cancels=5.0, bulk=0.5, skip_dead=seed % 2 == 0
     ),
     "replays": lambda seed: Plan(
-        seed, rate=5.0, cancels=2.0, replays=2.0, bulk=0.5,
-        faults=tuple(Fault(at, "no spanner", seed, 20.0) for at in (5.0, 30.0)),
+        seed, rate=5.0, cancels=5.0, replays=2.0, bulk=2.0, faults=(
+            Fault(0.0, "unanswered commits", 0, 60.0),
+            *(Fault(5.0 * n, "no spanner", seed + n, 8.0) for n in range(1, 11)),
+        ),
     ),
     "refused rows": lambda seed: Plan(seed, rate=5.0, keys=0.5, refused=0.1, once=0.3, bad=0.1),
 }  # fmt: skip

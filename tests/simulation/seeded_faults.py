@@ -1,5 +1,6 @@
-"""Defects that are put into the relay, one at a time, to find out whether histories notice them."""
+"""Defects that are put into the product, one at a time, to find out whether histories notice them."""
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
 from publishworker.spanner.change_stream import ChangeStream
+from publishworker.telemetry.reporter import Reporter
 from publishworker.topics import availability
 from publishworker.topics.availability import Topics
 from publishworker.topics.circuit_breaker import CircuitBreakers
@@ -105,6 +107,15 @@ def first_wake_up_lost(real: Any) -> Any:
         return found
 
     return ours
+
+
+def releases_behind_blocked(real: Any) -> Any:
+    """Return the changes with a cancel that releases the next task of a key, whatever it deletes."""
+
+    def cancel(transaction: Any, rows: Any) -> None:
+        real["cancel"](transaction, [row._replace(state="dead") for row in rows])
+
+    return {**real, "cancel": cancel}
 
 
 #: What the product no longer does, the attribute that does it, and how the attribute is replaced.
@@ -204,4 +215,30 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
         rules, "first_due", lambda _: lambda row: row.available_at or row.created_at
     ),
     "a replacement has a new ID": (Operators, "replacement", lambda _: lambda _self, replaced: replaced),
+    "a cancelled task that was published is named": (Reporter, "_log_cancelled", always(None)),
+    "failed tasks share no request": (rules, "published_alone", always(frozenset())),
+}  # fmt: skip
+
+_REPLAY = "outbox_pipeline.jobs.replay.job"
+#: Those of changes, each with the dense plan whose histories notice it. The owner is a name, because PySpark is slow to
+#: import.
+DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
+    "a Spark task that runs again restores no cancelled task": (
+        "replays", _REPLAY, "_record_handled", always(frozenset())
+    ),
+    "a task that is retried and cancelled is not restored": (
+        "replays", _REPLAY, "_maybe_cancelled", always(frozenset())
+    ),
+    "a restored task has a TimesSent of its own": (
+        "replays", _REPLAY, "_inserted", lambda real: lambda row, now: real(row, now) | {"TimesSent": 0}
+    ),
+    "a cancel of blocked tasks releases none of them": (
+        "blocked keys", "outbox.admin.changes", "_WRITES", releases_behind_blocked
+    ),
+    "cancels of one transaction run one after the other": (
+        "blocked keys", "outbox.aio", "_cancelling", lambda _: SimpleNamespace(setdefault=lambda *_: asyncio.Lock())
+    ),
+    "a change of many tasks compares their states": (
+        "blocked keys", "outbox.admin.changes", "_as_seen", lambda _: lambda row, _seen: row._replace(matches=True)
+    ),
 }  # fmt: skip

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import os
+import pkgutil
 import subprocess
 import sys
 import time
@@ -15,8 +16,8 @@ from unittest import mock
 
 import pytest
 
-from tests.simulation.plan import Plan
-from tests.simulation.seeded_faults import DEFECTS
+from tests.simulation.plan import DENSE, Plan
+from tests.simulation.seeded_faults import DEFECTS, DENSE_DEFECTS
 from tests.simulation.table import Table
 from tests.simulation.world import World, shortest
 from tests.support.processes import ROOT
@@ -92,7 +93,7 @@ def test_a_cancelled_key_head_releases_the_next_task(released: bool) -> None:
     """Few tasks, all with keys, and many of them bad or cancelled. Without the release, histories notice it."""
     next_of_keys = Table.next_of_keys if released else lambda *_: []
     with mock.patch.object(Table, "next_of_keys", next_of_keys):
-        plans = [Plan(seed, rate=2.0, keys=1.0, bad=0.2, cancels=5.0, seconds=30.0) for seed in range(2, 6)]
+        plans = [Plan(seed, rate=2.0, keys=1.0, bad=0.2, cancels=5.0, seconds=30.0) for seed in range(12, 16)]
         found = [problems(plan) for plan in plans]
     assert any(found) is not released
 
@@ -111,6 +112,7 @@ def test_a_seed_gives_the_same_history_in_every_process() -> None:
     assert len(found) == 1
 
 
+QUICKLY_FOUND_DENSE = ("a change of many tasks compares their states",)
 QUICKLY_FOUND = ("SentAt is read again under the lock", "a key is sent from its head on", "every shard is polled")
 
 
@@ -133,6 +135,25 @@ def test_histories_notice_a_defect(defect: str, limit: int) -> None:
     owner, name, make = DEFECTS[defect]
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         found = next((seed for seed in range(limit) if problems(Plan.of(seed))), None)
+    assert found is not None
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dense", DENSE)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_dense_history_breaks_no_promise(dense: str, seed: int) -> None:
+    assert problems(DENSE[dense](seed)) == []
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [name if name in QUICKLY_FOUND_DENSE else pytest.param(name, marks=pytest.mark.extended) for name in DENSE_DEFECTS],
+)
+def test_dense_histories_notice_a_defect(defect: str) -> None:
+    dense, owner_name, name, make = DENSE_DEFECTS[defect]
+    owner = pkgutil.resolve_name(owner_name)
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        found = next((seed for seed in range(40) if problems(DENSE[dense](seed))), None)
     assert found is not None
 
 
