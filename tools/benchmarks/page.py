@@ -14,14 +14,6 @@ HEAD = """\
 The emulators ran on the same machine as the measured code. So times and tasks per second say nothing about Spanner and
 Pub/Sub. Requests, rows, bytes and client CPU of a task are valid for them, too, and so are ratios between variants.
 
-| question | result |
-|---|---|
-| What does a task cost? | {cpu} us of CPU, {requests} requests to Spanner per 1,000 tasks ([costs](#costs-per-task)) |
-| How much is that compared with one transaction for each task? | a {ratio}th of the CPU ([throughput](#throughput)) |
-| How long does a task wait at 10 tasks/s? | {p50} ms (p50), {p99} ms (p99) on the emulators ([latency](#latency)) |
-| Does memory grow with the backlog? | no: {small} MB with 5,000 tasks, {large} MB with 100,000 ([memory](#memory)) |
-| How do CPU time and memory of Spark grow? | see [the sizes of the executors](operations/pipeline-deploy.md#memory) |
-
 `make bench` and `make bench-pipeline` write this page. `python -m tools.benchmarks` with the flag at the end of a
 section runs this section alone. The tables show medians. [results.json](benchmarks/results.json) has the values of each
 round, and the limits that the figures should keep. A section names each limit that is not kept.
@@ -32,24 +24,9 @@ Unless a section says otherwise: {where}.
 
 def write(sections: dict[str, Section], page: Path = PAGE) -> None:
     where, _ = Counter(_where(section) for section in sections.values()).most_common(1)[0]
-    parts = [HEAD.format(where=where, **_results(sections))]
+    parts = [HEAD.format(where=where)]
     parts += [text(name, section, where) for name, section in sections.items()]
     page.write_text("\n".join(parts), encoding="utf-8")
-
-
-def _results(sections: dict[str, Section]) -> dict[str, str]:
-    costs, memory, latency = (sections[name] for name in ("costs", "memory", "latency"))
-    sizes = [figure.median for figure in memory.figures if figure.column.startswith("peak RSS")]
-    found = {
-        "cpu": costs.value("all of it", "client CPU us/task"),
-        "requests": costs.value("all of it", "requests/1,000 tasks"),
-        "p50": latency.value("10 tasks/s", "p50 ms"),
-        "p99": latency.value("10 tasks/s", "p99 ms"),
-        "small": sizes[0],
-        "large": sizes[-1],
-    }
-    ratio = sections["throughput"].bars[0].value
-    return {name: number(value) for name, value in found.items()} | {"ratio": f"{ratio:.0f}"}
 
 
 def _where(section: Section) -> str:
