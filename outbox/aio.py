@@ -22,7 +22,7 @@ from outbox.table.layouts import Layout
 from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
 from outbox.table.transact import retry_and_timeout
 from outbox.table.transactions import (
-    READ_SECONDS,
+    IN_TRANSACTION_SECONDS,
     SupportsDelete,
     SupportsInsert,
     check_open,
@@ -141,7 +141,7 @@ async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:
 
 def _limits() -> dict[str, Any]:
     """Return the time limits of one request."""
-    return retry_and_timeout(READ_SECONDS, AsyncRetry)
+    return retry_and_timeout(IN_TRANSACTION_SECONDS, AsyncRetry)
 
 
 def _check(transaction: object, function: str) -> None:

@@ -12,8 +12,8 @@ from outbox.table.layouts import Layout
 from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
 from outbox.table.transact import retry_and_timeout
 from outbox.table.transactions import (
-    READ_SECONDS,
-    Key,
+    IN_TRANSACTION_SECONDS,
+    PrimaryKey,
     SupportsCancel,
     SupportsDelete,
     check_transaction,
@@ -62,7 +62,7 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
 
     def query(sql: str, values: Mapping[str, Any]) -> list[Sequence[Any]]:
         # Read to the end, because until then the client blocks the next statement of the transaction.
-        options = {**REQUEST_OPTIONS, **retry_and_timeout(READ_SECONDS)}
+        options = {**REQUEST_OPTIONS, **retry_and_timeout(IN_TRANSACTION_SECONDS)}
         return list(transaction.execute_sql(sql, **parameters(values), **options))
 
     heads = next_heads(query, task_id, deleted(transaction))
@@ -71,7 +71,7 @@ def cancel(transaction: SupportsCancel, task_id: str) -> bool:
     return heads is not None
 
 
-def check_not_registered(task_id: str, inserted: Collection[Key]) -> None:
+def check_not_registered(task_id: str, inserted: Collection[PrimaryKey]) -> None:
     """Raise InvalidTransaction if the transaction has inserted the task: its reads do not return it."""
     if (task_id,) in inserted:
         raise InvalidTransaction(

@@ -25,7 +25,7 @@ from outbox.table.transact import retry_and_timeout
 
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of
 #: the four attempts of a Spark task at once, so the timeouts decide after which outage a job fails.
-CALL_SECONDS, READ_SECONDS = 30.0, 3600.0
+CALL_SECONDS, TABLE_SECONDS = 30.0, 3600.0
 #: Seconds before retrying a commit that was aborted without a retry delay, as on the emulator. The client's default is
 #: 1 s and doubles.
 ABORTED_DELAY_SECONDS = 0.005
@@ -77,7 +77,7 @@ class Table(TaskTable):
         *,
         index: str = "",
         limit: int = 0,
-        seconds: float = READ_SECONDS,
+        seconds: float = TABLE_SECONDS,
     ) -> Iterator[list[Any]]:
         """Yield rows as of `at` while they arrive. Values are the client's undecoded protobuf values.
 

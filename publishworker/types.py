@@ -48,7 +48,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class TopicKey:
     """A topic and an ordering key: their tasks are published in order."""
 
     topic: str
@@ -67,7 +67,7 @@ class QueuedTask:
 
 
 #: The first unsent tasks of each key, in order.
-KeyHeads = Mapping[Key, Sequence[QueuedTask]]
+KeyHeads = Mapping[TopicKey, Sequence[QueuedTask]]
 
 
 #: Max rows of a poll. It is also the max number of ranges, because a poll asks for at least one row of each. A row

@@ -18,6 +18,7 @@ from outbox.admin.workers import Worker, cut_retry
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import PubSubSettings, did_you_mean
 from outbox.program.terminal import listed
+from outbox.program.values import topic_name
 from outbox.table.controls import COLUMNS, CONTROLS, FIELDS, NO_CONTROLS, TABLE, TopicControls, described, problems
 
 _TAG = "outbox-topics"
@@ -82,7 +83,7 @@ def check_destinations(table: TaskTable, topics: Iterable[str | None]) -> str | 
 
     _, project, _, instance, _, database = table.name.split("/")
     settings = PubSubSettings.read({"project": project, "instance": instance, "database": database})
-    found = (check_topic(settings, full_name(topic, project)) for topic in sorted({*filter(None, topics)}))
+    found = (check_topic(settings, topic_name(topic, project)) for topic in sorted({*filter(None, topics)}))
     return "; ".join(filter(None, found)) or None
 
 
@@ -120,7 +121,7 @@ def apply(
     """
     by_full_name: dict[str, str] = {}
     for topic, row in wanted.items():
-        other = by_full_name.setdefault(full_name(topic, table.project), topic)
+        other = by_full_name.setdefault(topic_name(topic, table.project), topic)
         if wanted[other] != row:
             raise SettingError(
                 f"{other} and {topic} are the same Pub/Sub topic, but have different controls. Nothing was changed"
@@ -182,12 +183,12 @@ def _check(table: TaskTable, before: Mapping[str, TopicControls], difference: Di
             texts = "; ".join(f"{name} {text}" for name, text in found.items())
             raise SettingError(f"topic {topic}: {texts}. Nothing was changed")
     routes = {
-        full_name(topic, table.project): full_name(row.publish_to, table.project)
+        topic_name(topic, table.project): topic_name(row.publish_to, table.project)
         for topic, row in {**before, **after}.items()
         if row.publish_to is not None
     }
     changed = {
-        full_name(topic, table.project)
+        topic_name(topic, table.project)
         for topic, row in after.items()
         if row.publish_to not in (None, before.get(topic, NO_CONTROLS).publish_to)
     }
@@ -198,11 +199,6 @@ def _check(table: TaskTable, before: Mapping[str, TopicControls], difference: Di
                 f"{topic} would be routed to {further}. A worker follows one route only, so the topic at its end must "
                 "have none. Nothing was changed"
             )
-
-
-def full_name(topic: str, project: str) -> str:
-    """Return the full name of a topic. An ID is a topic of `project`."""
-    return topic if topic.startswith("projects/") else f"projects/{project}/topics/{topic}"
 
 
 def _recorded(difference: Difference) -> dict[str, Any]:

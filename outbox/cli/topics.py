@@ -13,7 +13,7 @@ from outbox.cli.status import fields, listing, read_noted
 from outbox.errors import SettingError
 from outbox.program.settings import did_you_mean, one_of
 from outbox.program.terminal import Escaped, as_json, counted, escaped, say
-from outbox.program.values import json_value
+from outbox.program.values import json_value, topic_name
 from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
 
 PAUSE_DESCRIPTION = """\
@@ -111,10 +111,10 @@ def run_pause(options: argparse.Namespace) -> int:
     """Pause topics; returns 0. Raises SettingError, NotReached, OutboxError."""
     table = _open_known(options, "Pause")
     _report(admin.topics.change(table, "pause", options.topics, {"paused": True}, flags.author(options)))
-    paused = {admin.topics.full_name(topic, table.project) for topic in options.topics}
+    paused = {topic_name(topic, table.project) for topic in options.topics}
     for topic, controls in sorted(admin.topics.controls(table).items()):
         to = controls.publish_to
-        if to is not None and not controls.paused and admin.topics.full_name(to, table.project) in paused:
+        if to is not None and not controls.paused and topic_name(to, table.project) in paused:
             note(f"messages of {escaped(topic)} still go to {escaped(to)}, because of its route. Pause it, too")
     return 0
 

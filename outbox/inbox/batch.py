@@ -12,7 +12,7 @@ from outbox.inbox.once import COLUMNS, TABLE, ReceivedMessage, inbox_row, table_
 from outbox.inbox.receiver import EarlierFailed, Failure, Handle, PulledMessage, Receiver, Settings, log
 from outbox.inbox.watching import uncommitted
 from outbox.metrics import count_delivery
-from outbox.table.transactions import Key, existing, insert
+from outbox.table.transactions import PrimaryKey, existing, insert
 from outbox.tracing import processing
 
 #: Errors that may mean that Spanner is unavailable: each further message would wait as long.
@@ -75,7 +75,7 @@ class BatchReceiver(Receiver):
 
     def _attempt_all(self, transaction: Transaction, messages: list[PulledMessage]) -> set[int]:
         """Call the function with the first message of each task that was not processed. Return `id()` of these."""
-        first: dict[Key, PulledMessage] = {self._row(message): message for message in reversed(messages)}
+        first: dict[PrimaryKey, PulledMessage] = {self._row(message): message for message in reversed(messages)}
         for row in existing(transaction, TABLE, COLUMNS[:2], {*first}, tag="outbox-process-once"):
             del first[row]
         new = [message for message in messages if first.get(self._row(message)) is message]

@@ -132,3 +132,8 @@ def _is_iterator(result: Any) -> bool:
     return (isinstance(result, Iterator) and iter(result) is result) or (
         isinstance(result, AsyncIterator) and aiter(result) is result
     )
+
+
+def topic_name(topic: str, project: str) -> str:
+    """Return the full name of a topic. A bare ID is a topic of `project`."""
+    return topic if topic.startswith("projects/") else f"projects/{project}/topics/{topic}"

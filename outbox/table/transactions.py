@@ -19,18 +19,18 @@ from outbox.table.transact import retry_and_timeout
 
 #: Max seconds for a read of `insert_once` or `cancel`, including the wait for another transaction's lock. Without a
 #: limit of our own, the client repeats the read without a pause while Spanner is unavailable.
-READ_SECONDS = 30.0
+IN_TRANSACTION_SECONDS = 30.0
 
 #: The classes of the client whose inserts return nothing.
 _CLIENT = (Transaction, Batch, MutationGroup)
 
 #: A primary key.
-Key = tuple[str, ...]
+PrimaryKey = tuple[str, ...]
 T = TypeVar("T")
 
 #: The keys that each transaction has inserted. A read does not see the buffered mutations of its own transaction. After
 #: ABORTED the client calls the function again with a new Transaction, so each attempt begins with none.
-_inserted: WeakKeyDictionary[object, set[Key]] = WeakKeyDictionary()
+_inserted: WeakKeyDictionary[object, set[PrimaryKey]] = WeakKeyDictionary()
 #: The tasks that each transaction has deleted.
 _deleted: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
@@ -172,21 +172,27 @@ def _converted(columns: tuple[str, ...]) -> Sequence[str]:
 
 
 def existing(
-    transaction: SupportsReadInsert, table: str, columns: Sequence[str], keys: Collection[Key], *, tag: str
-) -> set[Key]:
+    transaction: SupportsReadInsert, table: str, columns: Sequence[str], keys: Collection[PrimaryKey], *, tag: str
+) -> set[PrimaryKey]:
     """Return the keys that the table has.
 
     The read locks the keys for the transaction.
 
-    Raises RetryError or DeadlineExceeded after READ_SECONDS.
+    Raises RetryError or DeadlineExceeded after IN_TRANSACTION_SECONDS.
     """
-    options = {"request_options": {"request_tag": tag}, **retry_and_timeout(READ_SECONDS)}
+    options = {"request_options": {"request_tag": tag}, **retry_and_timeout(IN_TRANSACTION_SECONDS)}
     # Read to the end, because until then the client blocks the next statement of the transaction.
     return {tuple(row) for row in transaction.read(table, columns, KeySet(keys=list(map(list, keys))), **options)}
 
 
 def insert_once(
-    transaction: SupportsReadInsert, table: str, columns: tuple[str, ...], row: tuple[Any, ...], *, key: Key, tag: str
+    transaction: SupportsReadInsert,
+    table: str,
+    columns: tuple[str, ...],
+    row: tuple[Any, ...],
+    *,
+    key: PrimaryKey,
+    tag: str,
 ) -> bool:
     """Add an insert unless the table or the transaction has the key. Return whether it was added.
 
@@ -204,7 +210,7 @@ def insert_once(
     return True
 
 
-def inserted(transaction: object) -> set[Key]:
+def inserted(transaction: object) -> set[PrimaryKey]:
     """Return the keys that `transaction` has inserted. The caller adds to them."""
     return _remembered(_inserted, transaction)
 

@@ -14,11 +14,11 @@ from publishworker.types import (
     Answer,
     Deferred,
     Failed,
-    Key,
     KeyHeads,
     NotSent,
     Published,
     Skipped,
+    TopicKey,
     Turn,
 )
 
@@ -91,9 +91,9 @@ class Claim:
         return tuple(task.id for task in (*self.tasks, *self.releases))
 
     @property
-    def keys(self) -> dict[Key, int]:
+    def keys(self) -> dict[TopicKey, int]:
         """Return the ordering keys of the tasks, each with its shard."""
-        return {Key(self.topic, key): shard for _, key, shard in self.tasks if key is not None}
+        return {TopicKey(self.topic, key): shard for _, key, shard in self.tasks if key is not None}
 
     def part(self, ids: Collection[str], kind: Kind | None = None) -> "Claim":
         """Return a claim of only these tasks.
@@ -139,7 +139,7 @@ class Claim:
 
 #: What has happened to a task whose change cannot be written. `marked`: an at-most-once task whose mark is committed,
 #: but which Pub/Sub has refused, or not answered.
-State: TypeAlias = Literal["published", "unpublished", "marked"]
+MarkState: TypeAlias = Literal["published", "unpublished", "marked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,5 +241,5 @@ class Unmarked:
 
     claim: Claim
     error: str
-    state: State
+    state: MarkState
     given_up: bool = False

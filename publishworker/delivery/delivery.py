@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TypeVar
 
 from publishworker.delivery import rules
-from publishworker.delivery.claim import Cancelled, Claim, Delivered, State, Unmarked
+from publishworker.delivery.claim import Cancelled, Claim, Delivered, MarkState, Unmarked
 from publishworker.delivery.marking import MarkRetry, release_heads
 from publishworker.delivery.timing import Timing
 from publishworker.delivery.tools import Tools
@@ -101,7 +101,7 @@ class Delivery:
         """Write the marks of a part of the claim. Raises StoreError."""
         self._transact(claim, lambda rows, _now: self._results.decide_again(claim.locks, rows))
 
-    def state_of(self, id: str) -> State:
+    def state_of(self, id: str) -> MarkState:
         """Return what has happened to a task whose mark is not written."""
         return "published" if isinstance(self._results.answers.get(id), Published) else "unpublished"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from publishworker.delivery import rules
-from publishworker.delivery.claim import Claim, Delivered, State
+from publishworker.delivery.claim import Claim, Delivered, MarkState
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.marking import MAX_REFUSED
 from publishworker.delivery.tools import Tools
@@ -61,7 +61,7 @@ class MarkFirst(Delivery):
         else:
             self._transact(claim, lambda rows, now: self._undo_marks(claim, rows, now))
 
-    def state_of(self, id: str) -> State:
+    def state_of(self, id: str) -> MarkState:
         """Return what has happened to a task whose mark is not undone."""
         return "marked" if id in self._marked else "unpublished"
 

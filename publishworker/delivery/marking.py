@@ -7,7 +7,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Protocol
 
-from publishworker.delivery.claim import Claim, State, Unmarked
+from publishworker.delivery.claim import Claim, MarkState, Unmarked
 from publishworker.host import Backoff, Host
 from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide, Store
@@ -76,7 +76,7 @@ class Markable(Protocol):
     def write_again(self, claim: Claim) -> None:
         """Write what is missing in the rows of a part of the claim. Raises StoreError."""
 
-    def state_of(self, id: str) -> State:
+    def state_of(self, id: str) -> MarkState:
         """Return what has happened to a task."""
 
 
@@ -186,7 +186,7 @@ class MarkRetry:
 
     def _unmarked(self, part: Claim, error: StoreError, *, given_up: bool = False) -> list[Unmarked]:
         """Return an Unmarked for each state of the tasks of a part."""
-        ids: dict[State, list[str]] = {}
+        ids: dict[MarkState, list[str]] = {}
         for id in part.ids:
             ids.setdefault(self._batch.state_of(id), []).append(id)
         return [Unmarked(part.part(of_state), str(error), state, given_up) for state, of_state in ids.items()]

@@ -13,12 +13,13 @@ from outbox.message import check_topic
 from outbox.program.pubsub import create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
 from outbox.program.terminal import counted, say
+from outbox.program.values import topic_name
 from outbox.table import schema
 from outbox.table.connection import open_database
 from outbox.table.controls import NO_CONTROLS
 from publishworker.process import exits
 from publishworker.process.settings import WorkerSettings
-from publishworker.pubsub.messages import topic_filter, topic_name
+from publishworker.pubsub.messages import topic_filter
 from publishworker.spanner.errors import describe
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore

@@ -23,17 +23,13 @@ from outbox.message import (
     has_too_many_fields,
     parsed,
 )
+from outbox.program.values import topic_name
 from outbox.tracing import span_of
 from publishworker.log import log
 from publishworker.types import Answer, Failed, LockedRow
 
 #: Messages in one publish request (https://cloud.google.com/pubsub/quotas#resource_limits).
 MAX_REQUEST_MESSAGES = 1_000
-
-
-def topic_name(topic: str, project: str) -> str:
-    """Return the full name of a topic. A bare ID is a topic of `project`."""
-    return topic if topic.startswith("projects/") else f"projects/{project}/topics/{topic}"
 
 
 def topic_filter(patterns: str, project: str) -> Callable[[str], bool]:

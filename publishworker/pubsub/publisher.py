@@ -17,6 +17,7 @@ from google.pubsub_v1.types import PublishRequest, PublishResponse
 
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
+from outbox.program.values import topic_name
 from publishworker.host import Queue, Threads
 from publishworker.pubsub import messages
 from publishworker.pubsub.errors import reason_of
@@ -79,7 +80,7 @@ class PubSubPublisher:
         A later request starts only if at least half of the time remains, so a healthy message never times out because
         it started late.
         """
-        name = messages.topic_name(topic, self._project)
+        name = topic_name(topic, self._project)
         call = _Call(name, self._clock() + seconds, self._threads.queue(), self._create_command)
         valid, failed = self._prepared(name, rows)
         alone = {row.id for row in rows if row.id in self._send_alone} | {*alone}
@@ -96,7 +97,7 @@ class PubSubPublisher:
 
     def refusals(self, topic: str, rows: Sequence[LockedRow]) -> dict[str, Failed]:
         """See Publisher."""
-        name = messages.topic_name(topic, self._project)
+        name = topic_name(topic, self._project)
         valid, failed = self._prepared(name, rows)
         for id, message in valid:
             [(_, request)] = messages.requests(name, [(id, message)])

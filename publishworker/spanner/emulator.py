@@ -13,7 +13,7 @@ from outbox.table.statements import IN_ORDER, KEYS, SEEK, UNSENT_OF_KEY
 from publishworker.spanner import statements
 from publishworker.spanner.errors import NotWritten
 from publishworker.spanner.store import ABORTED_SECONDS, Decide, SpannerStore
-from publishworker.types import Key, KeyHeads
+from publishworker.types import KeyHeads, TopicKey
 
 #: With more ordering keys than this, all tasks of the keys are read at once.
 FEW_KEYS = 4
@@ -33,7 +33,7 @@ class EmulatorStore(SpannerStore):
         super().__init__(*arguments, **named)
         self._one_at_a_time = threading.Lock()
 
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Read many keys at once, because a read of each would scan the table each time."""
         if len(keys) > FEW_KEYS:
             found = self._key_heads(_WHOLE_KEYS, keys, skip_dead=skip_dead, max_rows=WHOLE_KEYS_ROWS)

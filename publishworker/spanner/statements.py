@@ -39,12 +39,12 @@ from publishworker.types import (
     MAX_INT64,
     Candidate,
     Deferred,
-    Key,
     LockedRow,
     NotSent,
     Published,
     QueuedTask,
     RowChange,
+    TopicKey,
 )
 
 
@@ -180,9 +180,9 @@ def candidates(values: Iterable[Sequence[Any]], first_shard: int = 0) -> dict[st
     return found
 
 
-def key_heads(values: Iterable[Sequence[Any]]) -> dict[Key, list[QueuedTask]]:
+def key_heads(values: Iterable[Sequence[Any]]) -> dict[TopicKey, list[QueuedTask]]:
     """Return the first unsent tasks of each key, in order."""
-    found: dict[Key, list[QueuedTask]] = {}
+    found: dict[TopicKey, list[QueuedTask]] = {}
     for topic, key, id, size, is_due, deferred, expired in values:
         due = is_due.bool_value
         waiting = QueuedTask(
@@ -192,7 +192,7 @@ def key_heads(values: Iterable[Sequence[Any]]) -> dict[Key, list[QueuedTask]]:
             deferred=deferred.bool_value,
             expired_before_due=expired.bool_value and not due,
         )
-        found.setdefault(Key(topic.string_value, key.string_value), []).append(waiting)
+        found.setdefault(TopicKey(topic.string_value, key.string_value), []).append(waiting)
     return found
 
 

@@ -20,12 +20,12 @@ from publishworker.types import (
     Candidate,
     Discovery,
     Heartbeat,
-    Key,
     KeyHeads,
     LockedRow,
     PollRequest,
     QueuedTask,
     RowChange,
+    TopicKey,
     Workers,
 )
 
@@ -63,7 +63,7 @@ class Store(Protocol):
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         """Return the seconds until the next task becomes due, 0 if one is due already, or None if none will be."""
 
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Return the first unsent tasks of each key (with its shard), at most `per_key`, in order. Takes no locks."""
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
@@ -141,13 +141,13 @@ class SpannerStore:
         found = self._query_layouts(statements.NEXT_DUE, "outbox-next-due", shards, {"topics": sorted(topics)})
         return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """See Store. In the transaction of a claim, this read would lock index ranges."""
         return self._key_heads(statements.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key)
 
-    def _key_heads(self, statement: str, keys: Mapping[Key, int], **more: int) -> KeyHeads:
+    def _key_heads(self, statement: str, keys: Mapping[TopicKey, int], **more: int) -> KeyHeads:
         """Return the result of a statement for `keys` (each with its shard). It has `more` parameters."""
-        found: dict[Key, list[QueuedTask]] = {}
+        found: dict[TopicKey, list[QueuedTask]] = {}
         for shards in by_layout(keys.values()):
             of_layout = [key for key, shard in keys.items() if shard in shards]
             topics, names = [key.topic for key in of_layout], [key.ordering_key for key in of_layout]

@@ -20,7 +20,7 @@ from google.pubsub_v1.types import PubsubMessage
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.channels import channel
 from outbox.program.pubsub import emulator_host, open_pubsub
-from outbox.program.values import plain
+from outbox.program.values import plain, topic_name
 from outbox.table.controls import NO_CONTROLS, TopicControls, problems
 from outbox.table.statements import at_now
 from outbox.table.states import NEVER
@@ -28,7 +28,6 @@ from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
 from publishworker.process.settings import RelaySettings
 from publishworker.pubsub.errors import FailureKind, failure_kind
-from publishworker.pubsub.messages import topic_name
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.metrics import Metrics

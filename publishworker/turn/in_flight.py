@@ -15,7 +15,7 @@ from publishworker.delivery.kinds import Deferral, MarkFirst
 from publishworker.delivery.tools import Tools
 from publishworker.host import Queue, Thread
 from publishworker.telemetry.reporter import Reporter
-from publishworker.types import Key
+from publishworker.types import TopicKey
 
 #: A worker has two stall detectors: its heartbeat file shows a loop that hangs, and this limit a batch that hangs, also
 #: where nothing checks the file. A batch that has begun no transaction for this many seconds is stuck. A transaction,
@@ -152,7 +152,7 @@ class InFlight:
         """Return the number of batches that only defer tasks."""
         return sum(claim.kind is Kind.DEFER for claim in self.unreported)
 
-    def busy_keys(self) -> frozenset[Key]:
+    def busy_keys(self) -> frozenset[TopicKey]:
         """Return the keys that no other batch may claim now. A deferring batch that only marks again needs none."""
         claims = (
             entry.delivery.claim.part(entry.delivery.unmarked) if entry.reported else entry.delivery.claim

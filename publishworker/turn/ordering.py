@@ -17,7 +17,7 @@ from publishworker.log import ThrottledLog
 from publishworker.spanner.store import Store
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.poller import ReadSize
-from publishworker.types import Candidate, Key, QueuedTask
+from publishworker.types import Candidate, QueuedTask, TopicKey
 
 #: Max rows, roughly, of one read of key heads. If very many keys have many tasks, their prefixes become shorter.
 MAX_KEY_HEAD_ROWS = 5_000
@@ -53,16 +53,16 @@ class Ordering:
         self._throttled_log = ThrottledLog(host.clock)
         self._read_size = ReadSize(MAX_KEYS)
 
-    def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[Key]) -> ResolvedKeys:
+    def resolve(self, candidates: Sequence[Candidate], in_flight: frozenset[TopicKey]) -> ResolvedKeys:
         """Replace the tasks of each ordering key by its sendable prefix, and keep tasks without a key.
 
         Keys with tasks in flight are skipped. Raises StoreError.
         """
         unordered = [each for each in candidates if each.ordering_key is None]
-        by_key: dict[Key, list[Candidate]] = {}
+        by_key: dict[TopicKey, list[Candidate]] = {}
         for each in candidates:
             if each.ordering_key is not None:
-                by_key.setdefault(Key(each.topic, each.ordering_key), []).append(each)
+                by_key.setdefault(TopicKey(each.topic, each.ordering_key), []).append(each)
         keys = {key: tasks for key, tasks in by_key.items() if key not in in_flight}
         # A later poll reads the keys that are not chosen.
         if len(keys) > self._read_size.limit:
@@ -86,13 +86,13 @@ class Ordering:
                 deferrals += _deferrals(key, queue, tasks, self._limits)
         return ResolvedKeys(unordered + prefixes, deferrals, left_out)
 
-    def _read(self, keys: Mapping[Key, int], wanted: int) -> dict[Key, list[QueuedTask]]:
+    def _read(self, keys: Mapping[TopicKey, int], wanted: int) -> dict[TopicKey, list[QueuedTask]]:
         """Return at least the first `wanted` unsent tasks of each key, without tasks that expired before they were due.
 
         A key that begins with more expired tasks than a worker can read is logged and stays blocked.
         """
         rows = wanted
-        heads: dict[Key, list[QueuedTask]] = {}
+        heads: dict[TopicKey, list[QueuedTask]] = {}
         while keys:
             with self._read_size.reading(len(keys)):
                 found = self._store.key_heads(keys, rows, skip_dead=self._skip_dead)
@@ -140,7 +140,9 @@ def _candidate(tasks: Sequence[Candidate], prefix: Sequence[QueuedTask], followi
     return most_urgent._replace(id=first, bytes=size, behind=tuple(behind), releases=releases)
 
 
-def _deferrals(key: Key, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits) -> Iterator[Claim]:
+def _deferrals(
+    key: TopicKey, queue: Sequence[QueuedTask], tasks: Sequence[Candidate], limits: Limits
+) -> Iterator[Claim]:
     """Return claims that defer the tasks behind the head of a key, as far as the poll has read them.
 
     Each claim begins with the head, and then the first and the last task behind it that was read. The deferrals of

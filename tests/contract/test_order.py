@@ -8,14 +8,14 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.spanner import emulator
-from publishworker.types import Deferred, Key, LockedRow, QueuedTask
+from publishworker.types import Deferred, LockedRow, QueuedTask, TopicKey
 from tests.support.fakes import serialized
 from tests.support.store_harness import Harness, poll_ids
 
 PAST = datetime(2020, 1, 1, tzinfo=UTC)
 FUTURE = datetime(2090, 1, 1, tzinfo=UTC)
 FIRST = datetime(2025, 1, 1, tzinfo=UTC)
-KEY = Key("orders", "k")
+KEY = TopicKey("orders", "k")
 DEFERRED = {"blocked_by": "x"}
 
 
@@ -47,8 +47,10 @@ def test_only_the_requested_keys_are_read(harness: Harness) -> None:
     harness.insert("other-key", ordering_key="K", created_at=FIRST)
     harness.insert("loose", created_at=FIRST)
     size = len(serialized())
-    invoices = Key("invoices", "k")
-    key_heads = harness.store.key_heads(harness.with_shards(KEY, invoices, Key("orders", "none")), 10, skip_dead=False)
+    invoices = TopicKey("invoices", "k")
+    key_heads = harness.store.key_heads(
+        harness.with_shards(KEY, invoices, TopicKey("orders", "none")), 10, skip_dead=False
+    )
     assert {key: list(ids) for key, ids in key_heads.items() if ids} == {
         KEY: [QueuedTask("a", size, sendable=True)],
         invoices: [QueuedTask("other-topic", size, sendable=True)],
@@ -57,7 +59,7 @@ def test_only_the_requested_keys_are_read(harness: Harness) -> None:
 
 def test_many_keys_are_read_as_if_one_by_one(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read whole, or one by one where they have more tasks than that. A read that was cut off is never used."""
-    keys = [Key(topic, key) for topic in ("orders", "invoices") for key in "klmn"]
+    keys = [TopicKey(topic, key) for topic in ("orders", "invoices") for key in "klmn"]
     for n in range(3):
         for number, key in enumerate(keys):
             dead = {"available_at": NEVER, "attempts": 1} if n == 0 and number % 2 else {}

@@ -13,7 +13,7 @@ import pytest
 from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.types import Discovery, Heartbeat, Key, Workers
+from publishworker.types import Discovery, Heartbeat, TopicKey, Workers
 from tests.support.fakes import serialized
 from tests.support.parts import poll_request
 from tests.support.store_harness import Harness, poll_ids
@@ -146,7 +146,7 @@ def test_every_task_is_in_every_layout(own_harness: Harness) -> None:
         assert harness.store.discover(tuple(shards), ()).topics == {"orders"}
         assert harness.store.seconds_until_due(tuple(shards), ["orders"]) == 0
         [head] = [each for each in found if each.ordering_key]
-        key = Key("orders", "key")
+        key = TopicKey("orders", "key")
         assert [each.id for each in harness.store.key_heads({key: head.shard}, 5, skip_dead=False)[key]] == ["d"]
 
 

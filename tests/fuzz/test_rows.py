@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPubsubMessage, parsed
+from outbox.program.values import topic_name
 from outbox.table.states import NEVER
-from publishworker.pubsub.messages import topic_filter, topic_name
+from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import PubSubPublisher
 from tests.fuzz.conftest import Check
 from tests.simulation.pubsub import Refused

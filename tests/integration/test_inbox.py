@@ -150,7 +150,7 @@ def test_a_thread_recovers_from_a_session_that_was_refused(
 def test_an_outage_costs_no_cpu(emulators: Emulators, bank: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client itself would repeat the first read of a transaction without a pause."""
     monkeypatch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "true")  # the client's default
-    monkeypatch.setattr(transactions, "READ_SECONDS", 2.0)
+    monkeypatch.setattr(transactions, "IN_TRANSACTION_SECONDS", 2.0)
     with Proxy(emulators.spanner_host) as proxy:
         ours = client(proxy.address).instance(INSTANCE).database(bank.database_id)
         receive = inbox.Handler(ours, consumer="billing", **FAST)(lambda *_: None)

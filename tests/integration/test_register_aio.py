@@ -78,7 +78,7 @@ def test_an_outage_ends_a_call(
     run: Callable[..., Any], emulators: Emulators, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]
 ) -> None:
     """The client itself would repeat the request for ever, without a pause."""
-    monkeypatch.setattr(aio, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(aio, "IN_TRANSACTION_SECONDS", 1.0)
     with Proxy(emulators.spanner_host) as proxy:
         monkeypatch.setenv("SPANNER_EMULATOR_HOST", proxy.address)
 

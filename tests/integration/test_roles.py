@@ -19,7 +19,7 @@ from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import NEVER, STATES
 from publishworker.spanner.unsent import UnsentTasks
-from publishworker.types import Deferred, Heartbeat, Key, NotSent, Published
+from publishworker.types import Deferred, Heartbeat, NotSent, Published, TopicKey
 from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
@@ -59,7 +59,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     store = real.Store(ours, schema.layout(ours))
     store.poll(poll_request("orders", per_range=9, due=True, below_priority=0))
     store.discover(range(10), ())
-    store.key_heads({Key("orders", "k"): 0}, 9, skip_dead=True)
+    store.key_heads({TopicKey("orders", "k"): 0}, 9, skip_dead=True)
 
     recorded = NotSent(1, NEVER, None, "error")
     marks = {

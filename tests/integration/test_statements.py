@@ -21,7 +21,7 @@ from outbox.table.statements import IN_ORDER_ORDER, TO_SEND_ORDER
 from outbox.table.states import STATES, UNSENT
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
-from publishworker.types import Key
+from publishworker.types import TopicKey
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
 from tests.support.spanner import place, record_requests
@@ -62,7 +62,7 @@ def statements(database: Database) -> list[str]:
             store.poll(poll_request("orders", due=due, below_priority=below_priority))
     store.discover(range(10), {"orders"})
     UnsentTasks(store).any_to_send()
-    store.key_heads({Key("orders", "k"): 3}, 10, skip_dead=True)
+    store.key_heads({TopicKey("orders", "k"): 3}, 10, skip_dead=True)
     store.claim(["sent"], lambda _rows, _now: {})
     backlog.read(table), backlog.oldest_ages(table), operations.latest(table, 5)
     operations.latest(table, 5, operation="retry", topic="orders", principal="jane")

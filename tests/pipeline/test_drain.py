@@ -27,7 +27,7 @@ from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.drain import job
-from outbox_pipeline.jobs.drain.job import Drained
+from outbox_pipeline.jobs.drain.job import DrainSummary
 from outbox_pipeline.settings import AuditSettings
 from publishworker.process import exits
 from publishworker.process.app import open_store
@@ -266,7 +266,7 @@ def test_no_task_is_lost_if_executors_are_killed_next_to_live_workers(  # noqa: 
         assert len(killed) >= 2
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        done: Drained = running.result(120)
+        done: DrainSummary = running.result(120)
         eventually(lambda: not unsent(database), seconds=30, message="the workers have ended what they had begun")
     received = subscription.drain(0.5)
     came = ids_of(received)

@@ -25,7 +25,7 @@ from outbox.table import ddl
 from outbox.table.states import NEVER
 from outbox_pipeline import cli, task_id
 from outbox_pipeline.jobs.audit.transforms import FLAWS, OUT_OF_ORDER, STATES
-from outbox_pipeline.jobs.drain.job import Drained
+from outbox_pipeline.jobs.drain.job import DrainSummary
 from tests.support import spanner
 from tests.support.avro import avro_message, write_avro
 from tests.support.fakes import serialized
@@ -111,7 +111,7 @@ def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub):
     assert unsent(shop) == []
     counted = (PAGES / "drain.md").read_text(encoding="utf-8").partition("## Counts")[2]
     named = [name for line in counted.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line)]
-    assert {*named, "seconds"} >= {field.name for field in dataclasses.fields(Drained)}
+    assert {*named, "seconds"} >= {field.name for field in dataclasses.fields(DrainSummary)}
 
 
 def test_the_pages_of_the_archive_and_of_replaying(shop: Database, here: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,7 +12,7 @@ from outbox.table.states import first_due
 from publishworker.delivery.marking import MAX_MARKING_SECONDS
 from publishworker.delivery.rules import CHECK_SECONDS
 from publishworker.pubsub.errors import FailureKind, failure_kind
-from publishworker.types import Deferred, Key, LockedRow, NotSent, Published, RowChange, Version
+from publishworker.types import Deferred, LockedRow, NotSent, Published, RowChange, TopicKey, Version
 from tests.simulation.clockwork import Clockwork, Process
 from tests.support.fakes import serialized
 
@@ -79,9 +79,9 @@ class Audit:
     _unfit: dict[tuple[Process, str], str] = field(default_factory=dict)
     _acknowledged: dict[tuple[Process, str], tuple[float, Version]] = field(default_factory=dict)
     #: The deferred first task of each key, with the time since which it is so.
-    _deferred: dict[Key, tuple[str, float]] = field(default_factory=dict)
+    _deferred: dict[TopicKey, tuple[str, float]] = field(default_factory=dict)
     #: When an operator last deleted a task of the key. Nothing then releases the tasks behind it.
-    _deleted_at: dict[Key, float] = field(default_factory=dict)
+    _deleted_at: dict[TopicKey, float] = field(default_factory=dict)
     #: When each paused topic was paused.
     _paused_at: dict[str, float] = field(default_factory=dict)
     #: When the route of each topic was last changed, and where its messages go since. None: nowhere.
@@ -143,7 +143,7 @@ class Audit:
     def deleted(self, id: str) -> None:
         """An operator has deleted a dead task."""
         self.mended(id)
-        self._deleted_at[Key(self.tasks[id].topic, self.tasks[id].key)] = self.clockwork.now
+        self._deleted_at[TopicKey(self.tasks[id].topic, self.tasks[id].key)] = self.clockwork.now
         self.tasks[id].excused = True
         self.tasks[id].received += 1  # nothing is owed any more
 
@@ -251,7 +251,7 @@ class Audit:
             if max(task.at, task.reset_at) - changed_at > PAUSE_SECONDS and topic != destination:
                 self.problem(f"{id} was published to {topic}, long after {task.topic} was routed to {destination}")
 
-    def heads(self, deferred: Mapping[Key, str]) -> None:
+    def heads(self, deferred: Mapping[TopicKey, str]) -> None:
         """The first unsent task of these keys is deferred. No task blocks it, so this must end within a few turns."""
         now = self.clockwork.now
         for key, id in deferred.items():

@@ -17,7 +17,7 @@ from outbox.table.layouts import Layout
 from publishworker.spanner import store as product
 from publishworker.spanner.errors import NotWritten, StoreError, TimedOut
 from publishworker.spanner.store import Decide
-from publishworker.types import Candidate, Discovery, Heartbeat, Key, KeyHeads, PollRequest, RowChange
+from publishworker.types import Candidate, Discovery, Heartbeat, KeyHeads, PollRequest, RowChange, TopicKey
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process
 from tests.simulation.table import Table
@@ -313,7 +313,7 @@ class Connection:
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         return self._read("next_due", lambda: self._spanner.table.seconds_until_due(shards, topics))
 
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         return self._read("key_heads", lambda: self._spanner.table.key_heads(keys, per_key, skip_dead=skip_dead))
 
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:

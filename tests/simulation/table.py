@@ -9,7 +9,7 @@ from typing import Any
 from sortedcontainers import SortedList
 
 from outbox.table.layouts import Layout
-from publishworker.types import Candidate, Key, KeyHeads, PollRequest, QueuedTask, RowChange
+from publishworker.types import Candidate, KeyHeads, PollRequest, QueuedTask, RowChange, TopicKey
 from tests.simulation.clockwork import Clockwork
 from tests.support.fakes import FakeStore, StoredTask, candidate, place_in_key
 
@@ -22,7 +22,7 @@ class Table(FakeStore):
         self._clockwork, self.epoch, self._last = clockwork, self.now, self.now
         self._ready: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
         self._due: dict[tuple[int, str], SortedList[Any]] = defaultdict(SortedList)
-        self._unsent_of_key: dict[Key, SortedList[Any]] = defaultdict(SortedList)
+        self._unsent_of_key: dict[TopicKey, SortedList[Any]] = defaultdict(SortedList)
         self._unsent_topics: dict[int, Counter[str]] = defaultdict(Counter)
         self.unsent_count = 0
 
@@ -82,7 +82,7 @@ class Table(FakeStore):
             else:
                 change(self._due[place], (row.available_at, -row.priority, row.created_at, row.id))
         if row.ordering_key is not None:
-            change(self._unsent_of_key[Key(row.topic, row.ordering_key)], place_in_key(row))
+            change(self._unsent_of_key[TopicKey(row.topic, row.ordering_key)], place_in_key(row))
         for shard in row.shards:
             self._unsent_topics[shard][row.topic] += number
         self.unsent_count += number
@@ -106,10 +106,10 @@ class Table(FakeStore):
         found = (topic for shard in shards for topic, number in self._unsent_topics[shard].items() if number)
         return frozenset(found).difference(known)
 
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         self.time()
         self.require(keys.values())
-        found: dict[Key, list[QueuedTask]] = {}
+        found: dict[TopicKey, list[QueuedTask]] = {}
         for key in keys:
             rows = (self.rows[id] for _, _, id in self._unsent_of_key[key])
             wanted = (row for row in rows if not (skip_dead and self.is_dead(row)))
@@ -117,7 +117,7 @@ class Table(FakeStore):
                 found[key] = first
         return found
 
-    def deferred_heads(self, *, skip_dead: bool) -> dict[Key, str]:
+    def deferred_heads(self, *, skip_dead: bool) -> dict[TopicKey, str]:
         """Return the keys whose first task that may block is deferred until later, each with this task."""
         now, found = self.time(), {}
         for key, queue in self._unsent_of_key.items():
@@ -133,7 +133,7 @@ class Table(FakeStore):
     def next_of_keys(self, ids: Collection[str]) -> list[str]:
         """Return the tasks that become ready when these are deleted, sorted, as NEXT_OF_KEYS does."""
         now, heads = self.time(), []
-        keys = {Key(row.topic, row.ordering_key) for id in ids if (row := self.rows.get(id)) and row.ordering_key}
+        keys = {TopicKey(row.topic, row.ordering_key) for id in ids if (row := self.rows.get(id)) and row.ordering_key}
         for key in keys:
             rows = (self.rows[id] for _, _, id in self._unsent_of_key[key] if id not in ids)
             others = (

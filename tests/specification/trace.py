@@ -24,12 +24,12 @@ from publishworker.types import (
     Answer,
     Deferred,
     Discovery,
-    Key,
     KeyHeads,
     LockedRow,
     Published,
     QueuedTask,
     RowChange,
+    TopicKey,
     Version,
 )
 from tests.specification.state import DEAD, DEFERRED, READY, RETRYING, SCHEDULED, SENT
@@ -96,7 +96,7 @@ class _Reading:
             self._step("route", routes=self._routes)
         return found
 
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         found = self.untraced.key_heads(keys, per_key, skip_dead=skip_dead)
         for key, tasks in found.items():
             queue = [[each.id, _queued(each)] for each in tasks if not each.expired_before_due]

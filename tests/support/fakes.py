@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.message import RawPubsubMessage
+from outbox.program.values import topic_name
 from outbox.table.controls import NO_CONTROLS, TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.statements import FORGET_WORKER_SECONDS
@@ -28,7 +29,6 @@ from publishworker.types import (
     Discovery,
     Failed,
     Heartbeat,
-    Key,
     KeyHeads,
     LockedRow,
     NotSent,
@@ -36,6 +36,7 @@ from publishworker.types import (
     Published,
     QueuedTask,
     RowChange,
+    TopicKey,
     Workers,
 )
 
@@ -183,12 +184,12 @@ class FakeStore:
         self._answer()
         self.seen_at.pop(worker, None)
 
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         self._answer()
         self.require(keys.values())
-        found: dict[Key, list[QueuedTask]] = {}
+        found: dict[TopicKey, list[QueuedTask]] = {}
         for row in sorted(self._unsent(), key=place_in_key):
-            key = Key(row.topic, row.ordering_key or "")
+            key = TopicKey(row.topic, row.ordering_key or "")
             if keys.get(key) in row.shards and not (skip_dead and self.is_dead(row)):
                 found.setdefault(key, []).append(self.waiting(row))
         return {key: waiting[:per_key] for key, waiting in found.items()}
@@ -311,7 +312,7 @@ class FakePublisher:
 
     def __init__(self, *topics: str, project: str = "test-project") -> None:
         self.project = project
-        self.topics = {messages.topic_name(topic, project) for topic in topics}
+        self.topics = {topic_name(topic, project) for topic in topics}
         self.published: list[tuple[str, str, Any]] = []  # full topic name, task id, message
         #: The ids of each request.
         self.requests: list[list[str]] = []
@@ -331,7 +332,7 @@ class FakePublisher:
     def publish(
         self, topic: str, rows: Sequence[LockedRow], seconds: float, alone: Collection[str] = frozenset()
     ) -> dict[str, Answer]:
-        name = messages.topic_name(topic, self.project)
+        name = topic_name(topic, self.project)
         outcomes: dict[str, Answer] = {}
         stopped: set[str | None] = set()
         with self._lock:

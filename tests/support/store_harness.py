@@ -14,7 +14,7 @@ from outbox.table.controls import COLUMNS, TopicControls
 from outbox.table.ddl import added_layout
 from outbox.table.layouts import Layout
 from publishworker.spanner.store import Store
-from publishworker.types import Key
+from publishworker.types import TopicKey
 from tests.support import real
 from tests.support.fakes import FakeStore, serialized
 from tests.support.parts import poll_request
@@ -31,7 +31,7 @@ class FakeHarness:
     def insert(self, id: str, topic: str = "orders", **columns: Any) -> None:
         self._fake.insert(id, topic, serialized(), **columns)
 
-    def with_shards(self, *keys: Key) -> dict[Key, int]:
+    def with_shards(self, *keys: TopicKey) -> dict[TopicKey, int]:
         return {key: self._fake.shards_of(key.ordering_key)[0] for key in keys}
 
     def column(self, id: str, name: str) -> Any:
@@ -65,7 +65,7 @@ class SpannerHarness:
         named = {name.title().replace("_", ""): value for name, value in row.items()}
         self._insert("AsynchronousTasks", Id=id, Topic=topic, Data=base64.b64encode(serialized()), **named)
 
-    def with_shards(self, *keys: Key) -> dict[Key, int]:
+    def with_shards(self, *keys: TopicKey) -> dict[TopicKey, int]:
         statement = (
             "SELECT ABS(MOD(FARM_FINGERPRINT(of_key), 10)) FROM UNNEST(@keys) AS of_key WITH OFFSET ORDER BY offset"
         )

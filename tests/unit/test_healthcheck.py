@@ -22,7 +22,7 @@ from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.in_flight import StuckBatch
-from publishworker.types import Key
+from publishworker.types import TopicKey
 from tests.support.fakes import Counted
 from tests.support.parts import claim_of, poll_request
 
@@ -58,7 +58,7 @@ def test_each_read_begins_with_a_heartbeat() -> None:
         lambda: store.discover((), ()),
         lambda: store.discover((1,), ("orders",)),
         lambda: store.seconds_until_due((1,), ("orders",)),
-        lambda: store.key_heads({Key("orders", "k"): 1}, 1, skip_dead=False),
+        lambda: store.key_heads({TopicKey("orders", "k"): 1}, 1, skip_dead=False),
         lambda: UnsentTasks(store).any_to_send(),
     ):
         beats.clear()

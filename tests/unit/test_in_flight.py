@@ -13,7 +13,7 @@ from publishworker.host import Host
 from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
 from publishworker.turn.in_flight import MAX_COUNTED_SECONDS, STUCK_SECONDS, Limits, StuckBatch
-from publishworker.types import Key, Next
+from publishworker.types import Next, TopicKey
 from tests.support.parts import claim_of, in_flight_of
 from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
@@ -122,7 +122,7 @@ def test_a_batch_that_marks_its_tasks_again_keeps_its_place_until_it_is_aside(
     assert batches.wait() == ["a", "b"]
     assert (len(running), running.unreported, running.free, running.bytes_in_flight()) == (2, [], 6, 0)
     assert running.ids() == {"task-of-a", "task-of-b"}
-    assert running.busy_keys() == {Key("a", "k"), Key("b", "k")}
+    assert running.busy_keys() == {TopicKey("a", "k"), TopicKey("b", "k")}
     for entry in running._running:
         entry.delivery.needs_place = False
     assert running.free == 7

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from publishworker.delivery.claim import Claim, State
+from publishworker.delivery.claim import Claim, MarkState
 from publishworker.delivery.marking import (
     MAX_ASIDE_PAUSE_SECONDS,
     MAX_MARKING_SECONDS,
@@ -63,7 +63,7 @@ class Batch:
             raise error
         self.marking.committed()
 
-    def state_of(self, _id: str) -> State:
+    def state_of(self, _id: str) -> MarkState:
         return "published"
 
     def settle(self, until: float = float("inf")) -> list[tuple[tuple[str, ...], bool]]:
@@ -170,7 +170,7 @@ def test_what_is_given_up_is_reported_by_its_state() -> None:
     """The worker logs those that will be published again."""
     batch = Batch(*"abcd")
     batch.fails = fail()
-    states: dict[str, State] = {"a": "published", "b": "unpublished", "c": "published", "d": "published"}
+    states: dict[str, MarkState] = {"a": "published", "b": "unpublished", "c": "published", "d": "published"}
     batch.state_of = states.__getitem__  # type: ignore[method-assign]  # one for each task
     batch.marking.shut_down()
     assert {id: each.state for each in batch.mark_retry.run() if each.given_up for id in each.claim.ids} == states

@@ -12,7 +12,7 @@ from publishworker.host import Host
 from publishworker.turn import ordering
 from publishworker.turn.in_flight import Limits
 from publishworker.turn.ordering import MAX_KEY_HEAD_ROWS, Ordering, ResolvedKeys, cut
-from publishworker.types import Key, KeyHeads, Next, QueuedTask
+from publishworker.types import KeyHeads, Next, QueuedTask, TopicKey
 from tests.support.fakes import FakePublisher, FakeStore, serialized
 from tests.support.parts import policy, poll_request, relay_of
 from tests.support.relay_bench import Bench
@@ -29,7 +29,7 @@ class Recording(FakeStore):
                 passed = {"available_at": NEVER, "expires_at": self.now - timedelta(hours=1)} if state == "x" else {}
                 self.insert(f"{key}{n:02}", "orders", ordering_key=key or None, sequence=n, **passed)
 
-    def key_heads(self, keys: Mapping[Key, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
+    def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         self.asked.append(({key.ordering_key for key in keys}, per_key))
         return super().key_heads(keys, per_key, skip_dead=skip_dead)
 
@@ -105,7 +105,7 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     assert (key.task_count, key.bytes, key.releases) == (3, 3 * len(serialized()), None)
     [part] = Ordering(bench.store, Limits(2, 10_000, 2), policy(), Host()).resolve(seen, frozenset()).candidates
     assert (part.behind, part.releases) == (("b",), None)  # the task behind them is not deferred
-    in_flight = frozenset({Key("orders", "k")})
+    in_flight = frozenset({TopicKey("orders", "k")})
     assert ordering.resolve(seen, in_flight) == ResolvedKeys([], left_out=True)
     other = seen[0]._replace(id="other", ordering_key="other")
     assert ordering.resolve([*seen, other], in_flight).left_out

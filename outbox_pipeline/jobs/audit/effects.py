@@ -21,7 +21,7 @@ from outbox_pipeline.jobs.audit.transforms import STATES, Rules
 from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.source.columns import column, times
 from outbox_pipeline.source.parts import BATCH_ROWS, KeyPart, key_parts
-from outbox_pipeline.spanner import CALL_SECONDS, LOW, READ_SECONDS
+from outbox_pipeline.spanner import CALL_SECONDS, LOW, TABLE_SECONDS
 from outbox_pipeline.spark.tasks import parallelism, read_parts
 
 #: A record, without its consumer.
@@ -52,7 +52,7 @@ class Inbox:
             yield from snapshot.read(
                 TABLE, ("TaskId", "ProcessedAt"), part.keys(self.consumer), limit=limit, lazy_decode=True,
                 request_options={"priority": LOW, "request_tag": "outbox-pipeline-inbox"},
-                **retry_and_timeout(READ_SECONDS),
+                **retry_and_timeout(TABLE_SECONDS),
             )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ _log = logging.getLogger("outbox_pipeline")
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class DrainSummary:
     """What the drain's workers did, and which tasks are left, described in docs/pipeline/drain.md.
 
     The counts of a killed executor are missing.
@@ -85,7 +85,7 @@ class Drained:
     seconds: float
 
 
-def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None = None) -> Drained:
+def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None = None) -> DrainSummary:
     """Send until nothing is pending or retrying outside of paused topics, or for `deadline` seconds.
 
     The drain's workers share the shards with all live workers. If tasks are left in their shards, another round
@@ -126,7 +126,7 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
         )  # fmt: skip
     states = {state: of_state[state] for state in (*UNSENT, "paused")}
     seconds = time.monotonic() - begin
-    return Drained(
+    return DrainSummary(
         **counts, rounds=rounds, workers=workers, **states, work_left=work_left, last_error=last_error, seconds=seconds
     )
 

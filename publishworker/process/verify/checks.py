@@ -28,7 +28,7 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
-from publishworker.types import Answer, Failed, Key, LockedRow, PollRequest, Published, RowChange
+from publishworker.types import Answer, Failed, LockedRow, PollRequest, Published, RowChange, TopicKey
 
 PASSED, FAILED, NOT_AVAILABLE = "passed", "failed", "not available"
 #: Batch sizes of the sweep, and tasks that are sent with each.
@@ -133,7 +133,7 @@ def _profiled(scratch: Scratch) -> list[tuple[ExecuteSqlRequest, ResultSetStats]
             )
     store.discover(shards, TOPICS[:2])
     ids = [each.id for each in found][:100]
-    keyed = {Key(each.topic, each.ordering_key): each.shard for each in found if each.ordering_key}
+    keyed = {TopicKey(each.topic, each.ordering_key): each.shard for each in found if each.ordering_key}
     store.key_heads(dict(list(keyed.items())[:20]), 100, skip_dead=False)
     store.claim(ids, lambda _rows, _now: {})
     backlog.read(table), backlog.oldest_ages(table)
