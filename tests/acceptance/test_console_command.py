@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from google.cloud.spanner_v1.database import Database
 
-from outbox.cli import console
+from outbox.console import command as console
 from outbox.console.command import ConsoleSettings
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError

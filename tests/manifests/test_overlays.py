@@ -119,7 +119,7 @@ def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Pa
     given = environment(objects, deployment["spec"]["template"], container(deployment, "console"))
     database = {"OUTBOX_PROJECT": "project", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop"}
     settings = ConsoleSettings.read({}, given)
-    assert (settings.bind, settings.identity, settings.allow_actions) == (("127.0.0.1", 8080), "local", False)
+    assert (settings.bind, settings.identity_header, settings.allow_actions) == (("127.0.0.1", 8080), "", False)
     assert DatabaseSettings.read({}, given | database).database_role == "outbox_viewer"
     page = (K8S.parent / "docs/operations/console.md").read_text()
     [*_, probe] = container(deployment, "console")["livenessProbe"]["exec"]["command"]
