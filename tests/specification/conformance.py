@@ -354,9 +354,13 @@ def _published(s: State) -> set[int]:
 
 @lru_cache(10_000)
 def _later(state: str, times_sent: int) -> frozenset[tuple[str, int]]:
-    """Return what a row can become without a worker."""
+    """Return what a row can become without a worker.
+
+    A replay also restores a sent task that was deleted, with one more TimesSent than before.
+    """
     machine = Protocol((None,), events=dict.fromkeys(spec.EVENTS, 99))
-    unvisited, found = [State((Row(state, times_sent),), (), _LEFT)], set[tuple[str, int]]()
+    rows = [Row(state, times_sent), *([Row(READY, times_sent + 1)] if state == SENT else [])]
+    unvisited, found = [State((row,), (), _LEFT) for row in rows], set[tuple[str, int]]()
     while unvisited:
         s = unvisited.pop()
         if s.rows[0][:2] not in found:
