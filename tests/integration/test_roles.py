@@ -35,11 +35,12 @@ def test_every_statement_is_a_role_or_a_grant_of_existing_objects() -> None:
     tables = " ".join(ddl.statements())
     created: list[str] = []
     for statement in statements(optional=True):
-        if role := re.fullmatch(r"CREATE ROLE (\w+)", statement):
-            created.append(role[1])
+        if creation := re.fullmatch(r"CREATE ROLE (\w+)", statement):
+            created.append(creation[1])
             continue
-        assert statement.rpartition(" ")[2] == created[-1]
-        for (_, table), columns in grants(created[-1], optional=True).items():
+        role = statement.rpartition(" ")[2]
+        assert role in created
+        for (_, table), columns in grants(role, optional=True).items():
             assert f"CREATE TABLE {table} " in tables
             assert all(re.search(rf"\b{column}\b", tables) for column in columns - ALL)
     assert created == [

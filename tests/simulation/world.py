@@ -243,12 +243,19 @@ class World:
         self.audit.set_paused(topic, paused=paused)
 
     def _route(self) -> None:
-        """Route topics, sometimes by SQL to a name that is no topic, and end the routes; at last end all."""
+        """Route topics, also to topics that have tasks, and end the routes; at last end all.
+
+        Sometimes SQL sets a name that is no topic. As the command does, refuse a route whose end is routed.
+        """
         random = Random(f"{self.plan.seed}/route")
         while self.clockwork.now < self.plan.seconds:
             self.clockwork.sleep(random.expovariate(1 / 4))
-            topic = random.choice(self.topics)
-            self.set_route(topic, random.choice([f"{topic}-v2", f"{topic}-v2", f"{topic}-v3", "no topic", None]))
+            topic, other = random.sample(self.topics, 2)
+            to = random.choice([f"{topic}-v2", f"{topic}-v2", f"{topic}-v3", other, "no topic", None])
+            if to != other or (
+                self.destination(other) == other and topic not in map(self.destination, {*self.topics} - {topic})
+            ):
+                self.set_route(topic, to)
         for topic in self.topics:
             self.set_route(topic, None)
 
