@@ -70,7 +70,7 @@ class RetryPolicy:
             "max_attempts": controls.max_attempts,
             "dead_after": controls.dead_after_seconds,
         }
-        return replace(self, **{name: value for name, value in own.items() if value is not None})  # type: ignore[arg-type]
+        return replace(self, **{name: value for name, value in own.items() if value is not None})  # type: ignore[arg-type]  # by name
 
     def failed_attempt(self, row: LockedRow, failure: Failed, now: datetime) -> NotSent:
         """Return the values to write to the row of a task that failed at `now`, the database's time."""

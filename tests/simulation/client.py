@@ -186,12 +186,12 @@ class Work:
 class AsyncWork(Work):
     """The transaction of an AsyncClient: other coroutines run while a request waits for its answer."""
 
-    async def execute_sql(self, sql: str, params: Mapping[str, Any], **_more: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+    async def execute_sql(self, sql: str, params: Mapping[str, Any], **_more: Any) -> AsyncIterator[Any]:  # type: ignore[override]  # as the client's
         answer = self.query(sql, params)
         await _Turn()
         return _each(answer)
 
-    async def read(self, *arguments: Any, **more: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+    async def read(self, *arguments: Any, **more: Any) -> AsyncIterator[Any]:  # type: ignore[override]  # as the client's
         return _each(super().read(*arguments, **more))
 
 
@@ -274,7 +274,7 @@ class Commands(TaskTable):
         #: The states of the tasks under its locks.
         self.states: dict[str, str] = {}
 
-    principal = "operator"  # type: ignore[assignment]  # a property
+    principal = "operator"  # type: ignore[assignment]  # a property there
 
     def now(self) -> datetime:
         return self._spanner.table.time()

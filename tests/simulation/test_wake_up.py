@@ -49,7 +49,7 @@ def waits(seed: int) -> list[float]:
     with quiet(), virtual_readers(clockwork):
         for node in world.nodes:
             stream = reader(world.spanner, records, node.relay.wake)
-            node.stream_works = lambda it=stream: it.works  # type: ignore[misc]
+            node.stream_works = lambda it=stream: it.works  # type: ignore[misc]  # bound to this stream
         for number in range(5):
             clockwork.run(clockwork.now + random.uniform(40.0, 90.0))
             records.set_broken(True)

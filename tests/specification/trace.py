@@ -56,7 +56,7 @@ class Trace:
     def batches_of(self, relay: Relay) -> Relay:
         """Let a relay with such a store note the steps of its batches, too, and return it."""
         in_flight, reporter = relay._in_flight, relay._reporter
-        in_flight._delivery_of = partial(self._delivery_of, in_flight._delivery_of)  # type: ignore[assignment]
+        in_flight._delivery_of = partial(self._delivery_of, in_flight._delivery_of)  # type: ignore[assignment]  # as the real one
         report_later = reporter.report_later
 
         def noted(report: Unmarked | Cancelled) -> None:
@@ -64,7 +64,7 @@ class Trace:
                 self.step("give up", ids=report.claim.ids)  # they are published again, or stay marked
             report_later(report)
 
-        reporter.report_later = noted  # type: ignore[method-assign]
+        reporter.report_later = noted  # type: ignore[method-assign]  # for the trace only
         return relay
 
     def _delivery_of(self, real: partial[Delivery], claim: Claim) -> Delivery:

@@ -144,6 +144,7 @@ def test_a_worker_polls_after_the_time_from_which_each_attempt_reads(database: S
                 database.errors["b"] = error
                 eventually(lambda: not stream.works, seconds=60)
                 database.errors.clear()
+        assert database.starts[-1] in woken
 
 
 def test_a_child_partition_is_read_once_after_all_its_parents_have_ended(database: Scripted) -> None:
