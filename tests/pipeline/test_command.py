@@ -105,7 +105,7 @@ WRONG = (
     ("nothing", 2, "unknown job 'nothing'"),
     ("register --rejects r", 2, "Pass --input"),
     ("register --input in.txt --rejects r", 2, "unknown extension"),
-    ("register --input nowhere.jsonl --rejects r", 1, "Path does not exist"),
+    ("register --input nowhere.jsonl --rejects r", 1, "nowhere.jsonl contains no file. Check the path"),
     ("register --input in.csv --rejects r", 2, "Unknown column 'dat'"),
     ("register --input in.jsonl --rejects r --max-rows-per-second -1", 2, "--max-rows-per-second"),
     ("register --input in.jsonl --rejects r --database not-there", 3, "not-there"),
