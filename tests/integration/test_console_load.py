@@ -28,7 +28,8 @@ from tests.support.statements import scans, unbounded
 ID = "00000000-0000-0000-0000-000000000001"
 FILTERS = ("topic=orders", "key=k", "error=x", "prefix=pen", "since=9d&until=1s", "topic=orders&order=oldest")
 BOUNDED = (
-    "/", "/signed-in", "/topic?name=orders", "/blocked", "/workers", "/operations", f"/operation?id={ID}", "/tasks",
+    "/", "/signed-in", "/topic?name=orders", "/topic/controls?name=orders&rate=5&burst=5", "/blocked",
+    "/workers", "/operations", f"/operation?id={ID}", "/tasks",
     "/task?id=head", "/task?id=keyed", "/search", "/search?q=head", "/search?q=k", "/search?q=pending",
     "/tasks/retry?id=head&id=keyed", "/tasks/cancel?id=head", "/tasks/purge?id=sent0",
     *(f"/tasks?state={state}" for state in STATES),
@@ -36,7 +37,7 @@ BOUNDED = (
 )  # fmt: skip
 #: They read all tasks that match: the person must see the exact number before an action.
 EXACT = (
-    "/topic/route?name=orders&off=1",
+    "/topic/controls?name=orders&unset=route",
     "/tasks/retry?state=dead",
     "/tasks/cancel?state=pending",
     "/tasks/purge?state=sent",
@@ -69,6 +70,8 @@ def browser(database: Database) -> TestClient:
 @pytest.mark.extended
 def test_every_page_is_about_a_bounded_part_of_the_table(database: Database) -> None:
     fill(database)
+    with database.batch() as batch:
+        batch.insert("AsynchronousTaskTopics", ("Topic", "PublishTo"), [("orders", "orders-v2")])
     watched = opened(database)
     requests = record_requests(watched, *CALLS)
     app = console.app(watched, identify=lambda _: "ann", roles=EVERYTHING, allow_actions=True)

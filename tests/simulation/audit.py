@@ -122,6 +122,7 @@ class Audit:
         if task.cancelled_at > began and not task.reset_by_sql:  # docs/pipeline/replay.md
             self.problem(f"{id} was cancelled, and restored by a replay that had begun before")
         task.cancelled_at = -inf
+        self.cancelled_received.discard(id)  # it is a task again, whose messages are expected
         self.reset(id, due)
 
     def mended(self, id: str) -> None:
