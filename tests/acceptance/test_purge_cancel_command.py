@@ -91,21 +91,3 @@ def test_cancel_asks_and_deletes_unsent_tasks_only(outbox: Commands, database: D
     assert "1 task not changed, because the state is sent: sent\n" in done.stderr
     assert "not in the table: missing\n" in done.stderr
     assert table(database) == {"sent": before["sent"]}
-
-
-def test_cancel_by_state_shows_its_counts_first(outbox: Commands, database: Database):
-    """Without a topic those of each topic. A cancel of nothing is no operation."""
-    insert(database, [*[row(state, state) for state in (*UNSENT, "sent")], row("bill", "scheduled", topic="bills")])
-    before = table(database)
-    words = ("cancel", "--state", "scheduled", "--reason", "sent by mail")
-    asked = outbox.here(*words)
-    assert asked.code == 2
-    assert re.search(r"1 +scheduled +bills", asked.stderr)
-    assert "2 tasks (scheduled) will be deleted permanently" in asked.stderr
-    none = outbox.here(*words, "--topic", "none", "--yes")
-    assert (none.code, none.stdout) == (0, "0 tasks deleted\n")
-    assert table(database) == before
-    assert outbox.here(*words, "--topic", "bills", "--yes").code == 0
-    [operation] = outbox.objects("operations", "--json")
-    assert operation["selection"]["topic"] == "bills"
-    assert "sent by mail" in outbox.here("operations").stdout

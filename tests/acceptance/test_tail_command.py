@@ -1,10 +1,8 @@
-"""`outbox tail` as a process: each task that is sent is one line, whichever worker marks it, also after an outage."""
+"""`outbox tail` as a process: each task that is sent is one line, whichever worker marks it."""
 
 import functools
 import json
 import signal
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 
@@ -13,16 +11,13 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from tests.support.commands import HOUR, TRACE, Commands, row
+from tests.support.commands import HOUR, Commands, row
 from tests.support.operations import insert
 from tests.support.processes import Process
-from tests.support.proxy import Proxy
 from tests.support.relays import register, worker
 from tests.support.waiting import eventually
 
 SECONDS = 40.0
-#: Seconds without Spanner: longer than the interval between two reads.
-AWAY_SECONDS = 1.5
 
 
 def mark(database: Database, *ids: str) -> None:
@@ -84,45 +79,6 @@ def test_tail_begins_at_since_and_shows_only_its_topic(emulators: Emulators, dat
     with outbox.started("tail", "--since", "1h", "--topic", "people") as process:
         process.wait_for_text("key key\n")
         assert " people task-1 priority 50, 0 bytes, sent 0.0s after registration, key key\n" in process.stdout
-
-
-def test_tail_prints_the_tasks_of_a_key_in_the_order_in_which_they_were_published(
-    emulators: Emulators, database: Database, topic: str
-):
-    """Of three transactions, the second one with several tasks. One batch sends all, so they share a SentAt."""
-    sent = [id for size in (1, 9, 1) for id in register(database, topic, size, ordering_key="key")]
-    with worker(emulators, database, command="drain") as draining:
-        assert draining.wait(SECONDS) == 0
-    with Commands(emulators, database).started("tail", "--since", "1h", "--json") as process:
-        wait_for(process, sent)
-        assert ids(process) == sent
-        assert len({json.loads(line)["sent_at"] for line in process.stdout.splitlines()}) == 1
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("away", [Proxy.refuse, Proxy.hang])
-def test_an_outage_of_spanner_loses_no_line(emulators: Emulators, database: Database, away: Callable[[Proxy], None]):
-    """Tasks that were sent meanwhile follow when Spanner is available again. One note reports the outage."""
-    insert(database, [row("before"), row("meanwhile"), row("after")])
-    with Proxy(emulators.spanner_host) as proxy:
-        outbox = Commands(emulators, database, proxy.address)
-        with outbox.started("tail", "--json") as process:
-            process.wait_for_text("following from")
-            mark(database, "before")
-            wait_for(process, ["before"])
-            start, accepted = time.monotonic(), proxy.accepted
-            away(proxy)
-            proxy.cut()
-            mark(database, "meanwhile")
-            eventually(lambda: time.monotonic() - start > AWAY_SECONDS, seconds=SECONDS)
-            assert ids(process) == ["before"]
-            proxy.forward()
-            mark(database, "after")
-            wait_for(process, ["before", "meanwhile", "after"])
-            assert proxy.accepted > accepted
-            process.end()
-            assert process.stderr.count("Retrying") <= 1
-            assert TRACE not in process.stderr
 
 
 @pytest.mark.extended

@@ -1,19 +1,17 @@
-"""The pages of the console on the emulator: hostile rows, topic controls, requests of many tabs, and an outage."""
+"""The pages of the console on the emulator: hostile rows, malformed rows, topic controls, forms and the search."""
 
-import concurrent.futures
 import html
 import re
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from google.cloud.spanner_v1 import JsonObject, RequestOptions
+from google.cloud.spanner_v1 import JsonObject
 from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
 from outbox import admin, console
 from outbox.admin.table import TaskTable
-from outbox.console import readings
 from outbox.console.roles import EVERYTHING
 from outbox.devtools.emulators import Emulators
 from outbox.program.terminal import escaped
@@ -23,7 +21,6 @@ from tests.support.console import ORIGIN, SAME
 from tests.support.operations import CALLS, CREATED, FUTURE, PAST, insert, opened, pause, row
 from tests.support.spanner import record_requests
 
-PAGES = ("/", "/topic?name=orders", "/blocked", "/workers", "/search?q=orders")
 #: Texts that a page must show as text: markup, quotes, control characters, and characters that reorder text.
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -238,23 +235,3 @@ def recorded(database: Database) -> tuple[TestClient, list[tuple[str, Any]]]:
     watched = opened(database)
     requests = record_requests(watched, *CALLS)
     return TestClient(console.app(watched), base_url=ORIGIN), requests
-
-
-def test_a_hundred_tabs_cost_what_one_costs(
-    recorded: tuple[TestClient, list[tuple[str, Any]]], database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    insert(database, [row(str(n), AvailableAt=NEVER, LastError="x") for n in range(20)])
-    monkeypatch.setattr(readings, "FRESH_SECONDS", 3_600.0)
-    caller, requests = recorded
-    live = PAGES[:-1]
-    for path in live:
-        caller.get(path)
-    of_one = len(requests)
-    with concurrent.futures.ThreadPoolExecutor(20) as threads:
-        answers = list(threads.map(caller.get, live * 25))
-    assert {answer.status_code for answer in answers} == {200}
-    assert len(requests) == of_one
-    for _, request in requests:
-        options = request.request_options
-        assert options.priority == RequestOptions.Priority.PRIORITY_LOW
-        assert options.request_tag in (console.application.TAG, "outbox-schema")

@@ -39,18 +39,6 @@ def dead(database: Database) -> set[str]:
     return {id for id, columns in rows_of(database).items() if columns["AvailableAt"] == NEVER}
 
 
-def test_a_preview_and_an_operation_are_shown(database: Database, table: TaskTable, jane: TestClient):
-    """The errors of the tasks, the command that does the same, and then the progress."""
-    insert(database, [row(f"a{n}", **DEAD) for n in range(3)])
-    page = jane.get("/tasks/retry?state=dead&topic=orders").text
-    assert "not_found: no topic" in page
-    assert "outbox retry" in page
-    assert len(dead(database)) == 3
-    operation = finished(table, begun(jane, "/tasks/retry?state=dead&topic=orders"))
-    assert "3 of 3 in the preview" in jane.get(f"/operation?id={operation.id}").text
-    assert operation.id in jane.get("/operations").text
-
-
 def test_the_tab_of_a_state_counts_what_it_lists(database: Database, table: TaskTable, jane: TestClient) -> None:
     """Also the tasks of a paused topic, which wait for an operator."""
     insert(database, [row("a"), row("b", Topic="invoices")])

@@ -3,14 +3,13 @@
 import base64
 import contextlib
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import Aborted, NotFound, RetryError, ServiceUnavailable
+from google.api_core.exceptions import Aborted, NotFound, ServiceUnavailable
 from google.cloud.pubsub_v1 import SubscriberClient
 from google.cloud.pubsub_v1.subscriber.futures import StreamingPullFuture
 from google.cloud.spanner_v1 import KeySet
@@ -21,12 +20,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import outbox
 from outbox import inbox
-from outbox.devtools.emulators import Emulators
-from outbox.table import ddl, transactions
+from outbox.table import ddl
 from tests.support.drivers import STACKS, DbApi, aborting
-from tests.support.proxy import Proxy
 from tests.support.pubsub import PubSub
-from tests.support.spanner import INSTANCE, client, fresh_database, query
+from tests.support.spanner import fresh_database, query
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:UserWarning")
@@ -144,30 +141,6 @@ def test_a_thread_recovers_from_a_session_that_was_refused(
     assert receive.process(message(task())) is True
     with pytest.raises(RuntimeError, match="nested"):  # which is still refused
         bank.run_in_transaction(lambda _: receive.process(message(task())))
-
-
-@pytest.mark.extended
-def test_an_outage_costs_no_cpu(emulators: Emulators, bank: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client itself would repeat the first read of a transaction without a pause."""
-    monkeypatch.setenv("GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW", "true")  # the client's default
-    monkeypatch.setattr(transactions, "IN_TRANSACTION_SECONDS", 2.0)
-    with Proxy(emulators.spanner_host) as proxy:
-        ours = client(proxy.address).instance(INSTANCE).database(bank.database_id)
-        receive = inbox.Handler(ours, consumer="billing", **FAST)(lambda *_: None)
-        assert receive.process(message(task())) is True
-        proxy.refuse()
-        begin = time.process_time()
-        with pytest.raises((RetryError, ServiceUnavailable)):
-            receive.process(message(task()))
-        assert time.process_time() - begin < 1
-        proxy.forward()
-
-        def recovered() -> bool:
-            with contextlib.suppress(RetryError, ServiceUnavailable):
-                return receive.process(message(task()))
-            return False
-
-        eventually(recovered, seconds=60)
 
 
 @pytest.mark.parametrize("kind", ["unordered", "ordered", "exactly once"])

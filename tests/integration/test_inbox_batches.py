@@ -1,7 +1,6 @@
 """The inbox with `max_batch` on the emulators: one effect for each task, whatever fails, and few requests."""
 
 import contextlib
-import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,18 +10,15 @@ from typing import Any
 import pytest
 from google.cloud.pubsub_v1 import SubscriberClient
 from google.cloud.pubsub_v1.types import FlowControl
-from google.cloud.spanner_v1 import param_types
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
 
 import outbox
 from outbox import inbox
-from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
-from tests.support.drivers import aborting
 from tests.support.inbox_subscriber import EFFECTS
 from tests.support.pubsub import PubSub
-from tests.support.spanner import INSTANCE, client, fresh_database, query, record_requests
+from tests.support.spanner import fresh_database, query, record_requests
 from tests.support.waiting import eventually
 
 SECONDS = 60.0
@@ -54,12 +50,6 @@ def by_mutation(transaction: Any, task_ids: list[str]) -> None:
     transaction.insert("Effects", ("EffectId", "TaskId"), [(str(uuid.uuid4()), each) for each in task_ids])
 
 
-def by_dml(transaction: Any, task_ids: list[str]) -> None:
-    statement = "INSERT INTO Effects (EffectId, TaskId) SELECT GENERATE_UUID(), id FROM UNNEST(@ids) AS id"
-    of_ids = param_types.Array(param_types.STRING)
-    transaction.execute_update(statement, params={"ids": task_ids}, param_types={"ids": of_ids})
-
-
 def messages(ids: list[str], keys: int = 0) -> list[dict[str, Any]]:
     return [
         {
@@ -80,66 +70,6 @@ def pulling(subscription: str, *callbacks: Callable[[Any], None]) -> Iterator[No
             stack.callback(future.result, SECONDS)
             stack.callback(future.cancel)
         yield
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("write", [by_mutation, by_dml])
-def test_two_subscribers_have_one_effect_for_each_task(
-    emulators: Emulators,
-    shop: Database,
-    pubsub: PubSub,
-    outcomes: Counter[str],
-    write: Callable[[Any, Any], None],
-) -> None:
-    """Each task is sent twice, each first commit is aborted, and every seventh message fails four times."""
-    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(140)]
-    subscription = pubsub.new_subscription(topic)
-    bad, failed, aborted = set(ids[::7]), Counter[str](), set[int]()
-
-    def receiver() -> Callable[[Any], None]:
-        own = client(emulators.spanner_host).instance(INSTANCE).database(shop.database_id)
-
-        @inbox.BatchHandler(own, consumer="billing", max_batch=20, max_delay=0.2, default_retry_delay=0.02)
-        def receive(transaction: Any, messages: Any) -> None:
-            write(transaction, ids_of(messages))
-            if failing := [id for id in ids_of(messages) if id in bad and failed[id] < 4]:
-                failed.update(failing)
-                raise LookupError("four times")
-
-        return receive
-
-    def once(name: str) -> bool:
-        """Abort every second commit of each thread: no transaction commits at its first attempt."""
-        thread = threading.get_ident()
-        if name != "commit":
-            return False
-        aborted.symmetric_difference_update({thread})
-        return thread in aborted
-
-    with aborting(once), pulling(subscription.name, receiver(), receiver()):
-        for _ in range(2):
-            pubsub.publisher.publish(topic=topic, messages=messages(ids))
-        eventually(lambda: outcomes["processed"] == 140 <= outcomes["duplicate"], seconds=SECONDS)
-    assert effects(shop) == dict.fromkeys(ids, 1)
-    assert outcomes["failed"] > 0  # not one for each: an aborted attempt uses up a failure
-
-
-@pytest.mark.extended
-def test_ten_thousand_redeliveries_have_no_second_effect(
-    shop: Database, pubsub: PubSub, outcomes: Counter[str]
-) -> None:
-    """Most batches have each task several times."""
-    topic, ids = pubsub.new_topic(), [str(uuid.uuid4()) for _ in range(50)]
-    subscription = pubsub.new_subscription(topic)
-    receive = inbox.BatchHandler(shop, consumer="billing", default_retry_delay=0.02)(
-        lambda transaction, messages: by_mutation(transaction, ids_of(messages))
-    )
-    for _ in range(10):
-        pubsub.publisher.publish(topic=topic, messages=messages(ids * 20))
-    with pulling(subscription.name, receive):
-        eventually(lambda: outcomes["duplicate"] >= 9_950, seconds=SECONDS)
-    assert outcomes["processed"] == 50
-    assert effects(shop) == dict.fromkeys(ids, 1)
 
 
 def test_a_batch_costs_one_read_and_one_commit(shop: Database, pubsub: PubSub, outcomes: Counter[str]) -> None:

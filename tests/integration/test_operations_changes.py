@@ -35,42 +35,12 @@ STATES: dict[str, dict[str, Any]] = {
 }
 DEFERRED = {"AvailableAt": FUTURE, "BlockedBy": "head"}
 DEAD = {"AvailableAt": NEVER, "Attempts": 9}
-UNSENT: list[dict[str, Any]] = [
-    {}, {"AvailableAt": PAST}, {"AvailableAt": FUTURE}, {"AvailableAt": FUTURE, "Attempts": 2},
-    {"OrderingKey": "k", **DEFERRED}, DEAD,
-]  # fmt: skip
 #: Those that a selection without ids may be of.
 RETRIED = ("dead", "retrying", "sent")
 
 
 def selected(state: str, **more: Any) -> TaskSelection:
     return TaskSelection(state=state, **({"until": datetime.now(UTC)} if state == "sent" else {}) | more)
-
-
-def test_a_task_that_is_dead_or_sent_again_is_not_selected_twice(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """A selection of sent tasks has an end, so later ones are not in it."""
-    monkeypatch.setattr(changes, "CHUNK", 3)
-    for state in RETRIED:
-        names = [f"{state} {n:02}" for n in range(12)]
-        insert(database, [row(name, **STATES[state], OrderingKey="one shard") for name in names])
-        selection = selected(state)
-        done: list[str] = []
-        for outcome in changes.change(table, "retry", selection):
-            done += outcome.changed
-            assert len(done) <= len(names)
-            # The retry's own AvailableAt is later than the selection's end.
-            again = STATES[state] | ({"SentAt": table.now()} if state == "sent" else {})
-            with database.batch() as batch:
-                batch.update("AsynchronousTasks", ("Id", *again), [(id, *again.values()) for id in outcome.changed])
-            if state == "sent":
-                insert(database, [row(f"new {len(done)}", SentAt=table.now(), OrderingKey="one shard")])
-        assert sorted(done) == names
-    with pytest.raises(OutboxError, match="a retry of sent tasks needs `until`"):
-        changes.change(table, "retry", TaskSelection(state="sent"))
-    with pytest.raises(OutboxError, match="retry is for tasks that are dead, sent, retrying, scheduled, not for any"):
-        changed(changes.change(table, "retry", TaskSelection()))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
@@ -20,14 +19,9 @@ from outbox import reading
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached
 from outbox.reading import Position, SentTasks
-from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.spanner.store import SpannerStore
-from publishworker.turn.membership import Membership
-from tests.support.fakes import FakePublisher, serialized
-from tests.support.operations import CREATED, DAY, MICROSECOND, SECOND, insert, opened, row, update
-from tests.support.parts import relay_of
-from tests.support.relays import register
+from tests.support.fakes import serialized
+from tests.support.operations import CREATED, DAY, MICROSECOND, SECOND, insert, row, update
 from tests.support.waiting import eventually
 
 SECONDS = 30.0
@@ -120,45 +114,6 @@ def test_a_reader_returns_tasks_with_their_messages_and_goes_on_where_another_st
 
 def serialized_message() -> Any:
     return PubsubMessage.pb().FromString(serialized())
-
-
-@pytest.mark.extended
-def test_readers_of_concurrent_workers_get_each_task_once_in_order(database: Database, topic: str):
-    """Three workers, and an application that registers meanwhile. One reader restarts after every few tasks."""
-    first = register(database, topic, 30)
-    stop = threading.Event()
-
-    def work(number: int) -> None:
-        store = SpannerStore(opened(database), Layout(10))
-        relay = relay_of(store, FakePublisher(topic), size=3, membership=Membership(store, f"worker {number}"))
-        while not stop.is_set():
-            relay.turn()
-
-    def follow(*, restarts: bool) -> list[outbox.SentTask]:
-        own, found = opened(database), []
-        reader = outbox.reader(own, topic=topic)
-        while len(found) < 60:
-            task = reader.read(timeout=SECONDS)
-            assert task is not None
-            found.append(task)
-            if restarts and len(found) % 7 == 0:
-                reader = outbox.reader(own, since=reader.position, topic=topic)
-        return found
-
-    with ThreadPoolExecutor(6) as pool:
-        workers = [pool.submit(work, number) for number in range(3)]
-        readers = [pool.submit(follow, restarts=restarts) for restarts in (True, False, False)]
-        sent = [*first, *(id for _ in range(6) for id in register(database, topic, 5))]
-        try:
-            found = [each.result() for each in readers]
-        finally:
-            stop.set()
-        for each in workers:
-            each.result()
-    assert found[0] == found[1] == found[2]
-    assert sorted(each.id for each in found[0]) == sorted(sent)
-    assert [each.sent_at for each in found[0]] == sorted(each.sent_at for each in found[0])
-    assert len({each.sent_at for each in found[0]}) < 60  # tasks of a batch share theirs
 
 
 def test_a_task_that_is_sent_again_is_returned_again(database: Database):

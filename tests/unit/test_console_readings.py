@@ -1,9 +1,7 @@
-"""What tabs share: the number of reads in an hour, memory, waiting threads, samples, and the sentence at the top."""
+"""What tabs share: the number of reads in an hour, waiting threads, samples, and the sentence at the top."""
 
-import gc
 import json
 import re
-import sys
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -17,7 +15,6 @@ from outbox.admin.operations import Operation
 from outbox.admin.problems import find
 from outbox.admin.tasks import BlockedHead
 from outbox.admin.workers import TAKE_OVER, Worker, shards_without_worker
-from outbox.console.application import routes
 from outbox.console.readings import (
     FRESH_SECONDS,
     History,
@@ -27,12 +24,11 @@ from outbox.console.readings import (
     sparkline,
     with_sample,
 )
-from outbox.console.visits import _ENVIRONMENT, Visit
+from outbox.console.visits import _ENVIRONMENT
 from outbox.errors import NotReached
 from outbox.program.terminal import counted
 from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
-from tests.support.console import bare_console
 from tests.support.waiting import eventually
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
@@ -158,35 +154,6 @@ def status(**values: Any) -> Status:
         "errors": (), "operations": (), "blocked": (), "reshard": None, "problems": (),
     }  # fmt: skip
     return Status(**usual | values)
-
-
-@pytest.mark.extended
-def test_memory_is_flat_over_an_hour_of_polling() -> None:
-    """Only the last status and SAMPLES are kept. A page is rendered for each poll."""
-    clock = Clock()
-
-    def read(last: Status | None) -> Status:
-        lines = [Line(f"topic {n}", 50, pending=int(clock.now)) for n in range(2)]
-        backlog = Backlog(NOW + timedelta(seconds=clock.now), (), lines)
-        return status(backlog=backlog, history=with_sample(last.history if last else (), backlog))
-
-    shared = Shared(read, clock)
-    visit = Visit(console=bare_console(status=shared), person="ann", roles=frozenset(), path="/")
-    [overview] = [route for route in routes() if route.path == "/"]
-
-    def poll(begin: int, seconds: int) -> int:
-        for clock.now in range(begin, begin + seconds, 5):
-            assert overview.handler(visit).status_code == 200
-        gc.collect()
-        return sys.getallocatedblocks()
-
-    for clock.now in range(0, HOUR, SAMPLE_SECONDS):
-        shared.get()  # until all samples are there
-    before = poll(HOUR, HOUR // 10)
-    assert poll(2 * HOUR, HOUR) - before < 600  # of 720 polls, with what the process does besides
-    last = shared.get().value
-    assert last
-    assert len(last.history) == SAMPLES
 
 
 def test_samples_are_half_a_minute_apart_and_an_hour_old_at_most() -> None:
