@@ -13,9 +13,9 @@ import griffe
 
 from outbox.console.command import ConsoleSettings
 from outbox.program.settings import DatabaseSettings, Field, fields_of
-from outbox_pipeline.settings import ArchiveSettings, AuditSettings, JobSettings, RegisterSettings, ReplaySettings
-from publishworker.process.settings import RelaySettings, WorkerSettings
-from publishworker.pubsub.errors import REASONS, FailureKind, Reason
+from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, JobSettings, RegisterSettings, ReplaySettings
+from publishworker.process.worker_settings import RelaySettings, WorkerSettings
+from publishworker.pubsub.failures import REASONS, FailureKind, Reason
 from publishworker.telemetry.clients import INSTRUMENTS, unit_of
 from publishworker.telemetry.metrics import APPLICATION, METRICS, PIPELINE, Metric
 
@@ -115,7 +115,7 @@ METRICS_OUTRO = """\
 ERRORS_INTRO = """\
 # Errors
 
-<!-- Written by `make docs` from publishworker/pubsub/errors.py. Change that, not this page. -->
+<!-- Written by `make docs` from publishworker/pubsub/failures.py. Change that, not this page. -->
 
 If an attempt to publish a task fails, the worker records a *reason*. This page lists all reasons, and what the
 worker then does. You find the reason at the beginning of `LastError`, in the log, and in the tag `reason` of

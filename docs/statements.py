@@ -17,9 +17,9 @@ one [layout](../operations/upgrade.md#change-the-number-of-shards) of shards has
 
 <!-- Written by `make docs`. Change the modules, not this page. -->"""
 MODULES = {
-    "The relay": "publishworker.spanner.statements",
-    "Workers, applications and operators": "outbox.table.statements",
-    "Operators and readers": "outbox.admin.statements",
+    "The relay": "publishworker.spanner.relay_sql",
+    "Workers, applications and operators": "outbox.table.shared_sql",
+    "Operators and readers": "outbox.admin.operator_sql",
 }
 #: Arguments of the functions that put a statement together, by parameter name.
 EXAMPLES: dict[str, Any] = {

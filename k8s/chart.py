@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from outbox.program.settings import fields_of
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 
 K8S = Path(__file__).parent
 CHART = K8S / "helm"

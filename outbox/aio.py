@@ -14,12 +14,12 @@ from google.api_core.retry import AsyncRetry
 from google.cloud.spanner_v1 import KeySet
 
 from outbox import cancellation
+from outbox.base.values import class_name
 from outbox.message import Message, check_task_id
 from outbox.metrics import count_registered
-from outbox.program.values import class_name
 from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
 from outbox.table.layouts import Layout
-from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
+from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, parameters
 from outbox.table.transact import retry_and_timeout
 from outbox.table.transactions import (
     IN_TRANSACTION_SECONDS,

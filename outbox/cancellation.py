@@ -9,7 +9,7 @@ from outbox.errors import InvalidTransaction
 from outbox.message import check_task_id
 from outbox.registration import TABLE
 from outbox.table.layouts import Layout
-from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
+from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, RELEASED, parameters
 from outbox.table.transact import retry_and_timeout
 from outbox.table.transactions import (
     IN_TRANSACTION_SECONDS,

@@ -14,8 +14,8 @@ from google.pubsub_v1.types import PublishRequest, PubsubMessage
 from proto import Message as ProtoPlusMessage
 
 from outbox import tracing
+from outbox.base.values import TOPIC, class_name, plain
 from outbox.errors import InvalidMessage
-from outbox.program.values import TOPIC, class_name, plain
 
 #: The attribute that carries the task ID to the subscriber.
 TASK_ID_ATTRIBUTE = "asynchronous_task_id"

@@ -4,7 +4,7 @@ import inspect
 import logging
 from typing import Any, Protocol
 
-from outbox.program.values import check_finished, class_name
+from outbox.base.values import check_finished, class_name
 
 _log = logging.getLogger("outbox")
 

@@ -20,14 +20,14 @@ from typing import Any, Self
 from google.cloud.spanner_v1.database import Database
 from google.pubsub_v1.types import PubsubMessage
 
-from outbox.admin import statements
+from outbox.admin import operator_sql
 from outbox.admin.table import SCAN_SECONDS, SCHEMA_OPTIONS, LayoutChanged, TaskTable
+from outbox.base.times import shown
+from outbox.base.values import chunked, in_utc
 from outbox.errors import PositionExpired
 from outbox.message import check_topic, parsed
-from outbox.program.times import shown
-from outbox.program.values import chunked, in_utc
 from outbox.table import schema
-from outbox.table.statements import by_ids
+from outbox.table.shared_sql import by_ids
 
 #: Max tasks of a page (more if they share a SentAt), and max bytes of messages in memory. A larger message is alone.
 PAGE_ROWS, BUFFER_BYTES = 1_000, 8_000_000
@@ -124,10 +124,10 @@ class SentTasks:
         while True:
             values = self._names | {"shards": list(self.table.shards), "after": self.position.sent_at, "limit": limit}
             try:
-                found, read_at = self.table.strong_query(statements.sent_after(self._names), _TAG, values)
+                found, read_at = self.table.strong_query(operator_sql.sent_after(self._names), _TAG, values)
             except LayoutChanged:
                 continue
-            rows = [dict(zip(statements.SENT_COLUMNS, each, strict=True)) for each in found]
+            rows = [dict(zip(operator_sql.SENT_COLUMNS, each, strict=True)) for each in found]
             return sorted(rows, key=Position.of), read_at
 
     def _check_retention(self, read_at: datetime) -> None:

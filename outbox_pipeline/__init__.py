@@ -8,7 +8,7 @@ Needs the extra `spanner-outbox[spark]` and Java 17 or newer.
 
 from typing import TYPE_CHECKING
 
-from outbox.program.lazy import importer
+from outbox.base.lazy import importer
 
 if TYPE_CHECKING:
     from outbox_pipeline.jobs.archive.windows import read_archive

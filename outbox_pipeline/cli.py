@@ -10,21 +10,16 @@ from importlib import import_module
 from typing import Any
 
 from outbox._version import __version__
-from outbox.cli.flags import add_reason
+from outbox.admin.flags import add_reason
+from outbox.base.times import shown
 from outbox.program import logs
 from outbox.program.arguments import Parser
 from outbox.program.settings import Settings, unknown_variables
 from outbox.program.terminal import ended, prepare_streams, say
-from outbox.program.times import shown
-from outbox_pipeline.settings import (
-    ArchiveSettings,
-    AuditSettings,
-    RegisterSettings,
-    ReplaySettings,
-)
+from outbox_pipeline.job_settings import ArchiveSettings, AuditSettings, RegisterSettings, ReplaySettings
 from outbox_pipeline.spark.session import is_submitted
 from publishworker.process.exits import DONE, FAILED, WORK_LEFT
-from publishworker.process.settings import RelaySettings, add_deadline
+from publishworker.process.worker_settings import RelaySettings, add_deadline
 
 #: The counts of results that make a job fail, with the names that the metric has for this.
 _FAILURES = ("rejected", "lost", "not_applied")
@@ -81,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     session.check_packages()
 
     from outbox_pipeline import summary as report  # noqa: PLC0415 - see above
-    from outbox_pipeline.spark.errors import spark_errors  # noqa: PLC0415 - see above
+    from outbox_pipeline.spark.stack_traces import spark_errors  # noqa: PLC0415 - see above
     from publishworker.telemetry.clients import client  # noqa: PLC0415 - half a second, wasted if a flag is wrong
     from publishworker.telemetry.metrics import Metrics  # noqa: PLC0415 - the same
 

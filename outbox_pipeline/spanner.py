@@ -16,11 +16,10 @@ from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
 
 from outbox.admin.table import TaskTable, kept
 from outbox.errors import NotReached, OutboxError
-from outbox.program.settings import DatabaseSettings
-from outbox.program.times import SECONDS
+from outbox.program.settings import SECONDS, DatabaseSettings
 from outbox.registration import TABLE
 from outbox.table.connection import open_database
-from outbox.table.statements import TO_SEND_INDEX
+from outbox.table.shared_sql import TO_SEND_INDEX
 from outbox.table.transact import retry_and_timeout
 
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
+from outbox.base.times import spoken
 from outbox.program.terminal import Escaped, as_json, cell
-from outbox.program.times import spoken
 from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metrics
 
 #: The fields of results that count rows.

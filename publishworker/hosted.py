@@ -5,7 +5,7 @@ from typing import Self
 
 from publishworker.process import exits
 from publishworker.process.app import App, worker_id
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.telemetry.metrics import Metrics
 
 

@@ -246,7 +246,7 @@ class Skipped:
 class Failed:
     """The publish failed, or no request was sent: the task has expired, or its message or topic is invalid.
 
-    `reason` is a name in `pubsub.errors.REASONS`, `error` a text.
+    `reason` is a name in `pubsub.failures.REASONS`, `error` a text.
     """
 
     reason: str

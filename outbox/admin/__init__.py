@@ -6,7 +6,7 @@ and a wrong flag need no client.
 
 from typing import TYPE_CHECKING
 
-from outbox.program.lazy import importer
+from outbox.base.lazy import importer
 
 if TYPE_CHECKING:
     from outbox.admin import (

@@ -10,10 +10,10 @@ from datetime import datetime, timedelta
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
-from outbox.admin import statements
+from outbox.admin import operator_sql
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, read_before
 from outbox.admin.workers import Worker, live
-from outbox.program.values import chunked
+from outbox.base.values import chunked
 from outbox.table.controls import CONTROLS
 from outbox.table.states import UNSENT
 
@@ -188,7 +188,7 @@ def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     reader = _Reader(table, at, "outbox-age", None)
     reader.add_first_ready(ranges_of(table, topics))
-    for statement in (statements.COUNT_DUE, statements.COUNT_LATER):
+    for statement in (operator_sql.COUNT_DUE, operator_sql.COUNT_LATER):
         reader.add(statement, ranges_of(table, topics))
     backlog = Backlog(at, (), list(reader.lines.values()))
     return {topic: backlog.age(line) for topic, line in backlog.topics().items() if line.oldest}
@@ -200,12 +200,12 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     del topics[MAX_TOPICS:]
     ranges = ranges_of(table, topics)
     reader = _Reader(table, at, "outbox-status", limit)
-    reader.add_first_ready(reader.add(statements.COUNT_READY, ranges, "pending"))
-    reader.add(statements.COUNT_DUE, ranges, "pending")
-    reader.add(statements.COUNT_LATER, ranges, "retrying", "scheduled", "blocked")
-    reader.add(statements.COUNT_DEAD, ranges, "dead")
+    reader.add_first_ready(reader.add(operator_sql.COUNT_READY, ranges, "pending"))
+    reader.add(operator_sql.COUNT_DUE, ranges, "pending")
+    reader.add(operator_sql.COUNT_LATER, ranges, "retrying", "scheduled", "blocked")
+    reader.add(operator_sql.COUNT_DEAD, ranges, "dead")
     if of_sent:
-        reader.add(statements.COUNT_SENT, ranges_of(table), "sent_last_minute")
+        reader.add(operator_sql.COUNT_SENT, ranges_of(table), "sent_last_minute")
     lines = sorted(reader.lines.values(), key=lambda line: (line.topic, -line.priority))
     paused = _paused(table, at, reader.tag)
     for line in lines:
@@ -288,7 +288,7 @@ class _Reader:
         """Add the first ready tasks of each priority in these ranges, for the age: they are those registered first."""
         for seeks in range(1, MAX_SEEKS + 1):
             limit = FIRST_READY if seeks < MAX_SEEKS else range_limit(left)
-            rows = _rows(self._query, statements.COUNT_READY, left, limit, now=self.at)
+            rows = _rows(self._query, operator_sql.COUNT_READY, left, limit, now=self.at)
             left = self._add(rows, _full(rows, limit))
 
     def _query(self, statement: str, **values: Any) -> list[list[Any]]:

@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import backlog, error_groups, operations, statements
+from outbox.admin import backlog, error_groups, operations, operator_sql
 from outbox.admin.operations import UNNAMED, Author, Progress
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
+from outbox.base.times import shown
+from outbox.base.values import chunked, counted
 from outbox.errors import OutboxError
-from outbox.program.terminal import counted, escaped
-from outbox.program.times import MOMENT, shown
-from outbox.program.values import chunked
+from outbox.program.settings import MOMENT
+from outbox.program.terminal import escaped
 from outbox.table.ddl import OPERATIONS
-from outbox.table.statements import NEXT_OF_KEYS, RELEASED
+from outbox.table.shared_sql import NEXT_OF_KEYS, RELEASED
 from outbox.table.states import CHANGED, CONDITIONS, STATES, UNSENT
 
 _TABLE = "AsynchronousTasks"
@@ -95,9 +96,9 @@ class TaskSelection:
     @property
     def condition(self) -> str:
         """Return the selection as an SQL condition, without the IDs."""
-        unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({statements.HELD})"
+        unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({operator_sql.HELD})"
         state = (CONDITIONS | {ANY_UNSENT: "SentAt IS NULL"})[self.state] if self.state else unheld
-        return state + statements.narrowed(self.state, self.names)
+        return state + operator_sql.narrowed(self.state, self.names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
     # The range of sent tasks has no topic.
     topics = (None,) if selection.state == "sent" else _topics(table, selection)
     ranges, limit = backlog.ranges_of(table, topics), backlog.NO_LIMIT if exact else None
-    counting = statements.counts_of_state(_state(selection), selection.names)
+    counting = operator_sql.counts_of_state(_state(selection), selection.names)
     counts = [backlog.count(query, each, ranges, limit) for each in counting]
     return Count(sum(row.number for rows, _ in counts for row in rows), any(full for _, full in counts))
 
@@ -189,7 +190,7 @@ def preview(table: TaskTable, selection: TaskSelection) -> Preview:
     selection = _previewed(table, selection)
     if selection.ids is not None:
         return _preview_of_ids(table, selection)
-    statement = statements.grouped(_state(selection), selection.names)
+    statement = operator_sql.grouped(_state(selection), selection.names)
     ranges = {"shards": list(table.shards)} | ({"topics": _topics(table, selection)} if "@topics" in statement else {})
     values = selection.values | ranges | _now(statement, selection) | {"limit": GROUPS}
     groups = table.query(statement, "outbox-count", values, at=selection.as_of, seconds=COUNT_SECONDS)
@@ -210,7 +211,7 @@ def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
 
 def _rows_of_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> Iterator[_Row]:
     """Yield the existing rows of these IDs, as of the selection's `as_of`."""
-    statement = statements.by_ids(selection.condition)
+    statement = operator_sql.by_ids(selection.condition)
     for ids in chunked(wanted, CHUNK):
         values = selection.values | {"ids": ids, "now": selection.as_of}
         yield from (_Row(*row) for row in table.query(statement, "outbox-count", values, at=selection.as_of))
@@ -365,7 +366,7 @@ class _Change:
             progress.check(transaction)
         # Sorted, so that two commands lock the rows in the same order.
         values = self.selection.values | {"ids": sorted(ids)}
-        statement = statements.by_ids(self.selection.condition, lock=True)
+        statement = operator_sql.by_ids(self.selection.condition, lock=True)
         rows = [_as_seen(_Row(*row), seen) for row in transaction.query(statement, values)]
         matching = [row for row in rows if row.matches]
         if matching:
@@ -431,7 +432,7 @@ def _ids_of_shard(
     table: TaskTable, selection: TaskSelection, tag: str, values: dict[str, Any], after: Sequence[str] | None
 ) -> Iterator[tuple[list[str], Sequence[str]]]:
     """Yield the selected IDs of a shard in chunks, each with where the next begins: after an ID, and a SentAt."""
-    statement = statements.next_ids(_state(selection), selection.names)
+    statement = operator_sql.next_ids(_state(selection), selection.names)
     values |= {"after_id": after[0] if after else ""} | _now(statement, selection)
     if selection.state == "sent":
         values |= {"after": datetime.fromisoformat(after[1]) if after else selection.since or _LONG_AGO}

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import statements
+from outbox.admin import operator_sql
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
+from outbox.base.times import shown
 from outbox.errors import OutboxError
-from outbox.program.times import shown
 from outbox.table.ddl import OPERATIONS
 
 #: Max task IDs that the record of a selection contains.
@@ -125,13 +125,13 @@ def latest(
     given = {"operation": operation, "topic": quoted, "principal": principal}
     values = {name: value for name, value in given.items() if value is not None}
     most = {"limit": limit, "ceiling": max(limit, COMPARED) if values else limit}
-    rows = table.query(statements.latest_operations(values), _TAG, values | most, at=at, seconds=SCAN_SECONDS)
+    rows = table.query(operator_sql.latest_operations(values), _TAG, values | most, at=at, seconds=SCAN_SECONDS)
     return [Operation(*row) for row in rows]
 
 
 def operation(table: TaskTable, id: str) -> Operation | None:
     """Return one operation, or None if it does not exist. Raises NotReached, OutboxError."""
-    rows = table.query(statements.OPERATION, _TAG, {"id": id})
+    rows = table.query(operator_sql.OPERATION, _TAG, {"id": id})
     return Operation(*rows[0]) if rows else None
 
 
@@ -141,7 +141,7 @@ def begin(
     """Record a change that starts now, and return its row. Raises NotReached, OutboxError."""
     id = columns.setdefault("OperationId", new_id())
     table.transact(_TAG, lambda writer: record(writer, table, name, selection, author, **columns))
-    [row] = table.query(statements.OPERATION, _TAG, {"id": id})
+    [row] = table.query(operator_sql.OPERATION, _TAG, {"id": id})
     return Operation(*row)
 
 

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import operations, statements
+from outbox.admin import operations, operator_sql
 from outbox.admin.operations import UNNAMED, Author, Operation
 from outbox.admin.table import TaskTable, Transaction
+from outbox.base.times import shown
+from outbox.base.values import counted, listed
 from outbox.errors import OutboxError
-from outbox.program.terminal import counted, listed
-from outbox.program.times import shown
 from outbox.table import ddl, schema
 from outbox.table.layouts import COLUMN, Layout
-from outbox.table.statements import WORKERS
+from outbox.table.shared_sql import WORKERS
 
 #: States of a layout in AsynchronousTaskShards.
 BUILDING, POLLED, RETIRED = "building", "polled", "retired"
@@ -286,13 +286,13 @@ class Resharding:
         """
         try:
             with schema.service_errors(self._table.name):
-                self._table.database.update_ddl(statements).result()
+                self._table.database.update_ddl(operator_sql).result()
         except OutboxError:
             if schema.layouts(self._table.database) == found:
                 raise
 
     def _recorded(self) -> dict[Layout, str]:
-        rows = self._table.query(statements.RECORDED_SHARDS, _TAG)
+        rows = self._table.query(operator_sql.RECORDED_SHARDS, _TAG)
         found = ((Layout.recorded(name, shards), state) for name, shards, state in rows)
         return {layout: state for layout, state in found if layout}
 

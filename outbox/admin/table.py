@@ -12,14 +12,14 @@ from google.api_core.exceptions import FailedPrecondition, InvalidArgument, NotF
 from google.cloud.spanner_v1 import RequestOptions
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import statements
+from outbox.admin import operator_sql
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.program.settings import DatabaseSettings
 from outbox.table import schema
 from outbox.table.connection import open_database
 from outbox.table.controls import CONTROLS
 from outbox.table.layouts import Layout
-from outbox.table.statements import NOW, parameters
+from outbox.table.shared_sql import NOW, parameters
 from outbox.table.transact import PESSIMISTIC, retry_and_timeout, transact
 from outbox.table.transactions import check_database
 
@@ -177,7 +177,7 @@ class TaskTable:
         begin = ""
         while complete_up_to is not None and (count is None or sum(name <= complete_up_to for name in topics) < count):
             values = {"shards": list(self.shards), "from_topic": begin, "limit": TOPIC_ROWS}
-            rows = self.query(statements.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=SCAN_SECONDS)
+            rows = self.query(operator_sql.NEXT_TOPICS, "outbox-topics", values, at=at, seconds=SCAN_SECONDS)
             last, number = dict[int, str](), Counter[int]()
             for shard, topic, tasks in rows:
                 last[shard] = max(topic, last.get(shard, ""))

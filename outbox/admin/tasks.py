@@ -11,14 +11,14 @@ from typing import Any
 
 from google.api_core.datetime_helpers import DatetimeWithNanoseconds
 
-from outbox.admin import error_groups, statements
+from outbox.admin import error_groups, operator_sql
 from outbox.admin.backlog import MAX_TOTAL, Backlog, count, range_limit, ranges_of
 from outbox.admin.changes import CHUNK, TaskSelection
 from outbox.admin.error_groups import ErrorCount
 from outbox.admin.table import SCAN_SECONDS, TaskTable
+from outbox.base.values import chunked
 from outbox.errors import SettingError
 from outbox.message import data_field, parsed
-from outbox.program.values import chunked
 from outbox.table import ddl
 from outbox.table.states import NEVER, UNSENT
 
@@ -153,7 +153,7 @@ def blocked_heads(table: TaskTable, backlog: Backlog, limit: int = 100) -> list[
     topics = [topic for topic, line in backlog.topics().items() if line.blocked]
     reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=backlog.as_of)
     values = {"topics": topics, "ceiling": range_limit(ranges_of(table, backlog.topics())), "limit": limit}
-    rows = reader.query(statements.blocked_heads(", ".join(_COLUMNS)), **values)
+    rows = reader.query(operator_sql.blocked_heads(", ".join(_COLUMNS)), **values)
     return [BlockedHead(id, number, _task(reader.at, row) if row[1] else None) for id, number, *row in rows]
 
 
@@ -176,21 +176,21 @@ class _Reader:
         most = MAX_TOTAL if self.selection.names - {"topic"} else None
         ranges = ranges_of(self.table, topics)
         ceiling = max(self.limit, range_limit(ranges, most))
-        counting = statements.compared(states, self.selection.names)
+        counting = operator_sql.compared(states, self.selection.names)
         counts = (count(self.query, each, ranges, ceiling, **self.selection.values) for each in counting)
         return self.of_ranges(states, topics, ceiling), not any(full for _, full in counts)
 
     def of_ranges(self, states: Sequence[str], topics: Sequence[str], ceiling: int) -> list[Task]:
         """Return unsent tasks, of which at most `ceiling` of a shard, topic and state are compared."""
         names = self.selection.names
-        statement = statements.listed_unsent(states, ", ".join(_COLUMNS), names, newest=self.newest)
+        statement = operator_sql.listed_unsent(states, ", ".join(_COLUMNS), names, newest=self.newest)
         return self._tasks(statement, self.selection.values | {"topics": topics, "ceiling": ceiling})
 
     def sent(self) -> list[Task]:
         """Search growing time windows, because there may be millions of sent tasks."""
         tasks: list[Task] = []
         for window in self._windows():
-            statement = statements.listed_sent(", ".join(_COLUMNS), window.names, newest=self.newest)
+            statement = operator_sql.listed_sent(", ".join(_COLUMNS), window.names, newest=self.newest)
             tasks = self._tasks(statement, window.values)
             if len(tasks) >= self.limit:
                 break
@@ -203,7 +203,7 @@ class _Reader:
             edge = min(until, self.at + timedelta(seconds=1))
             parts = [(max(since, edge - window), until) for window in WINDOWS]
         else:
-            first = [sent_at for (sent_at,) in self.query(statements.FIRST_SENT)]
+            first = [sent_at for (sent_at,) in self.query(operator_sql.FIRST_SENT)]
             since = max(since, self.position.time, min(first, default=_LONG_AGO))
             parts = [(since, min(until, since + window)) for window in WINDOWS]
         for part in dict.fromkeys([*parts, (since, until)]):
@@ -271,7 +271,7 @@ def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dic
     """Return the IDs of the first `limit` tasks that begin with each of `prefixes`, sorted, if there are any."""
     matches: dict[str, list[str]] = defaultdict(list)
     for ids in chunked(prefixes, CHUNK):
-        for prefix, id in table.query(statements.BEGINNING_WITH, "outbox-show", {"ids": list(ids), "limit": limit}):
+        for prefix, id in table.query(operator_sql.BEGINNING_WITH, "outbox-show", {"ids": list(ids), "limit": limit}):
             matches[prefix].append(id)
     return {prefix: sorted(ids) for prefix, ids in matches.items()}
 
@@ -279,7 +279,7 @@ def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dic
 def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
     """Return one task with all columns, or None if it does not exist. `Data` is bytes, and missing without `data`."""
     names = [name for name in _ALL_COLUMNS if data or name != "Data"]
-    rows = table.query(statements.task(", ".join(names)), "outbox-show", {"id": id})
+    rows = table.query(operator_sql.task(", ".join(names)), "outbox-show", {"id": id})
     if not rows:
         return None
     as_of, state, *values = rows[0]
@@ -297,7 +297,7 @@ def excerpt(table: TaskTable, task: Task) -> tuple[Mapping[str, str], bytes, int
     """
     if task.columns["Bytes"] <= 2 * END_BYTES:
         return None
-    rows = table.query(statements.ENDS, "outbox-show", {"id": task.columns["Id"], "limit": END_BYTES})
+    rows = table.query(operator_sql.ENDS, "outbox-show", {"id": task.columns["Id"], "limit": END_BYTES})
     head, tail, size = (b64decode(rows[0][0]), b64decode(rows[0][1]), rows[0][2]) if rows else (b"", b"", 0)
     length, begin = data_field(head)
     left = size - begin - length

@@ -10,15 +10,14 @@ from typing import Any, TypeAlias
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import changes, operations, statements
+from outbox.admin import changes, operations, operator_sql
 from outbox.admin.backlog import COUNT_LIMIT, count, ranges_of
 from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.admin.workers import Worker, cut_retry
+from outbox.base.values import listed, topic_name
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import PubSubSettings, did_you_mean
-from outbox.program.terminal import listed
-from outbox.program.values import topic_name
 from outbox.table.controls import COLUMNS, CONTROLS, FIELDS, NO_CONTROLS, TABLE, TopicControls, described, problems
 
 _TAG = "outbox-topics"
@@ -37,7 +36,7 @@ def controls(table: TaskTable) -> dict[str, TopicControls]:
 def waiting(table: TaskTable, topics: Iterable[str]) -> set[str]:
     """Return the `topics` that have an unsent task: ready, due, scheduled or dead."""
     values = {"topics": list(topics), "shards": list(table.shards)}
-    return {topic for (topic,) in table.query(statements.TOPICS_WITH_UNSENT, _TAG, values)}
+    return {topic for (topic,) in table.query(operator_sql.TOPICS_WITH_UNSENT, _TAG, values)}
 
 
 def sent_lately(table: TaskTable) -> set[str]:
@@ -47,7 +46,7 @@ def sent_lately(table: TaskTable) -> set[str]:
     def query(statement: str, **values: Any) -> list[list[Any]]:
         return table.query(statement, _TAG, values | {"now": now}, seconds=SCAN_SECONDS)
 
-    rows, _ = count(query, statements.COUNT_SENT, ranges_of(table), COUNT_LIMIT)
+    rows, _ = count(query, operator_sql.COUNT_SENT, ranges_of(table), COUNT_LIMIT)
     return {row.topic for row in rows}
 
 

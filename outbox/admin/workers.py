@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from outbox.admin import statements
+from outbox.admin import operator_sql
 from outbox.admin.reshard import POLLED
 from outbox.admin.table import TaskTable, read_before
 from outbox.table.layouts import MAX_SHARDS, Layout
@@ -95,7 +95,7 @@ class TopicCircuit:
 
 def live(table: TaskTable, at: datetime) -> list[Worker]:
     """Return the live workers at a time, by ID."""
-    rows = table.query(statements.WORKERS_AT, _TAG, {"now": at}, at=at)
+    rows = table.query(operator_sql.WORKERS_AT, _TAG, {"now": at}, at=at)
     return sorted(
         (
             Worker(id, age / 1000, started_at, seen_at, _parsed(info))
@@ -137,7 +137,7 @@ def shards_without_worker(table: TaskTable, workers: Sequence[Worker], at: datet
     workers = [*workers, *read_before(at, TAKE_OVER, lambda before: live(table, before))]
     if any(not worker.info or worker.number("shards_left_out") or worker.is_starting for worker in workers):
         return None
-    rows = table.query(statements.RECORDED_SHARDS, _TAG)
+    rows = table.query(operator_sql.RECORDED_SHARDS, _TAG)
     recorded = [Layout.recorded(column, shards) for column, shards, state in rows if state == POLLED]
     polled = {id for worker in workers for id in worker.shards}
     return [id for layout in filter(None, recorded or [table.layout]) for id in layout.ids if id not in polled]

@@ -8,27 +8,25 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from outbox._version import __version__
+from outbox.admin import flags
+from outbox.base.lazy import need
 from outbox.cli import (
-    changes,
-    emulators,
-    flags,
-    operations,
-    output,
-    schema,
-    status,
-    tasks,
-    topics,
-    workers,
+    change_commands,
+    emulators_command,
+    operation_commands,
+    schema_commands,
+    status_command,
+    task_commands,
+    topic_commands,
+    worker_commands,
 )
+from outbox.console import command as console_command
+from outbox.program import output
 from outbox.program.arguments import Parser
-from outbox.program.lazy import need
 from outbox.program.settings import one_of, unknown_variables
 from outbox.program.terminal import Escaped, ended, prepare_streams, say
-
-COMMANDS = (emulators, schema, status, tasks, changes, topics, workers, operations)
 
 COMPLETION_DESCRIPTION = """\
 Print a script that completes the commands and flags of `outbox`. It needs the extra
@@ -63,7 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spanner-outbox {__version__}")
     parser.set_defaults(run=_help, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for module in (*COMMANDS, import_module("outbox.console.command")):  # the console is a room above this one
+    for module in (
+        emulators_command, schema_commands, status_command, task_commands, change_commands, topic_commands,
+        worker_commands, operation_commands, console_command,
+    ):  # fmt: skip
         module.add(commands)
     title = "print a completion script for bash, zsh or fish"
     completing = flags.command(commands, "completion", title, COMPLETION_DESCRIPTION, _complete)

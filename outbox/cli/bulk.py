@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from outbox import admin
-from outbox.cli.output import named, note
-from outbox.errors import OutboxError, SettingError
+from outbox.base.values import counted
+from outbox.errors import OutboxError
+from outbox.program.output import named, note
 from outbox.program.signals import handled
-from outbox.program.terminal import counted, say
 
 #: The commands ask for confirmation above this number of tasks.
 CONFIRM_ABOVE = 1_000
@@ -43,17 +43,6 @@ class Report:
         if self.missing:
             note(f"{counted(len(self.missing), 'task')} not in the table: {named(self.missing)}")
         return 1 if self.missing or set(self.unchanged.values()) - set(reasons) else 0
-
-
-def confirm(question: str, *, yes: bool) -> None:
-    """Return if `yes`, or if the user confirms at the terminal. Raises SettingError, OutboxError."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise SettingError(f"Not a terminal. Pass --yes to confirm: {question} Nothing was changed")
-    say(f"{question} [y/N] ", stream=sys.stderr, end="")
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise OutboxError("not confirmed. Nothing was changed")
 
 
 def carry_out(

@@ -29,12 +29,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
+from outbox.base.values import counted
 from outbox.console.identity import Identify
 from outbox.console.roles import Role, Roles
 from outbox.console.visits import Console, Refused, Route, Visit, Work, answer
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import host_name
-from outbox.program.terminal import counted
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

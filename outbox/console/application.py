@@ -9,7 +9,7 @@ from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from outbox.admin.table import TaskTable
-from outbox.console import operations, tasks, topic
+from outbox.console import operation_pages, task_pages, topic
 from outbox.console.access import Access
 from outbox.console.arguments import DOCS_URL, HOSTS, PATH, TEXT
 from outbox.console.identity import Identify
@@ -76,11 +76,11 @@ def app(
 
 def routes() -> list[Route]:
     """Return all routes of the console."""
-    figures = {path: partial(render, template=name, actions=operations.ACTIONS) for path, name in FIGURES.items()}
+    figures = {path: partial(render, template=name, actions=operation_pages.ACTIONS) for path, name in FIGURES.items()}
     pages = [Route(path, handler, work=Work.LIGHT) for path, handler in figures.items()]
     # A page asks for it before it sends a form: a proxy in front may have ended the session of the person.
     signed_in = Route("/signed-in", lambda _visit: PlainTextResponse("ok\n"), work=Work.LIGHT)
-    found = [signed_in, *pages, *(route for module in (topic, tasks, operations) for route in module.ROUTES)]
+    found = [signed_in, *pages, *(route for module in (topic, task_pages, operation_pages) for route in module.ROUTES)]
     answered = {route.path for route in found if route.method == "GET"}
     forms = [route for route in found if route.page and route.path not in answered]
     # The address of a refused form, or of one that a proxy has interrupted by its login, is opened again.

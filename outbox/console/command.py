@@ -8,12 +8,12 @@ import socket
 from typing import Any
 
 from outbox import console
-from outbox.cli import flags
-from outbox.cli.output import note
+from outbox.admin import flags
+from outbox.base.lazy import need
 from outbox.console.arguments import DOCS_URL, HEADER, HOSTS, NETWORKS, PATH, TEXT
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
-from outbox.program.lazy import need
+from outbox.program.output import note
 from outbox.program.settings import (
     SWITCH,
     DatabaseSettings,

@@ -5,8 +5,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from outbox.base.values import json_value
 from outbox.errors import SettingError
-from outbox.program.values import json_value
 
 
 class Role(enum.StrEnum):

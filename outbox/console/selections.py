@@ -5,12 +5,12 @@ from typing import Any
 
 from starlette.datastructures import QueryParams
 
+from outbox.admin import flags
 from outbox.admin.changes import TaskSelection
-from outbox.cli import flags
+from outbox.base.times import shown
 from outbox.console.visits import Refused, Visit, checked
 from outbox.errors import SettingError
-from outbox.program.settings import matching, one_of
-from outbox.program.times import MOMENT, resolved, shown
+from outbox.program.settings import MOMENT, matching, one_of, resolved
 from outbox.table.states import STATES
 
 #: The texts of a filter: the name in the address, the field of a TaskSelection, and its allowed values.

@@ -8,10 +8,11 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from outbox import admin
+from outbox.base.times import shown
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
 from outbox.errors import SettingError
-from outbox.program.times import MOMENT, shown
+from outbox.program.settings import MOMENT
 from outbox.table.controls import NAMES, VALUES, described
 
 #: A worker reads the topic controls at least this often.

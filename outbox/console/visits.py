@@ -26,17 +26,18 @@ from starlette.datastructures import QueryParams
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from outbox import admin
+from outbox.admin.flags import TEXT, command_line
 from outbox.admin.operations import Author, Operation
 from outbox.admin.table import TaskTable
 from outbox.admin.workers import runs
-from outbox.cli.flags import TEXT, command_line
+from outbox.base.times import spoken
+from outbox.base.values import counted, listed
 from outbox.console.readings import HEADS, OPERATIONS, Shared, sparkline
 from outbox.console.roles import Role
 from outbox.console.running import Running
 from outbox.errors import SettingError
 from outbox.program.settings import SettingType
-from outbox.program.terminal import cell, counted, listed
-from outbox.program.times import spoken
+from outbox.program.terminal import cell
 from outbox.table.states import LEFT_TO_SEND
 
 #: Returns the attributes and the data of a message as people may see them. The first argument is the topic.

@@ -18,15 +18,15 @@ from google.cloud.spanner_dbapi.transaction_helper import ResultType
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox import registration
+from outbox.base.values import chunked, class_name
 from outbox.cancellation import next_heads
 from outbox.errors import InvalidMessage, InvalidTransaction, NotReached
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import TABLE as INBOX
 from outbox.inbox.once import record_with
 from outbox.message import Message, check_task_id
-from outbox.program.values import chunked, class_name
 from outbox.registration import Options, Task
-from outbox.table.statements import LOCK_UNSENT, RELEASED
+from outbox.table.shared_sql import LOCK_UNSENT, RELEASED
 
 E = TypeVar("E", bound=BaseException)
 #: Values in the order of some columns.

@@ -14,12 +14,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, scoped_session
 
 from outbox import registration
+from outbox.base.values import class_name
 from outbox.errors import InvalidTransaction
 from outbox.ext import dbapi
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import record_with
 from outbox.message import Message
-from outbox.program.values import class_name
 from outbox.registration import Options, Task
 
 AnySession = Session | scoped_session[Any] | Connection

@@ -11,9 +11,9 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.protobuf.json_format import ParseDict, ParseError
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox.base.values import class_name, plain
 from outbox.errors import InvalidConsumer, InvalidMessage, MissingTaskId, NotReached
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
-from outbox.program.values import class_name, plain
 from outbox.table.transactions import SupportsReadInsert, check_transaction, insert_once
 
 TABLE = "ProcessedTasks"

@@ -13,13 +13,12 @@ from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.streamed import StreamedResultSet
 from google.cloud.spanner_v1.transaction import Transaction
 
+from outbox.base.values import check_finished, counted, listed
 from outbox.errors import MissingTaskId, NotReached
 from outbox.inbox.once import Key, ReceivedMessage, inbox_row, process_once
 from outbox.inbox.watching import uncommitted, unsettled
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.metrics import count_delivery
-from outbox.program.terminal import counted, listed
-from outbox.program.values import check_finished
 from outbox.table.transact import transact
 from outbox.tracing import processing
 

@@ -12,10 +12,11 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
+from outbox.base.values import DATABASE, INSTANCE, PROJECT, plain
 from outbox.errors import SettingError
-from outbox.program.values import DATABASE, INSTANCE, PROJECT, plain
 
 PREFIX = "OUTBOX_"
 #: The variable names of all settings of all commands, without PREFIX. Each command reports a misspelled one.
@@ -116,6 +117,45 @@ def _between(value: float, low: float, high: float) -> Any:
     if not low <= value <= high:
         raise ValueError(value)
     return value
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+#: A hundred years in seconds: no table is older, and no time before it can be out of range.
+_LONGEST = 36_500 * 86_400
+
+
+def _duration(text: str) -> timedelta:
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([smhd])", text)
+    if not match or (seconds := float(match[1]) * _UNITS[match[2]]) > _LONGEST:
+        raise ValueError(text)
+    return timedelta(seconds=seconds)
+
+
+def _seconds(text: str) -> float:
+    return float(text) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) else _duration(text).total_seconds()
+
+
+def _moment(text: str) -> timedelta | datetime:
+    if not re.match(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T", text):
+        return _duration(text)
+    value = datetime.fromisoformat(text)
+    # The years at both ends have times that are none in UTC.
+    if value.tzinfo is None or not 1 < value.year < 9999:
+        raise ValueError(text)
+    return value.astimezone(UTC)
+
+
+#: 90 or 90s, 15m, 2h, 7d: becomes seconds.
+SECONDS = SettingType(_seconds, "seconds, or a duration such as 90s, 15m, 2h or 7d")
+#: A time, or how long ago it is.
+MOMENT = SettingType(
+    _moment, "how long ago, such as 90s, 15m, 2h or 7d, or a time with its offset: 2026-11-21T13:00:00Z"
+)
+
+
+def resolved(moment: timedelta | datetime, now: datetime) -> datetime:
+    """Return the time that a value of MOMENT means at `now`."""
+    return now - moment if isinstance(moment, timedelta) else moment
 
 
 def setting(default: str | None, kind: SettingType, help: str, *, fallback_variable: str = "") -> Any:

@@ -9,13 +9,13 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from outbox.base.times import shown
 from outbox.errors import NotReached, OutboxError
-from outbox.program.times import shown
 
 _DISCARD = Path(os.devnull)
 #: Exit codes.
@@ -60,17 +60,6 @@ def cell(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return escaped(str(value))
-
-
-def counted(number: int, noun: str) -> str:
-    """Return text such as `1 task` or `1,500 tasks`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def listed(names: Iterable[str], most: int = 5) -> str:
-    """Return text such as `a, b, c, d, e, ...` with the first names."""
-    texts = [*names]
-    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
 
 
 def joined(*lines: str) -> Escaped:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from outbox.program.settings import SettingType, matching, number
-from outbox.program.times import SECONDS
-from outbox.program.values import TOPIC
+from outbox.base.values import TOPIC
+from outbox.program.settings import SECONDS, SettingType, matching, number
 from outbox.table.ddl import MIN_RATE
 
 

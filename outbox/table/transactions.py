@@ -13,8 +13,8 @@ from google.cloud.spanner_v1.batch import Batch, MutationGroup
 from google.cloud.spanner_v1.session import Session
 from google.cloud.spanner_v1.transaction import Transaction
 
+from outbox.base.values import check_finished, class_name
 from outbox.errors import InvalidTransaction
-from outbox.program.values import check_finished, class_name
 from outbox.table.transact import retry_and_timeout
 
 #: Max seconds for a read of `insert_once` or `cancel`, including the wait for another transaction's lock. Without a

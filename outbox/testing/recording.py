@@ -14,10 +14,10 @@ from google.cloud.spanner_v1.transaction import Transaction
 from google.cloud.spanner_v1.types import ExecuteBatchDmlResponse
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox.base.values import plain
 from outbox.message import TASK_ID_ATTRIBUTE, RawPubsubMessage
-from outbox.program.values import plain
 from outbox.registration import COLUMNS, TABLE
-from outbox.table.statements import LOCK_UNSENT
+from outbox.table.shared_sql import LOCK_UNSENT
 from outbox.table.transactions import check_database
 
 #: How many tasks a failure lists, and how many bytes of each.

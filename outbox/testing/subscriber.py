@@ -11,8 +11,8 @@ from google.cloud.pubsub_v1.subscriber._protocol.requests import AckRequest, Mod
 from google.cloud.pubsub_v1.subscriber.message import Message
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox.base.values import check_finished
 from outbox.inbox.receiver import place_of
-from outbox.program.values import check_finished
 
 #: How often a message is delivered before its acknowledgement is given up.
 MAX_DELIVERIES = 10

@@ -13,14 +13,14 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.types import StructType
 
 from outbox.admin.table import LayoutChanged, too_old
+from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import DatabaseSettings
-from outbox.program.times import resolved, shown
+from outbox.program.settings import DatabaseSettings, resolved
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.tasks import parallelism, read_parts
+from outbox_pipeline.spark.spark_tasks import parallelism, read_parts
 
 try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow

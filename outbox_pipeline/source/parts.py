@@ -13,9 +13,9 @@ from uuid import uuid4
 import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
-from outbox.program.values import chunked
+from outbox.base.values import chunked
 from outbox.table.layouts import LayoutShards, by_layout
-from outbox.table.statements import TO_SEND_INDEX
+from outbox.table.shared_sql import TO_SEND_INDEX
 from outbox_pipeline.source import columns as arrow
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import Table

@@ -7,7 +7,7 @@ from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 
 from outbox.errors import OutboxError
-from outbox_pipeline.spark.errors import error_from, spark_errors
+from outbox_pipeline.spark.stack_traces import error_from, spark_errors
 
 #: The first character of a pattern.
 PATTERN = re.compile(r"[*?\[{]")

@@ -14,7 +14,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
 from outbox.errors import OutboxError
-from outbox_pipeline.settings import COMPRESSED, UNREADABLE, format_of
+from outbox_pipeline.job_settings import COMPRESSED, UNREADABLE, format_of
 from outbox_pipeline.spark.files import PATTERN, Folder
 
 #: What only the folder of a table contains, as a pattern and in the paths of files below.

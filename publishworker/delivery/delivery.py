@@ -12,8 +12,8 @@ from publishworker.delivery.claim import Cancelled, Claim, Delivered, MarkState,
 from publishworker.delivery.marking import MarkRetry, release_heads
 from publishworker.delivery.timing import Timing
 from publishworker.delivery.tools import Tools
-from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide
+from publishworker.spanner.write_errors import Refused, StoreError
 from publishworker.types import (
     MARKED,
     Answer,

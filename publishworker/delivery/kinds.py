@@ -10,8 +10,8 @@ from publishworker.delivery.claim import Claim, Delivered, MarkState
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.marking import MAX_REFUSED
 from publishworker.delivery.tools import Tools
-from publishworker.pubsub.errors import is_refused
-from publishworker.spanner.errors import NotWritten, Refused, StoreError
+from publishworker.pubsub.failures import is_refused
+from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.types import MARKED, Answer, Deferred, Failed, LockedRow, NotSent, Published, RowChange, Skipped
 
 #: If Spanner refuses the mark of a task, the worker leaves the task alone for this many seconds.

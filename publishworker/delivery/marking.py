@@ -9,8 +9,8 @@ from typing import Protocol
 
 from publishworker.delivery.claim import Claim, MarkState, Unmarked
 from publishworker.host import Backoff, Host
-from publishworker.spanner.errors import Refused, StoreError
 from publishworker.spanner.store import Decide, Store
+from publishworker.spanner.write_errors import Refused, StoreError
 
 #: Max seconds that marking is tried. Then published tasks are published again, because a duplicate is better than a
 #: loss. At-most-once tasks stay marked, and may be lost.

@@ -18,11 +18,11 @@ from datetime import datetime, timedelta
 from itertools import chain, repeat
 from random import Random
 
-from outbox.program.times import shown
+from outbox.base.times import shown
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER, first_due, is_dead
 from publishworker.delivery.claim import Claim, Kind, TopicHints
-from publishworker.pubsub.errors import FailureKind, failure_kind, is_refused
+from publishworker.pubsub.failures import FailureKind, failure_kind, is_refused
 from publishworker.pubsub.messages import trace_id
 from publishworker.types import (
     MAX_INT64,

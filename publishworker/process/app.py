@@ -14,9 +14,9 @@ from functools import partial
 from google.api_core.exceptions import DeadlineExceeded
 
 from outbox.admin.table import TaskTable
+from outbox.base.values import counted
 from outbox.errors import NotReached
 from outbox.program.pubsub import create_topic_command, open_pubsub
-from outbox.program.terminal import counted
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database, uses_emulator
 from outbox.table.layouts import Layout
@@ -28,15 +28,15 @@ from publishworker.log import log
 from publishworker.process import exits
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.process.info import worker_info
-from publishworker.process.settings import RelaySettings
+from publishworker.process.worker_settings import RelaySettings
 from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.spanner.change_stream import ChangeStream
 from publishworker.spanner.emulator import EmulatorStore
-from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter

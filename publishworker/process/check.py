@@ -8,22 +8,22 @@ from google.api_core.exceptions import GoogleAPICallError, NotFound, PermissionD
 from google.auth.exceptions import GoogleAuthError
 from google.pubsub_v1 import PublisherClient
 
+from outbox.base.values import counted, topic_name
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
 from outbox.program.pubsub import create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
-from outbox.program.terminal import counted, say
-from outbox.program.values import topic_name
+from outbox.program.terminal import say
 from outbox.table import schema
 from outbox.table.connection import open_database
 from outbox.table.controls import NO_CONTROLS
 from publishworker.process import exits
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.pubsub.messages import topic_filter
-from publishworker.spanner.errors import describe
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.write_errors import describe
 from publishworker.topics.availability import split_valid
 
 #: Seconds for one request about a topic.

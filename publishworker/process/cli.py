@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     from outbox.program.arguments import Parser  # noqa: PLC0415 - see main
     from publishworker.process import commands  # noqa: PLC0415 - see main
     from publishworker.process.check import check  # noqa: PLC0415 - see main
-    from publishworker.process.settings import (  # noqa: PLC0415 - see main
+    from publishworker.process.worker_settings import (  # noqa: PLC0415 - see main
         WorkerSettings,
         add_deadline,
         add_verify_flags,

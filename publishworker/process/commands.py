@@ -19,7 +19,7 @@ from outbox.program.terminal import say
 from publishworker.log import ThrottledLog, log
 from publishworker.process import exits
 from publishworker.process.app import App, until_drained, worker_id
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics

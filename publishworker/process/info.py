@@ -8,7 +8,7 @@ from typing import Any
 
 from outbox import __version__
 from outbox.program.settings import fields_of
-from publishworker.process.settings import RelaySettings
+from publishworker.process.worker_settings import RelaySettings
 from publishworker.turn.relay import Relay
 from publishworker.types import CircuitState
 

@@ -15,6 +15,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, format_trace_id
 
 from outbox import __version__
+from outbox.base.values import topic_name
 from outbox.message import (
     MAX_FIELDS,
     MAX_REQUEST_BYTES,
@@ -23,7 +24,6 @@ from outbox.message import (
     has_too_many_fields,
     parsed,
 )
-from outbox.program.values import topic_name
 from outbox.tracing import span_of
 from publishworker.log import log
 from publishworker.types import Answer, Failed, LockedRow

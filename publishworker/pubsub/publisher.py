@@ -15,12 +15,12 @@ import grpc
 from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
 from google.pubsub_v1.types import PublishRequest, PublishResponse
 
+from outbox.base.values import topic_name
 from outbox.errors import InvalidMessage
 from outbox.message import check_topic
-from outbox.program.values import topic_name
 from publishworker.host import Queue, Threads
 from publishworker.pubsub import messages
-from publishworker.pubsub.errors import reason_of
+from publishworker.pubsub.failures import reason_of
 from publishworker.types import Answer, Failed, LockedRow, Published
 
 #: Max task IDs to remember. If a request of several tasks is refused and no time is left to split it, each of them is

@@ -23,8 +23,8 @@ from google.cloud.spanner_v1 import param_types
 from outbox.table.connection import STREAM_RETRY, Deadline
 from publishworker.host import Backoff
 from publishworker.log import log
-from publishworker.spanner import statements
-from publishworker.spanner.errors import is_lost_session
+from publishworker.spanner import relay_sql
+from publishworker.spanner.write_errors import is_lost_session
 
 #: If a partition, which sends a record each second, is silent for this long, the worker polls at --poll-interval.
 MAX_SILENCE_SECONDS = 3.0
@@ -183,7 +183,7 @@ class ChangeStream:
         """Send one request, for a partition or for the first tokens; return the children of one that has ended."""
         found: Children = {}
         values = {"start": start, "end": end, "token": token or None}
-        for [records] in self._query(statements.CHANGES, values, _TYPES, REQUEST_SECONDS + STUCK_SECONDS):
+        for [records] in self._query(relay_sql.CHANGES, values, _TYPES, REQUEST_SECONDS + STUCK_SECONDS):
             if attempt.given_up or self._stopped.is_set():
                 break
             self._hear(token)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from outbox.table.statements import IN_ORDER, KEYS, SEEK, UNSENT_OF_KEY
-from publishworker.spanner import statements
-from publishworker.spanner.errors import NotWritten
+from outbox.table.shared_sql import IN_ORDER, KEYS, SEEK, UNSENT_OF_KEY
+from publishworker.spanner import relay_sql
 from publishworker.spanner.store import ABORTED_SECONDS, Decide, SpannerStore
+from publishworker.spanner.write_errors import NotWritten
 from publishworker.types import KeyHeads, TopicKey
 
 #: With more ordering keys than this, all tasks of the keys are read at once.
@@ -20,7 +20,7 @@ FEW_KEYS = 4
 #: Max rows of that read. If there are more, the head of each key is read, as on Spanner.
 WHOLE_KEYS_ROWS = 2_000
 # All unsent tasks of the keys: one scan of the table. If it returns @max_rows rows, some are missing, of any key.
-_WHOLE_KEYS = statements.queued(f"""
+_WHOLE_KEYS = relay_sql.queued(f"""
   SELECT Id FROM {KEYS}
   {SEEK} {IN_ORDER} ON Shard = in_shard AND OrderingKey = of_key AND Topic = of_topic
   WHERE {UNSENT_OF_KEY} LIMIT @max_rows""")

@@ -12,9 +12,9 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox.errors import NotReached
 from outbox.table.connection import LimitedDatabase
 from outbox.table.schema import service_errors
-from outbox.table.statements import parameters
+from outbox.table.shared_sql import parameters
 from outbox.table.transact import retry_and_timeout
-from publishworker.spanner.statements import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
+from publishworker.spanner.relay_sql import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
 from publishworker.spanner.store import ABORTED_DELAY_SECONDS
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 

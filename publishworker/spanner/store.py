@@ -12,10 +12,17 @@ from google.protobuf.struct_pb2 import ListValue, Value
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout, by_layout
-from outbox.table.statements import FORGET_WORKER_SECONDS, parameters
+from outbox.table.shared_sql import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transact import PESSIMISTIC, transact
-from publishworker.spanner import statements
-from publishworker.spanner.errors import SERVICE_ERRORS, NotWritten, StoreError, describe, error_class, is_lost_session
+from publishworker.spanner import relay_sql
+from publishworker.spanner.write_errors import (
+    SERVICE_ERRORS,
+    NotWritten,
+    StoreError,
+    describe,
+    error_class,
+    is_lost_session,
+)
 from publishworker.types import (
     Candidate,
     Discovery,
@@ -110,23 +117,23 @@ class SpannerStore:
         parameters = {"topics": sorted(request.topics), "per_range": request.per_range}
         if request.below_priority is not None:
             parameters["below"] = request.below_priority
-        statement = statements.POLLS[request.due, request.below_priority is not None]
+        statement = relay_sql.POLLS[request.due, request.below_priority is not None]
         found: dict[str, Candidate] = {}
         for shards in by_layout(request.shards):
             values = parameters | {"shards": shards.numbers}
             read = self._query(shards.sql(statement), "outbox-poll", values, lazy_decode=True)
-            found |= statements.candidates(read, shards.first_id)
+            found |= relay_sql.candidates(read, shards.first_id)
         return tuple(found.values())
 
     def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
         """See Store."""
         names = sorted(known)
-        parameters = {"lows": ["", *(topic + statements.NEXT_NAME_SUFFIX for topic in names)]}
-        parameters["highs"] = [*names, statements.AFTER_ALL_TOPICS]
+        parameters = {"lows": ["", *(topic + relay_sql.NEXT_NAME_SUFFIX for topic in names)]}
+        parameters["highs"] = [*names, relay_sql.AFTER_ALL_TOPICS]
         if shards:
-            found = list(self._query_layouts(statements.DISCOVER, "outbox-discover", shards, parameters))
+            found = list(self._query_layouts(relay_sql.DISCOVER, "outbox-discover", shards, parameters))
         else:
-            found = self._query(statements.DISCOVER_NO_TOPICS, "outbox-discover", {})
+            found = self._query(relay_sql.DISCOVER_NO_TOPICS, "outbox-discover", {})
         _, heartbeats, layouts, controls = found[0]
         recorded = tuple(sorted(filter(None, (Layout.recorded(column, number) for column, number in layouts))))
         self.layouts = recorded or self.layouts
@@ -138,12 +145,12 @@ class SpannerStore:
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
         """See Store."""
-        found = self._query_layouts(statements.NEXT_DUE, "outbox-next-due", shards, {"topics": sorted(topics)})
+        found = self._query_layouts(relay_sql.NEXT_DUE, "outbox-next-due", shards, {"topics": sorted(topics)})
         return min((max(0.0, (at - now).total_seconds()) for at, now in found if at is not None), default=None)
 
     def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """See Store. In the transaction of a claim, this read would lock index ranges."""
-        return self._key_heads(statements.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key)
+        return self._key_heads(relay_sql.KEY_HEADS, keys, skip_dead=skip_dead, per_key=per_key)
 
     def _key_heads(self, statement: str, keys: Mapping[TopicKey, int], **more: int) -> KeyHeads:
         """Return the result of a statement for `keys` (each with its shard). It has `more` parameters."""
@@ -152,7 +159,7 @@ class SpannerStore:
             of_layout = [key for key, shard in keys.items() if shard in shards]
             topics, names = [key.topic for key in of_layout], [key.ordering_key for key in of_layout]
             values = {"topics": topics, "keys": names, "shards": shards.numbers, **more}
-            found |= statements.key_heads(self._query(shards.sql(statement), "outbox-order", values, lazy_decode=True))
+            found |= relay_sql.key_heads(self._query(shards.sql(statement), "outbox-order", values, lazy_decode=True))
         return found
 
     def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
@@ -160,7 +167,7 @@ class SpannerStore:
 
         def work(transaction: Any) -> Any:
             locked, now = _lock(transaction, ids, self.request("outbox-claim", LOCK_SECONDS))
-            statements.write_changes(transaction, locked, decide(locked, now))
+            relay_sql.write_changes(transaction, locked, decide(locked, now))
             return transaction
 
         with self._store_errors():
@@ -186,7 +193,7 @@ class SpannerStore:
             polls = ",".join(layout.column for layout in heartbeat.layouts)
             times = (heartbeat.started_at, COMMIT_TIMESTAMP, heartbeat.liveness_timeout)
             row = (heartbeat.worker, *times, polls, JsonObject(heartbeat.info))
-            batch.insert_or_update("AsynchronousTaskWorkers", statements.HEARTBEAT_COLUMNS, [row])
+            batch.insert_or_update("AsynchronousTaskWorkers", relay_sql.HEARTBEAT_COLUMNS, [row])
             if remove:
                 batch.delete("AsynchronousTaskWorkers", KeySet(keys=[[id] for id in remove]))
 
@@ -256,9 +263,9 @@ def _lock(transaction: Any, ids: Sequence[str], request: Mapping[str, Any]) -> t
     """Return the locked rows and the database's time. IDs are sorted so that workers lock in the same order."""
     values = {"ids": ListValue(values=[Value(string_value=id) for id in sorted(ids)])}  # half of the CPU of a list
     try:
-        found = list(transaction.execute_sql(statements.LOCK, **parameters(values), **request, lazy_decode=True))
+        found = list(transaction.execute_sql(relay_sql.LOCK, **parameters(values), **request, lazy_decode=True))
     except Aborted:
         raise
     except SERVICE_ERRORS as error:
         raise NotWritten(describe(error)) from error
-    return statements.locked(found)
+    return relay_sql.locked(found)

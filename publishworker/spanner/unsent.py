@@ -8,9 +8,9 @@ from google.cloud.spanner_v1 import KeyRange, KeySet
 
 from outbox.table.controls import TopicControls, problems
 from outbox.table.layouts import LayoutShards, by_layout
-from outbox.table.statements import TO_SEND_INDEX
+from outbox.table.shared_sql import TO_SEND_INDEX
 from outbox.table.states import LEFT_TO_SEND, is_dead, unsent_state
-from publishworker.spanner import statements
+from publishworker.spanner import relay_sql
 from publishworker.spanner.store import READ_SECONDS, SpannerStore
 
 #: Rows of the first read of unsent tasks, and of each further read of the same topic.
@@ -78,7 +78,7 @@ class UnsentTasks:
         """Return the time, the paused topics, and the topics with an invalid route."""
         with self._store.reading() as snapshot:
             request = self._store.request("outbox-unsent", READ_SECONDS)
-            [[now, held]] = snapshot.execute_sql(statements.NOW_AND_HELD, **request)
+            [[now, held]] = snapshot.execute_sql(relay_sql.NOW_AND_HELD, **request)
         paused = frozenset(topic for topic, is_paused, _ in held if is_paused)
         return now, paused, frozenset(topic for topic, _, to in held if problems(TopicControls(publish_to=to)))
 
@@ -99,7 +99,7 @@ class UnsentTasks:
             last = found[-1]
             start = last.place
             if skip_rest(last):
-                start = [last.shard, None, last.topic + statements.NEXT_NAME_SUFFIX]
+                start = [last.shard, None, last.topic + relay_sql.NEXT_NAME_SUFFIX]
                 limit, known = FIRST_ROWS, frozenset()
             else:
                 # Several tasks may have the same index key, and a read starts at a key. So the next read returns the
@@ -113,7 +113,7 @@ class UnsentTasks:
         with self._store.reading(at) as snapshot:
             found = snapshot.read(
                 "AsynchronousTasks",
-                [shards.sql(name) for name in statements.UNSENT_COLUMNS],
+                [shards.sql(name) for name in relay_sql.UNSENT_COLUMNS],
                 KeySet(ranges=ranges),
                 index=shards.sql(TO_SEND_INDEX),
                 limit=limit,

@@ -4,10 +4,10 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from outbox.program.terminal import counted, listed
+from outbox.base.values import counted, listed
 from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, turn_counts
 from publishworker.log import ThrottledLog, log
-from publishworker.pubsub.errors import FailureKind, failure_kind
+from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.circuit_breaker import CircuitChange

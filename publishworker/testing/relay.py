@@ -17,17 +17,17 @@ from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 from google.pubsub_v1.types import PubsubMessage
 
+from outbox.base.values import plain, topic_name
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.channels import channel
 from outbox.program.pubsub import emulator_host, open_pubsub
-from outbox.program.values import plain, topic_name
 from outbox.table.controls import NO_CONTROLS, TopicControls, problems
-from outbox.table.statements import at_now
+from outbox.table.shared_sql import at_now
 from outbox.table.states import NEVER
 from publishworker.host import Host, Threads
 from publishworker.process.app import open_store, relay_of
-from publishworker.process.settings import RelaySettings
-from publishworker.pubsub.errors import FailureKind, failure_kind
+from publishworker.process.worker_settings import RelaySettings
+from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.telemetry.metrics import Metrics

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from publishworker.delivery.claim import Claim, Delivered, TopicHints
-from publishworker.pubsub.errors import FailureKind, failure_kind
+from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.types import Candidate, CircuitState, Failed
 
 #: Seconds until the first probe. Each further wait is twice as long.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from outbox.program.terminal import counted, listed
+from outbox.base.values import counted, listed
 from publishworker.delivery.claim import Cancelled, Claim, Delivered, Kind, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.kinds import Deferral, MarkFirst

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import product
 
-from outbox.program.terminal import counted
+from outbox.base.values import counted
 from outbox.table.layouts import Layout
 from publishworker.log import ThrottledLog, log
-from publishworker.spanner.errors import StoreError
 from publishworker.spanner.store import Store
+from publishworker.spanner.write_errors import StoreError
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Heartbeat, Workers
 
 #: Seconds between two heartbeats of a worker.

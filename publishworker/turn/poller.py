@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from publishworker.spanner.errors import TimedOut
 from publishworker.spanner.store import Store
+from publishworker.spanner.write_errors import TimedOut
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
 from publishworker.types import MAX_POLL_ROWS, Candidate, PollRequest

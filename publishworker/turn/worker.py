@@ -7,7 +7,7 @@ from random import Random
 
 from publishworker.host import Backoff
 from publishworker.log import log
-from publishworker.spanner.errors import DatabaseMissing, StoreError
+from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay

@@ -11,7 +11,7 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 from tests.support.processes import run
 from tests.support.pubsub import Subscription
 from tests.support.relays import register

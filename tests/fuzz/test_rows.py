@@ -9,8 +9,8 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.base.values import topic_name
 from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPubsubMessage, parsed
-from outbox.program.values import topic_name
 from outbox.table.states import NEVER
 from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import PubSubPublisher

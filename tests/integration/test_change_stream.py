@@ -17,7 +17,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.table import ddl
 from outbox.table.connection import open_database
 from publishworker.process.app import open_store
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import MAX_STREAMS, ChangeStream
 from publishworker.types import Heartbeat

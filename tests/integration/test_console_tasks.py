@@ -17,7 +17,7 @@ from outbox.admin import tasks as admin_tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
-from outbox.console import readings, running, tasks
+from outbox.console import readings, running, task_pages
 from outbox.console.roles import Role, Roles
 from outbox.errors import NotReached
 from outbox.table.states import NEVER
@@ -256,7 +256,7 @@ def test_an_operation_that_cannot_go_on_says_why(
 def test_pages_of_tasks_keep_their_state_in_the_address(
     database: Database, jane: TestClient, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tasks, "PAGE", 2)
+    monkeypatch.setattr(task_pages, "PAGE", 2)
     insert(database, [row(f"t{n}", **DEAD, OrderingKey="k", CreatedAt=PAST + timedelta(hours=n)) for n in range(5)])
     insert(database, [row("t5", **DEAD, OrderingKey="k", CreatedAt=PAST + timedelta(hours=5), ExpiresAt=PAST)])
     insert(database, [row("other", **DEAD), row("sent", SentAt=PAST)])
@@ -438,8 +438,8 @@ def test_of_a_large_message_only_both_ends_are_read(
     if found and message:
         attributes, beginning, size = found
         assert (attributes, size) == (dict(message.attributes), len(message.data))
-        assert message.data.startswith(beginning[: tasks.SHOWN_BYTES])
-        assert len(beginning) >= tasks.SHOWN_BYTES
+        assert message.data.startswith(beginning[: task_pages.SHOWN_BYTES])
+        assert len(beginning) >= task_pages.SHOWN_BYTES
 
 
 def test_a_message_needs_the_role_and_a_record(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, statements
+from outbox.admin import backlog, changes, operator_sql
 from outbox.admin.changes import Count, Outcome, TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
@@ -65,7 +65,7 @@ def test_a_deferred_task_whose_head_no_longer_blocks_is_retried(
 @pytest.mark.parametrize("state", ["dead", "retrying", "scheduled"])
 def test_all_counts_of_a_preview_are_those_of_one_time(state: str) -> None:
     """Otherwise, if they take long, fewer tasks can match with the expired ones than without them."""
-    for statement in (*statements.counts_of_state(state, {"unexpired"}), statements.grouped(state, {"unexpired"})):
+    for statement in (*operator_sql.counts_of_state(state, {"unexpired"}), operator_sql.grouped(state, {"unexpired"})):
         assert ("ExpiresAt <= @now" in statement, "CURRENT_TIMESTAMP" in statement) == (True, False)
 
 

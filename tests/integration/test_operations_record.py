@@ -12,8 +12,8 @@ from outbox.admin import changes, operations, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import RECORDED_IDS, Author, Operation
 from outbox.admin.table import TaskTable
+from outbox.base.times import shown
 from outbox.errors import NotReached
-from outbox.program.times import shown
 from outbox.table.states import NEVER
 from tests.support.operations import FUTURE, PAST, insert, row, rows_of
 

@@ -12,8 +12,8 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
+from outbox.admin.flags import MAX_ID_CHARACTERS, TEXT
 from outbox.admin.table import TaskTable
-from outbox.cli.flags import MAX_ID_CHARACTERS, TEXT
 from outbox.errors import OutboxError, SettingError
 from outbox.reading import Position, SentTasks
 from outbox.table.states import NEVER, STATES, UNSENT

@@ -13,9 +13,9 @@ from outbox.admin import changes, operations
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
+from outbox.base.times import shown
 from outbox.console import selections
 from outbox.devtools.emulators import Emulators
-from outbox.program.times import shown
 from outbox.table.states import NEVER, UNSENT
 from tests.support.commands import Commands
 from tests.support.console import begun, console, finished

@@ -19,7 +19,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.errors import SettingError
 from outbox.program.pubsub import create_topic_command, open_pubsub
 from outbox.program.settings import PubSubSettings
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.pubsub.publisher import PubSubPublisher
 from publishworker.types import Failed, LockedRow, Published
 from tests.support.fakes import serialized

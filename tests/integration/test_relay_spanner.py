@@ -19,9 +19,9 @@ from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
 from publishworker.pubsub.publisher import Publisher, PubSubPublisher
-from publishworker.spanner.errors import DatabaseMissing
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore, Store
+from publishworker.spanner.write_errors import DatabaseMissing
 from publishworker.telemetry import metrics as m
 from publishworker.turn.relay import Relay
 from publishworker.types import Answer, Failed, LockedRow, Published

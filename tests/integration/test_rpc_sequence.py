@@ -29,11 +29,11 @@ from outbox.errors import NotReached
 from outbox.table.connection import COMMIT_SECONDS, LimitedDatabase, open_database
 from outbox.table.layouts import Layout
 from publishworker.process.app import open_store
-from publishworker.process.settings import WorkerSettings
-from publishworker.spanner import statements
-from publishworker.spanner.errors import DatabaseMissing, NotWritten, Refused, StoreError, TimedOut
+from publishworker.process.worker_settings import WorkerSettings
+from publishworker.spanner import relay_sql
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.write_errors import DatabaseMissing, NotWritten, Refused, StoreError, TimedOut
 from publishworker.turn.relay import Relay
 from publishworker.types import Heartbeat
 from tests.support.fakes import FakePublisher, serialized
@@ -83,14 +83,14 @@ def prepare(mock: SpannerServicer, count: int, key: str | None = None) -> list[s
     ids = [f"task-{n:03}" for n in range(count)]
     body = base64.b64encode(serialized()).decode()
     found = [(id, "orders", 3 if key else n % 10, 50, NOW, None, key, 10) for n, id in enumerate(ids)]
-    for statement in statements.POLLS.values():
+    for statement in relay_sql.POLLS.values():
         mock.mock_spanner.add_result(statement, result(CANDIDATE, found))
-    for statement in (statements.DISCOVER, statements.DISCOVER_NO_TOPICS):
+    for statement in (relay_sql.DISCOVER, relay_sql.DISCOVER_NO_TOPICS):
         mock.mock_spanner.add_result(statement, result((ARRAY,) * 4, [([], [], [], [])]))
     locked = [(id, "orders", body, key, NOW, 0, NOW, None) for id in ids]
-    mock.mock_spanner.add_result(statements.LOCK, result(LOCKED, locked))
+    mock.mock_spanner.add_result(relay_sql.LOCK, result(LOCKED, locked))
     key_heads = [("orders", key, id, 10, True, False, False) for id in reversed(ids)]
-    mock.mock_spanner.add_result(statements.KEY_HEADS, result(KEY_HEAD, key_heads))
+    mock.mock_spanner.add_result(relay_sql.KEY_HEADS, result(KEY_HEAD, key_heads))
     return ids[::-1]
 
 
@@ -145,7 +145,7 @@ def test_a_batch_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     assert poll.request_options.request_tag == "outbox-poll"
     assert poll.sql.count("AsynchronousTasks@{FORCE_INDEX=AsynchronousTasksToSend}") == 2
     assert "Data" not in poll.sql
-    assert lock.sql == statements.LOCK
+    assert lock.sql == relay_sql.LOCK
     assert "LOCK_SCANNED_RANGES=exclusive" in lock.sql
     ids = list(lock.params["ids"])
     assert ids == sorted(ids)
@@ -153,7 +153,7 @@ def test_a_batch_is_two_requests(mock: SpannerServicer, database: LimitedDatabas
     assert begin.isolation_level == TransactionOptions.IsolationLevel.SERIALIZABLE
     assert begin.read_write.read_lock_mode == TransactionOptions.ReadWrite.ReadLockMode.PESSIMISTIC
     assert len(commit.mutations[0].update.values) == 100
-    assert list(commit.mutations[0].update.columns) == list(statements.MARK_CLEAN_COLUMNS)
+    assert list(commit.mutations[0].update.columns) == list(relay_sql.MARK_CLEAN_COLUMNS)
 
 
 @pytest.mark.parametrize(("count", "key"), [(100, None), (25, None), (100, "key")])
@@ -182,11 +182,11 @@ def test_an_ordered_batch_is_three_requests(mock: SpannerServicer, database: Lim
     poll, heads, lock, commit = requests(mock)[1:]
     tags = [each.request_options.request_tag for each in (poll, heads, lock)]
     assert tags == ["outbox-poll", "outbox-order", "outbox-claim"]
-    assert heads.sql == statements.KEY_HEADS
+    assert heads.sql == relay_sql.KEY_HEADS
     assert heads.transaction.single_use.read_only.strong
     assert heads.request_options.priority == RequestOptions.Priority.PRIORITY_MEDIUM
     assert (list(heads.params["topics"]), list(heads.params["keys"])) == (["orders"], ["key"])
-    assert lock.sql == statements.LOCK
+    assert lock.sql == relay_sql.LOCK
     assert set(lock.params) == {"ids"}
     assert list(lock.params["ids"]) == sorted(ids)
     tables = lock.sql.partition("FROM")[2]
@@ -311,7 +311,7 @@ def test_a_lost_session_is_replaced(mock: SpannerServicer, database: LimitedData
 
 def test_missing_grants_are_found_before_a_task_is_published(mock: SpannerServicer, database: LimitedDatabase) -> None:
     """A read and two commits of rows that do not exist. Spanner answers NOT_FOUND if the columns may be written."""
-    mock.mock_spanner.add_result(statements.READ_MARK_COLUMNS, result((STRING,) * len(statements.MARK_COLUMNS), []))
+    mock.mock_spanner.add_result(relay_sql.READ_MARK_COLUMNS, result((STRING,) * len(relay_sql.MARK_COLUMNS), []))
     absent, denied = error(code_pb2.NOT_FOUND, "Row not found"), error(code_pb2.PERMISSION_DENIED, "Role r: no")
     mock.mock_spanner.add_error("Commit", absent)
     mock.mock_spanner.add_error("Commit", absent)
@@ -319,8 +319,8 @@ def test_missing_grants_are_found_before_a_task_is_published(mock: SpannerServic
     commits = [each for each in mock.requests if type(each).__name__ == "CommitRequest"]
     written = [(each.mutations[0].update.table, *each.mutations[0].update.columns) for each in commits]
     assert written == [
-        ("AsynchronousTasks", *statements.MARK_COLUMNS),
-        ("AsynchronousTaskWorkers", *statements.HEARTBEAT_COLUMNS),
+        ("AsynchronousTasks", *relay_sql.MARK_COLUMNS),
+        ("AsynchronousTaskWorkers", *relay_sql.HEARTBEAT_COLUMNS),
     ]
     for request, verb in (("ExecuteStreamingSql", "read"), ("Commit", "update")):
         mock.mock_spanner.add_error(request, denied)

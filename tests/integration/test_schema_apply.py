@@ -21,7 +21,7 @@ from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
 from outbox.table.layouts import Layout
 from publishworker.process import app, check
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 from tests.support.operations import opened
 from tests.support.spanner import INSTANCE, PROJECT, query
 

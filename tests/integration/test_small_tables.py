@@ -13,11 +13,11 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import backlog, operations, reshard, topics
 from outbox.admin.table import TaskTable
-from outbox.cli import status
+from outbox.cli import status_command
 from outbox.devtools.emulators import Emulators
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
-from outbox.table.statements import FORGET_WORKER_SECONDS
+from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from publishworker.spanner.store import SpannerStore
 from publishworker.topics.availability import RateLimits, split_valid
 from tests.support.commands import Commands
@@ -52,7 +52,9 @@ def store(database: Database) -> SpannerStore:
 
 
 def shown(table: TaskTable) -> dict[str, Any]:
-    text: dict[str, Any] = json.loads(status._rendered(table, backlog.read(table), argparse.Namespace(json=True)))
+    text: dict[str, Any] = json.loads(
+        status_command._rendered(table, backlog.read(table), argparse.Namespace(json=True))
+    )
     return text
 
 

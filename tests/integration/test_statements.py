@@ -17,7 +17,7 @@ from outbox.admin.table import TaskTable
 from outbox.reading import Position, SentTasks
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
-from outbox.table.statements import IN_ORDER_ORDER, TO_SEND_ORDER
+from outbox.table.shared_sql import IN_ORDER_ORDER, TO_SEND_ORDER
 from outbox.table.states import STATES, UNSENT
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks

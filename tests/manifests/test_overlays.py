@@ -15,7 +15,7 @@ from outbox.console.command import ConsoleSettings
 from outbox.program.settings import NAMES, PREFIX, DatabaseSettings, fields_of
 from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
 from outbox.table.schema import SCHEMA_SECONDS
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.spanner.grants import CHECK_SECONDS
 from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
 from tests.manifests.rendering import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from outbox.admin.backlog import COUNT_LIMIT, STALENESS
-from outbox.cli.schema import DEFAULT_SHARDS
+from outbox.cli.schema_commands import DEFAULT_SHARDS
 from publishworker.process.gauges import INTERVAL
 from tests.manifests.rendering import OVERLAYS, ROOT, rendered, the, worker
 

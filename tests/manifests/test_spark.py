@@ -10,7 +10,7 @@ import pytest
 from outbox.errors import SettingError
 from outbox.program.settings import fields_of
 from outbox_pipeline.cli import _parser
-from outbox_pipeline.settings import ArchiveSettings, RegisterSettings
+from outbox_pipeline.job_settings import ArchiveSettings, RegisterSettings
 from outbox_pipeline.spanner import DEFAULT_RETENTION, TIME_TO_READ
 from tests.manifests.rendering import ROOT, SPARK, Object, rendered, the
 from tests.manifests.test_dockerfile import instructions, variables

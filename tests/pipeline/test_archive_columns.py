@@ -11,14 +11,14 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
+from outbox.base.times import shown
 from outbox.errors import OutboxError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
-from outbox.program.times import shown
+from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.replay import job as replay
-from outbox_pipeline.settings import AuditSettings
 from tests.support.archives import DAY, remove, rewrite, sent, settings_of
 from tests.support.fakes import serialized
 from tests.support.operations import insert, rows_of

@@ -17,9 +17,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
+from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
-from outbox.program.times import shown
 from outbox.table.states import NEVER
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive import job

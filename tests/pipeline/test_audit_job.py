@@ -12,19 +12,19 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
+from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
-from outbox.program.times import shown
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
+from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.audit.effects import CLASSES as EFFECTS
-from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.spanner import open_table
-from outbox_pipeline.spark.errors import spark_errors
-from outbox_pipeline.spark.tasks import parallelism
+from outbox_pipeline.spark.spark_tasks import parallelism
+from outbox_pipeline.spark.stack_traces import spark_errors
 from publishworker.telemetry import clients
 from tests.support.archives import DAY, NEXT_DAY, settings_of
 from tests.support.avro import SCHEMA, avro_message, write_avro

@@ -25,7 +25,7 @@ from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import cli
 from outbox_pipeline.spark import session
-from outbox_pipeline.spark.errors import error_from, spark_errors
+from outbox_pipeline.spark.stack_traces import error_from, spark_errors
 from publishworker.telemetry import clients
 from tests.support.operations import rows_of
 from tests.support.processes import Finished, run

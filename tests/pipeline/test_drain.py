@@ -25,14 +25,14 @@ from outbox.errors import OutboxError
 from outbox.program.settings import DatabaseSettings
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
+from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.drain import job
 from outbox_pipeline.jobs.drain.job import DrainSummary
-from outbox_pipeline.settings import AuditSettings
 from publishworker.process import exits
 from publishworker.process.app import open_store
-from publishworker.process.settings import RelaySettings
-from publishworker.spanner.errors import StoreError, TimedOut
+from publishworker.process.worker_settings import RelaySettings
+from publishworker.spanner.write_errors import StoreError, TimedOut
 from publishworker.types import Heartbeat
 from tests.support.operations import FUTURE, insert, limit, pause, row
 from tests.support.pipeline import options, write_received

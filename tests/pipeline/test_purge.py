@@ -10,8 +10,8 @@ from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
 from outbox.admin import operations
+from outbox.base.times import shown
 from outbox.program.settings import DatabaseSettings
-from outbox.program.times import shown
 from outbox.table.states import NEVER
 from outbox_pipeline.jobs.archive import job
 from outbox_pipeline.jobs.archive.job import purge_chunk, run

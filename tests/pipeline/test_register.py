@@ -18,9 +18,9 @@ from pyspark.sql import functions as f
 from outbox.errors import SettingError
 from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
+from outbox_pipeline.job_settings import RegisterSettings
 from outbox_pipeline.jobs.register import job
 from outbox_pipeline.jobs.register.ids import task_id
-from outbox_pipeline.settings import RegisterSettings
 from tests.support.operations import rows_of
 from tests.support.pipeline import counts, register_rows_and_fail, registered, rows
 from tests.support.spanner import INSTANCE, PROJECT

@@ -14,7 +14,7 @@ from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
 from outbox_pipeline.jobs.register.executor import ANSWER, CHUNK_BYTES, CHUNK_ROWS, COUNTS, TRIES, Writer
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.tasks import Pace
+from outbox_pipeline.spark.spark_tasks import Pace
 from tests.support.operations import Watch, rows_of
 from tests.support.pipeline import FakeTable, FakeTime, row
 

@@ -17,10 +17,10 @@ from pyspark.sql import SparkSession
 
 import outbox
 from outbox.admin import changes, operations
+from outbox.base.times import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
-from outbox.program.times import shown
 from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
 from outbox_pipeline.jobs.archive import job as archive

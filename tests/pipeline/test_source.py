@@ -12,13 +12,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import InputPartition
 from pyspark.testing import assertSchemaEqual
 
-from outbox.admin import statements
+from outbox.admin import operator_sql
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
+from outbox.base.times import shown
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
-from outbox.program.times import shown
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER, STATES
 from outbox_pipeline import schemas, spanner
@@ -66,7 +66,7 @@ def every_state(database: Database) -> dict[str, str]:
         }  # fmt: skip
         made.append(row(f"{chance.getrandbits(64):016x}", **columns))
     insert(database, made)
-    statement = statements.task("Id").replace("WHERE Id = @id", "")
+    statement = operator_sql.task("Id").replace("WHERE Id = @id", "")
     return {id: state for _, state, id in TaskTable(opened(database)).query(statement, "outbox-show")}
 
 

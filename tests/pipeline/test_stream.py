@@ -10,9 +10,9 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
+from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
-from outbox.program.times import shown
 from outbox_pipeline.source.datasource import OutboxDataSource, OutboxStreamReader
 from outbox_pipeline.spanner import open_table
 from tests.support.operations import delete, insert, row, rows_of, update

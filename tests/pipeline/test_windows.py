@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
+from outbox.base.times import shown
 from outbox.errors import OutboxError
-from outbox.program.times import shown
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive.windows import (
     Archive,

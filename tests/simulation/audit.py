@@ -11,7 +11,7 @@ from typing import Any
 from outbox.table.states import first_due
 from publishworker.delivery.marking import MAX_MARKING_SECONDS
 from publishworker.delivery.rules import CHECK_SECONDS
-from publishworker.pubsub.errors import FailureKind, failure_kind
+from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.types import Deferred, LockedRow, NotSent, Published, RowChange, TopicKey, Version
 from tests.simulation.clockwork import Clockwork, Process
 from tests.support.fakes import serialized

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
-from outbox.admin import changes, statements
+from outbox.admin import changes, operator_sql
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
@@ -25,7 +25,7 @@ from outbox.inbox.once import TABLE as INBOX
 from outbox.registration import TABLE
 from outbox.table.ddl import OPERATIONS
 from outbox.table.layouts import Layout
-from outbox.table.statements import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
+from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
 from outbox.table.states import first_due, unsent_state
 from tests.simulation.audit import Audit, Known
 from tests.simulation.spanner import Aborted, Spanner, Transaction
@@ -34,8 +34,8 @@ from tests.support.fakes import StoredTask
 #: Seconds after which a client no longer repeats an aborted transaction, and between two attempts.
 ABORTED_SECONDS, ABORTED_DELAY_SECONDS = 20.0, 0.02
 #: The statement for the last operations of a name, and its columns.
-_OPERATIONS_OF_A_NAME = statements.latest_operations({"operation"})
-_OPERATION_COLUMNS = [name.strip() for name in statements._OPERATION_COLUMNS.split(",")]
+_OPERATIONS_OF_A_NAME = operator_sql.latest_operations({"operation"})
+_OPERATION_COLUMNS = [name.strip() for name in operator_sql._OPERATION_COLUMNS.split(",")]
 T = TypeVar("T")
 
 
@@ -99,7 +99,7 @@ class Work:
                 pass
             return [[id] for id in heads]
         rows, now = self._lock(values["ids"]), self.table.time()
-        if statement == statements.LOCK_SENT_AT:
+        if statement == operator_sql.LOCK_SENT_AT:
             return [[row.id, row.sent_at] for row in rows]
         assert self._selection is not None, statement
         return [self._row(row, now) for row in rows]
@@ -292,7 +292,9 @@ class Commands(TaskTable):
             rows = self._spanner.others[OPERATIONS].values()
             of_name = [row for row in rows if row["Operation"] == values["operation"]]
             return [[row.get(name) for name in _OPERATION_COLUMNS] for row in of_name]
-        assert statement == statements.next_ids(str(self._selection and self._selection.state), self._names), statement
+        assert statement == operator_sql.next_ids(str(self._selection and self._selection.state), self._names), (
+            statement
+        )
         if "after" in values:
             pairs = sorted((sent_at, id) for id, sent_at in self.seen.items())
             found = [[id, at] for at, id in pairs if (at, id) > (values["after"], values["after_id"])]

@@ -13,7 +13,7 @@ from google.cloud.spanner_v1 import KeySet
 
 import outbox
 from outbox import aio
-from outbox.admin import changes, operations, statements
+from outbox.admin import changes, operations, operator_sql
 from outbox.admin.changes import TaskSelection
 from outbox.errors import OutboxError
 from outbox.registration import TABLE
@@ -219,7 +219,7 @@ class Operators:
     @staticmethod
     def _delete(rows: list[StoredTask], attempt: Work) -> None:
         """Delete the rows that are still sent, as Spanner's row deletion policy does."""
-        found = attempt.query(statements.LOCK_SENT_AT, {"ids": [row.id for row in rows]})
+        found = attempt.query(operator_sql.LOCK_SENT_AT, {"ids": [row.id for row in rows]})
         attempt.delete(TABLE, KeySet(keys=[[id] for id, sent_at in found if sent_at is not None]))
 
     def control(self, random: Random) -> None:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from outbox.table.layouts import Layout
 from publishworker.spanner import store as product
-from publishworker.spanner.errors import NotWritten, StoreError, TimedOut
 from publishworker.spanner.store import Decide
+from publishworker.spanner.write_errors import NotWritten, StoreError, TimedOut
 from publishworker.types import Candidate, Discovery, Heartbeat, KeyHeads, PollRequest, RowChange, TopicKey
 from tests.simulation.audit import Audit
 from tests.simulation.clockwork import Clockwork, Process

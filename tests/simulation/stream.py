@@ -9,7 +9,7 @@ from unittest import mock
 
 from google.api_core.exceptions import ServiceUnavailable
 
-from publishworker.spanner import change_stream, statements
+from publishworker.spanner import change_stream, relay_sql
 from publishworker.spanner.change_stream import ChangeStream
 from tests.simulation.clockwork import Clockwork, Process, VirtualThreads
 from tests.simulation.spanner import Spanner
@@ -46,7 +46,7 @@ class Records:
         clockwork, table = self._spanner.clockwork, self._spanner.table
         clockwork.sleep(self._spanner.drawn(self._spanner.latencies.read))
         self._raise_if_broken()
-        if statement != statements.CHANGES:
+        if statement != relay_sql.CHANGES:
             yield [table.time()]
         elif values["token"] is None:
             yield [[([], [], [(values["start"], "0", [("partition", [])])])]]

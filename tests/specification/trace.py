@@ -17,8 +17,8 @@ from outbox.table.states import is_dead
 from publishworker.delivery.claim import Cancelled, Claim, ClaimedTask, Unmarked
 from publishworker.delivery.delivery import Delivery
 from publishworker.pubsub.publisher import Publisher
-from publishworker.spanner.errors import NotWritten, Refused, StoreError
 from publishworker.spanner.store import Decide, Store
+from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.turn.relay import Relay
 from publishworker.types import (
     Answer,

@@ -10,10 +10,10 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
+from outbox.base.times import shown
 from outbox.program.settings import DatabaseSettings
-from outbox.program.times import shown
+from outbox_pipeline.job_settings import ArchiveSettings
 from outbox_pipeline.jobs.archive.windows import read_archive
-from outbox_pipeline.settings import ArchiveSettings
 from tests.support.operations import row
 from tests.support.pipeline import options
 

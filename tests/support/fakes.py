@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from outbox.base.values import topic_name
 from outbox.message import RawPubsubMessage
-from outbox.program.values import topic_name
 from outbox.table.controls import NO_CONTROLS, TopicControls
 from outbox.table.layouts import Layout
-from outbox.table.statements import FORGET_WORKER_SECONDS
+from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from outbox.table.states import NEVER, first_due
 from publishworker.pubsub import messages
-from publishworker.pubsub.errors import FailureKind, failure_kind
-from publishworker.spanner.errors import NotWritten, Refused, StoreError
-from publishworker.spanner.statements import times_sent
+from publishworker.pubsub.failures import FailureKind, failure_kind
+from publishworker.spanner.relay_sql import times_sent
 from publishworker.spanner.store import Decide
+from publishworker.spanner.write_errors import NotWritten, Refused, StoreError
 from publishworker.types import (
     LIVENESS_TIMEOUT_SECONDS,
     Answer,

@@ -18,13 +18,13 @@ from pyspark.sql.types import StructType
 from outbox.admin.table import Transaction
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
+from outbox_pipeline.job_settings import ReplaySettings
 from outbox_pipeline.jobs.archive.job import purge_rows
 from outbox_pipeline.jobs.register.executor import register_rows
 from outbox_pipeline.jobs.register.job import Registered, register
 from outbox_pipeline.jobs.replay.job import replay_rows
-from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.spanner import Table
-from outbox_pipeline.spark.tasks import Rows
+from outbox_pipeline.spark.spark_tasks import Rows
 from tests.support.spanner import query
 
 #: A user's columns, in the types that Spark reads from Parquet.

@@ -12,8 +12,8 @@ from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
+from outbox.base.values import topic_name
 from outbox.message import build
-from outbox.program.values import topic_name
 from outbox.table.states import NEVER
 from tests.support.operations import insert, pause, row, update
 from tests.support.pubsub import PubSub

@@ -9,7 +9,7 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim, Delivered, Kind
-from publishworker.spanner.errors import NotWritten, StoreError
+from publishworker.spanner.write_errors import NotWritten, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.types import Answer, Failed, LockedRow, Published, Skipped

@@ -17,11 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox import admin, cli
-from outbox.cli.flags import continue_command, full_ids, ids, selection
+from outbox.admin.flags import continue_command, full_ids, ids, selection
+from outbox.base.times import shown
 from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.terminal import as_json
-from outbox.program.times import shown
 from outbox_pipeline import cli as pipeline
 from publishworker.process import cli as publishworker
 from tests.support.commands import here
@@ -194,7 +194,7 @@ def test_a_wrong_value_is_refused_before_any_request(words: str, sentence: str):
 
 
 def test_a_file_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("outbox.cli.flags.MAX_FILE_BYTES", 1_000)
+    monkeypatch.setattr("outbox.admin.flags.MAX_FILE_BYTES", 1_000)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"y\n" * 501)))
     done = here("retry", "--ids-file", "-", environment=DATABASE)
     assert (done.code, done.stderr) == (2, "outbox: --ids-file: stdin has more than 1,000 bytes. Split it\n")

@@ -15,6 +15,7 @@ from outbox.admin.operations import Operation
 from outbox.admin.problems import find
 from outbox.admin.tasks import BlockedHead
 from outbox.admin.workers import TAKE_OVER, Worker, shards_without_worker
+from outbox.base.values import counted
 from outbox.console.readings import (
     FRESH_SECONDS,
     History,
@@ -26,7 +27,6 @@ from outbox.console.readings import (
 )
 from outbox.console.visits import _ENVIRONMENT
 from outbox.errors import NotReached
-from outbox.program.terminal import counted
 from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from tests.support.waiting import eventually

@@ -10,7 +10,7 @@ from typing import Any
 from outbox.console.application import files
 from outbox.console.visits import _ENVIRONMENT
 from outbox.table.states import STATES
-from publishworker.pubsub.errors import REASONS, FailureKind
+from publishworker.pubsub.failures import REASONS, FailureKind
 
 STATIC = resources.files("outbox.console") / "static"
 TEMPLATES = resources.files("outbox.console") / "templates"

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.spanner.errors import StoreError
+from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed
 from tests.support.relay_bench import Bench, overtake

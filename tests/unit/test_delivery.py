@@ -13,7 +13,7 @@ from publishworker.delivery.delivery import Delivery
 from publishworker.delivery.marking import SharedMarking
 from publishworker.delivery.tools import Tools
 from publishworker.host import Host
-from publishworker.spanner.errors import StoreError
+from publishworker.spanner.write_errors import StoreError
 from publishworker.turn.in_flight import delivery_of
 from publishworker.types import CLAIM, COMMIT, PUBLISH, Answer, Failed, Published
 from tests.support.fakes import Abort, FakePublisher, FakeStore, serialized

@@ -18,7 +18,7 @@ import pytest
 
 import outbox
 import outbox.testing
-from publishworker.process.settings import RelaySettings
+from publishworker.process.worker_settings import RelaySettings
 from tests.faults import page as faults
 from tests.support.statements import scans
 from tools.benchmarks import page as benchmarks

@@ -1,4 +1,4 @@
-"""The table of failures (publishworker/pubsub/errors.py), and the texts of services' errors."""
+"""The table of failures (publishworker/pubsub/failures.py), and the texts of services' errors."""
 
 from types import SimpleNamespace
 
@@ -8,9 +8,9 @@ from google.api_core.exceptions import ServiceUnavailable
 
 from outbox.errors import NotReached
 from outbox.table.schema import service_errors
-from publishworker.pubsub.errors import REASONS, FailureKind, failure_kind, is_refused, reason_of
+from publishworker.pubsub.failures import REASONS, FailureKind, failure_kind, is_refused, reason_of
 from publishworker.pubsub.publisher import failure_of
-from publishworker.spanner.errors import describe
+from publishworker.spanner.write_errors import describe
 
 STATUSES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 KINDS = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.spanner.errors import Refused, StoreError
+from publishworker.spanner.write_errors import Refused, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.types import Failed
 from tests.support.relay_bench import Bench

@@ -16,9 +16,9 @@ from outbox.table.layouts import Layout
 from publishworker.process import exits, healthcheck
 from publishworker.process.app import App, run_on_thread
 from publishworker.process.commands import heartbeat_file, stop_on_signals
-from publishworker.spanner.errors import DatabaseMissing, StoreError
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.in_flight import StuckBatch

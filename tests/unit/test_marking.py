@@ -16,7 +16,7 @@ from publishworker.delivery.marking import (
     SharedMarking,
 )
 from publishworker.host import Event, Host, Threads
-from publishworker.spanner.errors import Refused, StoreError
+from publishworker.spanner.write_errors import Refused, StoreError
 from tests.support.parts import claim_of
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.table.layouts import Layout
-from outbox.table.statements import FORGET_WORKER_SECONDS
-from publishworker.spanner.errors import NotWritten, StoreError
+from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
+from publishworker.spanner.write_errors import NotWritten, StoreError
 from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
     HEARTBEAT_RETRY_SECONDS,

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox.admin import messages
-from outbox.cli import tasks
-from outbox.cli.output import table
+from outbox.cli import task_commands
+from outbox.program.output import table
 from outbox.program.terminal import as_json, cell
 
 TIME = datetime(2026, 11, 21, 13, 0, 0, 5, tzinfo=UTC)
@@ -154,18 +154,21 @@ def test_text_that_is_cut_inside_a_character_stays_text(before: int, monkeypatch
     """The limit is in bytes, and a character may have four: its remaining part is left out. Other bytes make it hex."""
     monkeypatch.setattr(messages, "SHOWN_BYTES", 8)
     data = ("a" * (5 + before) + "🎉" + "b" * 20).encode()
-    assert list(tasks._data_lines(data)) == [
+    assert list(task_commands._data_lines(data)) == [
         f"Data         {len(data)} bytes, text",
         "  " + ("a" * (5 + before))[:8],
         f"  ... {len(data) - 8} more bytes: --raw writes all",
     ]
-    assert list(tasks._data_lines(b"ab\xffd" * 3))[:2] == ["Data         12 bytes, hex", "  61 62 ff 64 61 62 ff 64"]
+    assert list(task_commands._data_lines(b"ab\xffd" * 3))[:2] == [
+        "Data         12 bytes, hex",
+        "  61 62 ff 64 61 62 ff 64",
+    ]
     # A message of the limit is shown whole; JSON that is cut is text, and a message without data has no lines.
     monkeypatch.setattr(messages, "SHOWN_BYTES", 4)
-    assert list(tasks._data_lines(b"[12]")) == ["Data         4 bytes, JSON", "  [", "    12", "  ]"]
+    assert list(task_commands._data_lines(b"[12]")) == ["Data         4 bytes, JSON", "  [", "    12", "  ]"]
     cut = ["Data         5 bytes, text", "  [12 ", "  ... 1 more byte: --raw writes all"]
-    assert list(tasks._data_lines(b"[12 ]")) == cut
-    assert list(tasks._data_lines(b"")) == ["Data         0 bytes"]
+    assert list(task_commands._data_lines(b"[12 ]")) == cut
+    assert list(task_commands._data_lines(b"")) == ["Data         0 bytes"]
 
 
 def test_times_in_json_are_rfc_3339() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from publishworker.host import Host
-from publishworker.spanner.errors import StoreError, TimedOut
+from publishworker.spanner.write_errors import StoreError, TimedOut
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
 from publishworker.turn.poller import Wanted

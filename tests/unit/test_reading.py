@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from outbox import reading
-from outbox.admin import statements
+from outbox.admin import operator_sql
 from outbox.reading import Position, Reader, Row, SentTasks
 from tests.support.operations import CREATED, MICROSECOND
 
@@ -30,7 +30,7 @@ class Table:
             columns = {"Id": f"task {len(self.rows)}", "SentAt": self.now, "Topic": self.random.choice("ab")}
             created, sequence = self.random.randrange(3), self.random.choice((None, -1, 0, 1, 2))
             row = {"CreatedAt": CREATED + timedelta(seconds=created), "Sequence": sequence}
-            self.rows.append(dict.fromkeys(statements.SENT_COLUMNS) | columns | row)
+            self.rows.append(dict.fromkeys(operator_sql.SENT_COLUMNS) | columns | row)
 
     def strong_query(self, _statement: str, _tag: str, values: dict[str, Any]) -> tuple[list[list[Any]], datetime]:
         self.now += self.random.choice((0, 0, 1, 1000)) * MICROSECOND
@@ -39,7 +39,7 @@ class Table:
         found = [row for row in self.rows if row["SentAt"] >= values["after"] and topic in (None, row["Topic"])]
         found = sorted(found, key=lambda row: row["SentAt"])[: values["limit"]]
         self.random.shuffle(found)
-        return [[row[name] for name in statements.SENT_COLUMNS] for row in found], self.now
+        return [[row[name] for name in operator_sql.SENT_COLUMNS] for row in found], self.now
 
 
 def place(row: Row) -> tuple[Any, ...]:

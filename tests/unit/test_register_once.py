@@ -18,7 +18,7 @@ from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
 from outbox import aio, registration
-from outbox.program.values import class_name
+from outbox.base.values import class_name
 from outbox.table import transactions
 from outbox.testing import RecordingTransaction
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from publishworker.spanner.errors import StoreError
+from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn import in_flight
 from publishworker.turn.in_flight import StuckBatch

@@ -7,7 +7,7 @@ import pytest
 from google.protobuf.struct_pb2 import ListValue, Value
 
 from outbox.table.states import LEFT_TO_SEND, NEVER, RANGES, STATES, UNSENT, is_dead, unsent_state
-from publishworker.spanner import statements
+from publishworker.spanner import relay_sql
 from publishworker.types import LockedRow
 
 AT = "2026-01-01T12:00:00.123456Z"
@@ -32,13 +32,13 @@ def values(*row: Any) -> list[Value]:
     ],
 )
 def test_every_time_that_spanner_has_is_read(text: str, expected: datetime) -> None:
-    [found] = statements.candidates([values("a", "orders", 0, 0, text, text, None, 0)]).values()
+    [found] = relay_sql.candidates([values("a", "orders", 0, 0, text, text, None, 0)]).values()
     assert (found.created_at, found.available_at) == (expected, expected)
 
 
 def test_a_task_in_two_ranges_is_one_candidate() -> None:
     task = values("a", "orders", 7, 50, AT, None, None, 1)
-    assert [*statements.candidates([task, task], 32_000)] == ["a"]
+    assert [*relay_sql.candidates([task, task], 32_000)] == ["a"]
 
 
 def test_a_task_is_due_or_expired_exactly_at_its_time() -> None:

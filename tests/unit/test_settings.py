@@ -8,8 +8,8 @@ import pytest
 from outbox.console.command import ConsoleSettings
 from outbox.errors import SettingError
 from outbox.program.settings import NAMES, fields_of, unknown_variables
-from outbox_pipeline import settings as pipeline
-from publishworker.process.settings import WorkerSettings, add_deadline
+from outbox_pipeline import job_settings as pipeline
+from publishworker.process.worker_settings import WorkerSettings, add_deadline
 
 NEEDED = {"project": "shop", "instance": "main", "database": "orders"}
 

@@ -8,8 +8,8 @@ from google.api_core.exceptions import DeadlineExceeded, RetryError
 from google.auth.exceptions import TransportError
 
 from outbox.table.layouts import Layout
-from publishworker.spanner.errors import NotWritten
 from publishworker.spanner.store import SpannerStore
+from publishworker.spanner.write_errors import NotWritten
 
 
 class Away:

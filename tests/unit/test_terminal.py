@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.base.values import counted
 from outbox.cli import main as outbox
 from outbox.program.logs import JsonFormatter, TextFormatter
-from outbox.program.terminal import as_json, complain, counted, prepare_streams, say
+from outbox.program.terminal import as_json, complain, prepare_streams, say
 from outbox_pipeline.cli import main as outbox_pipeline
 from publishworker.process.cli import main as publishworker
 from tests.support.processes import ROOT

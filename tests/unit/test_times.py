@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.program.times import MOMENT, SECONDS, resolved, shown, spoken
+from outbox.base.times import shown, spoken
+from outbox.program.settings import MOMENT, SECONDS, resolved
 
 NOW = datetime(2026, 11, 21, 13, tzinfo=UTC)
 #: In seconds. SECONDS and MOMENT read these alike.

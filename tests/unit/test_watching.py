@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from outbox.admin import backlog
-from outbox.cli import status, tasks
+from outbox.cli import status_command, task_commands
 from outbox.errors import NotReached, PositionExpired
 from outbox.reading import Page, Position, SentTasks
 
@@ -23,17 +23,17 @@ class Stop(Exception):
 def test_status_goes_on_after_an_outage_but_not_after_a_failed_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outbox.cli.status.time.sleep", lambda _seconds: None)
-    monkeypatch.setattr(status, "_rendered", lambda _tasks, found, _options: found)
-    monkeypatch.setattr(status, "_read", mock.Mock(side_effect=["first", AWAY, AWAY, "later", Stop]))
+    monkeypatch.setattr("outbox.cli.status_command.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr(status_command, "_rendered", lambda _tasks, found, _options: found)
+    monkeypatch.setattr(status_command, "_read", mock.Mock(side_effect=["first", AWAY, AWAY, "later", Stop]))
     with pytest.raises(Stop):
-        status._watch(mock.Mock(), OPTIONS)
+        status_command._watch(mock.Mock(), OPTIONS)
     printed = capsys.readouterr()
     assert printed.out == "first\nlater\n"
     assert printed.err.count("Spanner did not answer. Retrying") == 2
-    monkeypatch.setattr(status, "_read", mock.Mock(side_effect=AWAY))
+    monkeypatch.setattr(status_command, "_read", mock.Mock(side_effect=AWAY))
     with pytest.raises(NotReached):
-        status._watch(mock.Mock(), OPTIONS)
+        status_command._watch(mock.Mock(), OPTIONS)
 
 
 def test_status_says_that_not_all_topics_are_counted(
@@ -41,9 +41,11 @@ def test_status_says_that_not_all_topics_are_counted(
 ) -> None:
     found = mock.Mock(whole=False, oldest=None, total=mock.Mock(pending=0))
     monkeypatch.setattr(backlog, "read", lambda _tasks, **_options: found)
-    assert status._read(mock.Mock(), OPTIONS) is found
+    assert status_command._read(mock.Mock(), OPTIONS) is found
     assert "Only the first 1,000 are counted" in capsys.readouterr().err
-    assert status._beyond(found, OPTIONS) == ["--max-pending cannot be checked, because not all topics are counted"]
+    assert status_command._beyond(found, OPTIONS) == [
+        "--max-pending cannot be checked, because not all topics are counted"
+    ]
 
 
 def test_tail_retries_until_spanner_answers(
@@ -63,16 +65,16 @@ def test_tail_retries_until_spanner_answers(
             raise answer
         return answer
 
-    monkeypatch.setattr("outbox.cli.tasks.time.sleep", lambda _seconds: None)
-    monkeypatch.setattr(tasks, "_sent_line", lambda found, _options: found["Id"])
+    monkeypatch.setattr("outbox.cli.task_commands.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr(task_commands, "_sent_line", lambda found, _options: found["Id"])
     monkeypatch.setattr(SentTasks, "page", page)
     database = mock.Mock(now=lambda: NOON)
     with pytest.raises(PositionExpired):
-        tasks._follow(database, argparse.Namespace(since=None, topic=None))
+        task_commands._follow(database, argparse.Namespace(since=None, topic=None))
     printed = capsys.readouterr()
     assert printed.out == "a\n"
     assert printed.err.count("no task will be missed") == 1
     assert positions[-2:] == [Position(NOON), after]
     answers = iter([AWAY])
     with pytest.raises(NotReached):
-        tasks._follow(database, argparse.Namespace(since=None, topic=None))
+        task_commands._follow(database, argparse.Namespace(since=None, topic=None))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from publishworker.delivery.claim import Claim
-from publishworker.spanner.errors import DatabaseMissing, StoreError
+from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,

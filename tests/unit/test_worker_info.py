@@ -9,7 +9,7 @@ import pytest
 from outbox import __version__
 from outbox.admin.workers import Circuit, TopicCircuit, Worker, differing, open_circuits
 from publishworker.process.info import MAX_BYTES, worker_info
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 from publishworker.turn.relay import Load
 from publishworker.types import CircuitState, Failed
 

@@ -7,7 +7,7 @@ from outbox.devtools.emulators import Emulators
 from outbox.program import logs
 from publishworker.process.app import App
 from publishworker.process.commands import collect_garbage_rarely
-from publishworker.process.settings import RelaySettings
+from publishworker.process.worker_settings import RelaySettings
 from publishworker.telemetry.metrics import Metrics
 from publishworker.types import Next
 from tests.support.spanner import INSTANCE, PROJECT

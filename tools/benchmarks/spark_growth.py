@@ -20,9 +20,9 @@ from unittest import mock
 
 from pyspark.sql import SparkSession
 
-from outbox.program.times import shown
+from outbox.base.times import shown
+from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.audit import job as audit
-from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.spark.session import session
 from tests.support import cluster
 from tests.support.cluster import Cluster

@@ -79,8 +79,8 @@ def demonstrate(tasks: int, output: Path) -> int:
 @contextlib.contextmanager
 def _spark() -> "Iterator[SparkSession]":
     """Run Spark in this process. First of all: gRPC and the start of Java do not go together in one process."""
-    from outbox_pipeline.spark.errors import spark_errors  # noqa: PLC0415 - the packages may be missing
     from outbox_pipeline.spark.session import session  # noqa: PLC0415 - the same
+    from outbox_pipeline.spark.stack_traces import spark_errors  # noqa: PLC0415 - the packages may be missing
 
     spark = session("payments demo")
     try:
@@ -157,7 +157,7 @@ class Demo:
     def drain(self, tasks: int) -> None:
         """Send them by Spark, beside the workers."""
         from outbox_pipeline.jobs.drain import job as drain  # noqa: PLC0415 - see above
-        from publishworker.process.settings import RelaySettings  # noqa: PLC0415 - see above
+        from publishworker.process.worker_settings import RelaySettings  # noqa: PLC0415 - see above
 
         given = {"log_level": "error"}
         done = drain.run(self.spark, RelaySettings.read(self.of_database | given), deadline=600)
@@ -168,8 +168,8 @@ class Demo:
 
     def archive(self) -> None:
         """Archive what was sent, and delete it from the table."""
+        from outbox_pipeline.job_settings import ArchiveSettings  # noqa: PLC0415 - see above
         from outbox_pipeline.jobs.archive import job as archive  # noqa: PLC0415 - see above
-        from outbox_pipeline.settings import ArchiveSettings  # noqa: PLC0415 - see above
 
         seconds = WINDOW - datetime.now(UTC).timestamp() % WINDOW + ARCHIVED_AFTER
         _tell(f"waiting {seconds:.0f} s: the archive takes no window that ended less than a minute ago")
@@ -180,8 +180,8 @@ class Demo:
 
     def replay(self) -> int:
         """Send one topic again: what was deleted, out of the archive. Return how many."""
+        from outbox_pipeline.job_settings import ReplaySettings  # noqa: PLC0415 - see above
         from outbox_pipeline.jobs.replay import job as replay  # noqa: PLC0415 - see above
-        from outbox_pipeline.settings import ReplaySettings  # noqa: PLC0415 - see above
 
         given = {"archive": str(self.output / "archive"), "topic": AGAIN}
         done = replay.run(self.spark, ReplaySettings.read(self.of_database | given))
@@ -190,8 +190,8 @@ class Demo:
 
     def audit(self, name: str) -> "Audited":
         """Hold table and archive against what was received."""
+        from outbox_pipeline.job_settings import AuditSettings  # noqa: PLC0415 - see above
         from outbox_pipeline.jobs.audit import job as audit  # noqa: PLC0415 - see above
-        from outbox_pipeline.settings import AuditSettings  # noqa: PLC0415 - see above
 
         given = {
             "received": str(self.received), "archive": str(self.output / "archive"),

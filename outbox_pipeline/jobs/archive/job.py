@@ -9,15 +9,16 @@ from datetime import datetime, timedelta
 from google.cloud.spanner_v1 import KeySet
 from pyspark.sql import Observation, SparkSession
 
-from outbox.admin import operations, statements
+from outbox.admin import operations, operator_sql
 from outbox.admin.table import Transaction
+from outbox.base.times import shown, spoken
+from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import DatabaseSettings
-from outbox.program.times import resolved, shown, spoken
-from outbox.program.values import chunked
+from outbox.program.settings import DatabaseSettings, resolved
 from outbox.registration import TABLE
 from outbox.table.states import MARKS_FINAL_AFTER
 from outbox_pipeline import schemas
+from outbox_pipeline.job_settings import ArchiveSettings
 from outbox_pipeline.jobs.archive.windows import (
     Archive,
     ArchiveWindow,
@@ -28,12 +29,11 @@ from outbox_pipeline.jobs.archive.windows import (
     floor,
     rebalanced,
 )
-from outbox_pipeline.settings import ArchiveSettings
 from outbox_pipeline.source.datasource import read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
-from outbox_pipeline.spark.errors import spark_errors
-from outbox_pipeline.spark.tasks import Rows, map_rows, totals
+from outbox_pipeline.spark.spark_tasks import Rows, map_rows, totals
+from outbox_pipeline.spark.stack_traces import spark_errors
 
 #: Max tasks in one transaction of a purge.
 CHUNK_ROWS = 1_000
@@ -216,12 +216,12 @@ def purge_chunk(table: Table, wanted: Mapping[str, datetime], operation: str) ->
     """
 
     def work(transaction: Transaction) -> dict[str, int]:
-        found = transaction.query(statements.LOCK_SENT_AT, {"ids": sorted(wanted)})
+        found = transaction.query(operator_sql.LOCK_SENT_AT, {"ids": sorted(wanted)})
         same = [id for id, sent_at in found if sent_at == wanted[id]]
         if same:
             transaction.delete(TABLE, KeySet(keys=[[id] for id in same]))
             # Last, because all Spark tasks wait for the lock of this row.
-            [[deleted]] = transaction.query(statements.LOCK_TASKS, {"id": operation})
+            [[deleted]] = transaction.query(operator_sql.LOCK_TASKS, {"id": operation})
             operations.update(transaction, operation, Tasks=deleted + len(same))
         return {"deleted": len(same), "resent": len(found) - len(same), "missing": len(wanted) - len(found)}
 

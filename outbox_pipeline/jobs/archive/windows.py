@@ -22,11 +22,11 @@ from uuid import uuid4
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
+from outbox.base.times import shown
 from outbox.errors import OutboxError
-from outbox.program.times import shown
 from outbox_pipeline import schemas
-from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.files import Folder
+from outbox_pipeline.spark.stack_traces import spark_errors
 
 MANIFEST, PURGING, PURGED = "_manifest.json", "_purging.json", "_purged.json"
 _PREFIX, _RUN = "window=", "run="

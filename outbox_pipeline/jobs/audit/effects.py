@@ -10,19 +10,19 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
+from outbox.base.values import chunked
 from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE, table_errors
 from outbox.program.settings import DatabaseSettings
-from outbox.program.values import chunked
 from outbox.table.connection import open_database
 from outbox.table.transact import retry_and_timeout
 from outbox_pipeline import schemas
+from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.audit.transforms import STATES, Rules
-from outbox_pipeline.settings import AuditSettings
 from outbox_pipeline.source.columns import column, times
 from outbox_pipeline.source.parts import BATCH_ROWS, KeyPart, key_parts
 from outbox_pipeline.spanner import CALL_SECONDS, LOW, TABLE_SECONDS
-from outbox_pipeline.spark.tasks import parallelism, read_parts
+from outbox_pipeline.spark.spark_tasks import parallelism, read_parts
 
 #: A record, without its consumer.
 RECORD = StructType([schemas.FOUND["task_id"], schemas.FOUND["processed_at"]])

@@ -14,21 +14,22 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
+from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
+from outbox.program.settings import resolved
 from outbox.program.terminal import as_json
-from outbox.program.times import resolved, shown
+from outbox_pipeline.job_settings import AuditSettings, format_of
 from outbox_pipeline.jobs.archive.windows import Archive
 from outbox_pipeline.jobs.audit import effects, received
 from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.audit.page import page
-from outbox_pipeline.settings import AuditSettings, format_of
 from outbox_pipeline.source.columns import needed
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.files import Folder
 from outbox_pipeline.spark.inputs import checked, read_all_columns
-from outbox_pipeline.spark.tasks import collected
+from outbox_pipeline.spark.spark_tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
 #: Classes without files of findings: these tasks are in the table, and their messages are not due yet.

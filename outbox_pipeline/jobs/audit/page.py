@@ -8,8 +8,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, Template, Undefined
 from markupsafe import Markup
 
+from outbox.base.times import spoken
 from outbox.program.terminal import cell
-from outbox.program.times import spoken
 from outbox_pipeline.jobs.audit.transforms import STATES
 
 #: Max rows of the table of topics. summary.json has all topics.

@@ -10,9 +10,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 from pyspark.sql.types import BinaryType, MapType, StringType, TimestampType
 
+from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
-from outbox.program.values import chunked
 from outbox_pipeline import schemas
 from outbox_pipeline.spark.inputs import Input
 

@@ -21,19 +21,19 @@ from pyspark.sql.types import StringType, StructType
 
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
+from outbox.base.values import counted, listed
 from outbox.errors import OutboxError
 from outbox.program import logs
-from outbox.program.terminal import counted, listed
 from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
-from outbox_pipeline.spark.tasks import Rows, map_rows, parallelism
+from outbox_pipeline.spark.spark_tasks import Rows, map_rows, parallelism
 from publishworker.host import Backoff
 from publishworker.process import exits
 from publishworker.process.app import App, open_store, until_drained
-from publishworker.process.settings import RelaySettings
-from publishworker.spanner.errors import StoreError
+from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Client, Metric, Metrics

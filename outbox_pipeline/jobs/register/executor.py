@@ -18,7 +18,7 @@ from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS, task_row
 from outbox_pipeline import schemas
 from outbox_pipeline.spanner import Table, open_table
-from outbox_pipeline.spark.tasks import Pace, Rows
+from outbox_pipeline.spark.spark_tasks import Pace, Rows
 
 #: Max tasks, and max bytes of messages, in one commit. If one ID exists, the whole chunk is tried again.
 CHUNK_ROWS, CHUNK_BYTES = 100, 4_000_000

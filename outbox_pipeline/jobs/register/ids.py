@@ -10,7 +10,7 @@ from uuid import UUID, uuid5
 from pyspark.sql import Column
 from pyspark.sql import functions as f
 
-from outbox.program.values import plain
+from outbox.base.values import plain
 
 #: The namespace of all derived IDs.
 NAMESPACE = UUID("3b0c7e0e-9b50-5d3c-8f43-6d6e2a6d1c55")

@@ -16,6 +16,7 @@ from pyspark.sql.types import StringType, StructType
 from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox_pipeline import schemas
+from outbox_pipeline.job_settings import RegisterSettings, format_of_input
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, register_rows
 from outbox_pipeline.jobs.register.json_objects import CONVERT
 from outbox_pipeline.jobs.register.transforms import (
@@ -28,12 +29,11 @@ from outbox_pipeline.jobs.register.transforms import (
     parse_json_lines,
     prepared,
 )
-from outbox_pipeline.settings import RegisterSettings, format_of_input
 from outbox_pipeline.spanner import open_table
-from outbox_pipeline.spark.errors import spark_errors
 from outbox_pipeline.spark.files import Folder
 from outbox_pipeline.spark.inputs import Input, checked, read_all_columns
-from outbox_pipeline.spark.tasks import divided, map_rows
+from outbox_pipeline.spark.spark_tasks import divided, map_rows
+from outbox_pipeline.spark.stack_traces import spark_errors
 
 #: CSV is read in this encoding, which keeps every byte. As UTF-8, Spark would replace invalid bytes.
 _BYTES = "ISO-8859-1"

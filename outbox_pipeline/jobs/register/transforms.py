@@ -11,7 +11,7 @@ from outbox.errors import SettingError
 from outbox_pipeline import schemas
 from outbox_pipeline.jobs.register.ids import as_uuid5, named
 from outbox_pipeline.jobs.register.json_objects import CONVERT, parsed
-from outbox_pipeline.spark.tasks import placed
+from outbox_pipeline.spark.spark_tasks import placed
 
 #: The columns of rows, described in docs/pipeline/register.md.
 COLUMNS = (

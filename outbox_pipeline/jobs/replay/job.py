@@ -23,27 +23,27 @@ from pyspark.sql import DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
 from pyspark.sql.types import StringType
 
-from outbox.admin import operations, statements
+from outbox.admin import operations, operator_sql
 from outbox.admin.changes import RETRY_COLUMNS, retry_values
 from outbox.admin.operations import Author, as_json
 from outbox.admin.table import Transaction
+from outbox.base.times import shown
+from outbox.base.values import chunked
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.inbox.once import COLUMNS as INBOX_COLUMNS
 from outbox.inbox.once import TABLE as INBOX
-from outbox.program.settings import DatabaseSettings
-from outbox.program.times import resolved, shown
-from outbox.program.values import chunked
+from outbox.program.settings import DatabaseSettings, resolved
 from outbox.registration import COLUMNS, TABLE
-from outbox.table.statements import NOW, TO_SEND_INDEX
+from outbox.table.shared_sql import NOW, TO_SEND_INDEX
 from outbox_pipeline import schemas
+from outbox_pipeline.job_settings import ReplaySettings
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
-from outbox_pipeline.settings import ReplaySettings
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.source.parts import BATCH_ROWS
 from outbox_pipeline.spanner import CALL_SECONDS, TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.files import Folder
-from outbox_pipeline.spark.tasks import Pace, Rows, collected, divided, map_rows, placed, read_parts, totals
+from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, read_parts, totals
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
@@ -341,7 +341,7 @@ def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], id: str, start
     archived = [row["Id"] for row in rows if "Data" in row]
 
     def work(transaction: Transaction) -> dict[str, int]:
-        found = dict(map(tuple, transaction.query(statements.LOCK_SENT_AT, {"ids": sorted(wanted)})))
+        found = dict(map(tuple, transaction.query(operator_sql.LOCK_SENT_AT, {"ids": sorted(wanted)})))
         before = [id for id, sent_at in found.items() if sent_at is not None and sent_at < started_at]
         gone = [row for id, row in wanted.items() if id not in found]
         handled = _record_handled(transaction, archived, started_at) if archived else set()

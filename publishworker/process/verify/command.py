@@ -8,15 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from outbox.cli.bulk import confirm
-from outbox.cli.output import table
+from outbox.base.lazy import need
 from outbox.errors import SettingError
-from outbox.program.lazy import need
+from outbox.program.output import confirm, table
 from outbox.program.terminal import Escaped, as_json, complain, say
 from publishworker.process import exits
-from publishworker.process.settings import WorkerSettings
 from publishworker.process.verify.checks import CHECKS, FAILED, Finding, run
 from publishworker.process.verify.scratch import scratch
+from publishworker.process.worker_settings import WorkerSettings
 
 
 def verify(options: argparse.Namespace) -> int:

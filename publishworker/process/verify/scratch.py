@@ -17,7 +17,7 @@ from outbox.errors import OutboxError
 from outbox.program.terminal import complain
 from outbox.table import schema
 from outbox.table.connection import LimitedDatabase, open_database
-from publishworker.process.settings import WorkerSettings
+from publishworker.process.worker_settings import WorkerSettings
 
 #: Topics of the loaded tasks, of which nothing is published.
 TOPICS = ("verify-a", "verify-b", "verify-c", "verify-d")

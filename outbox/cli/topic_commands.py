@@ -7,13 +7,14 @@ import re
 from typing import Any
 
 from outbox import admin
-from outbox.cli import bulk, flags
-from outbox.cli.output import by_field, named, note
-from outbox.cli.status import fields, listing, read_noted
+from outbox.admin import flags
+from outbox.base.values import counted, json_value, topic_name
+from outbox.cli import bulk
+from outbox.cli.status_command import fields, listing, read_noted
 from outbox.errors import SettingError
+from outbox.program.output import by_field, confirm, named, note
 from outbox.program.settings import did_you_mean, one_of
-from outbox.program.terminal import Escaped, as_json, counted, escaped, say
-from outbox.program.values import json_value, topic_name
+from outbox.program.terminal import Escaped, as_json, escaped, say
 from outbox.table.controls import FIELDS, LIMITS, NAMES, NO_CONTROLS, VALUES, TopicControls, described, problems
 
 PAUSE_DESCRIPTION = """\
@@ -152,7 +153,7 @@ def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: 
             say(f"{unsent} of {topic} would be published to {to}")
         return 0
     if unsent and unsent.number > bulk.CONFIRM_ABOVE:
-        bulk.confirm(f"{unsent} of {escaped(topic)} will be published to {escaped(to)}.", yes=options.yes)
+        confirm(f"{unsent} of {escaped(topic)} will be published to {escaped(to)}.", yes=options.yes)
     _report(
         admin.topics.change(table, "controls", [topic], values, flags.author(options)),
         is_limited=any(values.get(name) for name in LIMITS),
@@ -223,7 +224,7 @@ def run_forget(options: argparse.Namespace) -> int:
     table, [topic] = flags.open_table(options), options.topics
     row = admin.topics.controls(table).get(topic)
     if row not in (None, NO_CONTROLS):
-        bulk.confirm(f"{escaped(topic)} has: {described(row)}. Forget it?", yes=options.yes)
+        confirm(f"{escaped(topic)} has: {described(row)}. Forget it?", yes=options.yes)
     admin.topics.apply(table, {topic: None}, flags.author(options))
     say(f"{topic}: forgotten")
     note(APPLIED_SOON)
@@ -256,7 +257,7 @@ def _open_known(options: argparse.Namespace, verb: str) -> "admin.table.TaskTabl
         if vars(options).get("dry_run"):
             note(found)
         else:
-            bulk.confirm(f"{found}. {verb} {named(map(repr, unknown))} anyway?", yes=False)
+            confirm(f"{found}. {verb} {named(map(repr, unknown))} anyway?", yes=False)
     return table
 
 

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from outbox.base.values import DATABASE, INSTANCE, PROJECT
 from outbox.errors import SettingError
 from outbox.program.settings import (
+    MOMENT,
+    SECONDS,
     DatabaseSettings,
     SettingType,
     matching,
@@ -13,8 +16,6 @@ from outbox.program.settings import (
     setting,
     whole_number,
 )
-from outbox.program.times import MOMENT, SECONDS
-from outbox.program.values import DATABASE, INSTANCE, PROJECT
 
 FORMATS = ("parquet", "json", "csv")
 _ENDINGS = {"parquet": "parquet", "avro": "avro", "jsonl": "json", "ndjson": "json", "json": "json", "csv": "csv"}

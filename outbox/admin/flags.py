@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from outbox import admin
-from outbox.cli.output import named, note
+from outbox.base.times import shown
+from outbox.base.values import json_value
 from outbox.errors import OutboxError, SettingError
+from outbox.program.output import named, note
 from outbox.program.settings import (
+    MOMENT,
     SWITCH,
     DatabaseSettings,
     SettingType,
@@ -21,11 +24,10 @@ from outbox.program.settings import (
     fields_of,
     matching,
     one_of,
+    resolved,
     whole_number,
 )
 from outbox.program.terminal import escaped
-from outbox.program.times import MOMENT, resolved, shown
-from outbox.program.values import json_value
 
 MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
 #: Max bytes of a line of a file that a user passes. The longest is a file of topic controls without line breaks.

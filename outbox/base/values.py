@@ -87,6 +87,17 @@ def chunked(
         yield chunk
 
 
+def counted(number: int, noun: str) -> str:
+    """Return text such as `1 task` or `1,500 tasks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Return text such as `a, b, c, d, e, ...` with the first names."""
+    texts = [*names]
+    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
+
+
 def check_finished(result: object, function: str, *others: type) -> None:
     """Raise TypeError if a function of the caller has returned work that is not done, such as a coroutine or a future.
 

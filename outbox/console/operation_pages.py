@@ -15,12 +15,12 @@ from starlette.responses import Response
 from outbox import admin
 from outbox.admin.changes import OF_IDS, TaskSelection
 from outbox.admin.operations import Operation
+from outbox.base.times import shown
 from outbox.console import selections
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, render
 from outbox.errors import OutboxError
-from outbox.program.settings import matching, whole_number
-from outbox.program.times import MOMENT, resolved, shown
+from outbox.program.settings import MOMENT, matching, resolved, whole_number
 from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
 
 COUNT = whole_number(1, 2**63 - 1)

@@ -8,13 +8,15 @@ from datetime import datetime
 from typing import Any
 
 from outbox import admin
-from outbox.cli import bulk, errors, flags
-from outbox.cli.output import named, note
+from outbox.admin import flags
+from outbox.base.times import shown
+from outbox.base.values import counted
+from outbox.cli import bulk, error_tables
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
-from outbox.program.settings import one_of
-from outbox.program.terminal import counted, say
-from outbox.program.times import MOMENT, resolved, shown
+from outbox.program.output import confirm, named, note
+from outbox.program.settings import MOMENT, one_of, resolved
+from outbox.program.terminal import say
 from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
 
 RETRY_DESCRIPTION = """\
@@ -101,9 +103,9 @@ def run_retry(options: argparse.Namespace) -> int:
         return _explain_refused(table, selection) if ids else _explain_count(table, selection, options, count)
     all_topics = ids is None and options.topic is None and count.number > 0
     if all_topics and not options.yes:
-        errors.print_selected(table, selection)
+        error_tables.print_selected(table, selection)
     if all_topics or count.number > bulk.CONFIRM_ABOVE:
-        bulk.confirm(f"{count} will become due now.", yes=options.yes)
+        confirm(f"{count} will become due now.", yes=options.yes)
     report = _carry_out(table, options, selection, since=selection.since, until=until)
     if ids:
         # With --include-expired, an expired task that was not changed does not match the selection.
@@ -159,7 +161,7 @@ def run_purge(options: argparse.Namespace) -> int:
         _say_dry(count, "be deleted", now)
         return 0
     if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
-        bulk.confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
+        confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
     _carry_out(table, options, selection, sent_before=before)
     return 0
 
@@ -190,10 +192,8 @@ def run_cancel(options: argparse.Namespace) -> int:
     if not count.number or options.dry_run:
         return 0
     if ids is None and options.topic is None and not options.yes:
-        errors.print_selected(table, selection)
-    bulk.confirm(
-        f"{count} ({selection.state}) will be deleted permanently and not published any more.", yes=options.yes
-    )
+        error_tables.print_selected(table, selection)
+    confirm(f"{count} ({selection.state}) will be deleted permanently and not published any more.", yes=options.yes)
     logs.configure()
     report = _carry_out(table, options, selection, since=selection.since, until=until)
     return int(bool(report.unchanged)) if ids is None else report.explain({}, "because the state is {state}")

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from outbox import admin
-from outbox.cli.output import note, shortened, table
+from outbox.base.times import spoken
+from outbox.program.output import note, shortened, table
 from outbox.program.terminal import Escaped, joined, say
-from outbox.program.times import spoken
 from outbox.table.states import UNSENT
 
 #: Max rows of the table.

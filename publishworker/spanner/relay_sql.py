@@ -21,7 +21,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, Mutation
 
 from outbox.table.controls import CONTROLS
 from outbox.table.ddl import CHANGE_STREAM
-from outbox.table.statements import (
+from outbox.table.shared_sql import (
     BY_ID,
     EACH_TOPIC,
     FIRST_OF_KEYS,

@@ -9,7 +9,9 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from outbox.program.terminal import Escaped, cell, complain, escaped, listed
+from outbox.base.values import listed
+from outbox.errors import OutboxError, SettingError
+from outbox.program.terminal import Escaped, cell, complain, escaped, say
 
 #: Max names that a message lists, and max characters of a text in a table.
 NAMES, CHARACTERS = 10, 80
@@ -102,3 +104,14 @@ def named(names: Iterable[str]) -> str:
 def note(text: str) -> None:
     """Print a message on stderr."""
     complain("outbox", text)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Return if `yes`, or if the user confirms at the terminal. Raises SettingError, OutboxError."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise SettingError(f"Not a terminal. Pass --yes to confirm: {question} Nothing was changed")
+    say(f"{question} [y/N] ", stream=sys.stderr, end="")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise OutboxError("not confirmed. Nothing was changed")

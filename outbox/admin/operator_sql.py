@@ -9,7 +9,7 @@ from collections.abc import Collection
 from itertools import pairwise
 
 from outbox.admin import error_groups
-from outbox.table.statements import (
+from outbox.table.shared_sql import (
     BY_ID,
     EACH_TOPIC,
     IN_ORDER,
@@ -21,7 +21,7 @@ from outbox.table.statements import (
     at_now,
     workers,
 )
-from outbox.table.statements import by_ids as of_ids
+from outbox.table.shared_sql import by_ids as of_ids
 from outbox.table.states import CONDITIONS, FIRST_DUE_SQL, LATER_SQL, RANGES, STATE_SQL
 
 _ERROR_GROUP, _ERROR = error_groups.sql("LastError")

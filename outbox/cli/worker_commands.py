@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outbox import admin
-from outbox.cli import errors, flags
-from outbox.cli.output import named, note, table
-from outbox.program.terminal import as_json, counted, say
-from outbox.program.times import shown, spoken
+from outbox.admin import flags
+from outbox.base.times import shown, spoken
+from outbox.base.values import counted
+from outbox.cli import error_tables
+from outbox.program.output import named, note, table
+from outbox.program.terminal import as_json, say
 
 DESCRIPTION = """\
 List the live workers with their shards, their batches in flight, the part of their
@@ -44,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         listed = [table(HEADS, [_cells(worker, differing) for worker in workers])] if workers else []
         head = f"as of {shown(now)}, {counted(len(workers), 'live worker')}"
-        say(head, *listed, *errors.circuit_lines(workers, now))
+        say(head, *listed, *error_tables.circuit_lines(workers, now))
     problems = _problems(workers, differing, orphans)
     for sentence in problems:
         note(sentence)

@@ -10,12 +10,12 @@ from starlette.responses import RedirectResponse, Response
 
 from outbox import admin, tracing
 from outbox.admin.changes import TaskSelection
+from outbox.admin.flags import MIN_PREFIX
 from outbox.admin.messages import SHOWN_BYTES, readable
 from outbox.admin.operations import Operation
 from outbox.admin.tasks import Task
-from outbox.cli.flags import MIN_PREFIX
 from outbox.console import selections
-from outbox.console.operations import ACTIONS
+from outbox.console.operation_pages import ACTIONS
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, render
 from outbox.errors import OutboxError

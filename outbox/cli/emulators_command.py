@@ -7,12 +7,12 @@ import signal
 import time
 from typing import Any
 
-from outbox.cli import flags
-from outbox.cli.output import note
+from outbox.admin import flags
+from outbox.base.values import TOPIC_ID
 from outbox.errors import OutboxError, SettingError
+from outbox.program.output import note
 from outbox.program.settings import PREFIX, DatabaseSettings, matching, whole_number
 from outbox.program.terminal import say
-from outbox.program.values import TOPIC_ID
 from outbox.table.ddl import cut
 
 PORT = whole_number(0, 65_535)

@@ -4,9 +4,10 @@ import argparse
 from typing import Any
 
 from outbox import admin
-from outbox.cli import flags
+from outbox.admin import flags
+from outbox.base.values import counted
 from outbox.program.settings import DatabaseSettings, SettingType, whole_number
-from outbox.program.terminal import Escaped, counted, say
+from outbox.program.terminal import Escaped, say
 from outbox.table import ddl
 from outbox.table.layouts import MAX_SHARDS
 

@@ -10,13 +10,15 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from outbox import admin
-from outbox.admin import messages
-from outbox.cli import errors, flags
-from outbox.cli.output import by_field, note, shortened, table
+from outbox.admin import flags, messages
+from outbox.base.times import shown, spoken
+from outbox.base.values import counted
+from outbox.cli import error_tables
 from outbox.errors import OutboxError, PositionExpired
+from outbox.program.output import by_field, note, shortened, table
+from outbox.program.settings import MOMENT, resolved
 from outbox.program.signals import exit_on
-from outbox.program.terminal import as_json, cell, counted, escaped, say, write
-from outbox.program.times import MOMENT, resolved, shown, spoken
+from outbox.program.terminal import as_json, cell, escaped, say, write
 from outbox.table.states import LEFT_TO_SEND, STATES, UNSENT, is_dead
 
 LIST_DESCRIPTION = """\
@@ -115,10 +117,10 @@ def _tables(tasks: "Sequence[admin.tasks.Task]") -> Iterator[str]:
     if tasks:
         yield _table(tasks)
     counts = admin.tasks.count_errors(
-        [task for task in tasks if task.state in errors.FAILING and task.columns["LastError"]]
+        [task for task in tasks if task.state in error_tables.FAILING and task.columns["LastError"]]
     )
     if any(count.tasks > 1 for count in counts):
-        yield from ("", errors.text(counts))
+        yield from ("", error_tables.text(counts))
 
 
 def _table(tasks: "Sequence[admin.tasks.Task]") -> str:

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from outbox import admin
-from outbox.cli import errors, flags
-from outbox.cli.output import note, table
+from outbox.admin import flags
+from outbox.base.times import shown, spoken
+from outbox.base.values import counted
+from outbox.cli import error_tables
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import whole_number
+from outbox.program.output import note, table
+from outbox.program.settings import SECONDS, whole_number
 from outbox.program.signals import exit_on
-from outbox.program.terminal import Escaped, as_json, cell, counted, joined, say
-from outbox.program.times import SECONDS, shown, spoken
+from outbox.program.terminal import Escaped, as_json, cell, joined, say
 
 DESCRIPTION = """\
 Count the unsent tasks of each topic and priority, and those registered (IN/MIN) and sent
@@ -145,7 +147,7 @@ def _rendered(
         return _json(backlog, groups, progress, problems)
     parts: list[str] = [_text(backlog)]
     if groups:
-        parts += ["", errors.text(groups)]
+        parts += ["", error_tables.text(groups)]
     if progress:
         change, step = progress
         parts += ["", change.describe(step)]
@@ -217,7 +219,7 @@ def listing(
     head = f"as of {shown(backlog.as_of)}, {counted(len(backlog.workers), 'live worker')}"
     cells = [[*first, *_cells(backlog, line)] for first, line in rows]
     figures = table((*heads, *HEADS), cells) if rows else none
-    return joined(head, figures, *remarks, *errors.circuit_lines(backlog.workers, backlog.as_of))
+    return joined(head, figures, *remarks, *error_tables.circuit_lines(backlog.workers, backlog.as_of))
 
 
 def _number(name: str, value: int, at_least: set[str]) -> object:

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from outbox import admin
-from outbox.cli import flags
-from outbox.cli.output import note, shortened, table
+from outbox.admin import flags
+from outbox.base.times import shown
+from outbox.base.values import counted
+from outbox.program.output import note, shortened, table
 from outbox.program.settings import one_of
-from outbox.program.terminal import as_json, counted, say
-from outbox.program.times import shown
+from outbox.program.terminal import as_json, say
 from outbox.table.ddl import OPERATION_NAMES
 
 DESCRIPTION = """\

@@ -1,0 +1,1 @@
+"""What every other folder uses: values, times, and imports at first use. Standard library only."""
