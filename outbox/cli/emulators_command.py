@@ -1,36 +1,43 @@
-"""`outbox emulators`: run the Spanner and Pub/Sub emulators in the foreground, for a shell, a demo or tests."""
+"""`outbox emulators`: run the Spanner and Pub/Sub emulators, in the foreground or around a command."""
 
 import argparse
+import contextlib
 import functools
 import os
 import signal
 import time
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from outbox.admin import flags
 from outbox.base.values import TOPIC_ID
+from outbox.devtools import around
 from outbox.errors import OutboxError, SettingError
 from outbox.program.output import note
 from outbox.program.settings import PREFIX, DatabaseSettings, matching, whole_number
 from outbox.program.terminal import say
 from outbox.table.ddl import cut
 
+if TYPE_CHECKING:
+    from outbox.devtools.emulators import Emulators
+
 PORT = whole_number(0, 65_535)
 PUBSUB_ID = matching(TOPIC_ID, "an ID that Pub/Sub allows, such as orders")
 
-#: Seconds between two checks that the emulators are running.
-WATCH_SECONDS = 0.2
-
 DESCRIPTION = """\
 Run the Spanner and Pub/Sub emulators until Ctrl-C or SIGTERM, and print the environment
-variables for clients. If SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST is set, that
+variables for clients. With a command after --, set the variables for this command, run it,
+and end with its exit code. If SPANNER_EMULATOR_HOST or PUBSUB_EMULATOR_HOST is set, that
 emulator is not started, unless you pass its port.
 
 --create creates a database with the outbox's tables, --topic a topic, and --subscription a
 subscription to the topic before it. Databases, topics and subscriptions that exist are kept.
 
     outbox emulators
-    outbox emulators --create my-project/main/shop --topic orders --subscription billing"""
+    outbox emulators -- pytest
+    outbox emulators --create my-project/main/shop --topic orders --subscription billing
+    outbox emulators --create my-project/main/shop --topic orders --worker -- bash"""
 
 WHY_NOT_MULTIPLEXED = (
     "# Emulators before 1.5.38 treat a multiplexed session as a regular one, so the transactions of two threads",
@@ -61,10 +68,19 @@ def add(commands: Any) -> None:
             f"--{kind}", type=functools.partial(_of_kind, kind), dest="pubsub", action="append", default=[],
             metavar="ID", help=f"Create this {kind} in the project of --create; may be repeated.",
         )  # fmt: skip
+    text = "Write the export lines to this file, for `. ./FILE` in other terminals, and delete it at the end."
+    parser.add_argument("--env-file", metavar="FILE", type=Path, help=text)
+    text = "Also run `publishworker run` for the database of --create. Its log goes to stderr."
+    parser.add_argument("--worker", action="store_true", help=text)
+    text = "After --: a command to run with the variables. The emulators stop when it ends."
+    parser.add_argument("words", nargs="*", metavar="COMMAND", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run both until a signal, then return 0. Raises OutboxError: invalid port, no emulator, or an emulator exited."""
+    """Run both until a signal, then return 0, or around a command, and return its exit code.
+
+    Raises OutboxError: invalid port, no emulator, or an emulator or the worker exited.
+    """
     from outbox.devtools.emulators import running  # noqa: PLC0415 - only this command needs it
 
     place, ddl = _plan(options)
@@ -75,32 +91,64 @@ def run(options: argparse.Namespace) -> int:
         with running(options.spanner_port, options.pubsub_port) as emulators:
             variables = emulators.environment()
             if place:
-                os.environ.update(variables)  # the clients read it
-                from outbox.devtools import resources  # noqa: PLC0415 - the clients: half a second
-
-                resources.create(place, ddl, options.pubsub)
-                others = "".join(f", {kind} {id}" for kind, id in options.pubsub)
-                note(f"database {options.create} with the outbox's tables{others}: ready")
+                _create(options, place, ddl, variables)
                 names = ("project", "instance", "database")
                 variables = {PREFIX + name.upper(): getattr(place, name) for name in names} | variables
-            *exports, last = (f"export {name}={value}" for name, value in variables.items())
-            say(*exports, *WHY_NOT_MULTIPLEXED, last)
-            if not emulators.children:
-                note("nothing to start: both variables are set, and both emulators respond")
-                return 0
-            note("Running. Press Ctrl-C to stop the emulators, which deletes all their data")
-            while (ended := emulators.ended()) is None:
-                time.sleep(WATCH_SECONDS)
-            raise OutboxError(ended)
+            with _beside(options, variables, emulators) as ended:
+                if options.words:
+                    return around.run(options.words, variables, ended)
+                return _wait(options, variables, emulators, ended)
     except KeyboardInterrupt:
         return 0
 
 
+def _create(options: argparse.Namespace, place: DatabaseSettings, ddl: list[str], variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)  # the clients read it
+    from outbox.devtools import resources  # noqa: PLC0415 - the clients: half a second
+
+    resources.create(place, ddl, options.pubsub)
+    others = "".join(f", {kind} {id}" for kind, id in options.pubsub)
+    note(f"database {options.create} with the outbox's tables{others}: ready")
+
+
+@contextlib.contextmanager
+def _beside(
+    options: argparse.Namespace, variables: Mapping[str, str], emulators: "Emulators"
+) -> Iterator[around.Ended]:
+    """Keep the file of variables and the worker in the block. Yield a function that says what has ended too early."""
+    with contextlib.ExitStack() as stack:
+        if options.env_file:
+            stack.enter_context(around.env_file(options.env_file, variables))
+        worker = stack.enter_context(around.worker(variables)) if options.worker else lambda: None
+        yield lambda: emulators.ended() or worker()
+
+
+def _wait(
+    options: argparse.Namespace, variables: Mapping[str, str], emulators: "Emulators", ended: around.Ended
+) -> int:
+    """Print the variables, and wait until something ends. Raises OutboxError."""
+    *lines, last = around.exports(variables)
+    say(*lines, *WHY_NOT_MULTIPLEXED, last)
+    if not (emulators.children or options.worker or options.env_file):
+        note("nothing to start: both variables are set, and both emulators respond")
+        return 0
+    note("Running. Press Ctrl-C to stop the emulators, which deletes all their data")
+    while (sentence := ended()) is None:
+        time.sleep(around.WATCH_SECONDS)
+    raise OutboxError(sentence)
+
+
 def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[str]]:
-    """Return the database of `--create` and the statements of `--ddl-file`. Raises SettingError."""
+    """Return the database of `--create` and the statements of `--ddl-file`. Raises SettingError for any argument."""
+    if options.words:
+        around.program(options.words[0])
+    if options.env_file:
+        around.check_env_file(options.env_file)
     if options.create is None:
-        if options.pubsub or options.ddl_file:
-            raise SettingError("--topic, --subscription and --ddl-file need --create PROJECT/INSTANCE/DATABASE")
+        if options.pubsub or options.ddl_file or options.worker:
+            raise SettingError(
+                "--topic, --subscription, --ddl-file and --worker need --create PROJECT/INSTANCE/DATABASE"
+            )
         return None, []
     if options.pubsub and options.pubsub[0][0] == "subscription":
         raise SettingError("--subscription needs a --topic before it")

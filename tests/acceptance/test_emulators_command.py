@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installe
 from outbox.errors import NotReached
 from outbox.table.ddl import statements
 from tests.support import processes
-from tests.support.commands import here
+from tests.support.commands import TRACE, here
 from tests.support.processes import Process, children, gone, run, started
 from tests.support.proxy import silent_port
 from tests.support.pubsub import PubSub
@@ -97,6 +98,92 @@ def test_running_emulators_are_reported(emulators: Emulators) -> None:
     assert done.code == 0
     assert f"export SPANNER_EMULATOR_HOST={emulators.spanner_host}\n" in done.stdout
     assert "nothing to start" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"), [("import sys; sys.exit(7)", 7), ("import os; os.kill(os.getpid(), 15)", 143)]
+)
+def test_a_command_gets_the_variables_and_its_exit_code_is_ours(
+    emulators: Emulators, tmp_path: Path, code: str, ends: int
+) -> None:
+    """Words after -- belong to the command, and stdout is its own. The file for other terminals has the same lines."""
+    project, file = f"c-{uuid.uuid4().hex[:8]}", tmp_path / "shop.env"
+    show = "import os, sys; print(sys.argv[1:], os.environ['SPANNER_EMULATOR_HOST'], os.environ['OUTBOX_PROJECT'])"
+    copy = f"import shutil; shutil.copy({str(file)!r}, {str(tmp_path / 'copy')!r})"
+    words = ("--create", f"{project}/main/shop", "--env-file", str(file), "--")
+    program = f"{show}; {copy}; sys.stdout.flush(); {code}"
+    done = run(
+        "outbox",
+        "emulators",
+        *words,
+        sys.executable,
+        "-c",
+        program,
+        "--",
+        "--topic",
+        environment=emulators.environment(),
+    )
+    assert (done.code, done.stdout) == (ends, f"['--', '--topic'] {emulators.spanner_host} {project}\n")
+    assert not file.exists()
+    sourced = ["/bin/sh", "-c", f". {tmp_path / 'copy'}; echo $OUTBOX_DATABASE $PUBSUB_EMULATOR_HOST"]
+    assert subprocess.check_output(sourced, text=True) == f"shop {emulators.pubsub_host}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.extended)])
+def test_a_command_gets_the_signal_and_ends_before_the_worker(
+    emulators: Emulators, tmp_path: Path, number: signal.Signals
+) -> None:
+    """It can finish its work, and the worker is still there. Nothing stays."""
+    name = f"w-{uuid.uuid4().hex[:8]}/main/shop"
+    finish = "lambda *_: (print('finished', flush=True), sys.exit(5))"
+    handle = f"import signal, sys; signal.signal({int(number)}, {finish})"
+    program = f"{handle}; print('ready', flush=True); signal.pause()"
+    words = ("--create", name, "--topic", "orders", "--worker", "--", sys.executable, "-c", program)
+    variables = emulators.environment() | {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / "heartbeat")}
+    with started("outbox", "emulators", *words, environment=variables) as process:
+        process.wait_for_text("ready")
+        process.wait_for_text(f"relaying {name}")
+        family = children(process.pid)
+        process.stop(number)
+        assert process.wait() == 5
+        assert process.stdout.endswith("finished\n")
+        assert "stopped" in process.stderr
+        assert all(map(gone, family))
+
+
+def test_a_worker_that_ends_ends_the_command(emulators: Emulators) -> None:
+    variables = emulators.environment() | {"OUTBOX_BATCH_SIZE": "none"}
+    words = (
+        "--create",
+        f"e-{uuid.uuid4().hex[:8]}/main/shop",
+        "--worker",
+        "--",
+        sys.executable,
+        "-c",
+        "import signal; signal.pause()",
+    )
+    done = run("outbox", "emulators", *words, environment=variables)
+    assert (done.code, "outbox: the worker ended with exit code 2" in done.stderr) == (1, True), done
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--", "no-such-program"), "command not found: 'no-such-program'"),
+        (("--worker",), "--worker need --create"),
+        (("--env-file", "shop.env"), "exists and was not written by this command. Choose another name"),
+        (("--env-file", "no/folder/shop.env"), "cannot be written: No such file"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_said(
+    emulators: Emulators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str
+) -> None:
+    """And the user's own file stays."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shop.env").write_text("SECRET=1")
+    done = here("emulators", *words, environment=emulators.environment())
+    assert (done.code, sentence in done.stderr, TRACE in done.stderr) == (2, True, False), done
+    assert (tmp_path / "shop.env").read_text() == "SECRET=1"
 
 
 def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubSub, tmp_path: Path) -> None:

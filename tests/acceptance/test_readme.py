@@ -127,7 +127,10 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._installed = folder, os.environ.get("INSTALLED")
-        self.environment = {"OUTBOX_HEARTBEAT_FILE": str(folder / "heartbeat")}
+        programs = Path(self._installed or sys.executable).parent  # of the activated environment
+        self.environment = {
+            "OUTBOX_HEARTBEAT_FILE": str(folder / "heartbeat"), "PATH": f"{programs}:{os.environ['PATH']}"
+        }  # fmt: skip
         if not self._installed:
             self.environment["PYTHONPATH"] = str(ROOT)
 
@@ -150,7 +153,6 @@ def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
     ours = [words for words in commands("README.md") if words[0] in PARSERS]
     assert [words[:2] for words in ours] == [
         ["outbox", "emulators"],
-        ["publishworker", "run"],
         ["outbox", "list"],
         ["outbox", "retry"],
         ["outbox", "schema"],
@@ -158,33 +160,30 @@ def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
     ]
     reader = Reader(tmp_path)
     with reader.process(*ours[0]) as running:
-        running.wait_for_text("Press Ctrl-C")
-        reader.environment |= dict(re.findall(r"^export (\w+)=(.+)$", running.stdout, re.MULTILINE))
+        running.wait_for_text("relaying my-project/main/shop")
+        exports = (tmp_path / "shop.env").read_text()
+        reader.environment |= dict(re.findall(r"^export (\w+)=(.+)$", exports, re.MULTILINE))
         shop = client(reader.environment["SPANNER_EMULATOR_HOST"], PROJECT).instance("main").database("shop")
         with reader.process("register_order") as registering:
             assert registering.wait() == 0
         assert query(shop, "SELECT OrderId, Cents FROM Orders") == [["order-1", 1999]]
-        [[task_id, sent_at]] = query(shop, "SELECT Id, SentAt FROM AsynchronousTasks")
-        assert sent_at is None
-        applied, checked = map(reader.finished, ours[4:])
+        task_id = one(shop, "SELECT Id FROM AsynchronousTasks")
+        running.wait_for_text("order-1: invoice written")
+        eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
+        again = [[task_id if word == "THE-ID" else word for word in each] for each in ours[1:]]
+        listed, retried, applied, checked = map(reader.finished, again)
+        assert task_id in listed.stdout
+        assert retried.code == 0
         assert applied.stdout.splitlines()[0] == "exists   table AsynchronousTasks"
         assert (checked.code, checked.stdout.count("ok  ")) == (0, 4)
-        with reader.process(*ours[1]) as worker, reader.process("receive_orders") as receiving:
-            receiving.wait_for_text("order-1: invoice written")
-            eventually(lambda: one(shop, "SELECT SentAt FROM AsynchronousTasks"), seconds=10)
-            listed, retried = (
-                reader.finished([task_id if word == "THE-ID" else word for word in each]) for each in ours[2:4]
-            )
-            assert task_id in listed.stdout
-            assert retried.code == 0
-            eventually(lambda: one(shop, "SELECT TimesSent FROM AsynchronousTasks") == 2, seconds=10)
-            pubsub = PubSub.on(reader.environment["PUBSUB_EMULATOR_HOST"])
-            pubsub.publish(f"projects/{PROJECT}/topics/orders", b"{}")  # no task ID
-            receiving.wait_for_text("did not come from the outbox")
-            assert receiving.child.poll() is None
-            worker.end()
+        eventually(lambda: one(shop, "SELECT TimesSent FROM AsynchronousTasks") == 2, seconds=10)
+        pubsub = PubSub.on(reader.environment["PUBSUB_EMULATOR_HOST"])
+        pubsub.publish(f"projects/{PROJECT}/topics/orders", b"{}")  # no task ID
+        running.wait_for_text("did not come from the outbox")
+        assert running.child.poll() is None
         assert query(shop, "SELECT OrderId FROM Invoices") == [["order-1"]]
         running.end()
+    assert not (tmp_path / "shop.env").exists()
 
 
 def test_the_home_page_shows_the_code_of_the_quick_start() -> None:
@@ -217,11 +216,11 @@ def test_the_guide_to_registering(shop: Database) -> None:
 
 
 def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path: Path) -> None:
-    """From an empty file, and again after a kill: each task counts once, also one that is sent again."""
-    [program] = blocks("docs/guide/projection.md", "python")
-    [command] = commands("docs/guide/projection.md")
-    assert command == ["python", "totals.py"]
-    (tmp_path / "totals.py").write_text(program)
+    """From an empty file, and again after a signal: each task counts once, also one that is sent again."""
+    for block in blocks("docs/guide/projection.md", "python"):
+        (tmp_path / re.findall(r"\A# (\S+)\n", block)[0]).write_text(block)
+    command, _ = commands("docs/guide/projection.md")
+    assert command[-2:] == ["python", "totals.py"]
     variables = emulators.environment() | {"SPANNER_DISABLE_BUILTIN_METRICS": "true", "PYTHONPATH": str(ROOT)}
 
     def send(task_id: str, cents: int) -> None:
@@ -242,8 +241,11 @@ def test_the_guide_to_projections(emulators: Emulators, shop: Database, tmp_path
             mark("task-1", None)
             mark("task-1", spanner.COMMIT_TIMESTAMP)
             eventually(lambda running=running, total=total: running.stdout.count(f"ann: {total} cents") == 2)
-            running.child.kill()
+            running.end() if total == 15 else running.child.kill()
             assert running.stdout.count("cents") == {15: 3, 115: 2}[total]
+    with started("order", environment=variables, directory=tmp_path) as ordering:
+        assert ordering.wait() == 0
+    assert one(shop, "SELECT COUNT(*) FROM AsynchronousTasks") == 4
 
 
 @pytest.mark.usefixtures("topics")
@@ -253,7 +255,8 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
     for block in (*blocks(page, "python"), *blocks(page, "sql")):
         (tmp_path / re.findall(r"\A(?:#|--) (\S+)\n", block)[0]).write_text(block)
     assert (tmp_path / "stock.sql").read_text().count("CREATE TABLE Stock") == 1  # among those of this module
-    [_, (python, *test)] = commands(page)
+    [words] = commands(page)
+    python, *test = words[words.index("--") + 1 :]
     assert python == "python"
     variables = emulators.environment() | {"SPANNER_DISABLE_BUILTIN_METRICS": "true", "PYTHONPATH": str(ROOT)}
     with started(*test[1:], environment=variables, directory=tmp_path) as testing:

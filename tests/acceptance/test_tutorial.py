@@ -1,8 +1,10 @@
 """The tutorial as written: its files and commands in an empty folder, each program a process of its own."""
 
 import json
+import os
 import re
 import shlex
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -41,15 +43,15 @@ def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
         (tmp_path / re.findall(r"\A(?:#|--) (\S+)\n", text)[0]).write_text(text)
     environment = {"PYTHONPATH": str(ROOT), "SPANNER_DISABLE_BUILTIN_METRICS": "true"}
     environment |= {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / "heartbeat")}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as in the activated environment
     with started(*command("outbox", "emulators"), environment=environment, directory=tmp_path) as emulators:
-        emulators.wait_for_text("Press Ctrl-C")
-        environment |= dict(re.findall(r"^export (\w+)=(.+)$", emulators.stdout, re.MULTILINE))
+        emulators.wait_for_text("Uvicorn running")
+        exports = (tmp_path / "shop.env").read_text()
+        environment |= dict(re.findall(r"^export (\w+)=(.+)$", exports, re.MULTILINE))
         shop = client(environment["SPANNER_EMULATOR_HOST"], "my-project").instance("main").database("shop")
-        with started(*command("uvicorn"), environment=environment, directory=tmp_path) as service:
-            service.wait_for_text("Uvicorn running")
-            [*_, url] = command("curl")
-            with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:
-                order = json.loads(answer.read())
+        [*_, url] = command("curl")
+        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:
+            order = json.loads(answer.read())
         status = run(*command("outbox", "status"), environment=environment)
         assert re.search(r"^all +1 ", status.stdout, re.MULTILINE), status.stdout
         [[task_id]] = query(shop, "SELECT Id FROM AsynchronousTasks")
@@ -64,6 +66,7 @@ def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
             assert run(*again, environment=environment).code == 0
             eventually(lambda: query(shop, "SELECT TimesSent FROM AsynchronousTasks") == [[2]], seconds=20)
             worker.end()
+            billing.end()
         assert query(shop, "SELECT OrderId, Cents FROM Invoices") == [[order["order_id"], 1999]]
         _, *pytest_words = command("python", "-m", "pytest")
         with started(*pytest_words[1:], "-q", environment=environment, directory=tmp_path) as testing:
