@@ -93,8 +93,8 @@ CREATE TABLE AsynchronousTaskWorkers (
   LivenessTimeoutSeconds INT64      NOT NULL DEFAULT (14),
   -- The columns whose shards the worker polls, such as Shard,Shard32. NULL: Shard.
   Polls                  STRING(64),
-  -- About the worker: host, version, shards, in-flight batches, open circuits, and the settings that differ from their
-  -- defaults. No secret, no message, at most 4 kB. NULL: a worker of an older version.
+  -- About the worker: host, version, shards, in-flight batches, open circuits, the settings that differ from their
+  -- defaults, and its last hour by minute. No secret, no message, at most 12 kB. NULL: a worker of an older version.
   Info                   JSON
 ) PRIMARY KEY (WorkerId);
 

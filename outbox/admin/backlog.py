@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from outbox.admin import operator_sql
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, TaskTable, read_before
-from outbox.admin.workers import Worker, live
+from outbox.admin.workers import Worker, rows_at
 from outbox.base.values import chunked
 from outbox.table.controls import CONTROLS
 from outbox.table.states import UNSENT
@@ -83,6 +83,11 @@ class Line:
     next_due: datetime | None = None
     at_least: set[str] = dataclasses.field(default_factory=set)
 
+    @property
+    def unsent(self) -> int:
+        """Return the number of tasks in all states but sent."""
+        return sum(getattr(self, state) for state in UNSENT)
+
     def add(self, other: "Line") -> None:
         """Add the counts of another line."""
         for name in COUNTS:
@@ -102,6 +107,8 @@ class Backlog:
     workers: Sequence[Worker]
     lines: Sequence[Line]
     whole: bool = True
+    #: Workers that died within the hour: without a goodbye, so that their rows are still there.
+    silent: Sequence[Worker] = ()
 
     @property
     def everything(self) -> Line:
@@ -211,7 +218,9 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     for line in lines:
         line.paused = line.topic in paused
         line.at_least = reader.at_least[line.topic] | reader.at_least[None]
-    return Backlog(at, live(table, at) if of_sent else [], lines, whole=whole)
+    workers = rows_at(table, at) if of_sent else []
+    silent = [each for each in workers if not each.is_live]
+    return Backlog(at, [each for each in workers if each.is_live], lines, whole, silent)
 
 
 def _paused(table: TaskTable, at: datetime, tag: str) -> set[str]:

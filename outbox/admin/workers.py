@@ -35,13 +35,20 @@ class Circuit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Worker:
-    """A live worker. `info` is empty if it is of an older version. `age` is that of its heartbeat in seconds."""
+    """A worker. `info` is empty if it is of an older version. `age` is that of its heartbeat in seconds."""
 
     id: str
     age: float
     started_at: datetime
     seen_at: datetime
     info: Mapping[str, Any]
+    #: The seconds for which a heartbeat makes it live.
+    timeout: float = 14.0
+
+    @property
+    def is_live(self) -> bool:
+        """Tell whether the heartbeat is young enough."""
+        return self.age < self.timeout
 
     def text(self, name: str) -> str:
         """Return a text of the Info, or an empty one."""
@@ -95,15 +102,17 @@ class TopicCircuit:
 
 def live(table: TaskTable, at: datetime) -> list[Worker]:
     """Return the live workers at a time, by ID."""
+    return [each for each in rows_at(table, at) if each.is_live]
+
+
+def rows_at(table: TaskTable, at: datetime) -> list[Worker]:
+    """Return the workers that have a row at a time, by ID: the live ones, and those that died within the hour."""
     rows = table.query(operator_sql.WORKERS_AT, _TAG, {"now": at}, at=at)
-    return sorted(
-        (
-            Worker(id, age / 1000, started_at, seen_at, _parsed(info))
-            for id, age, timeout, _, started_at, seen_at, info in rows
-            if age < 1000 * timeout
-        ),
-        key=lambda worker: worker.id,
+    found = (
+        Worker(id, age / 1000, started_at, seen_at, _parsed(info), timeout)
+        for id, age, timeout, _, started_at, seen_at, info in rows
     )
+    return sorted(found, key=lambda worker: worker.id)
 
 
 def open_circuits(workers: Sequence[Worker]) -> list[TopicCircuit]:

@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from outbox import admin
@@ -13,7 +13,7 @@ from outbox.base.times import shown, spoken
 from outbox.base.values import counted
 from outbox.cli import error_tables
 from outbox.errors import OutboxError, SettingError
-from outbox.program.output import note, table
+from outbox.program.output import bars, note, table
 from outbox.program.settings import SECONDS, whole_number
 from outbox.program.signals import exit_on
 from outbox.program.terminal import Escaped, as_json, cell, joined, say
@@ -90,10 +90,12 @@ def read_noted(task_table: "admin.table.TaskTable", **limits: Any) -> "admin.bac
 
 
 def _watch(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> None:
-    succeeded = False
+    succeeded, history = False, None
     while True:
         try:
-            text = _rendered(task_table, _read(task_table, options), options)
+            backlog = _read(task_table, options)
+            history = None if options.json else admin.history.read(task_table, backlog, history)
+            text = _rendered(task_table, backlog, options, history)
         except admin.table.LayoutChanged:
             continue
         except OutboxError as error:
@@ -133,7 +135,10 @@ def _limits(options: argparse.Namespace) -> list[str]:
 
 
 def _rendered(
-    task_table: "admin.table.TaskTable", backlog: "admin.backlog.Backlog", options: argparse.Namespace
+    task_table: "admin.table.TaskTable",
+    backlog: "admin.backlog.Backlog",
+    options: argparse.Namespace,
+    history: "admin.history.History | None" = None,
 ) -> Escaped:
     groups, progress = admin.tasks.errors(task_table, backlog), admin.reshard.Resharding(task_table).progress()
     problems = admin.problems.find(
@@ -146,6 +151,8 @@ def _rendered(
     if options.json:
         return _json(backlog, groups, progress, problems)
     parts: list[str] = [_text(backlog)]
+    if history:
+        parts += ["", _curves(history)]
     if groups:
         parts += ["", error_tables.text(groups)]
     if progress:
@@ -154,6 +161,24 @@ def _rendered(
     if problems:
         parts += ["", table(("PROBLEM",), [[each.text] for each in problems])]
     return joined(*parts)
+
+
+def _curves(history: "admin.history.History") -> Escaped:
+    """Return the last hour of all topics as lines of bars, each with its max and its last value."""
+    low, high = history.latency()
+    failed = [sum(filter(None, values)) for values in zip(*history.failed().values(), strict=True)]
+    figures: list[tuple[str, admin.history.Values, Callable[[float], str]]] = [
+        ("registered/min", history.registered(), "{:,.0f}".format),
+        ("published/min", history.published(), "{:,.0f}".format),
+        ("failed/min", failed, "{:,.0f}".format),
+        ("pending", history.pending(), "{:,.0f}".format),
+        ("oldest", history.oldest(), spoken),
+        ("latency p50", low, spoken),
+        ("latency p95", high, spoken),
+    ]
+    known = [(name, values, unit, [each for each in values if each is not None]) for name, values, unit in figures]
+    rows = [(name, bars(values), unit(max(all)), unit(all[-1])) for name, values, unit, all in known if all]
+    return table(("LAST HOUR", "", "MAX", "LAST"), rows) if rows else Escaped("no worker has sent its history yet")
 
 
 def _json(

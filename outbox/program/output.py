@@ -15,6 +15,7 @@ from outbox.program.terminal import Escaped, cell, complain, escaped, say
 
 #: Max names that a message lists, and max characters of a text in a table.
 NAMES, CHARACTERS = 10, 80
+_BARS, _PLAIN_BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", "_.:-=+*#"
 _BOLD, _RED, _YELLOW, _NORMAL = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
@@ -84,6 +85,13 @@ def _painted(head: str, text: str) -> str:
 def _is_number(value: object) -> bool:
     # A count that stopped early is a string that begins with >=.
     return isinstance(value, int | float) or value is None or (isinstance(value, str) and value.startswith(">="))
+
+
+def bars(values: Sequence[float | None]) -> str:
+    """Return a bar for each value, the largest one full, and a space for a gap."""
+    top = max(filter(None, values), default=1)
+    ramp = _BARS if (sys.stdout.encoding or "").lower().startswith("utf") else _PLAIN_BARS
+    return "".join(" " if each is None else ramp[math.ceil(each / top * (len(ramp) - 1))] for each in values)
 
 
 def by_field(columns: Mapping[str, Any]) -> dict[str, Any]:

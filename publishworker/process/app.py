@@ -38,6 +38,7 @@ from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import UnsentTasks
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.telemetry import metrics as m
+from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
 from publishworker.telemetry.reporter import Reporter
 from publishworker.turn.in_flight import Limits, StuckBatch
@@ -87,8 +88,11 @@ class App:
             create_command=partial(create_topic_command, settings),
         )
         host = Host(progress=touch_file)
-        self.relay = relay_of(settings, self.store, publisher, self.membership, metrics=metrics, host=host)
-        self.membership.info = partial(worker_info, settings, self.relay)
+        history = History()
+        self.relay = relay_of(
+            settings, self.store, publisher, self.membership, metrics=metrics, host=host, history=history
+        )
+        self.membership.info = partial(worker_info, settings, self.relay, history)
         self._stream = (
             ChangeStream(self.store.database.on_own_connection(), self.relay.wake)
             if settings.wake == "change-stream"
@@ -103,8 +107,8 @@ class App:
             report=WorkerGauges(metrics, self.membership, self.relay),
             random=host.random,
         )
-        counts = backlog_counts(metrics, lambda: self.relay.load.topics)
-        samplers = (oldest_ages(metrics), counts) if metrics.wanted else ()
+        counts = backlog_counts(metrics, history, lambda: self.relay.load.topics)
+        samplers = (oldest_ages(metrics, history), counts) if metrics.wanted else ()
         self._background: list[BacklogSampler | ChangeStream] = [
             BacklogSampler(sample, lambda: TaskTable(self.store.database), self.membership) for sample in samplers
         ]
@@ -204,6 +208,7 @@ def relay_of(
     *,
     metrics: Metrics,
     host: Host,
+    history: History | None = None,
 ) -> Relay:
     """Return a relay from `store` to `publisher` with the limits and times of the settings."""
     places = settings.concurrency
@@ -227,7 +232,7 @@ def relay_of(
         ),
         Limits(settings.batch_size, BATCH_BYTES, places, fair_share=FAIR_SHARE),
         membership,
-        Reporter(metrics, host.clock),
+        Reporter(metrics, host.clock, history),
         # At most half of the poll interval, so that jitter never makes an idle turn skip its discovery.
         discovery_seconds=min(settings.poll_interval / 2, 1.0),
     )

@@ -8,8 +8,10 @@ from typing import Any
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
 from outbox.errors import OutboxError
+from outbox.table.states import UNSENT
 from publishworker.log import ThrottledLog, log
 from publishworker.telemetry import metrics as m
+from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
@@ -71,9 +73,12 @@ class WorkerGauges:
 
 
 def backlog_counts(
-    metrics: Metrics, topics: Callable[[], Collection[str]], clock: Callable[[], float] = time.monotonic
+    metrics: Metrics,
+    history: History,
+    topics: Callable[[], Collection[str]],
+    clock: Callable[[], float] = time.monotonic,
 ) -> Callable[[TaskTable], None]:
-    """Return a function that sends the numbers of unsent tasks. It sends 0 pending tasks for `topics` without any."""
+    """Return a function that sends the numbers of unsent tasks, and notes them: 0 for `topics` without pending ones."""
     padded = with_zeros(clock)
 
     def send(table: TaskTable) -> None:
@@ -82,12 +87,18 @@ def backlog_counts(
         none = {(topic, "pending"): 0 for topic in topics()}
         for (topic, state), number in (none | padded(found.by_topic_and_state())).items():
             metrics.gauge(m.TOPIC_TASKS, number, topic=topic, state=state)
+        if found.whole:
+            lines = found.topics().items()
+            unsent = {topic: None if line.at_least & {*UNSENT} else line.unsent for topic, line in lines}
+            history.add_backlog({topic: line.pending for topic, line in lines}, unsent)
 
     return send
 
 
-def oldest_ages(metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> Callable[[TaskTable], None]:
-    """Return a function that sends the age of the oldest task, of all topics and of each."""
+def oldest_ages(
+    metrics: Metrics, history: History, clock: Callable[[], float] = time.monotonic
+) -> Callable[[TaskTable], None]:
+    """Return a function that sends the age of the oldest task, of all topics and of each, and notes it."""
     padded = with_zeros(clock)
 
     def send(table: TaskTable) -> None:
@@ -95,6 +106,7 @@ def oldest_ages(metrics: Metrics, clock: Callable[[], float] = time.monotonic) -
         metrics.gauge(m.OLDEST_AGE, max(ages.values(), default=0.0))
         for topic, age in padded(ages).items():
             metrics.gauge(m.TOPIC_OLDEST_AGE, age, topic=topic)
+        history.add_ages(ages)
 
     return send
 

@@ -9,18 +9,19 @@ from typing import Any
 from outbox import __version__
 from outbox.program.settings import fields_of
 from publishworker.process.worker_settings import RelaySettings
+from publishworker.telemetry.history import History
 from publishworker.turn.relay import Relay
 from publishworker.types import CircuitState
 
-#: Max bytes of the JSON. The row is written every few seconds, and read by each status.
-MAX_BYTES = 4_000
+#: Max bytes of the JSON, and of all but the history. The row is written every few seconds, and read by each status.
+MAX_BYTES, MAX_OTHER_BYTES = 12_000, 4_000
 #: Max bytes of the list of shards. Only a worker with hundreds of scattered shards has more.
 MAX_SHARD_BYTES = 2_000
 #: Max characters of an error, and of the value of a setting.
 MAX_CHARACTERS = 200
 
 
-def worker_info(settings: RelaySettings, relay: Relay, shards: Sequence[int]) -> dict[str, object]:
+def worker_info(settings: RelaySettings, relay: Relay, history: History, shards: Sequence[int]) -> dict[str, object]:
     """Return the JSON. Seconds count from the heartbeat. What does not fit is counted in `..._left_out`."""
     runs, load = list(_fitting(_runs(shards), MAX_SHARD_BYTES)), relay.load
     info: dict[str, object] = {
@@ -34,8 +35,10 @@ def worker_info(settings: RelaySettings, relay: Relay, shards: Sequence[int]) ->
     }
     circuits = [_circuit(topic, state) for topic, state in sorted(load.circuits.items())]
     info |= {"circuits": [], "circuits_left_out": len(circuits)}
-    fitting = list(_fitting(circuits, MAX_BYTES - _size(info)))
-    return info | {"circuits": fitting, "circuits_left_out": len(circuits) - len(fitting)}
+    fitting = list(_fitting(circuits, MAX_OTHER_BYTES - _size(info)))
+    info |= {"circuits": fitting, "circuits_left_out": len(circuits) - len(fitting)}
+    history.add_utilization(load.utilization)
+    return info | {"history": history.as_json(MAX_BYTES - _size(info) - len(',"history":'))}
 
 
 def _circuit(topic: str, state: CircuitState) -> dict[str, object]:

@@ -9,6 +9,7 @@ from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, t
 from publishworker.log import ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
+from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.circuit_breaker import CircuitChange
 from publishworker.types import COMMIT, POLL, PUBLISH, Failed, NotSent, Published, Turn
@@ -40,8 +41,9 @@ class Reporter:
     FAILURE_LINES about single tasks.
     """
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: Metrics, clock: Callable[[], float], history: History | None = None) -> None:
         self._metrics = metrics
+        self._history = history or History()
         self._throttled_log = ThrottledLog(clock)
         self._clock = clock
         self._work: Counter[str] = Counter()
@@ -52,6 +54,7 @@ class Reporter:
     def report_batch(self, delivered: Delivered, change: CircuitChange | None = None) -> None:
         """Count the outcomes of a batch, and log what went wrong, and the change of the circuit of its topic."""
         self._count_work(turn_counts([delivered]))
+        self._history.add(delivered)
         topic = delivered.claim.topic
         self._metrics.count(m.PUBLISHED, len(delivered.published()), topic=topic)
         self._metrics.count(m.ALREADY_PUBLISHED, len(delivered.already_sent()), topic=topic)

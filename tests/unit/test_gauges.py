@@ -14,6 +14,7 @@ from outbox.errors import NotReached
 from publishworker.process import gauges
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
 from publishworker.telemetry import metrics as m
+from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Load
@@ -99,7 +100,7 @@ def test_tasks_are_reported_by_topic_and_state() -> None:
 
 def test_topics_without_tasks_are_reported_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Counted()
-    counts = backlog_counts(Metrics(client), lambda: ["known"], lambda: 0.0)
+    counts = backlog_counts(Metrics(client), History(), lambda: ["known"], lambda: 0.0)
     now = found(Line("orders", 50, pending=7), Line("paused", 50, paused=True, pending=5))
     monkeypatch.setattr(backlog, "read_unsent_stale", lambda _table: now)
     counts(None)
@@ -190,7 +191,7 @@ def test_the_backlog_is_counted_until_the_sampler_stops(
 def test_the_oldest_age_is_reported_of_all_topics_and_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A topic without pending tasks is 0 for ten minutes, so that its last age does not stay in the graph."""
     client = Counted()
-    send = oldest_ages(Metrics(client), lambda: 0.0)
+    send = oldest_ages(Metrics(client), History(), lambda: 0.0)
     for ages in ({"orders": 7.0, "mails": 300.0}, {"orders": 8.0}, {}):
         monkeypatch.setattr(backlog, "oldest_ages", lambda _table, found=ages: found)
         send(None)

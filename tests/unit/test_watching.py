@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from outbox.admin import backlog
+from outbox.admin import backlog, history
 from outbox.cli import status_command, task_commands
 from outbox.errors import NotReached, PositionExpired
 from outbox.reading import Page, Position, SentTasks
@@ -24,7 +24,8 @@ def test_status_goes_on_after_an_outage_but_not_after_a_failed_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("outbox.cli.status_command.time.sleep", lambda _seconds: None)
-    monkeypatch.setattr(status_command, "_rendered", lambda _tasks, found, _options: found)
+    monkeypatch.setattr(status_command, "_rendered", lambda _tasks, found, *_more: found)
+    monkeypatch.setattr(history, "read", mock.Mock())
     monkeypatch.setattr(status_command, "_read", mock.Mock(side_effect=["first", AWAY, AWAY, "later", Stop]))
     with pytest.raises(Stop):
         status_command._watch(mock.Mock(), OPTIONS)

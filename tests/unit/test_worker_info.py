@@ -8,8 +8,9 @@ import pytest
 
 from outbox import __version__
 from outbox.admin.workers import Circuit, TopicCircuit, Worker, differing, open_circuits
-from publishworker.process.info import MAX_BYTES, worker_info
+from publishworker.process.info import MAX_OTHER_BYTES, worker_info
 from publishworker.process.worker_settings import WorkerSettings
+from publishworker.telemetry.history import History
 from publishworker.turn.relay import Load
 from publishworker.types import CircuitState, Failed
 
@@ -35,9 +36,10 @@ def worker(info: Any, id: str = "a", age: float = 2) -> Worker:
 
 def test_a_worker_says_what_it_does() -> None:
     changed = settings(batch_size="100", wake="change-stream", poll_interval="1.0", heartbeat_file="/tmp/mine")
-    info = worker_info(changed, View(orders=MISSING), (0, 1, 2, 5, 32000))
+    info = worker_info(changed, View(orders=MISSING), History(), (0, 1, 2, 5, 32000))
     host = info.pop("host")
     assert isinstance(host, str)
+    assert info.pop("history")["all"] == {"busy": [38]}
     assert info == {
         "version": __version__,
         "shards": [(0, 2), (5, 5), (32000, 32000)],
@@ -55,10 +57,13 @@ def test_a_worker_says_what_it_does() -> None:
 
 @pytest.mark.parametrize("error", ["e" * 1_000, "\N{GRINNING FACE}" * 1_000], ids=["ascii", "emoji"])
 def test_lists_that_do_not_fit_are_cut_and_counted(error: str) -> None:
-    """With every second shard of 1,000, a long setting and a hundred circuits: never more than 4 kB."""
+    """With every second shard of 1,000, a long setting and a hundred circuits: never more than 4 kB without it."""
     circuits = {f"topic-{n}": CircuitState(Failed("not_found", error), 1, 1) for n in range(100)}
-    info = worker_info(settings(allowed_topics=",".join(["orders-*"] * 500)), View(**circuits), range(0, 1000, 2))
-    assert len(json.dumps(info, separators=(",", ":"))) <= MAX_BYTES
+    info = worker_info(
+        settings(allowed_topics=",".join(["orders-*"] * 500)), View(**circuits), History(), range(0, 1000, 2)
+    )
+    del info["history"]
+    assert len(json.dumps(info, separators=(",", ":"))) <= MAX_OTHER_BYTES
     shown = worker(info)
     assert len(shown.shards) + shown.number("shards_left_out") == 500
     assert len(shown.circuits) + shown.number("circuits_left_out") == 100
@@ -68,11 +73,13 @@ def test_lists_that_do_not_fit_are_cut_and_counted(error: str) -> None:
 
 def test_operators_see_what_the_worker_said() -> None:
     """Its seconds count from the heartbeat, by the clock of the database."""
-    [circuit] = worker(worker_info(settings(), View(orders=MISSING), ())).circuits
+    [circuit] = worker(worker_info(settings(), View(orders=MISSING), History(), ())).circuits
     since, probe = NOW - timedelta(seconds=2 + 25), NOW + timedelta(seconds=1.2)
     assert circuit == Circuit("orders", "not_found", "404 Topic not found", since, probe)
-    others = worker(worker_info(settings(), View(orders=MISSING, mails=MISSING), ()), age=1)
-    assert open_circuits([worker({}), others, worker(worker_info(settings(), View(orders=MISSING), ()))]) == [
+    others = worker(worker_info(settings(), View(orders=MISSING, mails=MISSING), History(), ()), age=1)
+    assert open_circuits(
+        [worker({}), others, worker(worker_info(settings(), View(orders=MISSING), History(), ()))]
+    ) == [
         TopicCircuit("mails", 1, since + timedelta(seconds=1), probe + timedelta(seconds=1), *circuit_texts()),
         TopicCircuit("orders", 2, since, probe, *circuit_texts()),
     ]
@@ -84,7 +91,10 @@ def circuit_texts() -> tuple[str, str]:
 
 def test_settings_and_versions_that_differ_are_found() -> None:
     """A worker that does not name a setting has its default; one without Info is not compared."""
-    first, second = worker_info(settings(), View(), ()), worker_info(settings(batch_size="100"), View(), ())
+    first, second = (
+        worker_info(settings(), View(), History(), ()),
+        worker_info(settings(batch_size="100"), View(), History(), ()),
+    )
     assert differing([worker(first), worker(first), worker({})]) == {}
     assert differing([worker(first), worker(second)]) == {"batch_size": ["100", "default"]}
     newer = worker(first | {"version": "9.0"})
@@ -108,5 +118,7 @@ def test_an_info_that_no_worker_writes_breaks_no_command(info: Any) -> None:
 
 def test_a_worker_tells_no_secret() -> None:
     """Endpoints are hosts and ports: a setting refuses anything else. The file of one worker is not compared."""
-    told = worker_info(settings(pubsub_endpoint="10.0.0.1:443", heartbeat_file="/tmp/x"), View(), ())["settings"]
+    told = worker_info(settings(pubsub_endpoint="10.0.0.1:443", heartbeat_file="/tmp/x"), View(), History(), ())[
+        "settings"
+    ]
     assert told == {"pubsub_endpoint": "10.0.0.1:443"}

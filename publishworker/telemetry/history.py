@@ -1,0 +1,178 @@
+"""The last hour of a worker by minute, for its heartbeat: what it published, what failed, how long tasks took.
+
+The worker's thread counts. The threads of the gauges add the backlog, if this worker reads it.
+"""
+
+import json
+import math
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeAlias
+
+from publishworker.delivery.claim import Delivered
+
+MINUTES = 60
+#: Max topics of one minute, and max reasons of failures of one topic. The figures of all topics include the others.
+TOPICS, REASONS = 20, 4
+#: Approximate number of latencies of one batch that are counted, and the ratio of the bounds between which they are.
+SAMPLES, RATIO = 20, 1.1
+#: The key of the figures of all topics. The name of a topic may be an empty text.
+ALL = None
+#: The figures of a topic in one minute. The name of a number of failures is their reason after a colon.
+_Figures: TypeAlias = Mapping[str, float | None]
+_COUNTS, _STATES = ("published", ":"), ("pending", "unsent", "oldest", "busy")
+
+
+@dataclass(slots=True)
+class _Row:
+    """The current minute of a topic. `unsent` are its tasks in all states but sent, `oldest` is an age in seconds."""
+
+    published: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    latencies: Counter[int] = field(default_factory=Counter)
+    pending: int | None = None
+    unsent: int | None = None
+    oldest: float | None = None
+    utilization: list[float] = field(default_factory=list)
+
+    def figures(self) -> _Figures:
+        busy = round(100 * sum(self.utilization) / len(self.utilization)) if self.utilization else None
+        return {
+            "published": self.published, "p50": self._quantile(0.5), "p95": self._quantile(0.95),
+            "pending": self.pending, "unsent": self.unsent, "oldest": self.oldest, "busy": busy,
+            **{f":{reason}": number for reason, number in self.failed.items()},
+        }  # fmt: skip
+
+    def _quantile(self, part: float) -> float | None:
+        """Return the latency in seconds that this part of the tasks does not exceed."""
+        left = part * self.latencies.total()
+        for bound, number in sorted(self.latencies.items()):
+            left -= number
+            if left <= 0:
+                return _short(RATIO ** (bound + 0.5))
+        return None
+
+
+class History:
+    """The figures of the last MINUTES. Used by several threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """`clock` returns the seconds since 1970, because the minutes of all workers are added up."""
+        self._clock = clock
+        self._minute = 0
+        self._rows: dict[str | None, _Row] = defaultdict(_Row)
+        self._past: dict[int, dict[str | None, _Figures]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, delivered: Delivered) -> None:
+        """Count the outcomes of a batch."""
+        number, failed = len(delivered.published()), Counter(each.reason for each in delivered.failed().values())
+        step = max(1, len(delivered.latencies) // SAMPLES)
+        latencies = Counter(_bound(each) for each in islice(delivered.latencies.values(), 0, None, step))
+        with self._lock:
+            self._advance()
+            for row in (self._rows[ALL], self._rows[delivered.claim.topic]):
+                row.published += number
+                row.failed += failed
+                row.latencies += latencies
+
+    def add_backlog(self, pending: Mapping[str, int], unsent: Mapping[str, int | None]) -> None:
+        """Note the numbers of tasks by topic. None is a number that is not known exactly."""
+        with self._lock:
+            self._advance()
+            for topic in _largest({topic: pending.get(topic, 0) + (unsent[topic] or 0) for topic in unsent}):
+                self._rows[topic].pending, self._rows[topic].unsent = pending.get(topic, 0), unsent[topic]
+            known = [number for number in unsent.values() if number is not None]
+            total = self._rows[ALL]
+            total.pending, total.unsent = sum(pending.values()), sum(known) if len(known) == len(unsent) else None
+
+    def add_ages(self, ages: Mapping[str, float]) -> None:
+        """Note the age of the oldest task of each topic that has one."""
+        with self._lock:
+            self._advance()
+            for topic in _largest(ages):
+                self._rows[topic].oldest = _short(ages[topic])
+            self._rows[ALL].oldest = _short(max(ages.values(), default=0.0))
+
+    def add_utilization(self, utilization: float) -> None:
+        """Note the part of the places that is taken now."""
+        with self._lock:
+            self._advance()
+            self._rows[ALL].utilization.append(utilization)
+
+    def as_json(self, most: int) -> dict[str, Any]:
+        """Return the series of all topics, and those of the largest ones that fit into `most` bytes of JSON.
+
+        Each series ends with the current minute, which is `minute`, counted since 1970. Before its first value, a count
+        is 0, and any other figure is unknown.
+        """
+        with self._lock:
+            self._advance()
+            past = self._past | {self._minute: _figures(self._rows)}
+        weights: Counter[str] = Counter()
+        for rows in past.values():
+            weights.update({topic: _weight(row) for topic, row in rows.items() if topic is not ALL})
+        found: dict[str, Any] = {"minute": max(past), "all": _series(past, ALL), "topics": {}}
+        left = most - _size(found | {"topics_left_out": len(weights)})
+        for topic, _ in weights.most_common(TOPICS):
+            series = _series(past, topic)
+            if (left := left - _size({topic: series})) < 0:
+                break
+            found["topics"][topic] = series
+        return found | {"topics_left_out": len(weights) - len(found["topics"])}
+
+    def _advance(self) -> None:
+        """At the beginning of a minute, keep the largest topics of the last one, and drop the oldest minute."""
+        minute = int(self._clock() // 60)
+        if minute == self._minute:
+            return
+        if self._rows:
+            self._past[self._minute] = _figures(self._rows)
+        self._past = {at: rows for at, rows in self._past.items() if minute - MINUTES < at < minute}
+        self._minute = minute
+        self._rows.clear()
+
+
+def _figures(rows: Mapping[str | None, _Row]) -> dict[str | None, _Figures]:
+    """Return the figures of all topics and of the largest ones."""
+    found = {topic: row.figures() for topic, row in rows.items()}
+    kept = _largest({topic: _weight(row) for topic, row in found.items() if topic is not ALL})
+    return {topic: found[topic] for topic in (ALL, *kept) if topic in found}
+
+
+def _weight(figures: _Figures) -> float:
+    """Return what makes a topic one of the largest."""
+    return sum(value or 0 for name, value in figures.items() if name.startswith((*_COUNTS, "unsent", "pending")))
+
+
+def _series(past: Mapping[int, Mapping[str | None, _Figures]], topic: str | None) -> dict[str, list[float | None]]:
+    found: dict[str, list[float | None]] = {}
+    for at in range(min(past), max(past) + 1):
+        figures = past.get(at, {}).get(topic, {})
+        begun = {name for name, value in figures.items() if value or (value is not None and name in _STATES)}
+        for name in found.keys() | begun:
+            found.setdefault(name, []).append(figures.get(name, 0 if name.startswith(_COUNTS) else None))
+    totals = Counter({name: sum(filter(None, values)) for name, values in found.items() if name.startswith(":")})
+    dropped = {name for name, _ in totals.most_common()[REASONS:]}
+    return {name: values for name, values in sorted(found.items()) if name not in dropped}
+
+
+def _largest(weights: Mapping[str, float]) -> list[str]:
+    return [topic for topic, weight in Counter(weights).most_common(TOPICS) if weight]
+
+
+def _bound(seconds: float) -> int:
+    return math.floor(math.log(max(seconds, 0.001), RATIO))
+
+
+def _short(seconds: float) -> float:
+    """Return whole seconds, or less than ten with two significant digits."""
+    return round(seconds) if seconds >= 10 else float(f"{seconds:.2g}")
+
+
+def _size(value: object) -> int:
+    return len(json.dumps(value, separators=(",", ":")))

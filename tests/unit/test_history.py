@@ -1,0 +1,196 @@
+"""The last hour by minute: what workers count and send, and what operators make of it."""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from outbox.admin import history as histories
+from outbox.admin.backlog import Backlog, Line
+from outbox.admin.history import MINUTES, History, Values
+from outbox.admin.workers import Worker
+from outbox.errors import OutboxError
+from outbox.program.output import bars
+from publishworker.delivery.claim import Delivered
+from publishworker.process.info import MAX_BYTES, worker_info
+from publishworker.telemetry.history import History as Ring
+from publishworker.types import Answer, Failed, Published
+from tests.support.parts import claim_of
+from tests.unit.test_worker_info import View, settings
+
+NOW = datetime(2026, 11, 26, 12, 0, 30, tzinfo=UTC)
+
+
+class Hour:
+    """A worker that started an hour before `now`."""
+
+    def __init__(self, id: str = "a", now: datetime = NOW) -> None:
+        self.id, self.end = id, now.timestamp()
+        self.seconds = self.end - 60 * (MINUTES - 1)
+        self.ring = Ring(lambda: self.seconds)
+
+    def at(self, ago: int) -> "Hour":
+        """Go on to the minute that began `ago` minutes before the current one."""
+        self.seconds = self.end - 60 * ago
+        return self
+
+    def publish(self, number: int, topic: str = "orders", seconds: float = 0.1, reason: str = "") -> None:
+        answer: Answer = Failed(reason, "404") if reason else Published("1")
+        ids = [str(n) for n in range(number)]
+        latencies = {} if reason else dict.fromkeys(ids, seconds)
+        self.ring.add(Delivered(claim_of(topic, *ids), dict.fromkeys(ids, answer), latencies=latencies))
+
+    def worker(self, age: float = 1.0, timeout: float = 14.0, **more: Any) -> Worker:
+        """Return what operators read after the heartbeat went through the database."""
+        self.at(0)
+        info = json.loads(json.dumps({"history": self.ring.as_json(8_000)}))
+        started_at = NOW - timedelta(minutes=MINUTES - 1)
+        return Worker(self.id, age, started_at, NOW - timedelta(seconds=age), info | more, timeout)
+
+
+def history(
+    *workers: Worker, last: History | None = None, lines: list[Line] | None = None, at: datetime = NOW
+) -> History:
+    live, silent = ([each for each in workers if each.is_live is wanted] for wanted in (True, False))
+    backlog = Backlog(at, live, lines or [], silent=silent)
+    return histories.read(mock.Mock(), backlog, last or History(at, {}, {}))
+
+
+def known(values: Values) -> dict[int, float]:
+    """Return the values that are neither 0 nor unknown, by the number of minutes ago."""
+    return {MINUTES - 1 - place: value for place, value in enumerate(values) if value}
+
+
+def test_the_histories_of_workers_are_added_up() -> None:
+    first, second = Hour("a"), Hour("b")
+    first.at(30).publish(10)
+    first.at(5).publish(20)
+    first.publish(3, reason="not_found")
+    second.at(5).publish(2, "mails")
+    second.publish(4, reason="not_found")
+    second.publish(1, reason="unavailable")
+    found = history(first.worker(), second.worker())
+    assert known(found.published()) == {30: 10, 5: 22}
+    assert known(found.published("orders")) == {30: 10, 5: 20}
+    assert {reason: known(values) for reason, values in found.failed().items()} == {
+        "not_found": {5: 7}, "unavailable": {5: 1},
+    }  # fmt: skip
+    assert found.published("mails")[0] == 0  # not a gap: it was counted
+
+
+def test_a_minute_is_a_gap_until_all_workers_have_sent_it_and_where_no_worker_was() -> None:
+    hour = Hour()
+    hour.at(0).publish(9)
+    assert history(hour.worker()).published()[-1] is None
+    assert history(hour.worker(age=40, timeout=60)).published()[-2:] == [None, None]
+    assert set(history().published()) == {None}
+
+
+def test_latencies_are_quantiles_of_all_tasks() -> None:
+    """A worker with a tenth of the tasks is slow."""
+    quick, slow = Hour("a"), Hour("b")
+    quick.at(5).publish(900, seconds=0.1)
+    slow.at(5).publish(100, seconds=20)
+    low, high = history(quick.worker(), slow.worker()).latency()
+    assert known(low) == {5: pytest.approx(0.1, rel=0.06)}
+    assert known(high) == {5: pytest.approx(20, rel=0.06)}
+
+
+def test_the_backlog_is_that_of_the_worker_that_counts_it() -> None:
+    """A topic without tasks is 0 in a minute that was counted. Registered tasks follow from the others."""
+    hour = Hour()
+    for ago, unsent in ((4, 0), (3, 50), (2, 80)):
+        hour.at(ago).ring.add_backlog({"orders": unsent} if unsent else {}, {"orders": unsent} if unsent else {})
+        hour.ring.add_ages({"orders": 60.0} if unsent else {})
+        hour.publish(10)
+    found = history(hour.worker(), Hour("b").worker())
+    assert found.pending("orders")[-6:-1] == [None, 0, 50, 80, None]
+    assert found.oldest()[-6:-1] == [None, 0, 60, 60, None]
+    assert found.registered("orders")[-6:-1] == [None, None, 60, 40, None]
+    hour.at(2).ring.add_backlog({"orders": 10_000}, {"orders": None})
+    bound = history(hour.worker())
+    assert (bound.pending("orders")[-3], bound.registered("orders")[-3]) == (10_000, None)
+
+
+def test_what_a_process_reads_itself_fills_the_gaps() -> None:
+    line = Line("orders", 50, pending=7, oldest=NOW - timedelta(seconds=90))
+    before = history(lines=[line], at=NOW - timedelta(minutes=3))
+    found = history(last=before)
+    assert known(found.pending("orders")) == known(found.pending()) == {3: 7}
+    assert found.pending("orders")[-1] == 0
+    assert found.pending()[-3:-1] == [None, None]
+
+
+def test_the_minutes_in_which_a_worker_died_or_left_are_incomplete() -> None:
+    """A worker that says goodbye has no row any more, and one that died has a silent one."""
+    gone, silent = Hour("gone").worker(), Hour("silent").worker(age=61)
+    first = history(gone, silent)
+    assert [(seen.worker.id, seen.said_goodbye) for seen in first.left] == [("silent", False)]
+    later = history(silent, last=first, at=NOW + timedelta(seconds=90))
+    assert [(seen.worker.id, seen.said_goodbye) for seen in later.left] == [("gone", True), ("silent", False)]
+    assert later.incomplete == {56, 57, 58, 59}
+    assert later.left[0].gone_at == later.as_of
+    assert history(last=later, at=NOW + timedelta(hours=1, minutes=2)).left == []
+
+
+def test_the_first_read_finds_the_workers_of_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spanner has no version of the first minutes, because the table is younger."""
+    hour = Hour()
+    hour.at(20).publish(5)
+    worker = hour.worker()
+
+    def rows_at(_table: object, at: datetime) -> list[Worker]:
+        if at < NOW - timedelta(minutes=30):
+            raise OutboxError("too old")
+        return [worker] if at < NOW - timedelta(minutes=12) else []
+
+    monkeypatch.setattr(histories, "rows_at", rows_at)
+    found = histories.read(mock.Mock(), Backlog(NOW, [], []))
+    assert known(found.published()) == {20: 5}
+    assert [seen.said_goodbye for seen in found.left] == [True]
+
+
+@pytest.mark.parametrize("topic", ["t", "\N{GRINNING FACE}" * 200], ids=["short", "long"])
+def test_a_history_is_an_hour_long_and_fits_into_a_heartbeat(topic: str) -> None:
+    """With 40 busy topics, all kinds of failures and large numbers. The largest topics are those that fit."""
+    hour = Hour()
+    for ago in range(70, -1, -1):
+        hour.at(ago)
+        for number in range(40):
+            hour.publish(1 + (number == 7), f"{topic}{number}", seconds=1.07 ** (number % 80))
+        for reason in "abcdefgh":
+            hour.publish(1, reason=reason)
+        hour.ring.add_backlog(*({f"{topic}{number}": 10**7 + number for number in range(40)} for _ in range(2)))
+    info = worker_info(settings(), View(), hour.ring, ())
+    assert len(json.dumps(info, separators=(",", ":"))) <= MAX_BYTES
+    found: Mapping[str, Any] = info["history"]  # type: ignore[assignment]  # of a dict of objects
+    assert {len(values) for values in found["all"].values()} == {MINUTES, 1}  # the utilization was noted once
+    assert found["topics_left_out"] > 10
+    assert topic != "t" or len(found["topics"]) > 2
+    assert known(history(hour.worker()).published())[1] == 41
+
+
+WRONG = (
+    3, [], {"minute": "x", "all": 3}, {"minute": True, "all": {"published": 5}},
+    {"minute": 10**30, "all": {"published": [1]}}, {"minute": 29_729_520, "all": {"published": [None, "x", -1, 1e300]}},
+    {"minute": 29_729_520, "all": {"pending": [1] * 900}, "topics": {"orders": [1]}, "topics_left_out": "x"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_history_that_no_worker_writes_is_left_out(wrong: Any) -> None:
+    hour = Hour()
+    hour.at(5).publish(10)
+    found = history(hour.worker(), Worker("x", 1, NOW, NOW, {"history": wrong}))
+    for topic in (None, "orders"):
+        assert known(found.published(topic)) == {5: 10}
+        figures = (found.pending(topic), found.registered(topic), *found.latency(topic), found.oldest(topic))
+        assert {len(values) for values in figures} == {MINUTES}
+
+
+def test_bars_show_the_course_of_a_figure() -> None:
+    assert bars([0, None, 1, 50, 100]) == "\u2581 \u2582\u2585\u2588"
+    assert bars([None, 0]) == " \u2581"
