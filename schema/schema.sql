@@ -112,7 +112,7 @@ CREATE TABLE AsynchronousTaskShards (
 CREATE TABLE AsynchronousTaskOperations (
   -- A UUID: a random digit, and then the time, so that the last operations are the first of 16 ranges.
   OperationId STRING(64)  NOT NULL,
-  -- retry, purge, cancel, stop, continue, view, pause, resume, controls, replay or reshard.
+  -- retry, resend, purge, cancel, stop, continue, view, pause, resume, controls, replay or reshard.
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
@@ -128,7 +128,7 @@ CREATE TABLE AsynchronousTaskOperations (
   Reason      STRING(MAX),
   -- The tasks that a dry run counted before the operation began. NULL: there was none.
   Selected    INT64,
-  -- The commit timestamp of the last chunk of a retry, purge or cancel. If it is old, no process works on the operation.
+  -- The commit timestamp of the last chunk of a retry, resend, purge or cancel. If it is old, no process works on it.
   SeenAt      TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
   -- NULL: no person has stopped the operation.
   StoppedAt   TIMESTAMP   OPTIONS (allow_commit_timestamp = true),

@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
@@ -40,7 +40,7 @@ GROUPS = 50
 #: As the state of a selection by `ids`: all unsent states.
 ANY_UNSENT = "unsent"
 #: The state of a selection by `ids` if it names none, for each change.
-OF_IDS = {"retry": None, "cancel": ANY_UNSENT, "purge": "sent"}
+OF_IDS = {"retry": None, "resend": "sent", "cancel": ANY_UNSENT, "purge": "sent"}
 #: As the state of an unchanged task: it matches now, but did not at the preview.
 NEWCOMER = "newcomer"
 _log = logging.getLogger("outbox")
@@ -72,7 +72,7 @@ class TaskSelection:
     as_of: datetime | None = None
 
     @classmethod
-    def recorded(cls, text: str) -> "TaskSelection":
+    def recorded(cls, text: str) -> Self:
         """Return the selection from the column Selection. Raises OutboxError: it is not whole, or not a selection."""
         try:
             values = json.loads(text)
@@ -255,7 +255,7 @@ def change(
 
 
 def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
-    """Record a retry, purge or cancel that `resume` executes. `selected` is the number of tasks of the preview.
+    """Record a change or a resend for a `resume`. `selected` is the number of tasks of the preview.
 
     Return False, and record nothing, if the operation exists, because a form may be sent twice.
     """
@@ -278,13 +278,9 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     Before each chunk and at the end, raises NotContinued if the operation was stopped or finished, or if another
     process has executed a chunk. Raises OutboxError if there is no such operation.
     """
-    operation = operations.operation(table, id)
-    if operation is None or operation.operation not in _WRITES:
-        raise OutboxError(f"operation {id} does not exist, or is not a retry, purge or cancel")
+    operation, progress = operations.begun(table, id, _WRITES)
     selection, author = TaskSelection.recorded(operation.selection), Author(operation.principal, operation.reason)
     check(operation.operation, selection)
-    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), KeySet(keys=[[id]]), "outbox-operations")
-    progress = Progress(id, tasks, position, is_recorded=True)
     return _Change(table, operation.operation, _previewed(table, selection), author).outcomes(progress)
 
 
@@ -304,7 +300,7 @@ def _recorded(name: str, value: Any) -> Any:
     """Return a field of a recorded selection. Raises ValueError, TypeError: any program may write the column."""
     times = dict.fromkeys(("since", "until", "as_of"), datetime)
     value = MOMENT.parse(value) if name in times else value
-    kind: Any = (times | {"ids": list, "include_expired": bool}).get(name, str)
+    kind: Any = (times | {"ids": list, "include_expired": bool, "rate": int}).get(name, str)
     if not isinstance(value, kind) or (kind is list and not all(isinstance(id, str) for id in value)):
         raise ValueError(name)
     return tuple(value) if kind is list else value

@@ -93,6 +93,7 @@ def _text(longest: int) -> SettingType:
 
 
 TOPIC, ID, TEXT = _text(MAX_TOPIC_CHARACTERS), _text(MAX_ID_CHARACTERS), _text(1_000)
+KEY = matching(r"[^\ud800-\udfff]{1,1024}", "1 to 1,024 characters of valid Unicode")
 LIMIT = whole_number(1, 100_000)
 
 
@@ -118,12 +119,13 @@ def add_state(parser: argparse.ArgumentParser, states: Sequence[str], text: str,
     add(parser, "--state", kind, f"{text}: {kind.allowed}", metavar="STATE", choices=states, **more)
 
 
-def add_narrowing(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that narrow a selection of tasks."""
+def add_narrowing(parser: argparse.ArgumentParser, *, error: bool = True) -> None:
+    """Add the flags that narrow a selection of tasks. Sent tasks have no `error`."""
     add(parser, "--topic", TOPIC, NARROWING["--topic"], metavar="TOPIC")
     for flag in ("--since", "--until"):
         add(parser, flag, MOMENT, f"{NARROWING[flag]}. Allowed: {MOMENT.allowed}", metavar="TIME")
-    add(parser, "--error", TEXT, NARROWING["--error"], metavar="TEXT")
+    if error:
+        add(parser, "--error", TEXT, NARROWING["--error"], metavar="TEXT")
 
 
 def selection(
@@ -132,9 +134,8 @@ def selection(
     """Return the selection by the flags of `add_narrowing`, and by `ids`. Relative times count from `now`."""
     since, until = (None if each is None else resolved(each, now) for each in (options.since, options.until))
     check_window(since, until or now)
-    return admin.changes.TaskSelection(
-        state=vars(options).get("state"), ids=ids, topic=options.topic, since=since, until=until, error=options.error
-    )
+    others: dict[str, Any] = {name: vars(options).get(name) for name in ("state", "topic", "error", "ordering_key")}
+    return admin.changes.TaskSelection(ids=ids, since=since, until=until, **others)
 
 
 def check_window(since: datetime | None, until: datetime | None) -> None:
@@ -234,7 +235,7 @@ def explain_none(
         note(unknown_topics(table, [selected.topic]))
     for state in vars(options).get("states") or filter(None, [selected.state]):
         count = admin.changes.count(table, admin.changes.TaskSelection(state=state), exact=False)
-        flags = [flag for flag in NARROWING if vars(options)[flag[2:]] is not None]
+        flags = [flag for flag in NARROWING if vars(options).get(flag[2:]) is not None]
         excluded = f", but none matches {' and '.join(flags)}" if count.number and flags else ""
         note(f"{count} in the state {state}{excluded}")
 
@@ -272,6 +273,13 @@ def command_line(name: str, *arguments: object, **flags: object) -> str:
     return shlex.join(["outbox", *name.split(), *given, *(["--", *map(str, arguments)] if arguments else [])])
 
 
+def place(options: argparse.Namespace) -> dict[str, str | bool]:
+    """Return the flags that name the database, as the user has passed them."""
+    given = vars(options)
+    fields = (field for field in fields_of(DatabaseSettings) if field.name in given)
+    return {field.name: field.kind is SWITCH or given[field.name] for field in fields}
+
+
 def continue_command(options: argparse.Namespace, **times: str) -> str:
     """Return the command line that continues with the same selection without a question.
 
@@ -279,12 +287,7 @@ def continue_command(options: argparse.Namespace, **times: str) -> str:
     may belong to other tasks by then.
     """
     given = vars(options)
-    place = {
-        field.name: field.kind is SWITCH or given[field.name]
-        for field in fields_of(DatabaseSettings)
-        if field.name in given
-    }
     names = ("state", "topic", "error", "include_expired", "reason", "ids_file")
     flags = {name: given[name] for name in names if name in given} | times
-    line = command_line(options.command, *given.get("ids", ()), **place, **flags, yes=True)
+    line = command_line(options.command, *given.get("ids", ()), **place(options), **flags, yes=True)
     return f"{line}  # with the same task IDs on stdin" if given.get("ids_file") == "-" else line

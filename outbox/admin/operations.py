@@ -4,7 +4,7 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from outbox.admin import operator_sql
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
 from outbox.base.times import shown
 from outbox.errors import OutboxError
+from outbox.program.settings import one_of
 from outbox.table.ddl import OPERATIONS
 
 #: Max task IDs that the record of a selection contains.
@@ -22,6 +23,8 @@ RECORDED_IDS = 1_000
 COMPARED = 1_000
 #: A running operation whose last chunk is older has probably lost its process. A chunk takes up to about a minute.
 INTERRUPTED_AFTER = timedelta(minutes=1)
+#: The operations that are made in chunks, so that any process can continue them.
+IN_CHUNKS = ("retry", "resend", "purge", "cancel")
 _TAG = "outbox-operations"
 
 
@@ -87,7 +90,7 @@ class NotContinued(OutboxError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """The row of a retry, purge or cancel as this process has last written it."""
+    """The row of a retry, resend, purge or cancel as this process has last written it."""
 
     id: str
     tasks: int = 0
@@ -133,6 +136,22 @@ def operation(table: TaskTable, id: str) -> Operation | None:
     """Return one operation, or None if it does not exist. Raises NotReached, OutboxError."""
     rows = table.query(operator_sql.OPERATION, _TAG, {"id": id})
     return Operation(*rows[0]) if rows else None
+
+
+def found(table: TaskTable, id: str) -> Operation:
+    """Return one operation. Raises NotReached, and OutboxError if it does not exist."""
+    if (row := operation(table, id)) is None:
+        raise OutboxError(f"operation {id} does not exist. See `outbox operations`")
+    return row
+
+
+def begun(table: TaskTable, id: str, names: Collection[str]) -> tuple[Operation, Progress]:
+    """Return an operation with one of these names that is made in chunks, and how far it is. Raises OutboxError."""
+    row = found(table, id)
+    if row.operation not in names or row.seen_at is None:
+        raise OutboxError(f"operation {id} is not a {one_of(*IN_CHUNKS).allowed}, so it cannot be continued")
+    [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), KeySet(keys=[[id]]), _TAG)
+    return row, Progress(id, tasks, position, is_recorded=True)
 
 
 def begin(

@@ -316,6 +316,19 @@ WHERE Id > @after_id{narrowing}
 ORDER BY Id LIMIT @limit""")
 
 
+def sent_places(names: Collection[str]) -> str:
+    """Return the statement for the order and the size of the narrowed sent tasks of @shard, in no order."""
+    return f"""
+SELECT CreatedAt, Sequence, Id, Bytes FROM (
+  SELECT Id AS found FROM {_index(names)[0]} WHERE Shard = @shard AND SentAt IS NOT NULL{narrowed("sent", names)})
+{SEEK} {BY_ID} ON Id = found"""
+
+
+#: The same of the tasks @ids with their topics, and their messages.
+PLACES = of_ids("CreatedAt, Sequence, Id, Bytes, Topic")
+MESSAGES = of_ids("Id, OrderingKey, Data, CreatedAt, SentAt")
+
+
 #: The columns of `sent_after`.
 SENT_COLUMNS = ("SentAt", "CreatedAt", "Sequence", "Id", "Topic", "Priority", "OrderingKey", "Bytes")
 

@@ -80,10 +80,15 @@ def check_destinations(table: TaskTable, topics: Iterable[str | None]) -> str | 
     """Ask Pub/Sub whether topics exist. Return why that is unknown, or None. Raises OutboxError if one does not."""
     from outbox.program.pubsub import check_topic  # noqa: PLC0415 - imports the client
 
-    _, project, _, instance, _, database = table.name.split("/")
-    settings = PubSubSettings.read({"project": project, "instance": instance, "database": database})
-    found = (check_topic(settings, topic_name(topic, project)) for topic in sorted({*filter(None, topics)}))
+    settings = pubsub_settings(table)
+    found = (check_topic(settings, topic_name(topic, table.project)) for topic in sorted({*filter(None, topics)}))
     return "; ".join(filter(None, found)) or None
+
+
+def pubsub_settings(table: TaskTable) -> PubSubSettings:
+    """Return where Pub/Sub is, by the environment. Raises SettingError."""
+    _, project, _, instance, _, database = table.name.split("/")
+    return PubSubSettings.read({"project": project, "instance": instance, "database": database})
 
 
 def change(

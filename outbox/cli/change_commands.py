@@ -106,7 +106,7 @@ def run_retry(options: argparse.Namespace) -> int:
         error_tables.print_selected(table, selection)
     if all_topics or count.number > bulk.CONFIRM_ABOVE:
         confirm(f"{count} will become due now.", yes=options.yes)
-    report = _carry_out(table, options, selection, since=selection.since, until=until)
+    report = _carry_out(table, options, selection, count, since=selection.since, until=until)
     if ids:
         # With --include-expired, an expired task that was not changed does not match the selection.
         ignored = {"expired"} if options.include_expired else set()
@@ -162,7 +162,7 @@ def run_purge(options: argparse.Namespace) -> int:
         return 0
     if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
         confirm(f"{count} sent before {shown(before)} will be deleted.", yes=options.yes)
-    _carry_out(table, options, selection, sent_before=before)
+    _carry_out(table, options, selection, count, sent_before=before)
     return 0
 
 
@@ -195,7 +195,7 @@ def run_cancel(options: argparse.Namespace) -> int:
         error_tables.print_selected(table, selection)
     confirm(f"{count} ({selection.state}) will be deleted permanently and not published any more.", yes=options.yes)
     logs.configure()
-    report = _carry_out(table, options, selection, since=selection.since, until=until)
+    report = _carry_out(table, options, selection, count, since=selection.since, until=until)
     return int(bool(report.unchanged)) if ids is None else report.explain({}, "because the state is {state}")
 
 
@@ -228,6 +228,7 @@ def _carry_out(
     table: "admin.table.TaskTable",
     options: argparse.Namespace,
     selection: "admin.changes.TaskSelection",
+    count: "admin.changes.Count",
     **times: datetime | None,
 ) -> bulk.Report:
     """Change the tasks and print their number. `times` are flags of the command that continues."""
@@ -235,7 +236,7 @@ def _carry_out(
     author, id = flags.author(options), admin.operations.new_id()
     outcomes = admin.changes.change(table, options.command, selection, author, id=id)
     record_stop = functools.partial(admin.operations.stop, table, id, author)
-    report = bulk.carry_out(outcomes, flags.continue_command(options, **given), record_stop)
+    report = bulk.carry_out(outcomes, flags.continue_command(options, **given), record_stop, total=count.number)
     say(f"{'due now' if options.command == 'retry' else 'deleted'}: {counted(report.changed, 'task')}")
     if selection.ids is None:
         _explain_difference(table, selection, report)

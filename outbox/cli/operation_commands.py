@@ -1,4 +1,4 @@
-"""`outbox operations`: list the changes that operators made."""
+"""`outbox operations`: list the changes that operators made, and continue one."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,21 +8,27 @@ from outbox import admin
 from outbox.admin import flags
 from outbox.base.times import shown
 from outbox.base.values import counted
+from outbox.cli import bulk
 from outbox.program.output import note, shortened, table
 from outbox.program.settings import one_of
 from outbox.program.terminal import as_json, say
 from outbox.table.ddl import OPERATION_NAMES
 
 DESCRIPTION = """\
-List the last changes, newest first: retry, purge, cancel, pause, resume and controls of
-topics, reshard, and replay of the pipeline. From the console, also stop and continue of an
-operation, and view of a message. Each line has the account, the reason, the selection and
-the number of changed tasks. A change without FINISHED is still running, or ended early.
-The console continues a retry, purge or cancel. A filter is compared with about the last
-16,000 changes.
+List the last changes, newest first: retry, resend, purge, cancel, pause, resume and controls
+of topics, reshard, replay of the pipeline, stop and continue of an operation, and view of a
+message in the console. Each line has the account, the reason, the selection and the number
+of changed tasks. A change without FINISHED is still running, or ended early. A filter is
+compared with about the last 16,000 changes.
 
     outbox operations --project my-project --instance main --database shop
     outbox operations --operation cancel --topic orders --principal jane ..."""
+CONTINUE_DESCRIPTION = """\
+Continue a retry, resend, purge or cancel that was stopped or whose process is gone, after the
+last tasks that are done. `outbox operations --json` has the IDs. If another process still
+works on the operation, one of them ends, and no task is changed twice.
+
+    outbox operations continue 4f0c... --project my-project --instance main --database shop"""
 
 HEADS = ("STARTED", "FINISHED", "OPERATION", "TASKS", "PRINCIPAL", "SELECTION", "REASON")
 
@@ -39,6 +45,13 @@ def add(commands: Any) -> None:
     text = f"Max operations: {flags.LIMIT.allowed} (default 20)"
     flags.add(parser, "--limit", flags.LIMIT, text, metavar="N", default=20)
     parser.add_argument("--json", action="store_true", help="Print one JSON object per line instead of a table.")
+    actions = parser.add_subparsers(metavar="ACTION")
+    continuing = flags.command(actions, "continue", "continue a stopped one", CONTINUE_DESCRIPTION, run_continue)
+    flags.add(continuing, "id", flags.ID, "The ID of the operation", metavar="ID")
+    continuing.add_argument("--dry-run", action="store_true", help="Only print the operation, and how far it is.")
+    # Without a default, because it would overwrite the flag before the word `continue`.
+    continuing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="Print one JSON object.")
+    flags.add_reason(continuing)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,6 +68,24 @@ def run(options: argparse.Namespace) -> int:
         say(f"as of {shown(now)}", _table(operations) if operations else "No operations.")
     if len(latest) > options.limit:
         note(f"there are more than {counted(options.limit, 'operation')}. Raise --limit to list older ones")
+    return 0
+
+
+def run_continue(options: argparse.Namespace) -> int:
+    """Continue an operation; return 0, or 1 if a task was not changed. Raises SettingError, NotReached, OutboxError."""
+    task_table, author = flags.open_table(options), flags.author(options)
+    operation, _ = admin.operations.begun(task_table, options.id, admin.operations.IN_CHUNKS)
+    if not options.dry_run:
+        admin.operations.proceed(task_table, options.id, author)
+        return bulk.resume(task_table, options, options.id, author)
+    if options.json:
+        say(as_json(operation._asdict() | {"selection": admin.operations.parsed(operation.selection)}))
+        return 0
+    of = f" of {operation.selected:,}" if operation.selected else ""
+    say(
+        f"{operation.operation} by {operation.principal}, {operation.tasks or 0:,}{of} tasks so far",
+        operation.selection,
+    )
     return 0
 
 

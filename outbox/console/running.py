@@ -43,7 +43,7 @@ class Running:
     def _is_to_be_repeated(self, id: str) -> bool:
         """Execute chunks. Return True if Spanner could not be reached, so that the next one is tried later."""
         try:
-            for outcome in admin.changes.resume(self._table, id):
+            for outcome in admin.continuing.resume(self._table, id):
                 self.errors.pop(id, None)
                 if outcome.warning:
                     raise NotReached(outcome.warning)

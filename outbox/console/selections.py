@@ -10,7 +10,7 @@ from outbox.admin.changes import TaskSelection
 from outbox.base.times import shown
 from outbox.console.visits import Refused, Visit, checked
 from outbox.errors import SettingError
-from outbox.program.settings import MOMENT, matching, one_of, resolved
+from outbox.program.settings import MOMENT, one_of, resolved
 from outbox.table.states import STATES
 
 #: The texts of a filter: the name in the address, the field of a TaskSelection, and its allowed values.
@@ -18,7 +18,7 @@ TEXTS = {
     "state": ("state", one_of(*STATES)),
     "topic": ("topic", flags.TOPIC),
     "error": ("error", flags.TEXT),
-    "key": ("ordering_key", matching(r"[^\ud800-\udfff]{1,1024}", "1 to 1,024 characters of valid Unicode")),
+    "key": ("ordering_key", flags.KEY),
     "prefix": ("id_prefix", flags.ID),
 }
 TIMES = ("since", "until")

@@ -37,15 +37,18 @@ def create_topic_command(settings: PubSubSettings, topic: str) -> str:
     return f"outbox emulators --create {project}/{settings.instance}/{settings.database} --topic {topic_id}"
 
 
-def check_topic(settings: PubSubSettings, name: str) -> str | None:
-    """Return why it is unknown whether the topic of a full name exists, or None. Raises OutboxError if it does not."""
+def check_topic(settings: PubSubSettings, name: str, *, otherwise: str = ", or pass --force") -> str | None:
+    """Return why it is unknown whether the topic of a full name exists, or None. Raises OutboxError if it does not.
+
+    The error says to create the topic, and what the caller can do `otherwise`.
+    """
     try:
         with PublisherClient(transport=open_pubsub(settings)) as client:
             client.get_topic(topic=name, timeout=SECONDS, retry=None)
     except NotFound:
         command = create_topic_command(settings, name)
         raise OutboxError(
-            f"topic {name} does not exist. Create it: `{command}`, or pass --force. Nothing was changed"
+            f"topic {name} does not exist. Create it: `{command}`{otherwise}. Nothing was changed"
         ) from None
     except (GoogleAPICallError, GoogleAuthError, NotReached) as error:
         return f"Pub/Sub does not say whether {name} exists: {getattr(error, 'message', error)}"

@@ -26,7 +26,7 @@ NOT_OF_ROLES = "constraint AsynchronousTasksOrderingKey"
 OPERATIONS = "AsynchronousTaskOperations"
 #: The values of its column Operation.
 OPERATION_NAMES = (
-    "retry", "purge", "cancel", "stop", "continue", "view", "pause", "resume", "controls", "replay",
+    "retry", "resend", "purge", "cancel", "stop", "continue", "view", "pause", "resume", "controls", "replay",
     "reshard",
 )  # fmt: skip
 #: Tables that the relay does not need.

@@ -84,8 +84,13 @@ UNSENT_STATES = (
 )
 UNSENT = tuple(state.name for state in UNSENT_STATES)
 STATES = (*UNSENT, "sent")
-#: The states of the tasks that an operator may retry, cancel or purge. Pending tasks need no retry.
-CHANGED = {"retry": ("dead", "sent", "retrying", "scheduled"), "cancel": UNSENT, "purge": ("sent",)}
+#: The states of the tasks that an operator may retry, resend, cancel or purge. Pending tasks need no retry.
+CHANGED = {
+    "retry": ("dead", "sent", "retrying", "scheduled"),
+    "resend": ("sent",),
+    "cancel": UNSENT,
+    "purge": ("sent",),
+}
 #: The states in which workers send a task as soon as they can, without an operator.
 LEFT_TO_SEND = ("pending", "retrying")
 

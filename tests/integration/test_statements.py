@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import pytest
 from google.cloud.spanner_v1.database import Database
 
-from outbox.admin import backlog, changes, operations, tasks, topics
+from outbox.admin import backlog, changes, operations, operator_sql, tasks, topics
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.reading import Position, SentTasks
@@ -81,6 +81,10 @@ def statements(database: Database) -> list[str]:
         list(changes.change(table, "retry", TaskSelection(state=state, **of_key)))
     list(changes.change(table, "retry", TaskSelection(ids=("dead",))))
     list(changes.change(table, "purge", TaskSelection(state="sent", until=PAST)))
+    for more in ({"topic": "orders"}, narrowed, of_key):
+        table.query(operator_sql.sent_places(TaskSelection(**more).names), "x", more | {"shard": 0})
+    for statement in (operator_sql.PLACES, operator_sql.MESSAGES):
+        table.query(statement, "x", {"ids": ["sent"]})
     for selection in (TaskSelection(state="unsent", ids=("dead",)), *(TaskSelection(state=state) for state in UNSENT)):
         list(changes.change(table, "cancel", selection))
     (

@@ -106,7 +106,7 @@ def opened(database: Database) -> Any:
 
 
 #: The tags of requests that may take locks.
-CHANGES = ("outbox-retry", "outbox-purge", "outbox-cancel", "outbox-topics", "outbox-operations")
+CHANGES = ("outbox-retry", "outbox-resend", "outbox-purge", "outbox-cancel", "outbox-topics", "outbox-operations")
 
 
 class Watch:

@@ -203,6 +203,11 @@ def sent_and_dead(place: Place) -> None:
     place.tasks(["order-33"], "orders", ago=10 * MINUTES, Attempts=10, AvailableAt=NEVER, LastError=NOT_FOUND)
 
 
+def resendable(place: Place) -> None:
+    sent_and_dead(place)
+    place.topics("orders-billing")
+
+
 def a_day(place: Place) -> None:
     place.topics("orders", "invoices", "mails")
     place.workers(2)
@@ -223,6 +228,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "List, show, tail": a_day,
         "Retry tasks": sent_and_dead,
         "Retry many tasks": sent_and_dead,
+        "Resend to another topic": resendable,
         "Retry by SQL": sent_and_dead,
         "Purge and cancel": a_day,
         "Operations": a_day,
@@ -243,6 +249,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "No worker sends metrics": unheard,
         "An at-most-once task may be lost": in_doubt,
         "A deploy goes wrong": bad_deploy,
+        "A subscriber acknowledged by mistake": sent_and_dead,
         "The database was restored or cloned": restored,
     },
 }
