@@ -292,8 +292,9 @@ def test_a_task_is_cancelled_or_received_or_named(
     assert len(cancelled) == len(set(cancelled)), "a task is cancelled twice"
     assert received | set(cancelled) == set(ids)
     assert 0 < len(cancelled) < tasks
-    named = {id for id in ids for record in caplog.records if _is_named(id, record)}
-    assert received & set(cancelled) == named
+    # Both workers can have published the same task.
+    named = [id for id in ids for record in caplog.records if _is_named(id, record)]
+    assert received & set(cancelled) == set(named)
     assert counted.counts[m.CANCELLED.name] == len(named)
 
 
