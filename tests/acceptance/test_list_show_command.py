@@ -1,6 +1,5 @@
 """`outbox list` and `outbox show`: the tasks of a list and their order, and all columns and the message of one task."""
 
-import json
 import re
 from base64 import b64encode
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from google.cloud.spanner_v1.instance import Instance
 
 import outbox as api
 from outbox.devtools.emulators import Emulators
-from outbox.table.states import STATES
 from tests.support.commands import HOUR, Commands, row
 from tests.support.operations import insert
 from tests.support.relays import insert_undecodable
@@ -42,27 +40,6 @@ def filled(emulators: Emulators, spanner_instance: Instance) -> Iterator[Command
 
 def ids(filled: Commands, *words: str) -> list[str]:
     return [task["id"] for task in filled.objects("list", "--json", *words)]
-
-
-def test_each_state_has_its_tasks_in_their_order(filled: Commands):
-    """The oldest first, of sent tasks alone the newest; several states are one list, all unsent ones by default."""
-    found = {state: ids(filled, "--state", state) for state in STATES}
-    assert found == {
-        "pending": ["low", "old", "young", "high"],
-        "retrying": ["again"],
-        "scheduled": ["later"],
-        "blocked": ["behind"],
-        "dead": ["dead-5", "dead-3", "other", "dead"],
-        "sent": ["sent-1", "sent-2", "sent-3"],
-    }
-    assert ids(filled, "--state", "sent", "--oldest") == found["sent"][::-1]
-    assert ids(filled, "--newest") == ids(filled)[::-1]
-    assert ids(filled, "--state", "dead", "--state", "pending", "--since", "4h", "--until", "2h") == [
-        "old", "dead-3", "other",
-    ]  # fmt: skip
-    assert sorted(ids(filled)) == sorted(id for state, names in found.items() if state != "sent" for id in names)
-    [columns] = {tuple(json.loads(line)) for line in filled.run("list", "--json").stdout.splitlines()}
-    assert columns[:4] == ("id", "state", "topic", "priority")
 
 
 def test_a_list_continues_after_its_end(filled: Commands):

@@ -26,8 +26,10 @@ class Scenario(NamedTuple):
 
 
 SPANNER, PUBSUB, BOTH = ("spanner",), ("pubsub",), ("pubsub", "spanner")
-#: Those of `make test`; `make test-all` runs the others.
+#: Those of `make test`, those of `make test-all`, and why only `make test-long` runs the others.
 QUICK = {"spanner_commits_lost", "pubsub_answers_lost"}
+EXTENDED = {"connections_cut", "pubsub_hangs", "spanner_refuses", "spanner_hangs"}
+LONG = pytest.mark.long("the histories of the simulation have these answers and delays")
 SCENARIOS = {
     "commits_aborted_often": Scenario(
         "Spanner aborts half of the commits.", REMEMBERED, SPANNER, calls("spanner", "Commit", Fault.ABORTED, 0.5)
@@ -78,7 +80,11 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize(
-    "scenario", [pytest.param(name, marks=() if name in QUICK else pytest.mark.extended) for name in SCENARIOS]
+    "scenario",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.extended if name in EXTENDED else LONG)
+        for name in SCENARIOS
+    ],
 )
 def test_a_service_fails(trial: Trial, fault_seconds: float, scenario: str) -> None:
     """The fault comes under load and lasts until a worker has met it. The backlog is sent when it is over."""

@@ -252,13 +252,3 @@ def test_the_record_of_a_reshard_ends_with_it(own_database: Database) -> None:
         list(changing)
     assert list(resharding.snapshot().layouts) == [Layout(10)]
     assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["finished", "stopped"]
-
-
-@pytest.mark.extended
-def test_a_reshard_that_changes_nothing_ends_no_record(own_database: Database) -> None:
-    """Such as one whose command was killed before the first step."""
-    table = TaskTable(opened(own_database))
-    resharding = Resharding(table)
-    next(resharding.run(resharding.target(4)))
-    list(resharding.run(resharding.target(10)))
-    assert [each.state(table.now()) for each in operations.latest(table, 9)] == ["unfinished"]

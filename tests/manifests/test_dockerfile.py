@@ -1,6 +1,5 @@
 """The promises of k8s/Dockerfile, by its text: no test builds an image, because there is no engine."""
 
-import ast
 import os
 import re
 import shlex
@@ -86,12 +85,6 @@ def test_every_package_of_the_images_is_in_the_constraints() -> None:
     assert {"pyspark", "grpcio", "numpy"} <= pinned & {name for name, _ in found}
 
 
-@pytest.mark.parametrize("stage", ["build", "pipeline-build", "dataproc-build"])
-def test_the_images_have_every_client_of_metrics(stage: str) -> None:
-    """`--metrics opentelemetry` is a setting of the worker and of the jobs."""
-    assert any("uv pip compile" in run and "--extra opentelemetry " in run for run in instructions(stage, "RUN"))
-
-
 def test_the_images_install_only_files_with_a_locked_hash() -> None:
     """Except the wheel that the build itself has made."""
     assert {variables("build")[name] for name in ("UV_CONSTRAINT", "UV_BUILD_CONSTRAINT")} == {"/src/constraints.txt"}
@@ -109,15 +102,3 @@ def test_the_ignore_file_allows_only_copied_files() -> None:
     assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == copied
     assert [source for source in copied if not (ROOT / source).exists()] == []
     assert os.access(ROOT / "k8s/spark/entrypoint.sh", os.X_OK)
-
-
-def test_the_demo_image_has_its_imports() -> None:
-    """The example and the scripts of the overlay import the worker's packages and themselves."""
-    assert variables("demo")["PYTHONPATH"] == "/opt/examples"
-    imported = set()
-    for file in [*(ROOT / "docs/examples/orders").glob("*.py"), *OVERLAYS["development"].glob("*.py")]:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            imported |= {name.partition(".")[0] for name in names}
-    assert imported - set(sys.stdlib_module_names) == {"google", "orders", "outbox", "tqdm"}

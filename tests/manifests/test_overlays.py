@@ -71,13 +71,6 @@ def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_
         validate(each)
 
 
-def test_each_component_goes_with_the_base_alone(tmp_path: Path) -> None:
-    names = [path.name for path in (K8S / "components").iterdir()]
-    assert set(names) == {"autoscaling", "console", "datadog-csi", "datadog-udp", "network-policy", "opentelemetry"}
-    for each in names:
-        validate(worker(rendered(composed(tmp_path / each, each))))
-
-
 def test_two_databases_share_a_namespace(tmp_path: Path) -> None:
     """With `namePrefix`, which kustomize adds to names, no object covers the pods of the other deployment."""
     shutil.copytree(K8S, tmp_path / "k8s")
@@ -126,13 +119,6 @@ def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Pa
     hosts = re.findall(r"OUTBOX_ALLOWED_HOSTS=([\w.,]+)", page)
     assert hosts
     assert all(urlsplit(re.findall(r'"(http.+?)"', probe)[0]).hostname in each.split(",") for each in hosts)
-
-
-def test_metrics_go_to_the_collector(tmp_path: Path) -> None:
-    found = container(worker(rendered(composed(tmp_path / "otel", "opentelemetry"))), "publishworker")["env"]
-    given = {each["name"]: each["value"] for each in found if "value" in each}
-    settings = WorkerSettings.read({"project": "project", "instance": "main", "database": "shop"}, given)
-    assert settings.metrics == "opentelemetry"
 
 
 @each_overlay

@@ -1,7 +1,7 @@
 """The purge of the job `archive`, and a purge that fails and is run again. See also test_archive_job.py."""
 
 import json
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,31 +19,6 @@ from outbox_pipeline.spanner import Table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, archived, purges, sent, settings_of
 from tests.support.operations import Watch, insert, row, rows_of, update
 from tests.support.pipeline import meddle, noted, purge_half_and_fail
-
-
-def test_a_purge_deletes_only_tasks_with_the_archived_sent_at(database: Database):
-    names = ("same", "again", "reset", "dead", "other")
-    insert(database, [sent(id, DAY) for id in names])
-    update(database, "again", SentAt=DAY + MICROSECOND)
-    update(database, "reset", SentAt=None)
-    update(database, "dead", SentAt=None, AvailableAt=datetime.fromisoformat("9999-12-31T00:00:00Z"))
-    watch = Watch(database)
-    table = Table(watch.database)
-    operation = operations.begin(table, "purge", {}, Tasks=7).id
-    watch.requests.clear()
-    counts = purge_chunk(table, dict.fromkeys(("same", "again", "reset", "dead", "gone"), DAY), operation)
-    assert counts == {"deleted": 1, "resent": 3, "missing": 1}
-    assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
-    assert {name for name, _ in watch.requests} == {"execute_streaming_sql", "commit"}
-    for name, request in watch.requests:
-        options = request.request_options
-        assert options.priority == 1, (name, request)
-        assert options.transaction_tag == "outbox-pipeline-purge", (name, request)
-        assert name == "commit" or options.request_tag == "outbox-pipeline-purge"
-    again = purge_chunk(table, {"same": DAY, "again": DAY}, operation)
-    assert again == {"deleted": 0, "resent": 1, "missing": 1}
-    assert [note["Tasks"] for note in noted(database)] == [8]
-    assert sorted(rows_of(database)) == ["again", "dead", "other", "reset"]
 
 
 def test_a_purge_keeps_a_task_that_is_reset_before_its_transaction(database: Database, monkeypatch: pytest.MonkeyPatch):

@@ -8,8 +8,8 @@ import pytest
 
 from outbox.table.states import NEVER
 from publishworker.delivery.claim import Claim
-from publishworker.delivery.rules import in_key_order, release_changes, skip_reasons, to_publish
-from publishworker.types import Answer, Deferred, Failed, LockedRow, NotSent, Published, RowChange, Version
+from publishworker.delivery.rules import release_changes, skip_reasons
+from publishworker.types import Deferred, LockedRow, NotSent, Published, RowChange, Version
 from tests.support.parts import claim_of, policy
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -71,62 +71,6 @@ def test_a_task_without_a_key_is_neither_blocked_nor_deferred() -> None:
     batch = claim_of("orders", "a", "b", "deferred", "keyed", "gone")
     expected = {"a": "not_due", "deferred": "not_due", "keyed": "moved", "gone": "gone"}
     assert reasons(batch, late, ready, deferred, row("keyed")) == expected
-
-
-def test_a_published_task_is_marked_even_behind_a_blocked_head() -> None:
-    """An earlier transaction attempt published it; the key was blocked later."""
-    batch = claim_of("orders", "a", "b", "c", keys=("k", "k", "k"))
-    rows = (row("a", available_at=LATER), row("b", available_at=LATER, deferred=True), row("c"))
-    published = {each.id: Version.of(each) for each in rows[1:]}
-    assert reasons(batch, *rows, published=published) == {"a": "not_due"}
-    assert reasons(batch, *rows, published={"b": published["b"]}) == {"a": "not_due", "c": "blocked"}
-    assert reasons(batch, row("b", sent_at=BEFORE), published=published) == {"a": "gone", "b": "sent", "c": "gone"}
-
-
-#: Changes of a row by others after it was published. They decide when to try it, so it is published nevertheless.
-POSTPONED: list[dict[str, Any]] = [
-    {"available_at": NOW},  # `outbox retry`
-    {"available_at": LATER, "attempts": 1},  # another worker failed on it
-    {"available_at": LATER, "deferred": True},
-    {"expires_at": LATER},
-]
-#: Changes after which the row asks for another publish.
-CHANGED: list[dict[str, Any]] = [
-    {"created_at": NOW},  # registered again under its id
-    {"data": b"repaired"},
-    {"topic": "invoices"},
-    {"ordering_key": "l"},
-    {"times_sent": 1},  # marked, and then `outbox retry`
-]
-
-
-@pytest.mark.parametrize(
-    ("columns", "expected"), [*((each, {}) for each in POSTPONED), *((each, {"a": "changed"}) for each in CHANGED)]
-)
-def test_a_published_task_is_marked_unless_its_row_asks_for_another_publish(
-    columns: dict[str, Any], expected: dict[str, str]
-) -> None:
-    batch = claim_of("orders", "a", "b", keys=("k", "k"))
-    for deferred in (False, True):  # when it was published
-        before = row("a", deferred=deferred)
-        published = {"a": Version.of(before)}
-        assert reasons(batch, before._replace(**columns), row("b"), published=published) == expected
-
-
-def test_rows_are_put_in_the_order_of_the_batch() -> None:
-    batch = claim_of("orders", "c", "a", "b", keys=("k", "k", None))
-    rows = [row("a"), row("b"), row("c")]
-    assert [each.id for each in in_key_order(batch, rows)] == ["c", "a", "b"]
-    assert in_key_order(claim_of("orders", "c", "a", "b"), rows) == rows
-
-
-def test_no_task_is_tried_behind_a_failure_of_its_key() -> None:
-    """Whatever the failure was, except an exceeded deadline. Other keys and tasks without a key continue."""
-    keys = {"a": "k", "b": "k", "c": "l", "d": "l", "e": "m", "f": "m", "g": None, "h": None}
-    rows = [row(id, ordering_key=key) for id, key in keys.items()]
-    tried: dict[str, Answer] = {"a": Failed("unavailable", "no"), "c": Failed("expired", "late"), "e": Published("1")}
-    tried["g"] = Failed("data_loss", "no")
-    assert [each.id for each in to_publish(rows, tried)] == ["d", "f", "h"]
 
 
 @pytest.mark.parametrize(

@@ -50,19 +50,6 @@ def test_the_workflow_calls_make_targets_and_files_that_exist() -> None:
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
-def test_each_image_has_two_architectures_an_sbom_and_provenance() -> None:
-    """The stages that someone runs on a cluster."""
-    job = JOBS["image"]
-    targets = {each["target"] for each in job["strategy"]["matrix"]["include"]}
-    stages = set(re.findall(r"AS (\S+)$", (ROOT / "k8s/Dockerfile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert targets == {stage for stage in stages - {"runtime", "demo"} if not stage.endswith("build")}
-    [build] = [step["run"] for step in job["steps"] if "buildx build" in step.get("run", "")]
-    for flag in ("--platform linux/amd64,linux/arm64", "--sbom true", "--provenance mode=max"):
-        assert flag in build
-    used = [step.get("uses", "").partition("@")[0] for step in JOBS["dist"]["steps"]]
-    assert {"actions/attest-build-provenance", "actions/attest-sbom"} <= set(used)
-
-
 def test_actions_are_pinned_and_only_publishing_jobs_may_write() -> None:
     """A tag of an action can be moved to other code; a commit cannot. No job writes to the repository."""
     lines = re.findall(r"uses: (.+)", WORKFLOW.read_text(encoding="utf-8"))
@@ -102,16 +89,6 @@ def test_a_new_flag_needs_a_changelog_line(tmp_path: Path) -> None:
     assert commit("one = 2\n") == 0
     assert commit('add_argument("--newest")\n') == 1
     assert commit('add_argument("--newest")\n', changes="- `outbox list --newest`.\n") == 0
-
-
-def test_a_bot_proposes_all_updates_of_a_kind_in_one_change_a_week() -> None:
-    """Packages, base images, the emulators of the compose file, and actions."""
-    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))["updates"]
-    assert {each["package-ecosystem"] for each in updates} == {"pip", "docker", "docker-compose", "github-actions"}
-    for each in updates:
-        assert each["schedule"]["interval"] == "weekly"
-        assert [group["patterns"] for group in each["groups"].values()] == [["*"]]
-        assert (ROOT / each["directory"].strip("/")).is_dir()
 
 
 def test_a_release_needs_the_version_in_tag_and_changelog_and_its_own_repository(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """One topic must not delay another: poison, missing topics, pauses, limits, schedules, at size; on the fakes."""
 
+import time
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
+from publishworker.types import Next
 from tests.support.fakes import serialized
-from tests.support.relay_bench import Bench
+from tests.support.relay_bench import Bench, SlowPublisher
+from tests.support.waiting import eventually
 
 MANY = 1_000
 
@@ -169,3 +172,22 @@ def test_at_most_once_tasks_that_a_claim_found_wait_while_their_topic_is_paused(
     bench.store.claim = claim  # type: ignore[method-assign]  # the same
     bench.run_for(5)
     assert bench.publisher.ids() == ["first", "a"]
+
+
+def test_a_slow_batch_does_not_delay_the_others(slow: SlowPublisher) -> None:  # OUT-DELAY-2
+    begin = time.monotonic()
+    bench = Bench(publisher=slow, batches=4)
+    bench.insert(*[f"o{n}" for n in range(200)])
+    bench.insert("i0", topic="invoices")
+    slow.hanging = {"invoices"}
+    turns = [bench.relay.turn() for _ in range(40)]
+    assert time.monotonic() - begin < 20
+    assert {f"o{n}" for n in range(200)} == set(slow.ids())
+    assert (sum(turn.published for turn in turns), turns[-1].in_flight) == (200, 1)
+    slow.release.set()
+    eventually(lambda: not bench.relay._in_flight._reports.empty())
+    turn = bench.relay.turn()
+    assert (turn.published, turn.next) == (1, Next.AT_ONCE)
+    assert slow.ids().count("i0") == 1
+    assert bench.unsent() == []
+    assert set(bench.store.claimed.values()) == {1}

@@ -1,11 +1,9 @@
 """How live workers divide the shards, write their heartbeats, and claim only tasks of their shards."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -13,17 +11,14 @@ from hypothesis import strategies as st
 
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
-from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
-from publishworker.spanner.write_errors import NotWritten, StoreError
+from publishworker.spanner.write_errors import StoreError
 from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
     HEARTBEAT_RETRY_SECONDS,
-    IDLE_HEARTBEAT_INTERVAL_SECONDS,
-    IDLE_LIVENESS_TIMEOUT_SECONDS,
     Membership,
     divide,
 )
-from publishworker.types import LIVENESS_TIMEOUT_SECONDS, Workers
+from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 from tests.support.fakes import FakeStore
 from tests.support.relay_bench import Bench
 
@@ -112,43 +107,6 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
     assert not watch.store.seen_at
 
 
-def test_an_idle_worker_writes_its_heartbeat_less_often() -> None:
-    """After one that says so. With work, an old heartbeat is due at once, and makes the worker live for a shorter time.
-
-    A failed attempt changes nothing. A second one comes before the others take over.
-    """
-    second_attempt = HEARTBEAT_TIMEOUT_SECONDS + HEARTBEAT_RETRY_SECONDS
-    assert IDLE_HEARTBEAT_INTERVAL_SECONDS + 1 + second_attempt <= IDLE_LIVENESS_TIMEOUT_SECONDS
-    watch = Watch()
-    watch.heartbeat()
-    watch.idle = True
-    assert watch.seconds_to_heartbeat == HEARTBEAT_INTERVAL_SECONDS
-    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
-    watch.store.away = True
-    watch.heartbeat()
-    watch.store.away = False
-    watch.seconds += HEARTBEAT_RETRY_SECONDS
-    watch.heartbeat()
-    assert watch.seconds_to_heartbeat == IDLE_HEARTBEAT_INTERVAL_SECONDS
-    assert watch.store.liveness_timeout["me"] == IDLE_LIVENESS_TIMEOUT_SECONDS
-    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
-    assert watch.seconds_to_heartbeat > 0
-    watch.idle = False
-    assert watch.seconds_to_heartbeat == 0
-    watch.heartbeat()
-    assert watch.store.liveness_timeout["me"] == LIVENESS_TIMEOUT_SECONDS
-
-
-def test_a_worker_knows_when_another_one_may_no_longer_be_live() -> None:
-    watch = Watch()
-    assert watch.seconds_to_next_timeout == math.inf
-    watch.assign(Workers({"me": 1.0, "other": 9.0, "third": 20.0}))
-    watch.seconds += 4
-    assert watch.seconds_to_next_timeout == 5
-    watch.seconds += 6
-    assert watch.seconds_to_next_timeout == 0
-
-
 def test_a_failed_heartbeat_is_logged_once_polls_succeed(caplog: pytest.LogCaptureFixture) -> None:
     """While Spanner is unavailable one line covers everything. A table that refuses the heartbeat gets its own line."""
     watch = Watch()
@@ -171,27 +129,6 @@ def test_an_assignment_is_logged_when_it_changes(caplog: pytest.LogCaptureFixtur
             watch.see(*live)
     assert [record.__dict__["action"] for record in caplog.records] == ["assigned"]
     assert caplog.messages[0].startswith("2 live workers; this one polls shards ")
-
-
-def test_a_worker_polls_the_layouts_that_are_recorded_and_says_so_first() -> None:
-    """In its heartbeat, because `outbox schema reshard` retires a layout when no live worker depends on it."""
-    first, new = Layout(10), Layout(4, "4")
-    watch = Watch()
-    watch.heartbeat()
-    watch.store.built = (first, new)
-    for recorded in ((first, new), (new,)):
-        watch.store.recorded = dict.fromkeys(recorded, "polled")
-        assert watch.see("me") == tuple(id for each in recorded for id in each.ids)
-        assert watch.store.polled_by["me"] == recorded
-    watch.store.recorded = dict.fromkeys((first, new), "polled")
-    with mock.patch.object(watch.store, "heartbeat", side_effect=NotWritten("away")), pytest.raises(NotWritten):
-        watch.see("me")
-    assert watch.shards == (*first.ids, *new.ids)  # the heartbeat may name both
-    assert watch.see("me") == (*first.ids, *new.ids)
-    watch.store.recorded = dict.fromkeys((first,), "polled")
-    with mock.patch.object(watch.store, "heartbeat", side_effect=NotWritten("away")), pytest.raises(NotWritten):
-        watch.see("me")
-    assert watch.shards == (*first.ids, *new.ids)  # the heartbeat may name the new one only
 
 
 def test_a_worker_whose_index_was_dropped_finds_the_new_one(bench: Bench) -> None:

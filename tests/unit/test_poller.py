@@ -1,11 +1,9 @@
 """The requests of each poll: topic discovery and due tasks at intervals, lower priorities by their fair share."""
 
-import itertools
 from datetime import timedelta
 
 import pytest
 
-from outbox.table.states import NEVER
 from publishworker.host import Host
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
@@ -77,24 +75,6 @@ def test_topics_are_discovered_at_an_interval_and_again_until_none_is_unknown(wa
     assert watch.store.discoveries == [frozenset(), frozenset(), {"orders"}]
 
 
-def test_a_wake_up_lets_the_next_discovery_read_at_once_if_polls_find_nothing(watch: Watch) -> None:
-    """The new task may be of an unknown topic. At the interval alone, it could wait for a long pause."""
-    watch.discoverer.note_insert()
-    watch.turn()
-    assert len(watch.store.discoveries) == 2
-    watch.find()
-    watch.turn(), watch.turn()
-    watch.discoverer.note_insert()
-    reads = len(watch.store.discoveries)
-    watch.turn()
-    assert len(watch.store.discoveries) == reads  # the poll has found a task
-    del watch.store.rows["a"]
-    watch.turn()
-    assert len(watch.store.discoveries) == reads + 1  # the task that was found may not be the new one
-    watch.turn()
-    assert len(watch.store.discoveries) == reads + 1
-
-
 def test_due_tasks_are_read_if_one_is_due_soon(watch: Watch) -> None:
     watch.find()
     watch.turn(), watch.turn()
@@ -136,26 +116,6 @@ def test_an_idle_topic_costs_nothing_and_is_found_again_by_the_next_poll(watch: 
     watch.seconds += FORGET_TOPIC_SECONDS + 1
     watch.turn()
     assert watch.discoverer.topics == frozenset()
-
-
-def test_a_topic_without_candidates_is_discovered_less_and_less_often(watch: Watch) -> None:
-    """For example if all its tasks are dead. A paused topic is not discovered again while it is paused."""
-    watch.find(available_at=NEVER)
-    times = []
-    for _ in range(700):
-        if watch.discovers():
-            times.append(watch.seconds)
-        watch.seconds += 1
-    gaps = [after - before for before, after in itertools.pairwise(times)]
-    assert len(times) < 9
-    assert gaps == sorted(gaps)
-    paused = Watch()
-    paused.find()
-    paused.topics.unavailable = frozenset({"orders"})
-    assert paused.discovers()
-    for _ in range(30):
-        paused.seconds += 1
-        assert not paused.discovers()
 
 
 @pytest.mark.parametrize("ranges", [1, 3, 10, 100, 1000])

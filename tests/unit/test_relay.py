@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -152,6 +153,35 @@ def test_a_batch_that_does_not_end_ends_the_worker(
     assert bench.unsent() == ["stuck"]
     assert bench.relay.finish().in_flight == 0
     assert bench.count(m.PUBLISHED) == 1
+
+
+def test_a_process_that_was_paused_has_no_stuck_batch(slow: SlowPublisher) -> None:
+    """Its batch was paused as well, so it gets time to end. A batch that ends after the last turn is counted."""
+    slow.hanging = {"orders"}
+    bench = Bench(publisher=slow)
+    bench.insert("a")
+    bench.relay.turn(), bench.relay.turn()
+    bench.wait(3600)
+    bench.relay.turn()
+    slow.release.set()
+    assert bench.relay.finish().published == bench.count(m.PUBLISHED) == 1
+
+
+def test_a_defect_is_raised_after_the_other_batches_have_ended(slow: SlowPublisher) -> None:
+    publish = slow.publish
+
+    def fail(topic: str, *arguments: Any) -> Any:
+        if topic.endswith("invoices"):
+            raise ZeroDivisionError
+        return publish(topic, *arguments)
+
+    slow.seconds, slow.publish = 0.05, fail  # type: ignore[method-assign]  # a defect
+    bench = Bench(publisher=slow)
+    bench.insert("a", topic="invoices")
+    bench.insert("b")
+    with pytest.raises(ZeroDivisionError):
+        bench.turns()
+    assert bench.unsent() == ["a"]
 
 
 def open_circuits(bench: Bench) -> dict[str, bool]:

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from outbox.admin import backlog, history
+from outbox.admin import history
 from outbox.cli import status_command, task_commands
 from outbox.errors import NotReached, PositionExpired
 from outbox.reading import Page, Position, SentTasks
@@ -35,18 +35,6 @@ def test_status_goes_on_after_an_outage_but_not_after_a_failed_start(
     monkeypatch.setattr(status_command, "_read", mock.Mock(side_effect=AWAY))
     with pytest.raises(NotReached):
         status_command._watch(mock.Mock(), OPTIONS)
-
-
-def test_status_says_that_not_all_topics_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = mock.Mock(whole=False, oldest=None, total=mock.Mock(pending=0))
-    monkeypatch.setattr(backlog, "read", lambda _tasks, **_options: found)
-    assert status_command._read(mock.Mock(), OPTIONS) is found
-    assert "Only the first 1,000 are counted" in capsys.readouterr().err
-    assert status_command._beyond(found, OPTIONS) == [
-        "--max-pending cannot be checked, because not all topics are counted"
-    ]
 
 
 def test_tail_retries_until_spanner_answers(

@@ -15,8 +15,6 @@ from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
-    IDLE_HEARTBEAT_INTERVAL_SECONDS,
-    IDLE_LIVENESS_TIMEOUT_SECONDS,
     Membership,
 )
 from publishworker.turn.worker import MAX_MISSING_SECONDS, Worker
@@ -139,50 +137,6 @@ def test_a_turn_can_shorten_but_not_lengthen_the_wait() -> None:
     assert Script(Turn(seconds_to_retry=0.01), Turn(seconds_to_retry=60.0), IDLE).run() == [0.01, near(0.1)[0]]
 
 
-def test_with_a_change_stream_the_wait_doubles_up_to_the_idle_interval() -> None:
-    """A task that becomes due ends it, and so does a stream that no longer works."""
-    script = Script(*[IDLE] * 8)
-    assert max(script.run(idle=lambda: 15.0)) <= 1  # slices, in which the heartbeat is written
-    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1.6 + 3.2, rel=0.15)
-    script = Script(*[IDLE] * 8)
-    script.due = 1.2
-    script.run(idle=lambda: 15.0)
-    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1.2 + 1.2, rel=0.15)
-    script = Script(*[IDLE] * 12)
-    script.run(idle=lambda: 15.0 if script.stop.seconds < 5 else 1.0)
-    assert script.stop.seconds == pytest.approx(5 + 4, rel=0.3)
-
-
-@pytest.mark.parametrize(("turn", "due"), [(IDLE, 0.0), (Turn(next=Next.SOON), None)])
-def test_a_task_that_is_due_already_or_left_is_polled_after_the_poll_interval(turn: Turn, due: float | None) -> None:
-    """The change stream does not report it. It may wait for something else, so polls at once would be many."""
-    script = Script(*[turn] * 8)
-    script.due = due
-    script.run(idle=lambda: 15.0)
-    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1 + 1, rel=0.15)
-
-
-def test_a_relay_that_is_woken_polls_before_the_wait_is_over() -> None:
-    class Woken(Script):
-        def turn(self, stopping: Callable[[], bool]) -> Turn:
-            self.woken.set()
-            return super().turn(stopping)
-
-    script = Woken(*[IDLE] * 4)
-    script.woken = threading.Event()
-    assert script.run(interval=30.0) == pytest.approx([0.05] * 3, rel=0.1)
-
-
-def test_an_idle_worker_polls_when_another_one_may_no_longer_be_live() -> None:
-    """The other one may have crashed. The change stream does not report that, nor tasks that are retried or due."""
-    script = Script(*[IDLE] * 20)
-    script.run(idle=lambda: 15.0, live={"other": 7.0})
-    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1.6 + 3.2 + 6.4 + 11 * 7, rel=0.15)
-    script = Script(*[IDLE] * 20)
-    script.run(idle=lambda: 15.0, live={"other": 0.2})
-    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 14 * 1, rel=0.15)
-
-
 def test_an_outage_is_logged_once_and_followed_by_growing_waits(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "publishworker"):
         waits = Script(WORK, *[AWAY] * 8, WORK, AWAY, WORK).run()
@@ -285,14 +239,6 @@ def test_the_heartbeat_row_is_written_in_long_waits() -> None:
     script.run(interval=30, beats=True)
     assert script.stop.seconds > 60
     assert max(later - earlier for earlier, later in pairwise(beats)) <= HEARTBEAT_INTERVAL_SECONDS + 0.01
-
-
-def test_a_worker_that_waits_for_the_change_stream_writes_its_heartbeat_row_less_often() -> None:
-    script = Script(*[IDLE] * 14)
-    script.run(idle=lambda: 15.0, beats=True)
-    assert script.stop.seconds > 60
-    assert script.store.heartbeats <= 3 + script.stop.seconds / IDLE_HEARTBEAT_INTERVAL_SECONDS
-    assert script.store.liveness_timeout == {"me": IDLE_LIVENESS_TIMEOUT_SECONDS}
 
 
 @pytest.mark.parametrize(
