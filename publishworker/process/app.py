@@ -35,7 +35,7 @@ from publishworker.spanner.change_stream import ChangeStream
 from publishworker.spanner.emulator import EmulatorStore
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.unsent import any_to_send
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History
@@ -267,7 +267,7 @@ def verified_layout(database: LimitedDatabase) -> Layout:
     return layout
 
 
-def until_drained(unsent: UnsentTasks, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
+def until_drained(store: SpannerStore, shards: Callable[[], Sequence[int]], interval: float) -> Callable[[Turn], bool]:
     """Return a function that tells, after a turn, whether `shards` are drained.
 
     A drained shard has no pending or retrying task that workers may send. The function reads the table only after a
@@ -280,6 +280,6 @@ def until_drained(unsent: UnsentTasks, shards: Callable[[], Sequence[int]], inte
         if turn.made_progress or turn.in_flight or time.monotonic() - read_at < interval:
             return False
         read_at = time.monotonic()
-        return not unsent.any_to_send(shards())
+        return not any_to_send(store, shards())
 
     return drained

@@ -22,7 +22,7 @@ from publishworker.process.worker_settings import WorkerSettings
 from publishworker.pubsub.messages import topic_filter
 from publishworker.spanner.grants import verify_grants
 from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.unsent import topics_in_use
 from publishworker.spanner.write_errors import describe
 from publishworker.topics.availability import split_valid
 
@@ -76,7 +76,7 @@ def _database(settings: WorkerSettings, topics: set[str]) -> Iterator[Finding]:
     verify_grants(database)
     yield "ok", "permissions: the worker may write SentAt and heartbeats"
     store = SpannerStore(database, layout)
-    topics_to_send, ordered = UnsentTasks(store).topics()
+    topics_to_send, ordered = topics_in_use(store)
     if ordered and not settings.pubsub_endpoint and not emulator_host(settings):
         names = ", ".join(sorted(ordered))
         yield "warning", f"tasks have ordering keys (topics {names}), but --pubsub-endpoint is not set. {_ONE_REGION}"

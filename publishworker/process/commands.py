@@ -20,7 +20,7 @@ from publishworker.log import ThrottledLog, log
 from publishworker.process import exits
 from publishworker.process.app import App, until_drained, worker_id
 from publishworker.process.worker_settings import WorkerSettings
-from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.unsent import any_to_send
 from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Metrics
 
@@ -41,11 +41,10 @@ def drain(options: argparse.Namespace) -> int:
             timer.daemon = True
             timer.start()
         store = worker.store
-        unsent = UnsentTasks(store)
-        drained = until_drained(unsent, lambda: store.layouts[0].ids, settings.poll_interval)
+        drained = until_drained(store, lambda: store.layouts[0].ids, settings.poll_interval)
         if (code := worker.until_stopped(stop, drained, timeout_exit_code=exits.WORK_LEFT)) != exits.DONE:
             return code
-    work_left = unsent.any_to_send()
+    work_left = any_to_send(store)
     found = backlog.read_unsent(TaskTable(store.database))
     at_least = {topic for topic, line in found.topics().items() if line.at_least}
     for (topic, state), number in sorted(found.by_topic_and_state().items()):
@@ -54,7 +53,7 @@ def drain(options: argparse.Namespace) -> int:
         why = f". The last turn failed: {worker.failure}" if worker.failure else ""
         say(f"not drained: stopped with work left{why}")
         return exits.WORK_LEFT
-    if unsent.any_to_send(misrouted=True):
+    if any_to_send(store, misrouted=True):
         say("not drained: a topic with tasks has an invalid route, see the log")
         return exits.WORK_LEFT
     say("drained")

@@ -34,7 +34,7 @@ from outbox.table.shared_sql import (
     as_structs,
     by_ids,
 )
-from outbox.table.states import NEVER_SQL, first_due
+from outbox.table.states import LEFT_TO_SEND, NEVER_SQL, RANGES, first_due
 from publishworker.types import (
     MAX_INT64,
     Candidate,
@@ -154,13 +154,19 @@ DEFER_COLUMNS = ("Id", "AvailableAt", "DueAt", "BlockedBy")
 
 HEARTBEAT_COLUMNS = ("WorkerId", "StartedAt", "SeenAt", "LivenessTimeoutSeconds", "Polls", "Info")
 
-#: The database's time, and the topics that are paused or routed.
-NOW_AND_HELD = """SELECT CURRENT_TIMESTAMP(),
-  ARRAY(SELECT AS STRUCT Topic, Paused, PublishTo FROM AsynchronousTaskTopics WHERE Paused OR PublishTo IS NOT NULL)"""
-#: The columns of a read of the unsent rows in the index AsynchronousTasksToSend.
-UNSENT_COLUMNS = (
-    "Id", "Shard", "Topic", "AvailableAt", "Priority", "CreatedAt", "OrderingKey", "Attempts", "BlockedBy",
-)  # fmt: skip
+# For `drain` and `check`, which read no rows of the table.
+_LEFT_TO_SEND = " OR ".join(range_ for state in LEFT_TO_SEND for range_ in RANGES[state])
+#: A row for each shard and topic with a task that workers send without an operator.
+ANY_TO_SEND = f"""
+SELECT found FROM {EACH_TOPIC}, UNNEST(ARRAY(
+  SELECT 1 FROM {TO_SEND} WHERE {OF_TOPIC} AND ({_LEFT_TO_SEND}) LIMIT 1)) AS found"""
+#: Whether there is such a task, and one with a key, among the first tasks of each shard and topic.
+TOPICS_IN_USE = f"""
+SELECT of_topic, LOGICAL_OR(task.to_send), LOGICAL_OR(task.ordered) FROM {EACH_TOPIC}, UNNEST(ARRAY(
+  SELECT AS STRUCT {_LEFT_TO_SEND} AS to_send, OrderingKey IS NOT NULL AS ordered FROM {TO_SEND}
+  WHERE {OF_TOPIC}
+  ORDER BY {TO_SEND_ORDER} LIMIT 100)) AS task
+GROUP BY of_topic"""
 
 
 def candidates(values: Iterable[Sequence[Any]], first_shard: int = 0) -> dict[str, Candidate]:

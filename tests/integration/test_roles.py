@@ -18,7 +18,7 @@ from outbox.reading import Position, SentTasks
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import NEVER, STATES
-from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.unsent import any_to_send, topics_in_use
 from publishworker.types import Deferred, Heartbeat, NotSent, Published, TopicKey
 from tests.support import real
 from tests.support.operations import FUTURE, PAST, insert, row
@@ -73,8 +73,7 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     store.claim(["recorded"], lambda _rows, _now: {"recorded": Published("3")})
     store.heartbeat(Heartbeat("me", datetime.now(UTC), ()), ["gone"])
     store.delete_heartbeat("me")
-    unsent = UnsentTasks(store)
-    unsent.any_to_send(), unsent.topics(), backlog.read_unsent(TaskTable(store.database))
+    any_to_send(store), topics_in_use(store), backlog.read_unsent(TaskTable(store.database))
     allowed = grants(role)
     assert list(refused(allowed, heard.commits)) == []
     without = {**allowed, ("UPDATE", "AsynchronousTasks"): allowed["UPDATE", "AsynchronousTasks"] - {"Attempts"}}

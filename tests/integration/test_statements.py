@@ -20,7 +20,7 @@ from outbox.table.layouts import Layout
 from outbox.table.shared_sql import IN_ORDER_ORDER, TO_SEND_ORDER
 from outbox.table.states import STATES, UNSENT
 from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.unsent import any_to_send, topics_in_use
 from publishworker.types import TopicKey
 from tests.support.operations import FUTURE, PAST, insert, row
 from tests.support.parts import poll_request
@@ -61,7 +61,7 @@ def statements(database: Database) -> list[str]:
         for below_priority in (None, 50):
             store.poll(poll_request("orders", due=due, below_priority=below_priority))
     store.discover(range(10), {"orders"})
-    UnsentTasks(store).any_to_send()
+    any_to_send(store), topics_in_use(store)
     store.key_heads({TopicKey("orders", "k"): 3}, 10, skip_dead=True)
     store.claim(["sent"], lambda _rows, _now: {})
     backlog.read(table), backlog.oldest_ages(table), operations.latest(table, 5)

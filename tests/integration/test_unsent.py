@@ -9,7 +9,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout
 from outbox.table.states import NEVER
-from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.unsent import any_to_send, topics_in_use
 from tests.support.parts import poll_request
 from tests.support.store_harness import SpannerHarness
 
@@ -22,10 +22,6 @@ ALL = range(10)
 @pytest.fixture
 def harness(database: Database) -> SpannerHarness:
     return SpannerHarness(database)
-
-
-def unsent(harness: SpannerHarness) -> UnsentTasks:
-    return UnsentTasks(harness.store)
 
 
 STATES: list[tuple[dict[str, Any], str]] = [
@@ -43,10 +39,8 @@ STATES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_pending_and_retrying_tasks_are_work(harness: SpannerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scheduled, blocked, dead and paused tasks are not: `drain` must not wait for them. Each read takes few rows."""
-    monkeypatch.setattr("publishworker.spanner.unsent.FIRST_ROWS", 2)
-    monkeypatch.setattr("publishworker.spanner.unsent.MORE_ROWS", 3)
+def test_pending_and_retrying_tasks_are_work(harness: SpannerHarness) -> None:
+    """Scheduled, blocked, dead and paused tasks are not: `drain` must not wait for them."""
     key = {"ordering_key": "same-shard"}
     for n in range(5):
         harness.insert(f"dead {n}", topic="dead", available_at=NEVER, **key)
@@ -55,17 +49,17 @@ def test_pending_and_retrying_tasks_are_work(harness: SpannerHarness, monkeypatc
         harness.insert(f"scheduled {n}", priority=50 + n % 3, **same, **key)
         harness.insert(f"scheduled at once {n}", available_at=LATE, created_at=PAST, **key)
     harness.control("paused", TopicControls(paused=True))
-    assert not unsent(harness).any_to_send()
+    assert not any_to_send(harness.store)
     harness.insert("misrouted", topic="misrouted", **key)
     harness.control("misrouted", TopicControls(publish_to="no topic"))
-    assert (unsent(harness).any_to_send(), unsent(harness).any_to_send(misrouted=True)) == (False, True)
+    assert (any_to_send(harness.store), any_to_send(harness.store, misrouted=True)) == (False, True)
     harness.control("misrouted", TopicControls(paused=True, publish_to="no topic"))
-    assert not unsent(harness).any_to_send(misrouted=True)
+    assert not any_to_send(harness.store, misrouted=True)
     harness.delete("misrouted")
     for columns, state in STATES:
         harness.insert("a", topic="orders", **columns, **key)
-        assert unsent(harness).any_to_send() == (state in ("pending", "retrying")), columns
-        assert unsent(harness).topics()[0] - {"orders"} == {"paused"}
+        assert any_to_send(harness.store) == (state in ("pending", "retrying")), columns
+        assert topics_in_use(harness.store)[0] - {"orders"} == {"paused"}
         harness.delete("a")
 
 
@@ -76,16 +70,16 @@ def test_topics_in_use_have_tasks_to_send_or_ordering_keys(harness: SpannerHarne
     harness.insert("scheduled", topic="scheduled", available_at=FUTURE, ordering_key="key")
     harness.insert("dead", topic="dead", available_at=NEVER)
     harness.insert("sent", topic="sent", sent_at=PAST, ordering_key="key")
-    assert unsent(harness).topics() == ({"ready", "retrying"}, {"retrying", "scheduled"})
+    assert topics_in_use(harness.store) == ({"ready", "retrying"}, {"retrying", "scheduled"})
 
 
 def test_only_the_requested_shards_are_read(harness: SpannerHarness) -> None:
     for n in range(5):
         harness.insert(str(n))
     used = {each.shard for each in harness.store.poll(poll_request("orders"))}
-    assert {shard for shard in ALL if unsent(harness).any_to_send([shard])} == used
-    assert not unsent(harness).any_to_send(set(ALL) - used)
-    assert unsent(harness).any_to_send(ALL)
+    assert {shard for shard in ALL if any_to_send(harness.store, [shard])} == used
+    assert not any_to_send(harness.store, set(ALL) - used)
+    assert any_to_send(harness.store, ALL)
 
 
 def test_each_layout_has_all_tasks(own_database: Database) -> None:
@@ -95,4 +89,4 @@ def test_each_layout_has_all_tasks(own_database: Database) -> None:
     harness.reshard(new)
     for layouts in ((Layout(10),), (new,), (new, Layout(10))):
         harness.store.layouts = layouts
-        assert unsent(harness).any_to_send(shard for layout in layouts for shard in layout.ids)
+        assert any_to_send(harness.store, [shard for layout in layouts for shard in layout.ids])

@@ -17,7 +17,7 @@ from publishworker.process import exits, healthcheck
 from publishworker.process.app import App, run_on_thread
 from publishworker.process.commands import heartbeat_file, stop_on_signals
 from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.unsent import any_to_send
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.metrics import Metrics
@@ -59,7 +59,7 @@ def test_each_read_begins_with_a_heartbeat() -> None:
         lambda: store.discover((1,), ("orders",)),
         lambda: store.seconds_until_due((1,), ("orders",)),
         lambda: store.key_heads({TopicKey("orders", "k"): 1}, 1, skip_dead=False),
-        lambda: UnsentTasks(store).any_to_send(),
+        lambda: any_to_send(store),
     ):
         beats.clear()
         with pytest.raises(StoreError):

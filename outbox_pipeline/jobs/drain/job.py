@@ -32,7 +32,7 @@ from publishworker.process import exits
 from publishworker.process.app import App, open_store, until_drained
 from publishworker.process.worker_settings import RelaySettings
 from publishworker.spanner.store import SpannerStore
-from publishworker.spanner.unsent import UnsentTasks
+from publishworker.spanner.unsent import any_to_send
 from publishworker.spanner.write_errors import StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.clients import client
@@ -97,12 +97,11 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
     begin = time.monotonic()
     end = float("inf") if deadline is None else begin + deadline
     store = open_store(settings)
-    unsent = UnsentTasks(store)
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
     workers = min(parallelism(spark), store.layouts[0].shards)
     counts, rounds, last_error = Counter(dict.fromkeys(_COUNTED, 0)), 0, None
     pause = Backoff(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
-    while (work_left := unsent.any_to_send()) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
+    while (work_left := any_to_send(store)) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
         if rounds:
             time.sleep(min(pause.next(), remaining))
         else:
@@ -114,7 +113,7 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
         counts.update(done)
         if done["published"]:
             pause.reset()
-    work_left = work_left or unsent.any_to_send(misrouted=True)
+    work_left = work_left or any_to_send(store, misrouted=True)
     of_state = Counter[str]()
     for (_, state), number in backlog.read_unsent(TaskTable(store.database)).by_topic_and_state().items():
         of_state[state] += number
@@ -182,7 +181,7 @@ def _relay(settings: RelaySettings, id: str, until: datetime | None) -> dict[str
     stop, timer = threading.Event(), None
     try:
         worker = App(settings, id=id, metrics=tally)
-        drained = until_drained(UnsentTasks(worker.store), lambda: worker.membership.shards, settings.poll_interval)
+        drained = until_drained(worker.store, lambda: worker.membership.shards, settings.poll_interval)
         if until is not None:
             left = until - TaskTable(worker.store.database).now()
             timer = threading.Timer(left.total_seconds(), stop.set)
