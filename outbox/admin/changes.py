@@ -23,7 +23,7 @@ from outbox.admin.operations import UNNAMED, Author, Progress
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
 from outbox.base.times import shown
 from outbox.base.values import chunked, counted
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import MOMENT
 from outbox.program.terminal import escaped
 from outbox.table.ddl import OPERATIONS
@@ -294,6 +294,8 @@ def check(name: str, selection: TaskSelection) -> None:
         raise OutboxError(f"{name} is for tasks that are {', '.join(states)}, not for {selection.state or 'any'}")
     if name == "retry" and selection.state == "sent" and selection.until is None:
         raise OutboxError("a retry of sent tasks needs `until`")
+    if name == "resend" and selection.ids is None and selection.topic is None:
+        raise SettingError("a resend needs the IDs or the topic of its tasks")
 
 
 def _recorded(name: str, value: Any) -> Any:

@@ -94,7 +94,7 @@ def _text(longest: int) -> SettingType:
 
 TOPIC, ID, TEXT = _text(MAX_TOPIC_CHARACTERS), _text(MAX_ID_CHARACTERS), _text(1_000)
 KEY = matching(r"[^\ud800-\udfff]{1,1024}", "1 to 1,024 characters of valid Unicode")
-LIMIT = whole_number(1, 100_000)
+LIMIT, RATE = whole_number(1, 100_000), whole_number(1, 1_000_000)
 
 
 def add(parser: argparse._ActionsContainer, name: str, kind: SettingType, text: str, **more: Any) -> None:

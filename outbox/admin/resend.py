@@ -81,8 +81,7 @@ def checked(
 
     `own` allows the topic that the tasks have been published to.
     """
-    if selection.ids is None and selection.topic is None:
-        raise SettingError("no tasks given. Pass IDs, --ids-file, or --topic")
+    changes.check("resend", selection)
     if (number := len(selection.ids or ())) > RECORDED_IDS:
         raise SettingError(f"{number:,} IDs are too many for one operation. Pass at most {RECORDED_IDS:,}, or --topic")
     try:
@@ -131,7 +130,6 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     """
     operation, progress = operations.begun(table, id, ["resend"])
     selection = Resend.recorded(operation.selection)
-    changes.check("resend", selection)
     send: Send = import_module(PUBLISHER).opened(topics.pubsub_settings(table), selection.to)
     return _outcomes(table, selection, send, progress)
 

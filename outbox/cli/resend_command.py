@@ -10,7 +10,6 @@ from outbox.base.times import shown
 from outbox.base.values import counted
 from outbox.cli import bulk
 from outbox.program.output import confirm, note, table
-from outbox.program.settings import whole_number
 from outbox.program.terminal import as_json, say
 
 DESCRIPTION = """\
@@ -24,8 +23,6 @@ subscription gets a message. The tasks of an ordering key are published in order
     outbox resend --topic orders --since 2h --to orders-billing --rate 500 ...
     outbox resend 0e3c... 7f21... --to orders-billing --reason 'ticket 4711' ..."""
 
-RATE = whole_number(1, 1_000_000)
-
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
@@ -35,7 +32,7 @@ def add(commands: Any) -> None:
     flags.add(parser, "--ordering-key", flags.KEY, "Only tasks with this ordering key", metavar="KEY")
     text = "Pub/Sub topic to publish to: its ID, or projects/PROJECT/topics/TOPIC"
     flags.add(parser, "--to", flags.TOPIC, text, metavar="TOPIC", required=True)
-    flags.add(parser, "--rate", RATE, f"Max tasks per second: {RATE.allowed}", metavar="N")
+    flags.add(parser, "--rate", flags.RATE, f"Max tasks per second: {flags.RATE.allowed}", metavar="N")
     parser.add_argument("--force", action="store_true", help="Also publish to the topic of the tasks.")
     parser.add_argument("--dry-run", action="store_true", help="Only count the tasks by topic.")
     parser.add_argument("--yes", action="store_true", help=f"Skip the confirmation above {bulk.CONFIRM_ABOVE:,} tasks.")

@@ -1,4 +1,4 @@
-"""Retry, cancel or purge selected tasks, or all that match a filter: first what would happen, then an operation.
+"""Retry, resend, cancel or purge selected tasks, or all that match a filter: first a preview, then an operation.
 
 The form of the first page has the previewed number, the time of the preview, and the ID of the operation. So an
 operation changes only tasks that the person has seen, and a form that is sent twice begins one operation. The page of
@@ -13,13 +13,14 @@ from datetime import datetime
 from starlette.responses import Response
 
 from outbox import admin
+from outbox.admin import flags
 from outbox.admin.changes import OF_IDS, TaskSelection
-from outbox.admin.operations import Operation
+from outbox.admin.operations import Author, Operation
 from outbox.base.times import shown
 from outbox.console import selections
 from outbox.console.roles import Role
-from outbox.console.visits import Refused, Route, Visit, Work, render
-from outbox.errors import OutboxError
+from outbox.console.visits import Refused, Route, Visit, Work, checked, render
+from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import MOMENT, matching, resolved, whole_number
 from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
 
@@ -73,9 +74,13 @@ class Action:
         if is_destructive and seen.number != count:
             raise Refused(400, "The number is not that of the preview", "Open the preview again.")
         # Otherwise the form was sent twice, or the ID is that of an operation for which the person may lack the role.
-        if admin.changes.begin(visit.console.table, self.name, selection, author, id=id, selected=count):
+        if self.begin(visit, selection, author, id=id, selected=count):
             visit.console.running.start(id)
         return visit.redirect("/operation", id=id)
+
+    def begin(self, visit: Visit, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
+        """Record the operation. Return False if it exists. Raises Refused, OutboxError."""
+        return admin.changes.begin(visit.console.table, self.name, selection, author, id=id, selected=selected)
 
     def _continue(self, visit: Visit) -> Response:
         operation, _ = _found(visit)
@@ -118,8 +123,27 @@ def _check_typed(visit: Visit, count: int) -> None:
         raise Refused(409, "The typed number is not the number of tasks", advice, "typed")
 
 
+class Resend(Action):
+    """The form also has the topic to publish to, and the rate."""
+
+    def begin(self, visit: Visit, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
+        """See Action."""
+        table, rate = visit.console.table, visit.form.get("rate", "").strip()
+        most = checked(flags.RATE, rate, "rate") if rate else None
+        try:
+            to, own = visit.form.get("to", "").strip(), "force" in visit.form
+            resend = admin.resend.checked(table, selection, to, most, own=own)
+            admin.resend.check_exists(table, resend)
+        except NotReached:
+            raise
+        except OutboxError as error:
+            raise Refused(400, "The topic cannot be used", str(error), "to") from None
+        return admin.resend.begin(table, resend, author, id=id, selected=selected)
+
+
 ACTIONS = (
     Action("retry", Role.OPERATOR, CHANGED["retry"], "become due now, with 0 failed attempts"),
+    Resend("resend", Role.OPERATOR, CHANGED["resend"], "are published again, only to the topic that you name"),
     Action("cancel", Role.DESTROYER, CHANGED["cancel"], "are deleted permanently and not published any more"),
     Action("purge", Role.DESTROYER, CHANGED["purge"], "are deleted, so that they cannot be sent again"),
 )

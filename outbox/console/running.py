@@ -12,6 +12,7 @@ from outbox import admin
 from outbox.admin.operations import NotContinued
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError
+from outbox.program.terminal import escaped
 
 #: Seconds until a thread tries the next chunk again, while Spanner cannot be reached.
 RETRY_SECONDS = 10.0
@@ -45,6 +46,8 @@ class Running:
         try:
             for outcome in admin.continuing.resume(self._table, id):
                 self.errors.pop(id, None)
+                for task, why in outcome.unchanged.items():
+                    _log.warning("operation %s left out the task %s: %s", id, escaped(task), escaped(why))
                 if outcome.warning:
                     raise NotReached(outcome.warning)
         except OutboxError as error:

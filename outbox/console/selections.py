@@ -51,6 +51,9 @@ def address(selection: TaskSelection) -> dict[str, Any]:
 def command(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
     """Return the command that acts on the same tasks, or None, because no command has all filters of the console."""
     query = address(selection)
+    if name == "resend" and not query["prefix"] and not query["error"]:
+        given = {each: query[each] for each in ("topic", *TIMES)}
+        return visit.command(name, *query["id"], **given, ordering_key=query["key"], to="TOPIC", **more)
     if query["key"] or query["prefix"]:
         return None
     if name == "purge":

@@ -24,6 +24,7 @@ from outbox.table.states import NEVER
 from tests.support.console import SAME, begun, console, finished, form_of
 from tests.support.fakes import serialized
 from tests.support.operations import CREATED, FUTURE, PAST, delete, insert, row, rows_of, update
+from tests.support.pubsub import PubSub
 from tests.support.waiting import eventually
 
 DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic"}
@@ -465,3 +466,33 @@ def test_a_message_needs_the_role_and_a_record(database: Database, table: TaskTa
     outage.away.clear()
     assert (answer.status_code, "redacted" in answer.text) == (503, False)
     assert len(operations.latest(table, 10)) == 2
+
+
+def test_a_resend_in_the_browser_publishes_to_the_named_topic(
+    database: Database, table: TaskTable, jane: TestClient, pubsub: PubSub
+):
+    """A topic that is missing, or that of the tasks, is refused, and the form keeps what was typed."""
+    to = pubsub.new_subscription(pubsub.new_topic())
+    insert(database, [row("a", SentAt=PAST), row("b", SentAt=PAST), row("broken", SentAt=PAST, Data=b"\xff")])
+    before, path = rows_of(database), "/tasks/resend?state=sent&topic=orders"
+    assert path in html.unescape(jane.get("/tasks?state=sent&topic=orders").text)
+    page = html.unescape(jane.get(path).text)
+    assert "Resend 3 tasks" in page
+    assert "outbox resend" in page
+    for form, sentence in (
+        ({"to": "orders"}, "is the topic of the tasks"),
+        ({"to": "nowhere"}, "nowhere does not exist. Create it"),
+        ({"to": "-"}, "is not a name that Pub/Sub allows"),
+        ({"to": to.topic, "rate": "0"}, "a whole number from 1 to 1,000,000"),
+    ):
+        refused = jane.post(form_of(page, "/tasks/resend"), data={"reason": "why", **form}, headers=SAME)
+        assert refused.status_code == 400
+        assert sentence in html.unescape(refused.text)
+        assert f'value="{form["to"]}"' in html.unescape(refused.text)
+    assert operations.latest(table, 10) == []
+    done = finished(table, begun(jane, path, to=to.topic, rate="500"))
+    assert (done.operation, done.tasks, done.selected) == ("resend", 2, 3)
+    assert sorted(each.attributes["asynchronous_task_id"] for each in to.drain()) == ["a", "b"]
+    assert "2 of 3 in the preview. The others were refused by Pub/Sub" in jane.get(f"/operation?id={done.id}").text
+    assert rows_of(database) == before
+    assert "needs the IDs or the topic" in jane.get("/tasks/resend?state=sent").text

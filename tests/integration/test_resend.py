@@ -150,7 +150,7 @@ def test_the_rate_limits_tasks_per_second(
 @pytest.mark.parametrize(
     ("selection", "topic", "sentence"),
     [
-        (TaskSelection(state="sent"), "replay", "no tasks given. Pass IDs, --ids-file, or --topic"),
+        (TaskSelection(state="sent"), "replay", "a resend needs the IDs or the topic of its tasks"),
         (SENT, "orders", "--to orders is the topic of the tasks, so all of its subscribers would get them again"),
         (SENT, "orders-v2", "--to orders-v2 is the topic of the tasks"),
         (dataclasses.replace(SENT, topic=None, ids=("a",)), "orders", "--to orders is the topic of the tasks"),
