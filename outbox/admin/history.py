@@ -80,6 +80,13 @@ class History:
         return frozenset(place for span in gone for place in span)
 
     @functools.cached_property
+    def topics(self) -> frozenset[str]:
+        """Return the topics that have figures of their own."""
+        found = (_dict(each, "topics").keys() for each in self._histories)
+        own = (topic for row in self.samples.values() for topic in row if topic is not None)
+        return frozenset().union(own, *found)
+
+    @functools.cached_property
     def is_of_part(self) -> bool:
         """Tell whether a worker has left out topics, because they do not fit into its heartbeat."""
         return any(each.get("topics_left_out") for each in self._histories)

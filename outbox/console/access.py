@@ -98,7 +98,8 @@ class Access:
                 response.headers["Retry-After"] = f"{WAIT_SECONDS:.0f}"
                 if request.method in _SAFE:
                     response.headers["Refresh"] = f"{WAIT_SECONDS:.0f}"
-        response.headers.update(HEADERS)
+        for name, value in HEADERS.items():
+            response.headers.setdefault(name, value)
         return await response(scope, receive, send)
 
     async def _answer(self, request: Request, prefix: str) -> Response:

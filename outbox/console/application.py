@@ -3,7 +3,6 @@
 import mimetypes
 from collections.abc import Sequence
 from functools import partial
-from importlib import resources
 
 from google.cloud.spanner_v1.database import Database
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
@@ -16,7 +15,7 @@ from outbox.console.identity import Identify
 from outbox.console.readings import Shared, read_status
 from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
 from outbox.console.running import Running
-from outbox.console.visits import Console, Redact, Route, Visit, Work, render
+from outbox.console.visits import FILES, Console, Redact, Route, Visit, Work, render
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -92,8 +91,9 @@ def _open(visit: Visit, *, page: str) -> Response:
 
 
 def files() -> dict[str, Response]:
-    """Return the files that pages load. They are in memory, so they need no thread."""
+    """Return the files that pages load. They are in memory, so they need no thread. A browser loads each only once."""
+    cached = {"Cache-Control": "max-age=31536000, immutable"}
     return {
-        f"/static/{file.name}": Response(file.read_bytes(), media_type=mimetypes.guess_type(file.name)[0])
-        for file in (resources.files("outbox.console") / "static").iterdir()
+        path: Response(content, headers=cached, media_type=mimetypes.guess_type(path)[0])
+        for path, content in FILES.values()
     }

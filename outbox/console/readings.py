@@ -8,11 +8,11 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta
 
 from outbox import admin
 from outbox.admin.backlog import Backlog
 from outbox.admin.error_groups import ErrorCount
+from outbox.admin.history import History
 from outbox.admin.operations import Operation
 from outbox.admin.problems import Problem
 from outbox.admin.table import TaskTable
@@ -20,13 +20,8 @@ from outbox.admin.tasks import BlockedHead
 from outbox.errors import OutboxError
 from outbox.table.controls import TopicControls
 
-#: The pending tasks of each topic at some times, oldest first. Without a visible tab there is no sample.
-History = Sequence[tuple[datetime, Mapping[str, int]]]
-
 #: Seconds for which one read serves all tabs. A visible tab asks as often.
 FRESH_SECONDS = 5.0
-#: An hour of samples of pending tasks, one for each half minute in which a tab asked. A line joins those within GAP.
-HOUR, SAMPLED_EVERY, GAP = timedelta(hours=1), timedelta(seconds=30), timedelta(seconds=90)
 #: Max heads of blocked keys, and max operations.
 HEADS = OPERATIONS = 100
 
@@ -44,6 +39,16 @@ class Status:
     operations: Sequence[Operation]
     reshard: str | None
     problems: Sequence[Problem]
+
+    def topics(self) -> list[str]:
+        """Return the topics: first those with a problem, then those with most unsent tasks, and then by name."""
+        lines, bad = self.backlog.topics(), {each.topic for each in self.problems}
+
+        def rank(topic: str) -> tuple[bool, bool, int, str]:
+            line = lines.get(topic)
+            return topic not in bad, not (line and line.dead + line.blocked), -(line.unsent if line else 0), topic
+
+        return sorted({*lines, *self.controls}, key=rank)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,26 +99,6 @@ class Shared:
         self._included, self._tried_at = actions, self._clock()
 
 
-def with_sample(history: History, backlog: Backlog) -> History:
-    """Return the samples of the last hour, with one of this backlog if the last one is old enough."""
-    now = backlog.as_of
-    if history and now - history[-1][0] < SAMPLED_EVERY:
-        return history
-    sample = now, {topic: line.pending for topic, line in backlog.topics().items()}
-    return [*(each for each in history if now - each[0] < HOUR), sample]
-
-
-def sparkline(history: History, topic: str, now: datetime) -> str:
-    """Return a line of 120 by 20 units as a path of SVG, with a gap where no tab was visible for more than GAP."""
-    top = max([1, *(pending.get(topic, 0) for _, pending in history)])
-    path, last = "", now - 2 * HOUR
-    for at, pending in history:
-        point = f"{120 - (now - at) / SAMPLED_EVERY:.1f} {19.5 - 19 * pending.get(topic, 0) / top:.1f}"
-        path += f"L{point}" if at - last <= GAP else f"M{point}h0"
-        last = at
-    return path
-
-
 def read_status(table: TaskTable, last: Status | None) -> Status:
     """Read what the pages show without a selection. Raises NotReached, OutboxError."""
     backlog = admin.backlog.read(table)
@@ -123,7 +108,7 @@ def read_status(table: TaskTable, last: Status | None) -> Status:
     blocked = admin.tasks.blocked_heads(table, backlog, HEADS) if backlog.everything.blocked else ()
     return Status(
         backlog=backlog,
-        history=with_sample(last.history if last else (), backlog),
+        history=admin.history.read(table, backlog, last.history if last else None),
         controls=controls,
         orphans=orphans,
         errors=admin.tasks.errors(table, backlog),

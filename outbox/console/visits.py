@@ -14,9 +14,11 @@
 
 import dataclasses
 import enum
+import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
 from typing import Any
 from urllib.parse import urlencode
 
@@ -32,7 +34,8 @@ from outbox.admin.table import TaskTable
 from outbox.admin.workers import runs
 from outbox.base.times import spoken
 from outbox.base.values import counted, listed
-from outbox.console.readings import HEADS, OPERATIONS, Shared, sparkline
+from outbox.console import charts
+from outbox.console.readings import HEADS, OPERATIONS, Shared
 from outbox.console.roles import Role
 from outbox.console.running import Running
 from outbox.errors import SettingError
@@ -165,6 +168,15 @@ def described(operation: Operation) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
+def _files() -> Iterator[tuple[str, tuple[str, bytes]]]:
+    for file in (resources.files("outbox.console") / "static").iterdir():
+        content = file.read_bytes()
+        yield file.name, (f"/static/{hashlib.sha256(content).hexdigest()[:16]}/{file.name}", content)
+
+
+#: The path and the content of each file that pages load. A new content has a new path.
+FILES = dict(_files())
+
 _ENVIRONMENT = Environment(
     loader=PackageLoader("outbox.console"),
     autoescape=True,
@@ -177,13 +189,16 @@ _ENVIRONMENT.filters.update(
     spoken=spoken,
     time=lambda time: f"{time:%Y-%m-%d %H:%M:%S} UTC",
     clock=lambda time: f"{time:%H:%M:%S} UTC",
+    hour=lambda time: f"{time:%H:%M}",
+    iso=lambda time: f"{time:%Y-%m-%dT%H:%M:%SZ}",
     described=described,
     runs=runs,
     # The value of a form field, which the browser sends back: with its control characters.
     exact=escape,
     is_changed=lambda value: re.search(r"[\0\r\n]", value) is not None,
 )
-_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "sparkline": sparkline}
+_ENVIRONMENT.globals |= {"Role": Role, "admin": admin, "counted": counted, "charts": charts}
+_ENVIRONMENT.globals |= {"FILES": {name: path for name, (path, _) in FILES.items()}}
 _ENVIRONMENT.globals |= {"HEADS": HEADS, "LEFT_TO_SEND": LEFT_TO_SEND, "OPERATIONS": OPERATIONS}
 
 

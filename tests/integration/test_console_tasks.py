@@ -161,7 +161,7 @@ def test_a_person_stops_and_continues_an_operation(
     with pytest.raises(operations.NotContinued):
         next(crashed)
     page = jane.get(f"/operation?id={id}").text
-    assert '<span class="state stopped">' in page
+    assert '<span class="badge stopped">' in page
     assert "/operation/stop" not in page
     jane.post(form_of(page, "/operation/continue-retry"), data={}, headers=SAME)
     assert finished(table, id).tasks == 20
@@ -218,7 +218,7 @@ def test_an_operation_goes_on_when_spanner_is_back(
     eventually(outage.away.is_set)
     page = jane.get("/operations").text
     assert re.search(r"Spanner did not answer. The figures are [\d.]+s old", page)
-    assert re.search(r"As of <time>[^<]+</time>, [\d.]+s ago", page)
+    assert re.search(r"As of <time[^>]+>[^<]+</time>, [\d.]+s ago", page)
     assert id in page or "No operation is recorded yet" in page
     answer = jane.get("/tasks")
     assert (answer.status_code, "Spanner did not answer" in answer.text) == (503, True)

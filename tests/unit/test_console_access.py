@@ -19,7 +19,7 @@ from outbox.console import access, application
 from outbox.console.access import HEADERS, MAX_FORM
 from outbox.console.application import routes
 from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
-from outbox.console.visits import Route, Visit, Work
+from outbox.console.visits import FILES, Route, Visit, Work
 from outbox.errors import NotReached, SettingError
 from outbox.table import schema
 from tests.support.console import ORIGIN, SAME, asked, bare_console, client, recording
@@ -56,6 +56,7 @@ def test_every_unsafe_route_has_a_role_of_its_own() -> None:
 
 
 CHANGE = Route("/change", lambda _visit: pytest.fail("replaced"), Role.OPERATOR, "POST")
+STYLE = FILES["console.css"][0]
 SHOW = Route("/show", lambda _visit: pytest.fail("replaced"))
 
 
@@ -127,7 +128,7 @@ def test_the_console_answers_to_its_hosts(host: str) -> None:
 )
 def test_the_console_answers_to_no_other_host(host: str) -> None:
     recorded, visits = recording([SHOW])
-    for path in ("/show", "/static/console.css", "/none"):
+    for path in ("/show", STYLE, "/none"):
         assert client(recorded).get(path, headers={"Host": host}).status_code == 403
     assert not visits
     # The health check of a balancer sends the address of the pod.
@@ -267,7 +268,7 @@ def test_slow_pages_delay_neither_the_health_check_nor_files_nor_figures(monkeyp
             assert any("The console is busy: 8 pages" in body for _, _, body in answers)
             assert all(headers["refresh"] for _, headers, _ in answers)
             assert (await asked(app, "/healthz"))[2] == "ok\n"
-            assert (await asked(app, "/static/console.css"))[0] == 200
+            assert (await asked(app, STYLE))[0] == 200
             status, headers, _ = await asked(app, "/change", {"type": "http.request", "body": b""})
             assert (status, "refresh" in headers) == (503, False)  # a form is not sent again
             may_end.set()

@@ -11,19 +11,17 @@ import markupsafe
 import pytest
 
 from outbox.admin.backlog import Backlog, Line
+from outbox.admin.history import History
 from outbox.admin.operations import Operation
-from outbox.admin.problems import find
+from outbox.admin.problems import Problem, find
 from outbox.admin.tasks import BlockedHead
 from outbox.admin.workers import TAKE_OVER, Worker, shards_without_worker
 from outbox.base.values import counted
 from outbox.console.readings import (
     FRESH_SECONDS,
-    History,
     Reading,
     Shared,
     Status,
-    sparkline,
-    with_sample,
 )
 from outbox.console.visits import _ENVIRONMENT
 from outbox.errors import NotReached
@@ -32,8 +30,7 @@ from outbox.table.layouts import Layout
 from tests.support.waiting import eventually
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
-HOUR, SAMPLE_SECONDS = 3_600, 30
-SAMPLES = HOUR // SAMPLE_SECONDS
+HOUR = 3_600
 
 
 class Clock:
@@ -150,31 +147,17 @@ def test_the_page_after_an_action_awaits_a_read_that_began_later() -> None:
 
 def status(**values: Any) -> Status:
     usual: dict[str, Any] = {
-        "backlog": Backlog(NOW, (), ()), "history": (), "controls": {}, "orphans": [],
+        "backlog": Backlog(NOW, (), ()), "history": History(NOW, {}, {}), "controls": {}, "orphans": [],
         "errors": (), "operations": (), "blocked": (), "reshard": None, "problems": (),
     }  # fmt: skip
     return Status(**usual | values)
 
 
-def test_samples_are_half_a_minute_apart_and_an_hour_old_at_most() -> None:
-    history: History = ()
-    for second in range(0, 2 * HOUR, 5):
-        line = Line("orders", 50, pending=second)
-        history = with_sample(history, Backlog(NOW + timedelta(seconds=second), (), [line]))
-    assert len(history) == SAMPLES
-    assert history[:2] == [
-        (NOW + timedelta(seconds=second), {"orders": second}) for second in (HOUR, HOUR + SAMPLE_SECONDS)
-    ]
-
-
-def test_a_sparkline_has_a_gap_where_no_tab_was_visible() -> None:
-    def line(*samples: tuple[int, int]) -> str:
-        history = [(NOW - timedelta(seconds=age), {"orders": number}) for age, number in samples]
-        return sparkline(history, "orders", NOW)
-
-    assert line() == ""
-    assert line((3_600, 0), (3_570, 10), (30, 5), (0, 0)) == "M0.0 19.5h0L1.0 0.5M119.0 10.0h0L120.0 19.5"
-    assert line((0, 0)) == "M120.0 19.5h0"
+def test_topics_with_a_problem_come_first_and_then_large_ones() -> None:
+    lines = [Line("a", 50), Line("b", 50, pending=5), Line("c", 50, dead=1), Line("d", 50, pending=9), Line("e", 50)]
+    late = Problem("late", "e", is_bad=True, text="")
+    found = status(backlog=Backlog(NOW, (), lines), problems=[late], controls={"f": TopicControls(paused=True)})
+    assert found.topics() == ["e", "c", "d", "b", "a", "f"]
 
 
 def health(reading: Reading) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outbox.console.application import files
-from outbox.console.visits import _ENVIRONMENT
+from outbox.console.visits import _ENVIRONMENT, FILES
 from outbox.table.states import STATES
 from publishworker.pubsub.failures import REASONS, FailureKind
 
@@ -27,12 +27,14 @@ def test_idiomorph_is_the_published_file() -> None:
 
 def test_pages_load_nothing_from_elsewhere_and_have_no_inline_code() -> None:
     """The content security policy would block it, silently for a person without the browser's console."""
-    served = files()
+    served = {name: path for name, (path, _) in FILES.items()}
+    assert files().keys() == {*served.values()}
     for template in TEMPLATES.iterdir():
         text = template.read_text(encoding="utf-8")
         assert not re.search(r"<(script|link|img)[^>]*(https?:)?//", text)
         assert not re.search(r"\son\w+=|\sstyle=|javascript:|<style|\|safe", text)
-        assert {f"/static/{name}" for name in re.findall(r"/static/([\w.]+)", text)} <= served.keys()
+        assert set(re.findall(r"FILES\[.([^\]]+).\]", text)) <= served.keys()
+        assert "/static/" not in text
 
 
 def test_pages_explain_every_state() -> None:

@@ -50,6 +50,7 @@ function update(page) {
     nameParts(found);
     Idiomorph.morph(old, found, { callbacks });
   }
+  showTimes();
   if (isStill) return;
   const actions = (root) => [...root.querySelectorAll("main form[method=post]")].map((form) => form.getAttribute("action"));
   const offered = new Set(actions(page));
@@ -60,6 +61,26 @@ function update(page) {
     (form.closest("section") ?? form).replaceWith(note);
   }
 }
+
+// Times are in UTC, or in the time of the reader, who chooses once. The title has both.
+const TIMES = "outbox-times", BUTTON = document.getElementById("times");
+function showTimes() {
+  const isLocal = localStorage.getItem(TIMES) === "local";
+  for (const each of document.querySelectorAll("time[datetime], [data-time]")) {
+    const time = new Date(each.getAttribute("datetime") ?? each.dataset.time);
+    const [day, clock] = [time.toLocaleDateString("sv"), time.toLocaleTimeString("sv")];
+    each.dataset.utc ??= each.dataset.time || !each.querySelector(".copied") ? each.textContent : "";
+    if (each.dataset.utc) each.textContent = !isLocal ? each.dataset.utc : each.dataset.utc.length < 6 ? clock.slice(0, 5) : `${day} ${clock}`;
+    if (each.tagName === "TIME") each.title = `${time.toISOString().slice(0, 19).replace("T", " ")} UTC, ${day} ${clock} here`;
+  }
+  BUTTON.hidden = false;
+  BUTTON.textContent = isLocal ? "Show times in UTC" : "Show local times";
+}
+BUTTON.addEventListener("click", () => {
+  localStorage.setItem(TIMES, localStorage.getItem(TIMES) === "local" ? "utc" : "local");
+  showTimes();
+});
+showTimes();
 
 let isAsking = false;
 async function refresh() {
