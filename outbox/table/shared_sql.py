@@ -86,13 +86,14 @@ FIRST_OF_KEYS = f"""
 #: The layouts of the table that hold all tasks: column and number of shards. Before the first reshard there is no row.
 LAYOUTS = "SELECT ColumnName, Shards FROM AsynchronousTaskShards WHERE State = 'polled'"
 
-_EXCLUSIVE = "@{LOCK_SCANNED_RANGES=exclusive}"
+#: A hint: lock what the statement reads, exclusively.
+EXCLUSIVE = "@{LOCK_SCANNED_RANGES=exclusive}"
 #: Whether the task @id is unsent, and its ordering key, with an exclusive lock of its row. It always returns one row.
-LOCK_UNSENT = f"{_EXCLUSIVE}\nSELECT COUNT(*) > 0, MAX(OrderingKey) FROM {BY_ID} WHERE Id = @id AND SentAt IS NULL"
+LOCK_UNSENT = f"{EXCLUSIVE}\nSELECT COUNT(*) > 0, MAX(OrderingKey) FROM {BY_ID} WHERE Id = @id AND SentAt IS NULL"
 #: The deferred tasks that become the heads of their keys when the tasks @ids are deleted, with exclusive locks. A
 #: retrying task that has expired blocks no task. A dead task does not count as a head, because it may have expired, or
 #: workers may skip dead tasks. If it does block its key, workers defer the released tasks again.
-NEXT_OF_KEYS = f"""{_EXCLUSIVE}
+NEXT_OF_KEYS = f"""{EXCLUSIVE}
 SELECT task.Id FROM (
   SELECT first.Id AS next_id FROM (
     SELECT DISTINCT Topic AS of_topic, OrderingKey AS of_key, Shard AS in_shard
@@ -112,7 +113,7 @@ RELEASED = ("AvailableAt", "BlockedBy")
 
 def by_ids(columns: str, *, lock: bool = False) -> str:
     """Return the statement for `columns` of the tasks @ids, by one seek each, with exclusive locks if `lock`."""
-    hint = _EXCLUSIVE if lock else ""
+    hint = EXCLUSIVE if lock else ""
     return f"{hint}\nSELECT {columns}\nFROM UNNEST(@ids) AS wanted\n{SEEK} {BY_ID} AS task ON task.Id = wanted"
 
 

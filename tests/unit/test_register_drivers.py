@@ -92,13 +92,19 @@ def test_each_statement_of_a_driver_fits_into_a_request(
         requests.append(ExecuteSqlRequest(sql=sql, params=values, param_types=get_param_types(params)))
 
     monkeypatch.setattr(Cursor, "execute", execute)
+    monkeypatch.setattr(Connection, "commit", lambda _: None)
     connection = Connection(session._database._instance, session._database)
+    connection._session = session
     topic = f"projects/{'p' * 100}/topics/{'t' * 255}"
     tasks = [
         outbox.Task(topic, bytes(size), ordering_key=f"{n:01024}", task_id=f"\U0001f4e6{n:060}")
         for n, size in enumerate(sizes)
     ]
-    assert dbapi.register_many(connection, tasks) == [task.task_id for task in tasks]
+    half = len(tasks) // 2
+    registered = [*dbapi.register_many(connection, tasks[:half]), *dbapi.register_many(connection, tasks[half:])]
+    assert registered == [task.task_id for task in tasks]
+    assert requests == []
+    connection.commit()
     assert [request.sql.count("PENDING_COMMIT_TIMESTAMP") for request in requests] == statements
     assert all(ExecuteSqlRequest.pb(request).ByteSize() < 10 * 2**20 for request in requests)
 
