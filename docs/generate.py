@@ -59,8 +59,8 @@ See [verify an instance](../operations/worker.md#verify-an-instance). |
 | `outbox-pipeline replay` | `--dry-run` | Count the selected tasks by topic and change nothing. |
 | `outbox-pipeline replay` | `--resume ID` | Continue an interrupted replay with its own selection. |
 | `outbox-pipeline replay` | `--reason TEXT` | Why, for the record of operations. |
-| `outbox emulators` | `--spanner-port`, `--pubsub-port`, `--create`, `--ddl-file`, `--topic`, `--subscription`, \
-`--worker`, `--env-file` | \
+| `outbox emulators` | `--spanner-port`, `--pubsub-port`, `--create`, `--ddl-file`, `--empty`, `--topic`, \
+`--subscription`, `--worker`, `--env-file` | \
 See [emulators](../guide/testing.md#emulators). |
 | `outbox schema` | `--shards`, `--retention`, `--change-stream` | See [the schema](schema.md). |
 

@@ -62,6 +62,8 @@ def add(commands: Any) -> None:
     flags.add(parser, "--create", PLACE, text, metavar="PROJECT/INSTANCE/DATABASE")
     text = "DDL of your own tables for a new database. Each statement ends with a semicolon."
     parser.add_argument("--ddl-file", metavar="FILE", help=text)
+    text = "Create the database of --create without the outbox's tables, for your own migrations."
+    parser.add_argument("--empty", action="store_true", help=text)
     for kind in ("topic", "subscription"):
         # Both flags append to one list, because the order says to which topic a subscription belongs.
         parser.add_argument(
@@ -106,9 +108,10 @@ def _create(options: argparse.Namespace, place: DatabaseSettings, ddl: list[str]
     os.environ.update(variables)  # the clients read it
     from outbox.devtools import resources  # noqa: PLC0415 - the clients: half a second
 
-    resources.create(place, ddl, options.pubsub)
+    resources.create(place, ddl, options.pubsub, empty=options.empty)
+    tables = "without" if options.empty else "with"
     others = "".join(f", {kind} {id}" for kind, id in options.pubsub)
-    note(f"database {options.create} with the outbox's tables{others}: ready")
+    note(f"database {options.create} {tables} the outbox's tables{others}: ready")
 
 
 @contextlib.contextmanager
@@ -145,11 +148,13 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
     if options.env_file:
         around.check_env_file(options.env_file)
     if options.create is None:
-        if options.pubsub or options.ddl_file or options.worker:
+        if options.pubsub or options.ddl_file or options.worker or options.empty:
             raise SettingError(
-                "--topic, --subscription, --ddl-file and --worker need --create PROJECT/INSTANCE/DATABASE"
+                "--topic, --subscription, --ddl-file, --empty and --worker need --create PROJECT/INSTANCE/DATABASE"
             )
         return None, []
+    if options.empty and options.worker:
+        raise SettingError("--worker needs the outbox's tables, which --empty leaves out. Give one of them")
     if options.pubsub and options.pubsub[0][0] == "subscription":
         raise SettingError("--subscription needs a --topic before it")
     place = DatabaseSettings.read(

@@ -1,7 +1,7 @@
 """Create what an application needs on the emulators: an instance, a database, topics and subscriptions."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from google.api_core.exceptions import AlreadyExists, GoogleAPIError
@@ -19,10 +19,18 @@ SECONDS = 30.0
 _CREATES_TASKS = re.compile(r"CREATE\s+TABLE\s+(IF\s+NOT\s+EXISTS\s+)?`?AsynchronousTasks\b", re.IGNORECASE)
 
 
-def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[str, str]] = ()) -> Database:
+def create(
+    place: DatabaseSettings,
+    ddl: Sequence[str],
+    pubsub: Iterable[tuple[str, str]] = (),
+    *,
+    migrate: Callable[[Database], object] | None = None,
+    empty: bool = False,
+) -> Database:
     """Create the database with the outbox's tables and `ddl`, and topics and subscriptions. Return the database.
 
-    If `ddl` creates the outbox's tables itself, those that it leaves out are added.
+    If `ddl` creates the outbox's tables itself, those that it leaves out are added. `migrate` gets the database with
+    `ddl` alone. If it does not create the outbox's tables, they are added, but never if `empty`.
 
     `pubsub` has pairs such as ("topic", "orders") and ("subscription", "billing"). A subscription belongs to the topic
     before it and keeps the order of ordering keys. What exists already is kept, and a database that exists does not get
@@ -31,7 +39,7 @@ def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[s
     client = spanner.Client(project=place.project, credentials=AnonymousCredentials(), disable_builtin_metrics=True)
     config = f"projects/{place.project}/instanceConfigs/emulator-config"
     instance = client.instance(place.instance, configuration_name=config)
-    own = [] if any(map(_CREATES_TASKS.match, ddl)) else statements()
+    own = [] if empty or migrate or any(map(_CREATES_TASKS.match, ddl)) else statements()
     database: Database = instance.database(place.database, ddl_statements=[*own, *ddl])
     what, topic = f"instance {place.instance}", ""
     try:
@@ -51,5 +59,9 @@ def create(place: DatabaseSettings, ddl: Sequence[str], pubsub: Iterable[tuple[s
                     pubsub_v1.SubscriberClient().create_subscription(request=request, timeout=SECONDS)
     except GoogleAPIError as error:
         raise OutboxError(f"could not create {what} on the emulator: {error}") from error
-    schema.apply(database, statements())
+    if migrate:
+        migrate(database)
+        empty = any(table.table_id == "AsynchronousTasks" for table in database.list_tables())
+    if not empty:
+        schema.apply(database, statements())
     return database

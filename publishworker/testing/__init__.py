@@ -12,19 +12,29 @@ fixture is used. A test whose emulator is not installed is skipped. If the varia
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
+from outbox.base.lazy import importer
 from outbox.devtools.emulators import PUBSUB, SPANNER, Program, running_one, without_proxy
 from outbox.devtools.shared import sharing
-from outbox.errors import NotReached
+from outbox.errors import NotReached, OutboxError
 
 if TYPE_CHECKING:
     from google.cloud.spanner_v1.database import Database
     from google.pubsub_v1.types import PubsubMessage
 
-    from publishworker.testing.relay import OutboxRelay
+    from publishworker.testing.relay import Drained, OutboxRelay
+else:
+    # For type hints in tests. It is imported when it is first used, because pytest loads this module for every project.
+    __getattr__ = importer(__name__, {"relay": "Drained OutboxRelay"})
+
+__all__ = ["Drained", "Migrate", "OutboxRelay", "Published"]
+
+#: The types of the fixtures `published` and `outbox_migrate`.
+Published: TypeAlias = "Callable[[str], list[PubsubMessage]]"
+Migrate: TypeAlias = "Callable[[Database], object] | None"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,28 +80,43 @@ def _running(request: pytest.FixtureRequest, program: Program) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def _outbox_database(
+def outbox_migrate() -> Migrate:
+    """Override it in conftest.py: return a function that creates your tables in the database that it gets."""
+    return None
+
+
+@pytest.fixture(scope="session")
+def outbox_session_database(
     request: pytest.FixtureRequest,
     spanner_emulator: str,  # noqa: ARG001 - it must run
+    outbox_migrate: Migrate,
 ) -> Iterator["Database"]:
-    from publishworker.testing.database import created, environment  # noqa: PLC0415 - it imports the Google clients
+    """The database of `outbox_database`, for fixtures of session scope. Override it to test on a database of your own.
 
-    with created(request.config.getini("outbox_ddl")) as database, pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(database).items():
-            patch.setenv(name, value)
+    OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE are set, also while `outbox_migrate` runs.
+    """
+    from publishworker.testing.database import created  # noqa: PLC0415 - it imports the Google clients
+
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        try:
+            database = stack.enter_context(created(request.config.getini("outbox_ddl"), outbox_migrate, patch.setenv))
+        except OutboxError as error:
+            pytest.fail(str(error), pytrace=False)
         yield database
 
 
 @pytest.fixture
-def outbox_database(_outbox_database: "Database") -> "Database":
-    """A database of the emulator with the outbox's tables and those of the setting `outbox_ddl`, all empty.
+def outbox_database(outbox_session_database: "Database") -> "Database":
+    """A database of the emulator with the outbox's tables and your own, all empty.
 
-    Its name is the same for all tests of a process, and OUTBOX_PROJECT, OUTBOX_INSTANCE and OUTBOX_DATABASE are set.
+    Your own are those of the setting `outbox_ddl` and of the fixture `outbox_migrate`. The name of the database is the
+    same for all tests of a process.
     """
     from publishworker.testing.database import empty  # noqa: PLC0415 - it imports the Google clients
 
-    empty(_outbox_database)
-    return _outbox_database
+    empty(outbox_session_database)
+    return outbox_session_database
 
 
 @pytest.fixture
@@ -109,6 +134,6 @@ def outbox_relay(
 
 
 @pytest.fixture
-def published(outbox_relay: "OutboxRelay") -> "Callable[[str], list[PubsubMessage]]":
+def published(outbox_relay: "OutboxRelay") -> Published:
     """Return the messages that `outbox_relay` has published to a topic in this test: `published("orders")`."""
     return outbox_relay.published

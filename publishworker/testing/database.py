@@ -2,7 +2,7 @@
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,24 @@ FROM INFORMATION_SCHEMA.TABLES WHERE TABLE_TYPE = 'BASE TABLE'"""
 
 
 @contextlib.contextmanager
-def created(files: Sequence[Path]) -> Iterator[Database]:
-    """Create a database in its own project, with the DDL in `files`, and drop it at the end. Raises OutboxError."""
+def created(
+    files: Sequence[Path], migrate: Callable[[Database], object] | None, set_variable: Callable[[str, str], object]
+) -> Iterator[Database]:
+    """Create a database in its own project, with the DDL in `files`, migrate it, and drop it at the end.
+
+    Raises OutboxError, and what `migrate` raises.
+    """
     names = {"project": f"test-{uuid.uuid4().hex[:12]}", "instance": "test-instance", "database": "outbox"}
-    statements = [each for file in files for each in ddl.cut(file.read_text(encoding="utf-8-sig"))]
+    for name, value in names.items():
+        set_variable(f"OUTBOX_{name.upper()}", value)
     settings = DatabaseSettings.read(names)
     try:
-        database: Any = resources.create(settings, statements)
+        statements = [each for file in files for each in ddl.cut(file.read_text(encoding="utf-8-sig"))]
+        database: Any = resources.create(settings, statements, migrate=migrate)
+    except OSError as error:
+        raise OutboxError(
+            f"the setting outbox_ddl names {error.filename}, which cannot be read: {error.strerror}"
+        ) from error
     except OutboxError as error:
         if not files:
             raise

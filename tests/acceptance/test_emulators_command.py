@@ -171,6 +171,7 @@ def test_a_worker_that_ends_ends_the_command(emulators: Emulators) -> None:
     [
         (("--", "no-such-program"), "command not found: 'no-such-program'"),
         (("--worker",), "--worker need --create"),
+        (("--create", "project/main/shop", "--empty", "--worker"), "--worker needs the outbox's tables"),
         (("--env-file", "shop.env"), "exists and was not written by this command. Choose another name"),
         (("--env-file", "no/folder/shop.env"), "cannot be written: No such file"),
     ],
@@ -209,6 +210,13 @@ def test_what_an_application_needs_is_created(emulators: Emulators, pubsub: PubS
     ]
     topics = pubsub.publisher.list_topics(project=f"projects/{project}")
     assert {each.name.rpartition("/")[2] for each in topics} == {"orders", "mails"}
+
+
+def test_a_database_for_migrations_is_empty(emulators: Emulators) -> None:
+    project = f"m-{uuid.uuid4().hex[:8]}"
+    done = here("emulators", "--create", f"{project}/main/shop", "--empty", environment=emulators.environment())
+    assert (done.code, f"{project}/main/shop without the outbox's tables: ready" in done.stderr) == (0, True), done
+    assert list(instance(emulators.spanner_host, "main", project).database("shop").list_tables()) == []
 
 
 def test_a_proxy_is_not_used_for_emulators(emulators: Emulators, database: Database, topic: str):

@@ -15,7 +15,8 @@ def write_files(folder: Path, *, inbox: bool) -> None:
     """Write the files of the page. Without the inbox, the service's last function is the one that the page shows."""
     for text in re.findall(r"^```(?:python|sql|ini)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
         head = re.match(r"(?:#|--) ([\w.]+)(.*)", text)
-        if not head or (inbox and head[2] == ", without the inbox"):  # without a name, it is a unit test
+        others = (", with Alembic", ", without the inbox" if inbox else "none")
+        if not head or head[2] in others:  # without a name, it is a unit test
             continue
         with (folder / head[1]).open("a", encoding="utf-8") as file:
             file.write(text)

@@ -231,10 +231,84 @@ def test_without_an_emulator_tests_are_skipped_and_fail_in_ci(
 
 
 @pytest.mark.extended
-def test_ddl_that_the_emulator_refuses_is_an_error_that_names_the_file(emulators: Emulators, project: Path) -> None:
-    (project / "shop.sql").write_text("CREATE TABLE Wrong;")
+@pytest.mark.parametrize(
+    ("ddl", "sentence"),
+    [
+        ("CREATE TABLE Wrong;", r"the setting outbox_ddl \(.*shop.sql\): could not create database outbox"),
+        (None, r"the setting outbox_ddl names .*shop.sql, which cannot be read: No such file or directory"),
+    ],
+)
+def test_wrong_ddl_is_an_error_that_names_the_file(
+    emulators: Emulators, project: Path, ddl: str | None, sentence: str
+) -> None:
+    """A sentence without the lines of the plugin."""
+    (project / "shop.sql").unlink() if ddl is None else (project / "shop.sql").write_text(ddl)
     ended = run(project, "-k", "once", **emulators.environment())
-    assert re.search(r"the setting outbox_ddl \(.*shop.sql\): could not create database outbox", ended.stdout)
+    assert re.search(sentence, ended.stdout)
+    assert "Traceback" not in ended.stdout
+    assert "database.py" not in ended.stdout
+
+
+MIGRATED = """
+import os
+import pytest
+from outbox.table import ddl
+from publishworker.testing import Migrate, OutboxRelay, Published
+
+@pytest.fixture(scope="session")
+def outbox_migrate() -> Migrate:
+    def migrate(database):
+        assert database.name.split("/")[1] == os.environ["OUTBOX_PROJECT"]
+        own = "CREATE TABLE Orders (Id STRING(36)) PRIMARY KEY (Id)"
+        database.update_ddl([own, *ddl.statements(shards=3)]).result()
+
+    return migrate
+"""
+READY = """
+import pytest
+from google.cloud import spanner
+from outbox.table import ddl
+
+@pytest.fixture(scope="session")
+def outbox_session_database(spanner_emulator):
+    database = spanner.Client("ready", disable_builtin_metrics=True).instance("main").database("shop")
+    database._instance.configuration_name = "projects/ready/instanceConfigs/emulator-config"
+    database._instance.create().result()
+    database._ddl_statements = ("CREATE TABLE Orders (Id STRING(36)) PRIMARY KEY (Id)", *ddl.statements(shards=3))
+    database.create().result()
+    yield database
+    database.drop()
+    database._instance.delete()
+"""
+USED = """
+import outbox
+import pytest
+
+@pytest.fixture(scope="session")
+def seeded(outbox_session_database):
+    return outbox_session_database
+
+@pytest.mark.parametrize("run", range(2))
+def test_an_order(run, seeded, outbox_database, outbox_relay, published):
+    assert seeded is outbox_database
+    with outbox_database.batch() as batch:
+        batch.insert("Orders", ["Id"], [["a"]])
+        outbox.register(batch, "orders", b"")
+    assert (outbox_relay.drain().published, len(published("orders"))) == (1, 1)
+    with outbox_database.snapshot() as snapshot:
+        [[shard]] = snapshot.execute_sql("SELECT MAX(MOD(Shard, 3) - Shard) FROM AsynchronousTasks")
+    assert shard == 0
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("conftest", [MIGRATED, READY], ids=["migrated", "ready"])
+def test_the_schema_may_come_from_migrations_or_be_ready(emulators: Emulators, tmp_path: Path, conftest: str) -> None:
+    """Three shards are those of the migration. The fixture adds nothing to it."""
+    for name, text in {"conftest.py": conftest, "test_orders.py": USED, "pytest.ini": "[pytest]\n"}.items():
+        (tmp_path / name).write_text(text)
+    ended = run(tmp_path, **emulators.environment())
+    assert "2 passed" in ended.stdout, ended.stdout
 
 
 @pytest.mark.extended

@@ -159,7 +159,7 @@ def test_a_selection_uses_the_databases_time():
         ("emulators --pubsub-port=65536", "--pubsub-port: '65536' is not allowed. It must be a whole number"),
         ("emulators --create p/main", "--create: 'p/main' is not allowed. It must be PROJECT/INSTANCE/DATABASE"),
         ("emulators --topic goog1", "--topic: 'goog1' is not allowed. It must be an ID that Pub/Sub allows"),
-        ("emulators --topic orders", "--ddl-file and --worker need --create PROJECT/INSTANCE"),
+        ("emulators --topic orders", "--empty and --worker need --create PROJECT/INSTANCE"),
         ("emulators --create p/main/shop --subscription abc --topic abc", "a --topic before it"),
         (
             "emulators --create p/main/shop --ddl-file /gone",
