@@ -22,6 +22,7 @@ from google.pubsub_v1.types import PubsubMessage
 
 from outbox.admin import operator_sql
 from outbox.admin.table import SCAN_SECONDS, SCHEMA_OPTIONS, LayoutChanged, TaskTable
+from outbox.base.schedules import FOLLOW
 from outbox.base.times import shown
 from outbox.base.values import chunked, in_utc
 from outbox.errors import PositionExpired
@@ -31,8 +32,6 @@ from outbox.table.shared_sql import by_ids
 
 #: Max tasks of a page (more if they share a SentAt), and max bytes of messages in memory. A larger message is alone.
 PAGE_ROWS, BUFFER_BYTES = 1_000, 8_000_000
-#: Seconds between two pages when there are no more tasks.
-WAIT_SECONDS = 1.0
 #: No retention is shorter.
 _MIN_RETENTION = timedelta(days=1)
 _MICROSECOND = timedelta(microseconds=1)
@@ -231,7 +230,7 @@ class Reader(Iterator[SentTask]):
         self.close()
 
     def _fill(self) -> None:
-        self._next_page = time.monotonic() + WAIT_SECONDS
+        self._next_page = time.monotonic() + FOLLOW.first
         page = self._sent.page()
         rows = next(chunked(page.rows, PAGE_ROWS, BUFFER_BYTES, lambda row: row["Bytes"]), [])
         messages = self._messages([row["Id"] for row in rows], page.read_at)

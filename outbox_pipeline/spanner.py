@@ -15,6 +15,7 @@ from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
 
 from outbox.admin.table import TaskTable, kept
+from outbox.base.schedules import ABORTED
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import SECONDS, DatabaseSettings
 from outbox.registration import TABLE
@@ -25,9 +26,6 @@ from outbox.table.transact import retry_and_timeout
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of
 #: the four attempts of a Spark task at once, so the timeouts decide after which outage a job fails.
 CALL_SECONDS, TABLE_SECONDS = 30.0, 3600.0
-#: Seconds before retrying a commit that was aborted without a retry delay, as on the emulator. The client's default is
-#: 1 s and doubles.
-ABORTED_DELAY_SECONDS = 0.005
 
 #: The time reserved for a snapshot read. A snapshot that leaves the version retention period sooner is not started.
 TIME_TO_READ = timedelta(minutes=5)
@@ -95,7 +93,7 @@ class Table(TaskTable):
         options = {"priority": LOW, "transaction_tag": tag}
         with self._errors():
             try:
-                with self.database.batch(options, default_retry_delay=ABORTED_DELAY_SECONDS) as batch:
+                with self.database.batch(options, default_retry_delay=ABORTED.first) as batch:
                     batch.insert(TABLE, columns, rows)
             except AlreadyExists:
                 return False

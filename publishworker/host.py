@@ -1,4 +1,4 @@
-"""What the relay takes from its process: time, chance, threads and growing waits. A simulation passes others."""
+"""What the relay takes from its process: time, chance and threads. A simulation passes others."""
 
 import queue
 import threading
@@ -44,23 +44,3 @@ class Host:
     threads: Threads = field(default_factory=Threads)
     #: Called during a long wait, so that the liveness probe does not take it for a hung worker.
     progress: Callable[[], None] = lambda: None
-
-
-class Backoff:
-    """Waits that double from `first` to `longest` seconds, with jitter, so that workers do not act in step."""
-
-    def __init__(self, first: float, longest: float | Callable[[], float], random: Random) -> None:
-        self._first = first
-        self._longest = longest if callable(longest) else lambda: longest
-        self._random = random
-        self._next = first
-
-    def reset(self) -> None:
-        """Begin again with the shortest wait."""
-        self._next = self._first
-
-    def next(self) -> float:
-        """Return the current wait less a random part: at most 15 % of it, and at most 0.5 s. Then double it."""
-        nominal = min(self._next, self._longest())
-        self._next = nominal * 2
-        return nominal - self._random.uniform(0, min(0.15 * nominal, 0.5))

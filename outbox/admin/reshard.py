@@ -16,6 +16,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from outbox.admin import operations, operator_sql
 from outbox.admin.operations import UNNAMED, Author, Operation
 from outbox.admin.table import TaskTable, Transaction
+from outbox.base.schedules import FOLLOW
 from outbox.base.times import shown
 from outbox.base.values import counted, listed
 from outbox.errors import OutboxError
@@ -25,8 +26,6 @@ from outbox.table.shared_sql import WORKERS
 
 #: States of a layout in AsynchronousTaskShards.
 BUILDING, POLLED, RETIRED = "building", "polled", "retired"
-#: Seconds between two reads of which layouts the workers poll.
-WAIT_SECONDS = 1.0
 
 _TABLE, _COLUMNS = "AsynchronousTaskShards", ("ColumnName", "Shards", "State")
 _TAG = "outbox-reshard"
@@ -209,7 +208,7 @@ class Resharding:
     def _do(self, step: Step, target: Layout) -> None:
         match step.kind:
             case "wait":
-                time.sleep(WAIT_SECONDS)
+                time.sleep(FOLLOW.first)
             case "build":
                 self._build(target)
             case "drop":
@@ -276,7 +275,7 @@ class Resharding:
         if missing:
             self._update(missing, found)
         else:
-            time.sleep(WAIT_SECONDS)  # an index is not READ_WRITE yet
+            time.sleep(FOLLOW.first)  # an index is not READ_WRITE yet
 
     def _update(self, statements: list[str], found: Mapping[Layout, Mapping[str, str]]) -> None:
         """Apply DDL to the layouts that were found.

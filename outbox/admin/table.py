@@ -13,6 +13,7 @@ from google.cloud.spanner_v1 import RequestOptions
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import operator_sql
+from outbox.base.schedules import ABORTED
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.program.settings import DatabaseSettings
 from outbox.table import schema
@@ -29,8 +30,8 @@ T = TypeVar("T")
 QUERY_SECONDS, SCAN_SECONDS, COUNT_SECONDS = 5.0, 60.0, 600.0
 #: Max tasks of a shard that one query for topics reads.
 TOPIC_ROWS = 200
-#: How long an aborted transaction is retried, and the delay before a retry if Spanner names none.
-ABORTED_SECONDS, ABORTED_DELAY_SECONDS = 60.0, 0.05
+#: How long an aborted transaction is retried.
+ABORTED_SECONDS = 60.0
 #: Timeout of a locking query. A worker that publishes holds the locks for up to 5 s, and until its commit.
 LOCK_SECONDS = 20.0
 
@@ -197,7 +198,7 @@ class TaskTable:
                 self.database,
                 lambda transaction: work(Transaction(transaction, tag, self.layout)),
                 timeout_secs=ABORTED_SECONDS,
-                default_retry_delay=ABORTED_DELAY_SECONDS,
+                default_retry_delay=ABORTED.first,
                 transaction_tag=tag,
                 commit_request_options={"priority": _LOW},
                 **PESSIMISTIC,

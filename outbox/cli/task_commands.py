@@ -11,6 +11,7 @@ from typing import Any
 
 from outbox import admin
 from outbox.admin import flags, messages
+from outbox.base.schedules import FOLLOW
 from outbox.base.times import shown, spoken
 from outbox.base.values import counted
 from outbox.cli import error_tables
@@ -216,7 +217,7 @@ def run_tail(options: argparse.Namespace) -> int:
 
 
 def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> None:
-    from outbox.reading import WAIT_SECONDS, Position, SentTasks  # noqa: PLC0415 - imports the clients
+    from outbox.reading import Position, SentTasks  # noqa: PLC0415 - imports the clients
 
     now = task_table.now()
     since = now if options.since is None else resolved(options.since, now)
@@ -233,14 +234,14 @@ def _follow(task_table: "admin.table.TaskTable", options: argparse.Namespace) ->
             if not failed:
                 note(f"{error}. Retrying; no task will be missed")
             failed = True
-            time.sleep(WAIT_SECONDS)
+            time.sleep(FOLLOW.first)
             continue
         succeeded, failed = True, False
         for row in page.rows:
             say(_sent_line(row, options))
         sent.position = page.end
         if not page.more:
-            time.sleep(WAIT_SECONDS)
+            time.sleep(FOLLOW.first)
 
 
 def _sent_line(row: dict[str, Any], options: argparse.Namespace) -> str:

@@ -11,11 +11,10 @@ import time
 from outbox import admin
 from outbox.admin.operations import NotContinued
 from outbox.admin.table import TaskTable
+from outbox.base.schedules import OPERATION
 from outbox.errors import NotReached, OutboxError
 from outbox.program.terminal import escaped
 
-#: Seconds until a thread tries the next chunk again, while Spanner cannot be reached.
-RETRY_SECONDS = 10.0
 _log = logging.getLogger("outbox")
 
 
@@ -37,7 +36,7 @@ class Running:
     def _execute(self, id: str) -> None:
         try:
             while self._is_to_be_repeated(id):
-                time.sleep(RETRY_SECONDS)
+                time.sleep(OPERATION.first)
         finally:
             self.ids.discard(id)
 

@@ -9,16 +9,14 @@ import grpc
 import grpc.experimental
 from google.auth.credentials import AnonymousCredentials
 
+from outbox.base.schedules import RECONNECT
 from outbox.errors import NotReached
 from outbox.program.settings import host_and_port, is_loopback
-
-#: Seconds between attempts to reconnect. The default grows to 120 s.
-RECONNECT_SECONDS = 2.0
 
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.max_reconnect_backoff_ms", int(RECONNECT_SECONDS * 1000)),
+    ("grpc.max_reconnect_backoff_ms", int(RECONNECT.most * 1000)),  # by default 120 s
     ("grpc.keepalive_time_ms", 30_000),
     # A connection for each channel. By default, gRPC uses one connection for all channels to a host.
     ("grpc.use_local_subchannel_pool", 1),

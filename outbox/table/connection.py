@@ -18,6 +18,7 @@ from google.cloud.spanner_v1 import BurstyPool, SpannerClient
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.services.spanner.transports import SpannerGrpcTransport
 
+from outbox.base.schedules import CALL
 from outbox.program.channels import channel, credentials
 from outbox.program.settings import DatabaseSettings, emulator_address
 
@@ -26,7 +27,7 @@ COMMIT_SECONDS = 10.0
 _TRANSIENT = if_exception_type(google.ServiceUnavailable, google.ResourceExhausted)
 
 #: For the relay's reads, together with a Deadline. Without a Retry, the client restarts an unavailable stream forever.
-STREAM_RETRY = Retry(predicate=_TRANSIENT, initial=0.1, maximum=1.0, timeout=3.0)
+STREAM_RETRY = Retry(predicate=_TRANSIENT, initial=CALL.first, maximum=CALL.most, timeout=3.0)
 
 
 class Deadline:
@@ -47,9 +48,9 @@ class Deadline:
         def limited(*arguments: Any, **keywords: Any) -> Any:
             remaining = self._end - self._clock()
             if self._calls and remaining > 0:
-                time.sleep(min(0.02 * 2**self._calls, 1.0, remaining))
+                time.sleep(min(CALL.nth(self._calls - 1), remaining))
                 remaining = self._end - self._clock()
-            self._calls = min(self._calls + 1, 10)
+            self._calls += 1
             if remaining <= 0:
                 raise google.DeadlineExceeded("no answer in time")
             return function(*arguments, timeout=remaining, **keywords)
@@ -177,7 +178,9 @@ class _InternalNotRetried(google.InternalServerError):
 def _limited(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     def limited(*arguments: Any, **keywords: Any) -> Any:
         failed: list[Exception] = []
-        retry = Retry(predicate=_TRANSIENT, initial=0.1, maximum=2.0, timeout=seconds, on_error=failed.append)
+        retry = Retry(
+            predicate=_TRANSIENT, initial=CALL.first, maximum=CALL.most, timeout=seconds, on_error=failed.append
+        )
         try:
             return call(*arguments, **{"retry": retry, "timeout": seconds, **keywords})
         except google.InternalServerError as error:

@@ -9,6 +9,8 @@ from google.api_core.retry import AsyncRetry, Retry, if_exception_type
 from google.auth.exceptions import GoogleAuthError
 from google.cloud.spanner_v1 import TransactionOptions
 
+from outbox.base.schedules import CALL
+
 T = TypeVar("T")
 
 #: Errors about the content of a request, such as a value that a constraint forbids. Spanner has not executed it.
@@ -61,5 +63,6 @@ def transact(database: Any, work: Callable[[Any], T], **options: Any) -> T:
 
 def retry_and_timeout(seconds: float, kind: type[Retry] | type[AsyncRetry] = Retry) -> dict[str, Any]:
     """Return `retry` and `timeout` for one call, because the client would repeat it for ever in an outage."""
-    retry = kind(predicate=if_exception_type(google.ServiceUnavailable), initial=0.1, maximum=1.0, timeout=seconds)
+    unavailable = if_exception_type(google.ServiceUnavailable)
+    retry = kind(predicate=unavailable, initial=CALL.first, maximum=CALL.most, timeout=seconds)
     return {"retry": retry, "timeout": seconds}

@@ -7,19 +7,15 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Protocol
 
+from outbox.base.schedules import MARKING, MARKING_ASIDE, MARKING_AT_EXIT, Backoff
 from publishworker.delivery.claim import Claim, MarkState, Unmarked
-from publishworker.host import Backoff, Host
+from publishworker.host import Host
 from publishworker.spanner.store import Decide, Store
 from publishworker.spanner.write_errors import Refused, StoreError
 
 #: Max seconds that marking is tried. Then published tasks are published again, because a duplicate is better than a
 #: loss. At-most-once tasks stay marked, and may be lost.
 MAX_MARKING_SECONDS = 900.0
-#: Seconds of the first pause. Each further one is twice as long, up to MAX_PAUSE_SECONDS, or up to
-#: MAX_ASIDE_PAUSE_SECONDS if the batch is aside (`MarkRetry.aside`).
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_ASIDE_PAUSE_SECONDS = 0.05, 5.0, 30.0
-#: Max seconds between two attempts to mark while the worker exits.
-EXIT_PAUSE_SECONDS = 0.25
 #: After this many refused rows without a commit in between, the cause is probably not a row, so no more are tried.
 MAX_REFUSED = 10
 
@@ -48,7 +44,7 @@ class SharedMarking:
     def wait(self, seconds: float) -> None:
         """Let a batch wait. At exit the wait ends at once, and later ones are short."""
         if self.is_shutting_down:
-            self._threads.sleep(min(seconds, EXIT_PAUSE_SECONDS))
+            self._threads.sleep(min(seconds, MARKING_AT_EXIT.most))
         else:
             self._shutting_down.wait(seconds)
 
@@ -119,11 +115,11 @@ class MarkRetry:
 
         Yield an Unmarked for each row that cannot be written although others can, and for tasks that are given up.
         """
-        backoff = Backoff(FIRST_PAUSE_SECONDS, self._max_seconds, self._marking.random)
+        backoff = Backoff(MARKING, self._marking.random)
         while self._parts:
             yield from self._to_report
             self._to_report.clear()
-            self._marking.wait(backoff.next())
+            self._marking.wait(backoff.next(MARKING_ASIDE.most if self.aside else None))
             self.try_once()
             if self._marking.is_over(self._since):
                 self._to_report += self.give_up()
@@ -180,9 +176,6 @@ class MarkRetry:
     def _set_parts(self, parts: Sequence[Claim]) -> None:
         self._parts = parts
         self.unmarked = frozenset(id for part in parts for id in part.ids)
-
-    def _max_seconds(self) -> float:
-        return MAX_ASIDE_PAUSE_SECONDS if self.aside else MAX_PAUSE_SECONDS
 
     def _unmarked(self, part: Claim, error: StoreError, *, given_up: bool = False) -> list[Unmarked]:
         """Return an Unmarked for each state of the tasks of a part."""

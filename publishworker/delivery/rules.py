@@ -18,6 +18,7 @@ from datetime import datetime, timedelta
 from itertools import chain, repeat
 from random import Random
 
+from outbox.base.schedules import Schedule
 from outbox.base.times import shown
 from outbox.table.controls import TopicControls
 from outbox.table.states import NEVER, first_due, is_dead
@@ -79,8 +80,7 @@ class RetryPolicy:
         may_die = kind is not FailureKind.TARGET or now - due_at >= timedelta(seconds=self.dead_after)
         if kind is FailureKind.CONTENT or (may_die and attempts >= self.max_attempts):
             return NotSent(attempts, NEVER, row.expires_at, last_error(failure), due_at, trace_id(row.data))  # dead
-        doublings = min(attempts - 1, 60)  # 2**60 cannot overflow a float, and exceeds any `longest`
-        wait = min(self.initial * 2.0**doublings, self.longest) * self.random.uniform(0.5, 1)
+        wait = Schedule(self.initial, self.longest).nth(attempts - 1) * self.random.uniform(0.5, 1)
         due = now + timedelta(seconds=wait)
         return NotSent(attempts, due, row.expires_at, last_error(failure), due_at, trace_id(row.data))
 

@@ -14,6 +14,7 @@ from functools import partial
 from google.api_core.exceptions import DeadlineExceeded
 
 from outbox.admin.table import TaskTable
+from outbox.base.schedules import TURN
 from outbox.base.values import counted
 from outbox.errors import NotReached
 from outbox.program.pubsub import create_topic_command, open_pubsub
@@ -53,9 +54,6 @@ PUBLISH_SECONDS = 5.0
 BATCH_BYTES = 8_000_000
 #: Part of the batches for lower priorities while tasks of higher ones keep arriving.
 FAIR_SHARE = 0.1
-#: Max seconds between polls while there is nothing to send and the change stream works. A task whose insert the stream
-#: does not report, such as a retried one, waits as long.
-IDLE_INTERVAL = 15.0
 #: Seconds between checks of the thread of the worker.
 _CHECK_SECONDS = 0.2
 #: Seconds from the end of marking to the end of the shutdown timeout: for a last lock query and commit without answer.
@@ -123,7 +121,7 @@ class App:
     def _idle_interval(self) -> float:
         """Return the max seconds between polls: the longer interval only while the change stream works."""
         interval = self._settings.poll_interval
-        return max(interval, IDLE_INTERVAL) if self._stream and self._stream.works else interval
+        return max(interval, TURN.most) if self._stream and self._stream.works else interval
 
     def until_stopped(self, stop: threading.Event, until: Callable[[Turn], bool], *, timeout_exit_code: int) -> int:
         """Run the worker until `stop` or `until(turn)`. Return the exit code; with batches left, the given one."""

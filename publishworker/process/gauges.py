@@ -7,6 +7,7 @@ from typing import Any
 
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
+from outbox.base.schedules import COUNT
 from outbox.errors import OutboxError
 from outbox.table.states import UNSENT
 from publishworker.log import ThrottledLog, log
@@ -18,11 +19,6 @@ from publishworker.turn.relay import Relay
 
 #: Seconds between two reports, and between two counts of the backlog.
 INTERVAL = 15.0
-#: After a slow count the sampler waits this many times as long, so that counting takes at most a fifth of the time. It
-#: waits at most MAX_PAUSE_SECONDS, because the autoscaler treats a value that is five minutes old as unknown.
-PAUSE_FACTOR, MAX_PAUSE_SECONDS = 4, 120.0
-#: Seconds before the first count: by then the workers know which one polls shard 0.
-FIRST_PAUSE_SECONDS = 5.0
 #: Seconds for which a value that has become 0 is sent as 0. A gauge that is not sent keeps its last value in a graph.
 ZERO_SECONDS = 600.0
 
@@ -156,9 +152,9 @@ class BacklogSampler:
                 "Counting the backlog failed with an unexpected error. Please report it.", extra={"action": "backlog"}
             )
             return INTERVAL
-        return max(INTERVAL, min(MAX_PAUSE_SECONDS, PAUSE_FACTOR * (self._clock() - began)))
+        return max(INTERVAL, COUNT.after(self._clock() - began))
 
     def _run(self) -> None:
-        wait = FIRST_PAUSE_SECONDS
+        wait = COUNT.first
         while not self._stop.wait(wait):
             wait = self.once()

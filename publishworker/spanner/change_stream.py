@@ -20,8 +20,8 @@ from typing import Any
 
 from google.cloud.spanner_v1 import param_types
 
+from outbox.base.schedules import ROUND, Backoff
 from outbox.table.connection import STREAM_RETRY, Deadline
-from publishworker.host import Backoff
 from publishworker.log import log
 from publishworker.spanner import relay_sql
 from publishworker.spanner.write_errors import is_lost_session
@@ -35,8 +35,6 @@ STUCK_SECONDS = 10.0
 REQUEST_SECONDS = 60.0
 #: Max partitions that are read at once, and seconds of one request while others wait.
 MAX_STREAMS, TURN_SECONDS = 16, 2.0
-#: Seconds between two attempts to read a stream that fails. They double.
-FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 
 _TYPES = {"start": param_types.TIMESTAMP, "end": param_types.TIMESTAMP, "token": param_types.STRING}
 
@@ -72,7 +70,7 @@ class ChangeStream:
         self._stopped = threading.Event()
         self._heard: dict[str, float] = {}  # by partition: when its last record came
         self._failed = False
-        self._retry = Backoff(FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Random())  # noqa: S311 - it spreads load
+        self._retry = Backoff(ROUND, Random())  # noqa: S311 - it spreads load
 
     @property
     def works(self) -> bool:

@@ -9,13 +9,13 @@ from typing import Any
 from google.api_core.exceptions import NotFound, PermissionDenied
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
+from outbox.base.schedules import ABORTED
 from outbox.errors import NotReached
 from outbox.table.connection import LimitedDatabase
 from outbox.table.schema import service_errors
 from outbox.table.shared_sql import parameters
 from outbox.table.transact import retry_and_timeout
 from publishworker.spanner.relay_sql import HEARTBEAT_COLUMNS, MARK_COLUMNS, READ_MARK_COLUMNS
-from publishworker.spanner.store import ABORTED_DELAY_SECONDS
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 
 #: Seconds for a read of one row.
@@ -41,7 +41,7 @@ def verify_grants(database: LimitedDatabase) -> None:
         with (
             _permission(database, "update", table, columns),
             contextlib.suppress(NotFound),
-            limited.batch({"transaction_tag": "outbox-check"}, default_retry_delay=ABORTED_DELAY_SECONDS) as batch,
+            limited.batch({"transaction_tag": "outbox-check"}, default_retry_delay=ABORTED.first) as batch,
         ):
             batch.update(table, columns, [row])
 

@@ -9,6 +9,7 @@ from google.api_core.exceptions import Aborted
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, RequestOptions
 from google.protobuf.struct_pb2 import ListValue, Value
 
+from outbox.base.schedules import ABORTED
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.controls import TopicControls
 from outbox.table.layouts import Layout, by_layout
@@ -44,8 +45,6 @@ LOCK_SECONDS = 10.0
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
 #: An aborted transaction is retried until this many seconds after it began.
 ABORTED_SECONDS = 20.0
-#: Seconds to wait after ABORTED if Spanner names no delay. The client's default is at least 2 s.
-ABORTED_DELAY_SECONDS = 0.02
 
 #: Called under the lock with the rows and the database's time, and again after an abort. Returns the changes by ID.
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, RowChange]]
@@ -175,7 +174,7 @@ class SpannerStore:
                 self._database,
                 work,
                 timeout_secs=ABORTED_SECONDS,
-                default_retry_delay=ABORTED_DELAY_SECONDS,
+                default_retry_delay=ABORTED.first,
                 transaction_tag="outbox-relay",
                 commit_request_options={"priority": self._priority},
                 **PESSIMISTIC,
@@ -232,7 +231,7 @@ class SpannerStore:
         return self._heartbeat_database.batch(
             RequestOptions(transaction_tag="outbox-heartbeat"),
             timeout_secs=HEARTBEAT_TIMEOUT_SECONDS,
-            default_retry_delay=ABORTED_DELAY_SECONDS,
+            default_retry_delay=ABORTED.first,
         )
 
     @contextlib.contextmanager

@@ -13,15 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
 from publishworker.delivery.claim import Claim, Delivered, TopicHints
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.types import Candidate, CircuitState, Failed
 
-#: Seconds until the first probe. Each further wait is twice as long.
-FIRST_PROBE_SECONDS = 1.0
-#: Max seconds between probes. An outage ends by itself, so it is probed often. A missing topic needs an operator.
-MAX_TARGET_PROBE_SECONDS = 300.0
-MAX_OUTAGE_PROBE_SECONDS = 10.0
 #: Max tasks of one probe. In an outage, Pub/Sub may have accepted a task that seems to fail, and would get it twice.
 TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
@@ -37,7 +33,8 @@ class _Circuit:
 
     failure: Failed
     since: float
-    delay: float = FIRST_PROBE_SECONDS
+    #: Seconds from the last failure to the next probe.
+    delay: float
     probe_at: float = 0.0
     probing: bool = False
     #: The tasks of the last probe. If the topic has others, the next probe in an outage is one of those.
@@ -156,12 +153,12 @@ class CircuitBreakers:
     def _fail(self, topic: str, failure: Failed, *, probe: bool) -> CircuitChange | None:
         now, circuit = self._clock(), self._circuits.get(topic)
         if circuit is None:
-            circuit = self._circuits[topic] = _Circuit(failure, now)
+            circuit = self._circuits[topic] = _Circuit(failure, now, OUTAGE_PROBE.first)
         elif probe and now >= circuit.probe_at:  # of several probes, only the first failure counts
-            circuit.failure, circuit.delay = failure, 2 * circuit.delay
+            circuit.failure = failure
+            circuit.delay = (OUTAGE_PROBE if circuit.is_outage else TOPIC_PROBE).after(circuit.delay)
         else:
             return None
-        circuit.delay = min(circuit.delay, MAX_OUTAGE_PROBE_SECONDS if circuit.is_outage else MAX_TARGET_PROBE_SECONDS)
         circuit.probe_at = now + circuit.delay * self._random.uniform(0.85, 1)
         return CircuitChange(topic, failure, now - circuit.since)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 
+from outbox.base.schedules import RECONNECT
 from outbox.base.values import counted
 from outbox.table.layouts import Layout
 from publishworker.log import ThrottledLog, log
@@ -27,8 +28,6 @@ IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
 #: The liveness timeout that an idle worker's heartbeat sets: 21 s to the next heartbeat, 5 s until it times out, 2 s
 #: until the next attempt, and 1 s for it.
 IDLE_LIVENESS_TIMEOUT_SECONDS = 29
-#: Seconds from a heartbeat that failed to the next attempt.
-HEARTBEAT_RETRY_SECONDS = 2.0
 
 
 class Membership:
@@ -81,7 +80,7 @@ class Membership:
         """Return the seconds until the next heartbeat."""
         uses_idle_interval = self.idle and self._liveness_timeout == IDLE_LIVENESS_TIMEOUT_SECONDS
         interval = IDLE_HEARTBEAT_INTERVAL_SECONDS if uses_idle_interval else HEARTBEAT_INTERVAL_SECONDS
-        seconds = HEARTBEAT_RETRY_SECONDS if self._failure else interval
+        seconds = RECONNECT.first if self._failure else interval
         return max(0.0, self._heartbeat_at + seconds - self._clock())
 
     @property

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from publishworker.host import Backoff
+from outbox.base.schedules import OUTAGE, TURN, Backoff
 from publishworker.log import log
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
@@ -13,11 +13,6 @@ from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
 from publishworker.types import Next, Turn
 
-#: Seconds of the first pause after a turn that made progress. Each further pause is twice as long, up to the idle
-#: interval, or up to the poll interval without a change stream.
-FIRST_PAUSE_SECONDS = 0.05
-#: Max seconds between two turns while Spanner is unavailable.
-MAX_OUTAGE_WAIT_SECONDS = 5.0
 #: Seconds of NOT_FOUND after which the worker ends: waiting does not bring a dropped database back.
 MAX_MISSING_SECONDS = 300.0
 
@@ -51,8 +46,8 @@ class Worker:
         self._clock = clock
         self._poll_interval = poll_interval
         self._idle_interval = idle_interval or (lambda: poll_interval)
-        self._pauses = Backoff(FIRST_PAUSE_SECONDS, self._idle_interval, random)
-        self._outage_pauses = Backoff(FIRST_PAUSE_SECONDS * 4, MAX_OUTAGE_WAIT_SECONDS, random)
+        self._pauses = Backoff(TURN, random)
+        self._outage_pauses = Backoff(OUTAGE, random)
         #: Whether the last turn left something to try again.
         self._unfinished = False
         #: Why the last turn failed, or None if it did not.
@@ -113,7 +108,7 @@ class Worker:
         self._unfinished = unfinished
         if turn.next in (Next.AT_ONCE, Next.STILL_WAITING):
             return 0.0
-        seconds = self._pauses.next()
+        seconds = self._pauses.next(self._idle_interval())
         if seconds > self._poll_interval:
             seconds = self._limit_long_pause(seconds, turn)
         seconds = min(seconds, turn.seconds_to_controls)
@@ -134,7 +129,7 @@ class Worker:
         while not stop.is_set() and (left := began + min(seconds, self._idle_interval()) - self._clock()) > 0:
             if self._relay.pause(min(left, self._membership.seconds_to_heartbeat, self._poll_interval)):
                 if not stop.is_set():  # so that the next poll also finds tasks that are registered just after
-                    stop.wait(max(0.0, FIRST_PAUSE_SECONDS - (self._clock() - began)))
+                    stop.wait(max(0.0, TURN.first - (self._clock() - began)))
                 return
             self._touch_file()
             self._report()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from google.cloud.spanner_v1.database import Database
 
+from outbox.base.schedules import OUTAGE_PROBE
 from outbox.devtools.emulators import Emulators
-from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS
 from tests.support.container import MEMORY_LIMIT, NOTICE_SECONDS, Probe, altered, peak_memory, settings
 from tests.support.outages import cpu_seconds, log_count, recorded, seconds_until
 from tests.support.proxy import Proxy
@@ -38,7 +38,7 @@ from publishworker.turn import worker
 from publishworker.process import app
 from publishworker.spanner import store
 app.PUBLISH_SECONDS = 0.4
-store.READ_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.MAX_OUTAGE_WAIT_SECONDS = 3.0, 0.5, 0.5
+store.READ_SECONDS, store.HEARTBEAT_TIMEOUT_SECONDS, worker.OUTAGE = 3.0, 0.5, worker.OUTAGE._replace(most=0.5)
 """
 
 
@@ -64,7 +64,7 @@ def test_a_probe_stays_good_while_a_service_is_silent(
 
     It is logged once, records no attempt, and the first task is sent within 10 s of its end, or of the next probe.
     """
-    seconds, max_seconds = 60 if long else 12, 10.0 if silent == "Spanner" else MAX_OUTAGE_PROBE_SECONDS + 10
+    seconds, max_seconds = 60 if long else 12, 10.0 if silent == "Spanner" else OUTAGE_PROBE.most + 10
     probe = Probe(heartbeat, None if long else SHORT_AGE)
     host = emulators.spanner_host if silent == "Spanner" else emulators.pubsub_host
     variable = "SPANNER_EMULATOR_HOST" if silent == "Spanner" else "PUBSUB_EMULATOR_HOST"

@@ -24,7 +24,7 @@ WAKE = ("--wake", "change-stream")
 #: Seconds between polls without the stream, and with it.
 POLL = 0.5
 #: Makes the pauses of an idle worker longer, so that the end of one does not hide a fault.
-LONG_PAUSES = "from publishworker.process import app; app.IDLE_INTERVAL = 300.0"
+LONG_PAUSES = "from publishworker.process import app; app.TURN = app.TURN._replace(most=300.0)"
 #: Seconds after the last poll at which the next one is certainly more than MAX_WAIT away: the pauses between polls
 #: double from 0.05 s on, so this pause is at least 50 s.
 LONG_PAUSE = 26.0

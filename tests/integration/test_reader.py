@@ -17,6 +17,7 @@ from google.pubsub_v1.types import PubsubMessage
 import outbox
 from outbox import reading
 from outbox.admin.table import TaskTable
+from outbox.base.schedules import Schedule
 from outbox.errors import NotReached
 from outbox.reading import Position, SentTasks
 from outbox.table.states import NEVER
@@ -31,7 +32,7 @@ RECENT = datetime.now(UTC) - timedelta(hours=2)
 
 @pytest.fixture(autouse=True)
 def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(reading, "FOLLOW", Schedule(0.02, 0.02))
 
 
 def mark(database: Database, *ids: str) -> None:

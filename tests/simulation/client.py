@@ -20,6 +20,7 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from outbox.admin import changes, operator_sql
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
+from outbox.base.schedules import ABORTED
 from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE as INBOX
 from outbox.registration import TABLE
@@ -32,7 +33,7 @@ from tests.simulation.spanner import Aborted, Spanner, Transaction
 from tests.support.fakes import StoredTask
 
 #: Seconds after which a client no longer repeats an aborted transaction, and between two attempts.
-ABORTED_SECONDS, ABORTED_DELAY_SECONDS = 20.0, 0.02
+ABORTED_SECONDS = 20.0
 #: The statement for the last operations of a name, and its columns.
 _OPERATIONS_OF_A_NAME = operator_sql.latest_operations({"operation"})
 _OPERATION_COLUMNS = [name.strip() for name in operator_sql._OPERATION_COLUMNS.split(",")]
@@ -246,7 +247,7 @@ def transact(
         except Aborted:
             if clockwork.now >= began + ABORTED_SECONDS:
                 raise
-            clockwork.sleep(spanner.drawn(ABORTED_DELAY_SECONDS))
+            clockwork.sleep(spanner.drawn(ABORTED.first))
         else:
             return result
         finally:

@@ -342,7 +342,7 @@ class Connection:
                 self._work(ABORTED_REQUESTS * self._cpu.request)
                 if clockwork.now >= end:
                     raise NotWritten(f"ABORTED: {error}") from error
-                clockwork.sleep(spanner.drawn(product.ABORTED_DELAY_SECONDS))
+                clockwork.sleep(spanner.drawn(product.ABORTED.first))
             finally:
                 self._roll_back(transaction)
 

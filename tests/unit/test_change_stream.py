@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from google.api_core.exceptions import InvalidArgument, NotFound, OutOfRange, ServiceUnavailable
 
-from publishworker.host import Backoff
+from outbox.base.schedules import Backoff, Schedule
 from publishworker.spanner import change_stream
 from publishworker.spanner.change_stream import ChangeStream
 from tests.support.waiting import eventually
@@ -69,8 +69,7 @@ class Scripted:
 
 @pytest.fixture
 def database(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
-    monkeypatch.setattr(change_stream, "FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(change_stream, "MAX_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(change_stream, "ROUND", Schedule(0.01, 0.05))
     monkeypatch.setattr(change_stream, "MAX_SILENCE_SECONDS", 0.5)
     monkeypatch.setattr(change_stream, "STUCK_SECONDS", 1.0)
     created = Scripted()
@@ -177,7 +176,7 @@ def test_a_partition_that_fails_is_read_with_growing_pauses(
     database: Scripted, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although the first request of each attempt, for the partitions, succeeds."""
-    monkeypatch.setattr(change_stream, "MAX_RETRY_SECONDS", 1000.0)
+    monkeypatch.setattr(change_stream, "ROUND", Schedule(0.01, 1000.0))
     monkeypatch.setattr(change_stream, "STUCK_SECONDS", 1000.0)  # a slow machine is no success
     database.errors["a"] = ServiceUnavailable("connection reset")
     pauses: dict[Backoff, list[float]] = defaultdict(list)  # also of a thread that another test has left

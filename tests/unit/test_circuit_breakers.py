@@ -7,9 +7,10 @@ from random import Random
 
 import pytest
 
+from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
 from publishworker.delivery.claim import Claim, Delivered
 from publishworker.topics import circuit_breaker
-from publishworker.topics.circuit_breaker import MAX_OUTAGE_PROBE_SECONDS, CircuitBreakers, CircuitChange
+from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
 from publishworker.types import Answer, Candidate, CircuitState, Failed, NotSent, Published, Skipped
 from tests.support.parts import claim_of
 
@@ -50,9 +51,7 @@ def candidates(ids: Iterable[str], topic: str = "orders") -> list[Candidate]:
     return [Candidate(id, topic, 0, 50, NOON, None, None, 1) for id in ids]
 
 
-@pytest.mark.parametrize(
-    ("failure", "max_delay"), [(AWAY, MAX_OUTAGE_PROBE_SECONDS), (MISSING, circuit_breaker.MAX_TARGET_PROBE_SECONDS)]
-)
+@pytest.mark.parametrize(("failure", "max_delay"), [(AWAY, OUTAGE_PROBE.most), (MISSING, TOPIC_PROBE.most)])
 def test_an_open_circuit_is_probed_after_a_second_then_after_growing_delays(
     watch: Watch, failure: Failed, max_delay: float
 ) -> None:
@@ -149,7 +148,7 @@ def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watc
     assert Counter(each.topic for each in kept) == {"orders": 30, "invoices": 1, "other": 1}
     for failure in (*[MISSING] * 8, AWAY):  # the last failure is the reason, and sets the max delay of the next probe
         watch.probe(failure)
-    assert (watch.seconds_to_probe() or 0) <= MAX_OUTAGE_PROBE_SECONDS
+    assert (watch.seconds_to_probe() or 0) <= OUTAGE_PROBE.most
     assert watch.admit(candidates("ab"))[1]["orders"] == 1
 
 
@@ -159,7 +158,7 @@ def test_an_outage_is_not_probed_with_the_same_task_twice_in_a_row(watch: Watch)
     before = ""
     drawn = set()
     for _ in range(20):
-        watch.seconds += MAX_OUTAGE_PROBE_SECONDS
+        watch.seconds += OUTAGE_PROBE.most
         [[chosen], _] = watch.admit(candidates("abc"))
         assert chosen.id != before
         before = chosen.id

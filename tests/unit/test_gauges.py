@@ -10,6 +10,7 @@ import pytest
 
 from outbox.admin import backlog
 from outbox.admin.backlog import Backlog, Line
+from outbox.base.schedules import Schedule
 from outbox.errors import NotReached
 from publishworker.process import gauges
 from publishworker.process.gauges import BacklogSampler, WorkerGauges, backlog_counts, oldest_ages
@@ -171,8 +172,7 @@ def test_the_backlog_is_counted_until_the_sampler_stops(
 ) -> None:
     """On a thread of its own, which survives a defect of a count."""
     monkeypatch.setattr(gauges, "INTERVAL", 0.01)
-    monkeypatch.setattr(gauges, "FIRST_PAUSE_SECONDS", 0)
-    monkeypatch.setattr(gauges, "PAUSE_FACTOR", 0)
+    monkeypatch.setattr(gauges, "COUNT", Schedule(0, 0))
     counts = [0]
 
     def count(_table: Any) -> None:

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
+from outbox.base.schedules import MARKING_ASIDE
 from publishworker.delivery.claim import Claim, MarkState
 from publishworker.delivery.marking import (
-    MAX_ASIDE_PAUSE_SECONDS,
     MAX_MARKING_SECONDS,
     MAX_REFUSED,
     MarkRetry,
@@ -96,8 +96,8 @@ def test_a_row_that_cannot_be_marked_is_found_and_the_others_are_marked(error: t
     assert max(Counter(id for at, ids in batch.tried if at <= found for id in ids).values()) <= 3
     pauses = [after - before for before, after in pairwise(alone)]
     assert all(after > 0.9 * before for before, after in pairwise(pauses))
-    assert pauses[-1] == pytest.approx(MAX_ASIDE_PAUSE_SECONDS, abs=0.6)
-    assert alone[-1] == pytest.approx(MAX_MARKING_SECONDS, abs=MAX_ASIDE_PAUSE_SECONDS)
+    assert pauses[-1] == pytest.approx(MARKING_ASIDE.most, abs=0.6)
+    assert alone[-1] == pytest.approx(MAX_MARKING_SECONDS, abs=MARKING_ASIDE.most)
 
 
 def test_while_nothing_commits_one_part_is_tried_every_five_seconds() -> None:

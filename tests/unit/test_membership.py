@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.base.schedules import RECONNECT
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from publishworker.spanner.write_errors import StoreError
 from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
-    HEARTBEAT_RETRY_SECONDS,
     Membership,
     divide,
 )
@@ -84,7 +84,7 @@ def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> N
     watch.seconds += HEARTBEAT_INTERVAL_SECONDS
     watch.store.away = True
     watch.heartbeat()
-    assert watch.seconds_to_heartbeat == HEARTBEAT_RETRY_SECONDS
+    assert watch.seconds_to_heartbeat == RECONNECT.first
     watch.store.away = False
     watch.seconds += LIVENESS_TIMEOUT_SECONDS + 0.1  # the process was suspended
     beats = watch.store.heartbeats

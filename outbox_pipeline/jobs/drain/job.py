@@ -21,13 +21,13 @@ from pyspark.sql.types import StringType, StructType
 
 from outbox.admin import backlog
 from outbox.admin.table import TaskTable
+from outbox.base.schedules import ROUND, Backoff
 from outbox.base.values import counted, listed
 from outbox.errors import OutboxError
 from outbox.program import logs
 from outbox.table.states import UNSENT
 from outbox_pipeline import schemas
 from outbox_pipeline.spark.spark_tasks import Rows, map_rows, parallelism
-from publishworker.host import Backoff
 from publishworker.process import exits
 from publishworker.process.app import App, open_store, until_drained
 from publishworker.process.worker_settings import RelaySettings
@@ -39,9 +39,6 @@ from publishworker.telemetry.clients import client
 from publishworker.telemetry.metrics import Client, Metric, Metrics
 from publishworker.types import Heartbeat
 
-#: Max seconds to wait after a round that published nothing. The first wait is --poll-interval, and each further one is
-#: twice as long.
-LONGEST_WAIT = 30.0
 #: What a worker counts, and the relay's metric for each count.
 _COUNTED = {
     "published": m.PUBLISHED,
@@ -100,7 +97,7 @@ def run(spark: SparkSession, settings: RelaySettings, *, deadline: float | None 
     until = None if deadline is None else TaskTable(store.database).now() + timedelta(seconds=deadline)
     workers = min(parallelism(spark), store.layouts[0].shards)
     counts, rounds, last_error = Counter(dict.fromkeys(_COUNTED, 0)), 0, None
-    pause = Backoff(settings.poll_interval, LONGEST_WAIT, Random())  # noqa: S311 - jitter, not security
+    pause = Backoff(ROUND._replace(first=settings.poll_interval), Random())  # noqa: S311 - jitter, not security
     while (work_left := any_to_send(store)) and (remaining := end - time.monotonic()) > 0:  # OUT-SPARK-1
         if rounds:
             time.sleep(min(pause.next(), remaining))
