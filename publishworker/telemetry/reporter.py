@@ -3,6 +3,7 @@
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from outbox.base.values import counted, listed
 from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, turn_counts
@@ -102,18 +103,17 @@ class Reporter:
                 log.warning(
                     "%s of topic %s cannot be marked as sent: %s. The worker no longer tries, so they will be "
                     "published again, unless they are cancelled. IDs: %s",
-                    _tasks(ids), topic, unmarked.error, ", ".join(ids), extra={"action": "given_up"},
+                    _tasks(ids), topic, unmarked.error, ", ".join(ids), extra=_failed("given_up", topic),
                 )  # fmt: skip
             return
         what = {"published": "published but not marked as sent", "marked": "marked as sent but not published"}
-        self._throttled_log.log(
-            "task_refused",
+        self._log_failed(
+            "refused",
             topic,
             f"The row of task {ids[0]} of topic {topic} cannot be changed: {unmarked.error}. The task is "
             f"{what.get(unmarked.state, 'not published')}. The worker tries again after growing pauses. Repair or "
             "delete the row",
-            max_lines=FAILURE_LINES,
-            fields={"task_id": ids[0], "topic": topic},
+            task_id=ids[0],
         )
 
     def report_circuit(self, change: CircuitChange) -> None:
@@ -196,7 +196,7 @@ class Reporter:
             log.warning(
                 "At-most-once delivery to topic %s: %s may be lost, because they may be marked as sent without being "
                 "published. They are not retried. IDs: %s", topic, _tasks(ids), ", ".join(ids),
-                extra={"action": "unconfirmed"},
+                extra=_failed("unconfirmed", topic),
             )  # fmt: skip
 
     def _failures(self, delivered: Delivered) -> None:
@@ -224,7 +224,7 @@ class Reporter:
         one, trace_ids = len(ids) == 1, {each.trace_id for each in recorded.values()} - {None}
         times = [each.available_at for each in recorded.values() if each.available_at is not None]
         fields: dict[str, object] = {"task_id": ids[0]} if one else {"task_ids": ids}
-        fields |= {"topic": topic, "reason": reason, "attempt": attempt.attempts}
+        fields |= {"reason": reason, "attempt": attempt.attempts}
         if len(trace_ids) == 1:
             fields["trace_id"] = trace_ids.pop()
         next_step = ""
@@ -236,17 +236,23 @@ class Reporter:
             if failure_kind(reason) is FailureKind.TARGET:
                 next_step += ". Until the circuit of the topic closes, only probes are published"
         tasks = f"Task {ids[0]} of topic {topic}" if one else f"{_tasks(ids)} of topic {topic} ({listed(ids)})"
-        self._throttled_log.log(
-            "dead" if attempt.dead else "publish_failed",
-            f"{topic} {reason}",
-            f"{tasks} failed in attempt {attempt.attempts}: {attempt.error}{next_step}",
-            max_lines=FAILURE_LINES,
-            fields=fields,
-        )
+        text = f"{tasks} failed in attempt {attempt.attempts}: {attempt.error}{next_step}"
+        self._log_failed("dead" if attempt.dead else "retrying", topic, text, **fields)
+
+    def _log_failed(self, outcome: str, topic: str, text: str, **fields: object) -> None:
+        """Log tasks whose delivery failed: up to FAILURE_LINES a minute for each outcome, topic and reason."""
+        extra = _failed(outcome, topic, **fields)
+        about = f"{outcome} {topic} {fields.get('reason', '')}"
+        self._throttled_log.log(extra["action"], about, text, max_lines=FAILURE_LINES, fields=extra["fields"])
 
     def _count(self, metric: m.Metric, topic: str, failures: Iterable[Failed]) -> None:
         for reason, count in Counter(failure.reason for failure in failures).items():
             self._metrics.count(metric, count, topic=topic, reason=reason)
+
+
+def _failed(outcome: str, topic: str, **fields: object) -> dict[str, Any]:
+    """Return what a line about tasks has besides its sentence."""
+    return {"action": "delivery_failed", "fields": {"outcome": outcome, "topic": topic, **fields}}
 
 
 def _log_message_ids(delivered: Delivered) -> None:

@@ -86,7 +86,7 @@ def test_a_stopped_drain_is_no_success(emulators: Emulators, database: Database)
     """SIGTERM with work left is exit 4: a job that runs it must not count as done."""
     register(database, "missing-topic", 1)
     with worker(emulators, database, command="drain") as process:
-        process.wait_for_text("publish_failed")
+        process.wait_for_text('"outcome": "retrying"')
         process.stop()
         assert process.wait(30) == 4
         assert "not drained" in process.stdout
@@ -99,7 +99,7 @@ def test_a_drain_keeps_its_deadline_while_spanner_is_unavailable(emulators: Emul
         register(database, "missing-topic", 1)
         environment = {"SPANNER_EMULATOR_HOST": proxy.address}
         with worker(emulators, database, "--deadline", "4", command="drain", **environment) as process:
-            process.wait_for_text("publish_failed")
+            process.wait_for_text('"outcome": "retrying"')
             proxy.refuse()
             assert process.wait(30) == 3
             assert "Traceback" not in process.stderr
@@ -120,7 +120,7 @@ def test_a_bad_task_delays_no_other(
         process.wait_for_text("not_found")
         process.end()
         lines = [json.loads(line) for line in process.stderr.splitlines()]
-    failures = [line["message"] for line in lines if line["action"] in ("dead", "circuit_open")]
+    failures = [line["message"] for line in lines if line.get("outcome") == "dead" or line["action"] == "circuit_open"]
     assert any("garbage" in message and "undecodable" in message for message in failures)
     create = f"outbox emulators --create {PROJECT}/{INSTANCE}/{database.database_id} --topic missing-topic"
     assert any(

@@ -355,7 +355,8 @@ class Named(logging.Handler):
         self._audit = audit
 
     def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "action", "") in ("cancelled_after_publish", "given_up"):
+        outcome = getattr(record, "fields", {}).get("outcome")
+        if outcome == "given_up" or getattr(record, "action", "") == "cancelled_after_publish":
             self._audit.named.update(re.findall(r"[\w+-]+", record.getMessage()))
 
 

@@ -14,11 +14,11 @@ from publishworker.log import ThrottledLog
 
 def test_a_log_line_is_one_json_object_without_empty_fields() -> None:
     record = logging.LogRecord("publishworker", logging.WARNING, __file__, 1, "%d tasks\nfailed", (3,), None)
-    record.action = "publish_failed"
+    record.action = "delivery_failed"
     line = JsonFormatter().format(record)
     entry = json.loads(line)
     assert "\n" not in line
-    assert (entry["status"], entry["message"], entry["action"]) == ("warning", "3 tasks\nfailed", "publish_failed")
+    assert (entry["status"], entry["message"], entry["action"]) == ("warning", "3 tasks\nfailed", "delivery_failed")
     assert entry["logger.name"] == "publishworker"
     try:
         1 // 0  # noqa: B018 - raises
@@ -54,7 +54,7 @@ def test_a_repeated_warning_is_logged_once_a_minute(caplog: pytest.LogCaptureFix
     throttled = ThrottledLog(lambda: seconds[0])
     for now in (0.0, 0.0, 59.9, 60.0, 61.0):
         seconds[0] = now
-        throttled.log("publish_failed", "orders", f"orders fail at {now:g}")
-        throttled.log("publish_failed", "invoices", "invoices fail", max_lines=2)
+        throttled.log("delivery_failed", "orders", f"orders fail at {now:g}")
+        throttled.log("delivery_failed", "invoices", "invoices fail", max_lines=2)
     assert [line for line in caplog.messages if "orders" in line] == ["orders fail at 0", "orders fail at 60"]
     assert caplog.messages.count("invoices fail") == 4
