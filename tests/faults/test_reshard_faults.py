@@ -98,7 +98,14 @@ def test_reshard_killed(trial: Trial) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("step", "switches"), [("Add", 0), ("Let workers poll", 2), ("Let workers stop", 2)])
+@pytest.mark.parametrize(
+    ("step", "switches"),
+    [
+        pytest.param("Add", 0, marks=pytest.mark.long("an early step")),
+        ("Let workers poll", 2),
+        pytest.param("Let workers stop", 2, marks=pytest.mark.long("a late step")),
+    ],
+)
 def test_reshard_aborted(step: str, switches: int, trial: Trial) -> None:
     """The operator aborts a change of the number of shards, at three steps of the change.
 

@@ -104,7 +104,7 @@ def field_of(trial: Trial, database: Database, max_batch: int) -> Iterator[Field
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("max_batch", [1, 20])
+@pytest.mark.parametrize("max_batch", [pytest.param(1, marks=pytest.mark.long("single messages, too")), 20])
 def test_inbox(trial: Trial, spanner_instance: Instance, max_batch: int, long: bool) -> None:
     """SIGKILL, SIGSTOP and broken connections of subscribers that use the inbox, and SIGKILL of workers, at random.
 

@@ -111,7 +111,7 @@ def test_stream_frozen(trial: Trial, fault_seconds: float) -> None:
     assert _audit_with_harm(trial, fault_seconds, "freeze").kept()
 
 
-@pytest.mark.extended
+@pytest.mark.long("histories cut the stream")
 def test_stream_cut(trial: Trial, fault_seconds: float) -> None:
     """Under load, all requests that read the change stream fail, and so do their retries.
 
@@ -120,7 +120,7 @@ def test_stream_cut(trial: Trial, fault_seconds: float) -> None:
     assert _audit_with_harm(trial, fault_seconds, "cut").kept()
 
 
-@pytest.mark.extended
+@pytest.mark.long("histories have long pauses")
 def test_a_task_waits_for_the_poll_interval_if_the_stream_fails(
     trial: Trial, pubsub: PubSub, database: Database
 ) -> None:

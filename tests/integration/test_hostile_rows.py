@@ -37,8 +37,15 @@ ENDS: dict[str, tuple[Any, ...]] = {
 GOOD = tuple(f"good {number}" for number in range(20))
 
 
-@pytest.mark.parametrize("failing", [False, pytest.param(True, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("once", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    ("failing", "once"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.extended),
+        pytest.param(False, True, marks=pytest.mark.extended),
+        pytest.param(True, True, marks=pytest.mark.long("both")),
+    ],
+)
 def test_no_value_of_a_row_makes_spanner_refuse_a_batch(
     database: Database, caplog: pytest.LogCaptureFixture, *, once: bool, failing: bool
 ) -> None:

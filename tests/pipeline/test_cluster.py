@@ -76,7 +76,11 @@ def test_every_other_job_on_a_cluster(
             {"executorEnv.PYTHONPATH": ""},
             "Package outbox_pipeline is missing on an executor. Ship the packages as docs",
         ),
-        ({"executorEnv.SPANNER_EMULATOR_HOST": ""}, "This is on an executor. Pass it variables with --conf spark.exec"),
+        pytest.param(
+            {"executorEnv.SPANNER_EMULATOR_HOST": ""},
+            "This is on an executor. Pass it variables with --conf spark.exec",
+            marks=pytest.mark.long("another sentence"),
+        ),
     ],
     ids=["package", "variable"],
 )

@@ -1,19 +1,16 @@
 """Faults in the middle of the jobs on a standalone cluster. Each test ends with an audit of what the job changed."""
 
 import base64
-import gzip
 import json
 import os
 import re
-import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import pyarrow.dataset
 import pytest
@@ -21,7 +18,7 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox
 from outbox.devtools.emulators import Emulators
-from tests.support import cluster, spanner
+from tests.support import spanner
 from tests.support.archives import DAY, NEXT_DAY, manifests, purges, sent
 from tests.support.cluster import Cluster
 from tests.support.operations import COLUMNS, insert, limit, rows_of, update
@@ -199,45 +196,6 @@ class Replay(Job):
         assert len(rows) == ROWS
 
 
-class Audit(Job):
-    #: Of each hundred tasks, the first is lost, the second redelivered, and the third published again. The message
-    #: of the fourth has no task ID.
-    counts: ClassVar = {
-        "delivered": 98, "lost": 2, "redelivered": 1, "republished": 1, "foreign": 1, "unreadable": 0,
-    }  # fmt: skip
-
-    def __init__(self, shop: Shop) -> None:
-        self.shop = shop
-        insert(shop.database, tasks(shop.topic, CreatedAt=DAY))
-        self.output = shop.folder / "audit"
-        file = write_lines(shop.folder / "received.jsonl", self.received(shop))
-        flags = ("--received", str(file), "--until", NEXT_DAY.isoformat(), "--output", str(self.output))
-        self.command = ("audit", *flags)
-
-    @staticmethod
-    def received(shop: Shop) -> Iterator[dict[str, str]]:
-        for number, id in enumerate(sorted(rows_of(shop.database))):
-            attributes = json.dumps({} if number % 100 == 3 else {outbox.TASK_ID_ATTRIBUTE: id})
-            line = {"publish_time": f"{DAY + timedelta(hours=1):%FT%T}Z", "attributes": attributes}
-            message_ids = {0: [], 1: ["", ""], 2: ["", "-again"]}.get(number % 100, [""])
-            yield from (line | {"message_id": f"{number}{more}"} for more in message_ids)
-
-    def has_begun(self, log: str) -> bool:
-        """Wait until the executors have shuffled tasks and messages, which they must do again if they are killed."""
-        return len(re.findall(r"ShuffleMapStage \d+ .* finished in", log)) >= 2
-
-    def audit(self, summary: dict[str, Any]) -> None:
-        assert {name: summary[name] for name in self.counts} == {
-            name: count * ROWS // 100 for name, count in self.counts.items()
-        }
-
-
-class ReadingAudit(Audit):
-    def has_begun(self, log: str) -> bool:
-        """Do not wait until the executors have read the table."""
-        return "Starting task 0.0 in stage" in log
-
-
 def tasks(topic: str, **columns: Any) -> list[dict[str, Any]]:
     """Return tasks that were sent during a day. Half of them have an ordering key."""
     given = enumerate(keyed_rows(topic, ROWS))
@@ -270,16 +228,6 @@ Fault = Callable[[Shop, Process], None]
 def kill_an_executor(shop: Shop, _driver: Process) -> None:
     """Spark starts another executor, and repeats the Spark tasks of the killed one."""
     os.kill(shop.cluster.executors()[0], signal.SIGKILL)
-
-
-def kill_all_executors(shop: Shop, _driver: Process) -> None:
-    for pid in shop.cluster.executors():
-        os.kill(pid, signal.SIGKILL)
-
-
-def kill_a_worker(shop: Shop, _driver: Process) -> None:
-    """The executor of a Spark worker ends with it."""
-    os.kill(shop.cluster.workers[0].process.pid, signal.SIGKILL)
 
 
 def kill_the_driver(_shop: Shop, driver: Process) -> None:
@@ -315,95 +263,6 @@ def test_no_killed_process_costs_or_repeats_work(shop: Shop, job: type[Job], fau
     check(shop, job, fault)
 
 
-@pytest.mark.parametrize("job", [Register, Drain, Archive, Purge, Replay, ReadingAudit])
+@pytest.mark.parametrize("job", [Register, Drain, Archive, Purge, Replay])
 def test_a_job_survives_a_minute_without_spanner(shop: Shop, job: type[Job]):
     check(shop, job, lose_spanner)
-
-
-def test_an_audit_counts_each_message_once_although_executors_are_killed(shop: Shop):
-    """A killed audit changes nothing. It is run again with another folder."""
-    check(shop, Audit, kill_all_executors)
-
-
-def test_an_archive_goes_on_without_a_killed_spark_worker(shop: Shop, tmp_path: Path):
-    with cluster.running(tmp_path / "cluster") as own:
-        check(replace(shop, cluster=own), Purge, kill_a_worker)
-
-
-def test_one_of_two_archives_at_once_finishes_and_the_other_says_why(shop: Shop):
-    job = Purge(shop)
-    options = shop.options
-    options["conf"] |= {"spark.cores.max": "1"}
-    with ExitStack() as stack:
-        drivers = [stack.enter_context(shop.cluster.started(*job.command, "--json", **options)) for _ in range(2)]
-        codes = [driver.wait(600) for driver in drivers]
-        winner, loser = sorted(zip(codes, drivers, strict=True), key=lambda each: each[0])
-        assert (winner[0], loser[0]) == (0, 1)
-        job.audit(json.loads(winner[1].stdout))
-        assert re.search(r"^Another run finished \S+ first. Run only one archive job", sentence(loser[1].stderr))
-
-
-#: A program of a user, whose session copies slow Spark tasks.
-PROGRAM = """
-import sys, outbox_pipeline
-from pyspark.sql import SparkSession
-reader = SparkSession.builder.getOrCreate().read
-rows = reader.schema("topic string, data string, task_id string, ordering_key string, sequence long").json(sys.argv[1])
-print(outbox_pipeline.register(rows, rejects=sys.argv[2]).registered)
-"""
-
-
-def test_a_copy_of_a_spark_task_registers_no_row_twice(shop: Shop):
-    """The jobs turn speculation off, but `register` may be called in a session that uses it."""
-    job = Register(shop)
-    program = shop.folder / "program.py"
-    program.write_text(PROGRAM, encoding="utf-8")
-    options = shop.options
-    options["conf"] |= {
-        "spark.speculation": "true",
-        "spark.speculation.interval": "10ms",
-        "spark.speculation.task.duration.threshold": "10ms",
-    }
-    with shop.cluster.started(job.command[2], job.command[4], main=str(program), **options) as driver:
-        assert driver.wait(600) == 0, driver.stderr
-        assert "as speculatable because it ran more than" in driver.stderr
-        job.audit({"registered": int(driver.stdout.splitlines()[-1]), "existing": 0, "rejected": 0})
-
-
-def with_path(command: tuple[str, ...], flag: str, path: str) -> list[str]:
-    words = [*command]
-    words[words.index(flag) + 1] = path
-    return words
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence(shop: Shop):
-    """Not even root may write to /sys. The next run, with another folder, does what is left."""
-    running = Archive(shop)
-    done = shop.run(*with_path(running.command, "--archive", "/sys/outbox"))
-    assert done.code == 1
-    assert re.search("/sys/outbox.*Give the user of the Spark tasks the permission for this", sentence(done.stderr))
-    running.audit(json.loads(shop.run(*running.command).stdout))
-
-
-@pytest.mark.parametrize(("job", "flag"), [(Register, "--input"), (Audit, "--received")])
-def test_a_truncated_file_is_one_sentence(shop: Shop, job: type[Job], flag: str):
-    """The next run, with the whole file, does what is left."""
-    running = job(shop)
-    whole = running.command[running.command.index(flag) + 1]
-    file = shop.folder / "truncated.jsonl.gz"
-    file.write_bytes(gzip.compress(Path(whole).read_bytes())[:-100])
-    done = shop.run(*with_path(running.command, flag, str(file)))
-    assert done.code == 1
-    assert re.search(
-        rf"{file.name}.*Cause: Unexpected end of input stream\. The file is damaged", sentence(done.stderr)
-    )
-    if job is Audit:
-        shutil.rmtree(shop.folder / "audit", ignore_errors=True)
-    running.audit(json.loads(shop.run(*running.command).stdout))
-
-
-def sentence(stderr: str) -> str:
-    """Return the only sentence of a job that failed."""
-    [found] = re.findall(r"^outbox-pipeline: (.*)$", stderr, re.MULTILINE)
-    assert "Traceback" not in stderr.partition(found)[2]
-    return str(found)

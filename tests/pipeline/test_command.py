@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import re
 import stat
 import subprocess
@@ -13,7 +12,6 @@ from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pyspark
 import pytest
 from google.cloud.spanner_v1.database import Database
 from py4j.clientserver import ClientServerConnection
@@ -69,27 +67,6 @@ def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulato
     assert "OUTBOX_REJECTED is set, but no setting has this name. Did you mean OUTBOX_REJECTS?" in said[0]
     assert "to a new file, correct them there, and register that file" in said[1]
     assert [row["Topic"] for row in rows_of(database).values()] == ["orders"]
-
-
-@pytest.mark.extended
-def test_stdout_of_spark_submit_has_the_summary_only(
-    target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path
-):
-    """spark-submit merges stdout and stderr of its application. Log lines are on its stderr."""
-    file = lines(tmp_path / "in.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})
-    flags = ["register", "--input", str(file), "--rejects", str(tmp_path / "no"), "--project", PROJECT, "--json"]
-    flags += ["--instance", target.instance]
-    submit = [str(Path(pyspark.__file__).with_name("bin") / "spark-submit"), "--master", "local[2]"]
-    environment = os.environ | emulators.environment() | {"OUTBOX_REJECTED": "no", "PYSPARK_PYTHON": sys.executable}
-
-    arguments = [*submit, str(Path(cli.__file__).with_name("__main__.py")), *flags, "--database", target.database]
-    done = subprocess.run(
-        arguments, check=False, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path
-    )
-    assert json.loads(done.stdout)["registered"] == 1, done.stdout
-    for said in ('"action": "unknown_variable"', '"action": "rejected"'):
-        assert said in done.stderr
-    assert len(rows_of(database)) == 1
 
 
 @pytest.mark.parametrize("arguments", ["register --input folder --rejects r", "replay"])
