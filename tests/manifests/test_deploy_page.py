@@ -241,18 +241,6 @@ def test_the_network_patch_changes_dns_and_https_of_both_policies(tmp_path: Path
         assert to[443] == [{"ipBlock": {"cidr": "199.36.153.8/30"}}]
 
 
-def test_the_agents_values_fit_the_page() -> None:
-    """The Secret has the name and the keys that the chart reads, and the components have their keys."""
-    [install] = calls(WORKER, "helm")
-    agent = yaml.safe_load((ROOT / values(install, "--values")[0]).read_text(encoding="utf-8"))
-    [secret] = [words for words in calls(WORKER, "kubectl") if "secret" in words]
-    [name] = values(secret, "generic")
-    assert agent["datadog"]["apiKeyExistingSecret"] == agent["datadog"]["appKeyExistingSecret"] == name
-    assert values(secret, "--from-literal") == ["api-key=api", "app-key=app"]
-    assert agent["datadog"]["csi"]["enabled"]
-    assert agent["clusterAgent"]["metricsProvider"] == {"enabled": True, "useDatadogMetrics": True}
-
-
 def test_jobs_take_the_arguments_of_the_pipelines_pages() -> None:
     """No job has variables. The batch's image has its main file, and a cluster gets what the tests ship."""
     [batch] = calls(PIPELINE, *BATCH)

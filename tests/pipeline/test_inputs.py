@@ -1,6 +1,5 @@
 """The files that users pass to jobs: each row is read with its columns, or the job refuses the files."""
 
-import gzip
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +14,6 @@ from outbox_pipeline.jobs.audit import job as audit
 from outbox_pipeline.jobs.register.ids import task_id
 from outbox_pipeline.jobs.register.job import read
 from outbox_pipeline.jobs.register.transforms import prepared
-from outbox_pipeline.spark.inputs import checked
 from outbox_pipeline.spark.stack_traces import spark_errors
 from tests.support.pipeline import options
 
@@ -158,14 +156,6 @@ def test_a_text_for_null_is_no_value_of_csv(spark: SparkSession, tmp_path: Path)
         "topic is a text for NULL",
     ]  # fmt: skip
     assert all(each.line.startswith('(a text can mean NULL) {"') for each in found if each.reason)
-
-
-def test_an_empty_file_of_json_lines_has_no_rows(spark: SparkSession, tmp_path: Path):
-    """If no file has a line, if Spark wrote it for a partition without rows, or if it was compressed."""
-    write(tmp_path, {"a/part-0.json": LINE, "a/part-1.json": b"", "a/b.jsonl.gz": gzip.compress(b""), "b/a.jsonl": b""})
-    assert tasks(spark, tmp_path / "a", "json").count() == 1
-    assert checked(spark, f"{tmp_path}/a", "json").columns == ()
-    assert checked(spark, f"{tmp_path}/b", "json").files == [f"file:{tmp_path}/b/a.jsonl"]
 
 
 def test_the_cause_of_an_unreadable_file_is_named(spark: SparkSession, tmp_path: Path):

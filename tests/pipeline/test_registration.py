@@ -92,26 +92,6 @@ def test_every_request_has_low_priority_and_a_tag(database: Database):
     assert stored["c"]["Priority"] == 0, "LOW is a priority, and not none"
 
 
-def test_the_writer_reads_first_while_it_finds_tasks():
-    table = FakeTable()
-    made = writer(table)
-    add(made, *plain(*ids(2 * CHUNK_ROWS)), flush=False)
-    assert table.kinds() == ["look", "insert", "insert"]
-    assert [tag for _, _, tag in table.calls] == [TAG] * 3
-    assert table.calls[0][1] == table.calls[1][1] == ids(CHUNK_ROWS)
-    made.flush()
-    assert len(table.calls) == 3, "there was nothing to write"
-    assert answered(made) == ((2 * CHUNK_ROWS, 0, 0), [])
-    assert answered(made) == ((0, 0, 0), []), "answers are given once"
-
-    writer(table, *plain(*ids(10, 2 * CHUNK_ROWS)))
-    table.calls.clear()
-    second = writer(table, *plain(*ids(5 * CHUNK_ROWS)))
-    assert table.kinds() == ["look", "look", "look", "insert", "look", "insert", "insert"]
-    assert answered(second) == ((5 * CHUNK_ROWS - 2 * CHUNK_ROWS - 10, 2 * CHUNK_ROWS + 10, 0), [])
-    assert sorted(table.rows) == ids(5 * CHUNK_ROWS)
-
-
 @pytest.mark.parametrize("older", [True, False])
 def test_the_writer_reads_again_after_a_collision(older: bool):
     """CreatedAt of an existing task tells whether this job registered it."""
@@ -128,17 +108,6 @@ def test_the_writer_reads_again_after_a_collision(older: bool):
     assert table.kinds() == ["insert", "look", "insert"]
     assert len(table.calls[0][1]) == len(table.calls[1][1]) == len(table.calls[2][1]) + 3
     assert answered(made) == ((2 * CHUNK_ROWS - 3, 3, 0) if older else (2 * CHUNK_ROWS, 0, 0), [])
-
-
-def test_a_task_created_since_the_start_belongs_to_this_job():
-    """A commit timestamp can be equal to the start time that was read before."""
-    table = FakeTable()
-    writer(table, *plain("same", "before"))
-    began = table.rows["same"]["CreatedAt"]
-    table.rows["before"]["CreatedAt"] = began - timedelta(microseconds=1)
-    again = Writer(table, began)
-    add(again, *plain("same", "before"))
-    assert answered(again) == ((1, 1, 0), [])
 
 
 def test_a_concurrent_deleter_ends_the_job_with_an_error():
@@ -234,12 +203,3 @@ def test_a_rate_is_averaged_since_the_start():
     # Without a rate the writer neither waits nor reads the clock.
     pace = Pace(clock=lambda: pytest.fail("asked"), sleep=lambda _seconds: pytest.fail("slept"))
     assert answered(writer(FakeTable(), *plain(*ids(2 * CHUNK_ROWS)), pace=pace)) == ((2 * CHUNK_ROWS, 0, 0), [])
-
-
-def test_sequences_rise_in_input_order_within_a_chunk():
-    """All tasks of a commit have the same CreatedAt, so the relay orders them by Sequence."""
-    table = FakeTable()
-    given = [f"{(number * 37) % 150:03}" for number in range(150)]
-    writer(table, *(row(task_id=id, ordering_key="k") for id in given))
-    stored = sorted(table.rows.values(), key=lambda each: (each["CreatedAt"], each["Sequence"]))
-    assert [each["Id"] for each in stored] == given

@@ -148,19 +148,6 @@ def test_invalid_csv_lines_are_kept(spark: SparkSession, tmp_path: Path):
     assert [each.reason for each in found] == ["the line ends with CR LF, but the header with LF", None]
 
 
-def test_names_of_folders_are_columns_of_csv_files(spark: SparkSession, tmp_path: Path):
-    """They are texts with any characters, and not the last value of a line."""
-    folder = tmp_path / "city=K%F6ln"  # escaped, so that the test does not depend on the locale of the JVM
-    folder.mkdir()
-    (folder / "a.csv").write_bytes(b"topic,data\norders,a\r\norders,b\n")
-    bad, good = prepared(read(spark, str(tmp_path), "csv"), key=["city"]).collect()
-    assert (bad.reason, bad.line) == (
-        "the line ends with CR LF, but the header with LF (folder city=Köln)",
-        '{"topic":"orders","data":"a\\r","city":"Köln"}',
-    )
-    assert (good.task_id, good.data) == (task_id("orders", "Köln"), b"b")
-
-
 def test_the_format_follows_the_file_extension(spark: SparkSession, tmp_path: Path):
     rows = spark.createDataFrame([("d", "orders")], "data string, topic string")
     rows.write.parquet(str(tmp_path / "rows.parquet"))

@@ -1,6 +1,5 @@
 """Tasks that are marked before they are published: a loss rather than a duplicate, and only in one window."""
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -12,7 +11,7 @@ from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.spanner.write_errors import NotWritten, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn.in_flight import StuckBatch
-from publishworker.types import Answer, Failed, LockedRow, Published, Skipped
+from publishworker.types import Answer, Failed, Published, Skipped
 from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
@@ -22,23 +21,6 @@ LOST = Failed("deadline_exceeded", "no answer")
 MISSING = Failed("not_found", "no topic")
 INVALID = Failed("invalid_argument", "no")
 NO_ANSWER = StoreError("deadline exceeded")
-
-
-def test_an_at_most_once_task_is_marked_before_its_own_batch_is_published(bench: Bench) -> None:
-    marked, publish = dict[str, bool](), bench.publisher.publish
-
-    def watch(topic: str, rows: Sequence[LockedRow], *arguments: Any) -> dict[str, Answer]:
-        marked.update({row.id: bench.store.rows[row.id].sent_at is not None for row in rows})
-        return publish(topic, rows, *arguments)
-
-    bench.publisher.publish = watch  # type: ignore[method-assign]  # to see what is marked
-    bench.insert("once", at_most_once=True)
-    bench.insert("other")
-    bench.turns()
-    assert marked == {"once": True, "other": False}
-    assert sorted(bench.publisher.requests) == [["once"], ["other"]]
-    assert bench.unsent() == []
-    assert (bench.count(m.PUBLISHED), bench.count(m.UNCONFIRMED)) == (2, 0)
 
 
 def test_a_task_whose_mark_was_refused_is_not_in_doubt(bench: Bench) -> None:
@@ -153,29 +135,6 @@ def test_a_marked_task_is_counted_if_its_batch_is_stuck(bench: Bench) -> None:
         bench.relay.turn()
     assert bench.count(m.UNCONFIRMED) == 1
     publisher.release.set()
-
-
-@pytest.mark.parametrize(
-    ("reason", "attempts"),
-    [("invalid_argument", 3), ("not_found", 2), ("credentials", 2), ("resource_exhausted", 2), ("unauthenticated", 2)],
-)
-def test_a_task_that_pubsub_refused_is_unsent_again(bench: Bench, reason: str, attempts: int) -> None:
-    """A refusal loses nothing: the row gets its values back, and attempts count as for any other task."""
-    due_at = bench.store.now
-    bench.insert("a", at_most_once=True, attempts=2, available_at=due_at, expires_at=NEVER)
-    bench.publisher.failing["a"] = Failed(reason, "no")
-    bench.turns()
-    row = bench.store.rows["a"]
-    assert (row.sent_at, row.attempts, row.expires_at) == (None, attempts, NEVER)
-    assert row.available_at == (NEVER if attempts == 3 else due_at)
-    assert row.last_error == f"{reason}: no"
-    assert bench.count(m.UNCONFIRMED) == 0
-    bench.publisher.failing.clear()
-    bench.change("a", available_at=due_at)
-    bench.wait(2)
-    for _ in range(5):  # a probe spares it a few times, in the hope of another task
-        bench.turns()
-    assert bench.publisher.ids() == ["a"]
 
 
 def test_a_task_not_tried_before_the_deadline_is_unsent_again(bench: Bench) -> None:

@@ -69,40 +69,6 @@ def test_any_worker_sends_deferred_tasks_whose_head_is_gone(bench: Bench) -> Non
     assert bench.publisher.ids() == ids
 
 
-#: What others do to a head by SQL, so that it blocks no task any more.
-BY_SQL: dict[str, Callable[[Bench], object]] = {
-    "deleted": lambda bench: bench.store.rows.pop("head"),
-    "marked as sent": lambda bench: bench.change("head", sent_at=bench.store.now),
-    "expired": lambda bench: bench.change("head", expires_at=bench.store.now),
-    "moved to another key": lambda bench: bench.change("head", ordering_key="l"),
-}
-
-
-@pytest.mark.parametrize("seconds", [0, 200])
-@pytest.mark.parametrize("change", BY_SQL.values(), ids=BY_SQL)
-@pytest.mark.parametrize("scheduled", [0, 2])
-def test_a_head_that_no_longer_blocks_is_noticed_within_a_minute(
-    bench: Bench, change: Callable[[Bench], object], seconds: int, scheduled: int
-) -> None:
-    """Nothing releases the tasks behind it, but a new task of their key brings them back at once."""
-    ids = block(bench, 25)
-    for id in ids[:scheduled]:  # these have a time of their own, and go first when it comes
-        bench.change(id, available_at=bench.store.now + timedelta(days=7))
-    bench.turns(40)
-    bench.run_for(seconds, step=20)
-    change(bench)
-    for id in ids[:scheduled]:
-        del bench.store.rows[id]
-    bench.turns()
-    assert bench.publisher.ids() == []
-    if seconds:
-        bench.line("new", created_at=bench.store.now)
-    else:
-        bench.wait(60)
-    bench.turns()
-    assert bench.publisher.ids() == ids[scheduled:] + ["new"] * bool(seconds)
-
-
 def test_a_blocked_key_costs_one_transaction_a_minute(bench: Bench) -> None:
     """However many tasks are behind its head. It defers one of them."""
     block(bench, 200)

@@ -91,26 +91,6 @@ def test_an_outage_records_no_attempt_and_affects_no_other_topic(bench: Bench) -
     assert bench.count(m.DEAD) == 0
 
 
-def test_a_task_that_met_an_outage_is_published_alone_afterwards(bench: Bench) -> None:
-    """So is a task that failed on another worker: one message that caused a failure affects no others."""
-    bench.insert("a", "b", "c")
-    bench.relay.turn()
-    bench.publisher.down[TOPIC] = AWAY
-    # The turn that opens the circuit is followed by a poll without the topic at once, not by a wait.
-    polls = len(bench.store.polls)
-    assert [turn.made_progress for turn in bench.turns()] == [True, False]
-    assert len(bench.store.polls) == polls + 1
-    bench.publisher.down.clear()
-    bench.wait(1)
-    bench.turns()
-    assert sorted(map(len, bench.publisher.requests)) == [1, 1, 1, 3]
-    bench.publisher.requests.clear()
-    bench.insert("d", "e")
-    bench.insert("again", attempts=1)
-    bench.turns()
-    assert sorted(map(sorted, bench.publisher.requests)) == [["again"], ["d", "e"]]
-
-
 def test_a_message_that_always_times_out_becomes_dead_alone(bench: Bench) -> None:
     bench.insert(*[str(n) for n in range(9)], "poison")
     bench.publisher.failing["poison"] = LATE
@@ -205,22 +185,6 @@ def test_a_change_between_two_transaction_attempts_is_kept(
     bench.turns()
     assert states(bench) == {"a": "sent"}
     assert len(bench.publisher.ids()) == counted[0] + later
-
-
-def test_an_expired_task_is_dead_and_not_sent(bench: Bench) -> None:
-    bench.insert("expired", expires_at=NOON)
-    bench.insert("good", expires_at=NOON + timedelta(seconds=1))
-    bench.turns()
-    assert states(bench) == {"expired": "dead", "good": "sent"}
-    assert (bench.store.rows["expired"].last_error or "").startswith("expired: ExpiresAt was 2026-01-01T12:00:00")
-    assert bench.publisher.ids() == ["good"]
-    bench.wait(3600)
-    bench.change("good", sent_at=None)
-    bench.insert("in time", expires_at=bench.store.now + timedelta(seconds=1))
-    bench.abort_once(lambda: bench.wait(5))  # it was published before it expired, and is marked after that
-    bench.turns()
-    assert sorted(bench.publisher.ids()) == ["good", "good", "in time"]
-    assert bench.unsent() == ["expired"]
 
 
 def test_a_failing_head_records_the_failure_and_defers_the_others(bench: Bench) -> None:

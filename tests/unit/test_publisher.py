@@ -71,21 +71,6 @@ def test_a_failed_request_leaves_no_reference_cycle(publisher: PubSubPublisher, 
         gc.garbage.clear()
 
 
-def test_a_request_refused_as_invalid_is_published_task_by_task(
-    publisher: PubSubPublisher, server: PubSubServer
-) -> None:
-    """Nothing of it was published, and one message may be the cause: only that one fails."""
-    server.publish = refuse_poison
-    outcomes = publisher.publish("orders", [row("a"), row("bad", b"poison"), row("b")], 5)
-    assert sent(outcomes) == {"a", "b"}
-    assert outcomes["bad"] == Failed("invalid_argument", f"{TOPIC}: poison")
-    assert requests(server) == [["a"], ["a", "bad", "b"], ["b"], ["bad"]]
-    server.requests.clear()
-    server.publish = refuse(grpc.StatusCode.INVALID_ARGUMENT)
-    assert reasons(publisher.publish("orders", rows("abc"), 5, {"a"})) == dict.fromkeys("abc", "invalid_argument")
-    assert requests(server) == [["a"], ["b"], ["b", "c"], ["c"]]
-
-
 ADVICE = {"PERMISSION_DENIED": "roles/pubsub.publisher", "NOT_FOUND": "topics create"}
 
 
@@ -145,20 +130,6 @@ def slow_publish(server: PubSubServer, *seconds: float) -> Publish:
         return {id: getattr(outcome, "reason", "sent") for id, outcome in outcomes.items()}
 
     return publish
-
-
-@pytest.mark.parametrize("key", [None, "k"])
-def test_a_refused_request_that_ran_out_of_time_is_published_task_by_task_next(
-    server: PubSubServer, key: str | None
-) -> None:
-    """Otherwise it would be refused together for ever. Without an outcome a task stays unchanged."""
-    publish = slow_publish(server, 3)
-    mixed = [row("a", key=key), row("bad", b"poison", key=key), row("c", key=key)]
-    assert publish(mixed) == {}
-    assert len(server.requests) == 1
-    assert publish(mixed) == {"a": "sent", "bad": "invalid_argument"} | ({} if key else {"c": "sent"})
-    assert publish(rows("ad", key)) == {"a": "sent", "d": "sent"}
-    assert [len(request.messages) for request in server.requests] == [3, 1, 1, *([] if key else [1]), 2]
 
 
 @pytest.mark.parametrize(
@@ -354,21 +325,6 @@ def test_a_prefix_too_large_for_a_request_is_published_in_several_in_order(
     assert record.requests.index(("small", ids(small))) < len(tasks)
 
 
-@pytest.mark.parametrize("place", [0, 3, 7])
-def test_a_poison_message_fails_alone_and_stops_its_key(
-    publisher: PubSubPublisher, record: Recorder, place: int
-) -> None:
-    rows = prefix(8)
-    rows[place] = row(f"k{place}", b"poison", "k")
-    record.answer = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT))
-    outcomes = publisher.publish("orders", [*rows, *prefix(2, "other")], 5)
-    assert [id for id in record.accepted if id.startswith("k")] == ids(rows)[:place]
-    assert reasons(outcomes) == {f"k{place}": "invalid_argument"}
-    assert sent(outcomes) == {*ids(rows)[:place], "other0", "other1"}
-    assert record.max_requests["k"] == 1
-    assert len(record.of("k")) <= 1 + 2 * 3
-
-
 @pytest.mark.parametrize("bad", BAD, ids=BAD_REASONS)
 def test_an_unsendable_message_stops_its_key(publisher: PubSubPublisher, record: Recorder, bad: LockedRow) -> None:
     keyed = [*prefix(3), bad._replace(ordering_key="k"), row("after", key="k")]
@@ -384,3 +340,18 @@ def test_tasks_published_singly_keep_their_order(publisher: PubSubPublisher, rec
     assert record.max_requests["k"] == 1
     record.answer = refuse(grpc.StatusCode.UNAVAILABLE)
     assert reasons(publisher.publish("orders", prefix(5), 5, {"k2"})) == dict.fromkeys(["k0", "k1"], "unavailable")
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_a_poison_message_fails_alone_and_stops_its_key(
+    publisher: PubSubPublisher, record: Recorder, place: int
+) -> None:
+    rows = prefix(8)
+    rows[place] = row(f"k{place}", b"poison", "k")
+    record.answer = to_message(b"poison", refuse(grpc.StatusCode.INVALID_ARGUMENT))
+    outcomes = publisher.publish("orders", [*rows, *prefix(2, "other")], 5)
+    assert [id for id in record.accepted if id.startswith("k")] == ids(rows)[:place]
+    assert reasons(outcomes) == {f"k{place}": "invalid_argument"}
+    assert sent(outcomes) == {*ids(rows)[:place], "other0", "other1"}
+    assert record.max_requests["k"] == 1
+    assert len(record.of("k")) <= 1 + 2 * 3

@@ -30,24 +30,6 @@ def topics(**controls: TopicControls) -> Topics:
     return found
 
 
-def test_messages_of_a_routed_topic_go_to_its_destination(bench: Bench) -> None:
-    """Other topics are as before, and the end of the route is, too. The row keeps its topic."""
-    bench.publisher.topics.add(NEW)
-    bench.store.control("orders", publish_to=NEW)
-    bench.insert("routed")
-    bench.insert("ordered", ordering_key="k")
-    bench.insert("other", topic="invoices")
-    bench.turns()
-    places = {id: name for name, id, _ in bench.publisher.published}
-    assert places == {"routed": NEW, "ordered": NEW, "other": "projects/test-project/topics/invoices"}
-    assert bench.store.rows["routed"].topic == "orders"
-    bench.store.controls.clear()
-    bench.relay.turn()  # reads the topic controls
-    bench.insert("later")
-    bench.turns()
-    assert bench.publisher.published[-1][:2] == ("projects/test-project/topics/orders", "later")
-
-
 def test_a_new_destination_is_tried_at_once_although_the_circuit_was_open(bench: Bench) -> None:
     """The former destination is missing. A worker reads the topic controls soon while a circuit is open."""
     bench.publisher.topics.clear()
