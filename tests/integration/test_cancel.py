@@ -237,7 +237,10 @@ def in_chunks(ids: Sequence[str], size: int) -> list[Sequence[str]]:
     return [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
-@pytest.mark.parametrize("tasks", [60, pytest.param(300, marks=[pytest.mark.long("more tasks"), pytest.mark.timeout(300)])])
+MORE = [pytest.mark.long("more tasks"), pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("tasks", [60, pytest.param(300, marks=MORE)])
 def test_a_task_is_cancelled_or_received_or_named(
     database: Database, tasks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
