@@ -10,16 +10,24 @@ GRANT SELECT ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTas
 GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, DueAt, BlockedBy, ExpiresAt, LastError, Attempts)
   ON TABLE AsynchronousTasks TO ROLE publishworker;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE publishworker;
+-- To add the tasks that it had published to the record of the operation that cancelled them.
+GRANT SELECT(Id, OperationId) ON TABLE AsynchronousTasksCancelled TO ROLE publishworker;
+GRANT SELECT(OperationId, Published), UPDATE(OperationId, Published)
+  ON TABLE AsynchronousTaskOperations TO ROLE publishworker;
 
 -- Operators, who run the `outbox` commands.
 CREATE ROLE outbox_operator;
 GRANT SELECT
   ON TABLE AsynchronousTasks, AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards,
-    AsynchronousTaskOperations
+    AsynchronousTaskOperations, AsynchronousTasksCancelled
   TO ROLE outbox_operator;
 GRANT UPDATE(Id, SentAt, AvailableAt, DueAt, BlockedBy, ExpiresAt, Attempts)
   ON TABLE AsynchronousTasks TO ROLE outbox_operator;
+GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, DueAt, BlockedBy, ExpiresAt,
+    AtMostOnce, Attempts, LastError, TimesSent, SentAt)
+  ON TABLE AsynchronousTasks TO ROLE outbox_operator;
 GRANT DELETE ON TABLE AsynchronousTasks TO ROLE outbox_operator;
+GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTasksCancelled TO ROLE outbox_operator;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskTopics TO ROLE outbox_operator;
 GRANT INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_operator;
 GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskShards TO ROLE outbox_operator;
@@ -30,6 +38,9 @@ CREATE ROLE outbox_viewer;
 GRANT SELECT(Id, Topic, Bytes, Priority, OrderingKey, Sequence, Shard, CreatedAt, AvailableAt, DueAt, BlockedBy, ExpiresAt,
     AtMostOnce, Attempts, LastError, TimesSent, SentAt)
   ON TABLE AsynchronousTasks TO ROLE outbox_viewer;
+GRANT SELECT(Id, Topic, Bytes, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, DueAt, BlockedBy, ExpiresAt,
+    AtMostOnce, Attempts, LastError, TimesSent, OperationId, CancelledAt, CancelledShard)
+  ON TABLE AsynchronousTasksCancelled TO ROLE outbox_viewer;
 GRANT SELECT
   ON TABLE AsynchronousTaskTopics, AsynchronousTaskWorkers, AsynchronousTaskShards, AsynchronousTaskOperations
   TO ROLE outbox_viewer;

@@ -112,7 +112,7 @@ CREATE TABLE AsynchronousTaskShards (
 CREATE TABLE AsynchronousTaskOperations (
   -- A UUID: a random digit, and then the time, so that the last operations are the first of 16 ranges.
   OperationId STRING(64)  NOT NULL,
-  -- retry, resend, purge, cancel, stop, continue, view, pause, resume, controls, replay or reshard.
+  -- retry, resend, purge, cancel, restore, stop, continue, view, pause, resume, controls, replay or reshard.
   Operation   STRING(32)  NOT NULL,
   -- The commit timestamp of the first change.
   StartedAt   TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
@@ -128,13 +128,49 @@ CREATE TABLE AsynchronousTaskOperations (
   Reason      STRING(MAX),
   -- The tasks that a dry run counted before the operation began. NULL: there was none.
   Selected    INT64,
-  -- The commit timestamp of the last chunk of a retry, resend, purge or cancel. If it is old, no process works on it.
+  -- The commit timestamp of the last chunk of a retry, resend, purge, cancel or restore. If it is old, no process works
+  -- on it.
   SeenAt      TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
   -- NULL: no person has stopped the operation.
   StoppedAt   TIMESTAMP   OPTIONS (allow_commit_timestamp = true),
   -- Where the next chunk begins, as JSON. Each chunk moves it in its own transaction, so no chunk is executed twice.
-  Position    STRING(MAX)
+  Position    STRING(MAX),
+  -- The tasks that a worker had published before this operation cancelled them, at most 1,000, with the IDs of their
+  -- messages: a JSON object.
+  Published   STRING(MAX)
 ) PRIMARY KEY (OperationId);
+
+-- Tasks that operators have cancelled, with the columns that AsynchronousTasks had. `outbox restore` puts them back. If a
+-- task with the same ID is registered and cancelled later, it replaces the earlier one. Workers do not need this table.
+CREATE TABLE AsynchronousTasksCancelled (
+  Id             STRING(64)  NOT NULL,
+  Topic          STRING(400) NOT NULL,
+  Data           BYTES(MAX)  NOT NULL,
+  Bytes          INT64       NOT NULL AS (BYTE_LENGTH(Data)) STORED,
+  Priority       INT64       NOT NULL,
+  OrderingKey    STRING(1024),
+  Sequence       INT64,
+  CreatedAt      TIMESTAMP   NOT NULL,
+  AvailableAt    TIMESTAMP,
+  DueAt          TIMESTAMP,
+  BlockedBy      STRING(64),
+  ExpiresAt      TIMESTAMP,
+  AtMostOnce     BOOL        NOT NULL,
+  Attempts       INT64       NOT NULL,
+  LastError      STRING(MAX),
+  TimesSent      INT64       NOT NULL,
+  -- The operation that cancelled the task.
+  OperationId    STRING(64)  NOT NULL,
+  CancelledAt    TIMESTAMP   NOT NULL OPTIONS (allow_commit_timestamp = true),
+  -- Spreads the index. All tasks of a key share a shard, in which they are restored in order. A reshard does not change it.
+  CancelledShard INT64       NOT NULL AS (ABS(MOD(FARM_FINGERPRINT(COALESCE(OrderingKey, Id)), 10))) STORED
+) PRIMARY KEY (Id),
+  ROW DELETION POLICY (OLDER_THAN(CancelledAt, INTERVAL 7 DAY));
+
+-- The cancelled tasks by time, as AsynchronousTasksToSend has the sent ones.
+CREATE INDEX AsynchronousTasksCancelledByTime
+  ON AsynchronousTasksCancelled (CancelledShard, CancelledAt)
+  STORING (Topic, OrderingKey, Sequence, CreatedAt, Bytes, OperationId);
 
 -- The inbox of subscribers: the tasks that a consumer has processed. It belongs into the database of the subscriber, and
 -- workers do not need it. A replay from an archive records its tasks in the one of its own database. Keep rows longer than

@@ -48,7 +48,7 @@ COUNTS = (*UNSENT, _REGISTERED, "sent_last_minute")
 
 
 class Counted(NamedTuple):
-    """A row of `statements.counted`: a number of tasks of a topic, priority and state in a range."""
+    """A row of `operator_sql.counted`: a number of tasks of a topic, priority and state in a range."""
 
     shard: int
     of_topic: str | None
@@ -194,9 +194,9 @@ def _oldest_ages_at(table: TaskTable, at: datetime) -> dict[str, float]:
     paused = _paused(table, at, "outbox-age")
     topics = [topic for topic in table.topics(MAX_TOPICS + len(paused), at) if topic not in paused][:MAX_TOPICS]
     reader = _Reader(table, at, "outbox-age", None)
-    reader.add_first_ready(ranges_of(table, topics))
+    reader.add_first_ready(ranges_of(table.shards, topics))
     for statement in (operator_sql.COUNT_DUE, operator_sql.COUNT_LATER):
-        reader.add(statement, ranges_of(table, topics))
+        reader.add(statement, ranges_of(table.shards, topics))
     backlog = Backlog(at, (), list(reader.lines.values()))
     return {topic: backlog.age(line) for topic, line in backlog.topics().items() if line.oldest}
 
@@ -205,14 +205,14 @@ def _read_at(table: TaskTable, at: datetime, limit: int | None, *, of_sent: bool
     topics = table.topics(MAX_TOPICS + 1, at)
     whole = len(topics) <= MAX_TOPICS
     del topics[MAX_TOPICS:]
-    ranges = ranges_of(table, topics)
+    ranges = ranges_of(table.shards, topics)
     reader = _Reader(table, at, "outbox-status", limit)
     reader.add_first_ready(reader.add(operator_sql.COUNT_READY, ranges, "pending"))
     reader.add(operator_sql.COUNT_DUE, ranges, "pending")
     reader.add(operator_sql.COUNT_LATER, ranges, "retrying", "scheduled", "blocked")
     reader.add(operator_sql.COUNT_DEAD, ranges, "dead")
     if of_sent:
-        reader.add(operator_sql.COUNT_SENT, ranges_of(table), "sent_last_minute")
+        reader.add(operator_sql.COUNT_SENT, ranges_of(table.shards), "sent_last_minute")
     lines = sorted(reader.lines.values(), key=lambda line: (line.topic, -line.priority))
     paused = _paused(table, at, reader.tag)
     for line in lines:
@@ -227,9 +227,9 @@ def _paused(table: TaskTable, at: datetime, tag: str) -> set[str]:
     return {topic for topic, is_paused, *_ in table.query(CONTROLS, tag, at=at) if is_paused}
 
 
-def ranges_of(table: TaskTable, topics: Iterable[str | None] = (None,)) -> list[Range]:
-    """Return the ranges of all shards and these topics, or of all shards."""
-    return [(shard, topic, _HIGHEST) for shard, topic in product(table.shards, topics)]
+def ranges_of(shards: Sequence[int], topics: Iterable[str | None] = (None,)) -> list[Range]:
+    """Return the ranges of these shards and topics, or of the shards."""
+    return [(shard, topic, _HIGHEST) for shard, topic in product(shards, topics)]
 
 
 def range_limit(ranges: Collection[Sequence[Any]], most: int | None = None) -> int:
@@ -244,7 +244,7 @@ def range_limit(ranges: Collection[Sequence[Any]], most: int | None = None) -> i
 def count(
     query: Query, statement: str, ranges: Sequence[Range], limit: int | None = None, **values: Any
 ) -> tuple[list[Counted], set[_Place]]:
-    """Return the counts of a statement of `statements.counted`, and the shards and topics that have more tasks.
+    """Return the counts of a statement of `operator_sql.counted`, and the shards and topics that have more tasks.
 
     Each range is counted up to `limit`. Without it, ranges with few tasks are counted first, and the others share
     what may be read. So the backlog of a topic is counted as far with a thousand small topics as alone.

@@ -1,4 +1,4 @@
-"""Changes by operators: retry, purge, cancel. They are made in chunks, and each chunk is one transaction.
+"""Changes by operators: retry, purge, cancel, restore. They are made in chunks, and each chunk is one transaction.
 
 The IDs are read as of the preview (`TaskSelection.as_of`), and each transaction reads its tasks again under the lock.
 So a change takes a task only if it matched at the preview and still matches, also if another process continues it.
@@ -11,94 +11,46 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
-from outbox.admin import backlog, error_groups, operations, operator_sql
+from outbox.admin import backlog, cancelled, error_groups, operations, operator_sql
 from outbox.admin.operations import UNNAMED, Author, Progress
+from outbox.admin.selection import ANY_UNSENT as ANY_UNSENT  # noqa: PLC0414 - callers pass it to a change
+from outbox.admin.selection import TaskSelection as TaskSelection  # noqa: PLC0414 - the same
 from outbox.admin.table import COUNT_SECONDS, SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
 from outbox.base.times import shown
 from outbox.base.values import chunked, counted
 from outbox.errors import OutboxError, SettingError
-from outbox.program.settings import MOMENT
 from outbox.program.terminal import escaped
+from outbox.registration import TABLE
+from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.ddl import OPERATIONS
 from outbox.table.shared_sql import NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CHANGED, CONDITIONS, STATES, UNSENT
+from outbox.table.states import CANCELLED, CHANGED, STATES, UNSENT
 
-_TABLE = "AsynchronousTasks"
-#: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
+#: Tasks in one transaction. A cancel of them needs about 20,000 of the 80,000 mutations that a commit may have.
 CHUNK = 500
+#: Max bytes of messages in one transaction that moves rows to another table. A commit may have 100 MB.
+CHUNK_BYTES = 8_000_000
+_MOVES = ("cancel", "restore")
 #: Task IDs that one query reads.
 PAGE = 20 * CHUNK
 #: Max groups of tasks in a preview, the largest first.
 GROUPS = 50
-#: As the state of a selection by `ids`: all unsent states.
-ANY_UNSENT = "unsent"
 #: The state of a selection by `ids` if it names none, for each change.
-OF_IDS = {"retry": None, "resend": "sent", "cancel": ANY_UNSENT, "purge": "sent"}
+OF_IDS = {"retry": None, "resend": "sent", "cancel": ANY_UNSENT, "purge": "sent", "restore": CANCELLED}
 #: As the state of an unchanged task: it matches now, but did not at the preview.
 NEWCOMER = "newcomer"
 _log = logging.getLogger("outbox")
 _LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 #: The columns that a retry writes. `retry_values` returns the values.
 RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt", "DueAt")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSelection:
-    """The tasks of a state or with one of the `ids`, narrowed by all other fields.
-
-    `since` is inclusive, `until` exclusive. Both are compared with SentAt of sent tasks and CreatedAt of others.
-    `error` is a part of LastError, ignoring case. `id_prefix` is the beginning of the ID. With `ids` and no state,
-    pending tasks are excluded, because they need no retry, and blocked ones, because the head of their key releases
-    them, unless this head is gone. Without `include_expired`, unsent tasks whose ExpiresAt has passed are excluded.
-    `as_of` is the time of the preview. A count is as of then, and a change takes only tasks that matched then, too.
-    """
-
-    state: str | None = None
-    ids: tuple[str, ...] | None = None
-    topic: str | None = None
-    since: datetime | None = None
-    until: datetime | None = None
-    error: str | None = None
-    ordering_key: str | None = None
-    id_prefix: str | None = None
-    include_expired: bool = True
-    as_of: datetime | None = None
-
-    @classmethod
-    def recorded(cls, text: str) -> Self:
-        """Return the selection from the column Selection. Raises OutboxError: it is not whole, or not a selection."""
-        try:
-            values = json.loads(text)
-            json.dumps(values, ensure_ascii=False).encode()  # refuses surrogates, as Spanner does
-            return cls(**{name: _recorded(name, value) for name, value in values.items()})
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            # `more_ids` is no field: the record does not have all IDs.
-            raise OutboxError("its record does not contain the whole selection. Start a new operation") from None
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Return the names of the conditions that narrow the selection."""
-        return frozenset(self.values) | (frozenset() if self.include_expired or self.state == "sent" else {"unexpired"})
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Return the values that narrow the selection, by parameter name."""
-        named = ("topic", "since", "until", "error", "ordering_key", "id_prefix")
-        return {name: value for name in named if (value := getattr(self, name)) is not None}
-
-    @property
-    def condition(self) -> str:
-        """Return the selection as an SQL condition, without the IDs."""
-        unheld = f"NOT ({CONDITIONS['pending']}) AND NOT ({operator_sql.HELD})"
-        state = (CONDITIONS | {ANY_UNSENT: "SentAt IS NULL"})[self.state] if self.state else unheld
-        return state + operator_sql.narrowed(self.state, self.names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +80,7 @@ class Outcome:
 
 
 class _Row(NamedTuple):
-    """A row of `statements.by_ids`. `now` is the database's time.
+    """A row of `operator_sql.by_ids`. `now` is the database's time.
 
     `expires_at` is in the future, or None.
     """
@@ -144,6 +96,7 @@ class _Row(NamedTuple):
     blocked_by: str | None
     error: str | None
     due_at: datetime | None
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,16 +104,19 @@ class Preview:
     """What a change would do: the exact number of tasks, their largest groups, and the tasks that it cannot change.
 
     A group has a topic, the first line of one LastError, and a number. `refused` has numbers by state: `expired`,
-    `missing`, or a state that the change is not for.
+    `missing`, `exists`, or a state that the change is not for. Of a restore, `overtaken` tasks would follow later tasks
+    of their keys, which were sent since.
     """
 
     tasks: int
     groups: Sequence[Sequence[Any]]
     refused: Mapping[str, int]
+    overtaken: int = 0
 
 
-#: Buffers the writes of one transaction for its matching rows. Called only if there are some.
-_Write = Callable[[Transaction, Sequence[_Row]], None]
+#: Buffers the writes of one transaction, of the operation with this ID, for its matching rows. Called only if there are
+#: some.
+_Write = Callable[[Transaction, Sequence[_Row], str], None]
 
 
 def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
@@ -178,18 +134,29 @@ def count(table: TaskTable, selection: TaskSelection, *, exact: bool) -> Count:
         return table.query(statement, "outbox-count", values, at=selection.as_of, seconds=seconds)
 
     # The range of sent tasks has no topic.
-    topics = (None,) if selection.state == "sent" else _topics(table, selection)
-    ranges, limit = backlog.ranges_of(table, topics), backlog.NO_LIMIT if exact else None
+    topics = (None,) if selection.state in ("sent", CANCELLED) else _topics(table, selection)
+    ranges, limit = backlog.ranges_of(_shards(table, selection), topics), backlog.NO_LIMIT if exact else None
     counting = operator_sql.counts_of_state(_state(selection), selection.names)
     counts = [backlog.count(query, each, ranges, limit) for each in counting]
     return Count(sum(row.number for rows, _ in counts for row in rows), any(full for _, full in counts))
 
 
-def preview(table: TaskTable, selection: TaskSelection) -> Preview:
-    """Return what a change of the selection would do, as of its `as_of` or now."""
+def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Preview:
+    """Return what the change `name` of the selection would do, as of its `as_of` or now."""
     selection = _previewed(table, selection)
-    if selection.ids is not None:
-        return _preview_of_ids(table, selection)
+    found = _preview_of_state(table, selection) if selection.ids is None else _preview_of_ids(table, selection)
+    return _examined(table, selection, found) if name == "restore" else found
+
+
+def _examined(table: TaskTable, selection: TaskSelection, found: Preview) -> Preview:
+    """Return the preview of a restore with the tasks whose IDs exist again, and those that are overtaken."""
+    chunks = (ids for _, ids, _ in _selected_ids(table, selection))
+    exists, overtaken = cancelled.examine(table, chunks, selection.as_of)
+    refused = {**found.refused, **({"exists": exists} if exists else {})}
+    return dataclasses.replace(found, tasks=found.tasks - exists, refused=refused, overtaken=overtaken)
+
+
+def _preview_of_state(table: TaskTable, selection: TaskSelection) -> Preview:
     statement = operator_sql.grouped(_state(selection), selection.names)
     ranges = {"shards": list(table.shards)} | ({"topics": _topics(table, selection)} if "@topics" in statement else {})
     values = selection.values | ranges | _now(statement, selection) | {"limit": GROUPS}
@@ -211,7 +178,7 @@ def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
 
 def _rows_of_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> Iterator[_Row]:
     """Yield the existing rows of these IDs, as of the selection's `as_of`."""
-    statement = operator_sql.by_ids(selection.condition)
+    statement = _by_ids(selection)
     for ids in chunked(wanted, CHUNK):
         values = selection.values | {"ids": ids, "now": selection.as_of}
         yield from (_Row(*row) for row in table.query(statement, "outbox-count", values, at=selection.as_of))
@@ -219,6 +186,17 @@ def _rows_of_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[st
 
 def _matching_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[str]) -> set[str]:
     return {row.id for row in _rows_of_ids(table, selection, wanted) if row.matches}
+
+
+def _by_ids(selection: TaskSelection, *, absent: bool = False, lock: bool = False) -> str:
+    """Return the statement that reads tasks by ID. With `absent`, a cancelled task does not match if its ID exists."""
+    if selection.state == CANCELLED:
+        return operator_sql.cancelled_by_ids(selection.condition, absent=absent, lock=lock)
+    return operator_sql.by_ids(selection.condition, lock=lock)
+
+
+def _shards(table: TaskTable, selection: TaskSelection) -> Sequence[int]:
+    return range(operator_sql.CANCELLED_SHARDS) if selection.state == CANCELLED else table.shards
 
 
 def _previewed(table: TaskTable, selection: TaskSelection) -> TaskSelection:
@@ -243,15 +221,16 @@ def retry_values(
 def change(
     table: TaskTable, name: str, selection: TaskSelection, author: Author = UNNAMED, *, id: str = ""
 ) -> Iterator[Outcome]:
-    """Retry, cancel or purge the selected tasks, chunk by chunk. Record it in the same transactions.
+    """Retry, cancel, purge or restore the selected tasks, chunk by chunk. Record it in the same transactions.
 
-    A retry makes them due now, with 0 failed attempts. Cancel and purge delete them. A cancel also releases the next
-    tasks of their keys, and logs the IDs. Each of its transactions waits at most 20 s for the batches that hold its
-    tasks. `id` is the ID of the operation, by default a new one. Raises OutboxError if the change is not for these
-    tasks, or if Spanner no longer keeps the versions of the selection's `as_of`.
+    A retry makes them due now, with 0 failed attempts. A purge deletes them. A cancel moves them to another table, also
+    releases the next tasks of their keys, and logs the IDs. A restore moves them back. Each transaction waits at most
+    20 s for the batches that hold its tasks. `id` is the ID of the operation, by default a new one. Raises OutboxError
+    if the change is not for these tasks, or if Spanner no longer keeps the versions of the selection's `as_of`.
     """
     check(name, selection)
-    return _Change(table, name, _previewed(table, selection), author).outcomes(Progress(id or operations.new_id()))
+    selection = _in_key_order(table, _previewed(table, selection))
+    return _Change(table, name, selection, author).outcomes(Progress(id or operations.new_id()))
 
 
 def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
@@ -260,7 +239,7 @@ def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author,
     Return False, and record nothing, if the operation exists, because a form may be sent twice.
     """
     check(name, selection)
-    selection = _previewed(table, selection)
+    selection = _in_key_order(table, _previewed(table, selection))
 
     def work(transaction: Transaction) -> bool:
         if transaction.read(OPERATIONS, ("OperationId",), KeySet(keys=[[id]])):
@@ -298,28 +277,27 @@ def check(name: str, selection: TaskSelection) -> None:
         raise SettingError("a resend needs the IDs or the topic of its tasks")
 
 
-def _recorded(name: str, value: Any) -> Any:
-    """Return a field of a recorded selection. Raises ValueError, TypeError: any program may write the column."""
-    times = dict.fromkeys(("since", "until", "as_of"), datetime)
-    value = MOMENT.parse(value) if name in times else value
-    kind: Any = (times | {"ids": list, "include_expired": bool, "rate": int}).get(name, str)
-    if not isinstance(value, kind) or (kind is list and not all(isinstance(id, str) for id in value)):
-        raise ValueError(name)
-    return tuple(value) if kind is list else value
+def _in_key_order(table: TaskTable, selection: TaskSelection) -> TaskSelection:
+    """Return the selection with the IDs of cancelled tasks in the order of their keys, in which they are restored."""
+    if selection.state != CANCELLED or selection.ids is None:
+        return selection
+    found = cancelled.in_key_order(table, selection.ids, selection.as_of)
+    return dataclasses.replace(selection, ids=tuple(dict.fromkeys([*found, *selection.ids])))
 
 
-def _make_due(transaction: Transaction, rows: Sequence[_Row]) -> None:
+def _make_due(transaction: Transaction, rows: Sequence[_Row], _operation: str) -> None:
     transaction.update(
-        _TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at, row.due_at) for row in rows]
+        TABLE, RETRY_COLUMNS, [retry_values(row.id, row.now, row.expires_at, row.due_at) for row in rows]
     )
 
 
-def _delete(transaction: Transaction, rows: Sequence[_Row]) -> None:
-    transaction.delete(_TABLE, KeySet(keys=[[row.id] for row in rows]))
+def _delete(transaction: Transaction, rows: Sequence[_Row], _operation: str) -> None:
+    of_table = CANCELLED_TABLE if rows[0].state == CANCELLED else TABLE
+    transaction.delete(of_table, KeySet(keys=[[row.id] for row in rows]))
 
 
-def _delete_and_release(transaction: Transaction, rows: Sequence[_Row]) -> None:
-    """Delete rows, and release the next task of each ordering key of which a row was not blocked.
+def _cancel(transaction: Transaction, rows: Sequence[_Row], operation: str) -> None:
+    """Move rows to the table of cancelled tasks. Release the next task of each key of which a row was not blocked.
 
     Behind deleted rows that were all blocked, the task that blocks the key is still there. A release would be for
     nothing, and would take the next task out of a selection of blocked tasks before its chunk.
@@ -327,11 +305,15 @@ def _delete_and_release(transaction: Transaction, rows: Sequence[_Row]) -> None:
     keys = {(row.topic, row.ordering_key) for row in rows if row.ordering_key and row.state != "blocked"}
     if ids := [row.id for row in rows if (row.topic, row.ordering_key) in keys]:
         heads = transaction.query(NEXT_OF_KEYS, {"ids": ids})
-        transaction.update(_TABLE, ("Id", *RELEASED), [(id, None, None) for (id,) in heads])
-    _delete(transaction, rows)
+        transaction.update(TABLE, ("Id", *RELEASED), [(id, None, None) for (id,) in heads])
+    cancelled.move(transaction, [row.id for row in rows], operation)
 
 
-_WRITES: Mapping[str, _Write] = {"retry": _make_due, "purge": _delete, "cancel": _delete_and_release}
+def _restore(transaction: Transaction, rows: Sequence[_Row], _operation: str) -> None:
+    cancelled.restore(transaction, [row.id for row in rows])
+
+
+_WRITES: Mapping[str, _Write] = {"retry": _make_due, "purge": _delete, "cancel": _cancel, "restore": _restore}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -346,8 +328,8 @@ class _Change:
     def outcomes(self, progress: Progress) -> Iterator[Outcome]:
         """Execute the chunks that follow `progress`."""
         tag = f"outbox-{self.name}"
-        for position, ids in _selected_ids(self.table, self.selection, tag, progress.position):
-            seen = set(ids) if self.selection.ids is None else _matching_ids(self.table, self.selection, ids)
+        limit = CHUNK_BYTES if self.name in _MOVES else math.inf
+        for position, ids, seen in _selected_ids(self.table, self.selection, progress.position, limit):
             work = functools.partial(self._chunk, ids, seen, position, progress)
             rows, progress = self.table.transact(tag, work)
             outcome = _outcome(ids, rows)
@@ -364,11 +346,11 @@ class _Change:
             progress.check(transaction)
         # Sorted, so that two commands lock the rows in the same order.
         values = self.selection.values | {"ids": sorted(ids)}
-        statement = operator_sql.by_ids(self.selection.condition, lock=True)
+        statement = _by_ids(self.selection, absent=self.name == "restore", lock=True)
         rows = [_as_seen(_Row(*row), seen) for row in transaction.query(statement, values)]
         matching = [row for row in rows if row.matches]
         if matching:
-            _WRITES[self.name](transaction, matching)
+            _WRITES[self.name](transaction, matching, progress.id)
         after = Progress(progress.id, progress.tasks + len(matching), position, progress.is_recorded or bool(matching))
         columns = {"Tasks": after.tasks, "Position": position, "SeenAt": COMMIT_TIMESTAMP}
         if progress.is_recorded:
@@ -402,46 +384,67 @@ def _log_cancelled(ids: Sequence[str], author: Author) -> None:
 
 
 def _selected_ids(
-    table: TaskTable, selection: TaskSelection, tag: str, position: str | None
-) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the IDs of the selection after `position` in chunks, each with the position after it."""
+    table: TaskTable, selection: TaskSelection, position: str | None = None, max_bytes: float = math.inf
+) -> Iterator[tuple[str, Sequence[str], Collection[str]]]:
+    """Yield the IDs of the selection after `position` in chunks of at most `max_bytes` of messages.
+
+    Each with the position after it, and with the IDs that matched at the preview.
+    """
     if selection.ids is not None:
         done = json.loads(position)["ids"] if position else 0
-        for ids in chunked(selection.ids[done:], CHUNK):
-            done += len(ids)
-            yield json.dumps({"ids": done}), ids
+        for page in chunked(selection.ids[done:], CHUNK):
+            rows = {row.id: row for row in _rows_of_ids(table, selection, page)}
+            for ids in chunked(page, CHUNK, max_bytes, functools.partial(_bytes, rows)):
+                done += len(ids)
+                yield json.dumps({"ids": done}), ids, {id for id in ids if id in rows and rows[id].matches}
         return
     layout = table.layout
-    begin: dict[str, Any] = json.loads(position) if position else {"column": layout.column, "shard": 0}
-    if begin["column"] != layout.column:
+    column = "CancelledShard" if selection.state == CANCELLED else layout.column
+    begin: dict[str, Any] = json.loads(position) if position else {"column": column, "shard": 0}
+    if begin["column"] != column:
         raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
-    ranges = {} if selection.state == "sent" else {"topics": _topics(table, selection)}
-    for shard in table.shards[begin["shard"] :]:
+    ranges = {} if selection.state in ("sent", CANCELLED) else {"topics": _topics(table, selection)}
+    for shard in _shards(table, selection)[begin["shard"] :]:
         values = selection.values | ranges | {"shard": shard, "limit": PAGE}
-        after: list[str] | None = begin.get("after") if shard == begin["shard"] else None
-        for next_after, of_shard in _ids_of_shard(table, selection, tag, values, after):
-            yield json.dumps({"column": layout.column, "shard": shard, "after": next_after}), of_shard
-        if table.layout != layout:
+        after: list[Any] | None = begin.get("after") if shard == begin["shard"] else None
+        for next_after, of_shard in _ids_of_shard(table, selection, values, after, max_bytes):
+            yield json.dumps({"column": column, "shard": shard, "after": next_after}), of_shard, set(of_shard)
+        if column == layout.column and table.layout != layout:
             # Another thread has noticed a reshard and replaced the layout: the last pages may be of the new one.
             raise LayoutChanged(f"{table.name}: the number of shards was changed. Start a new operation")
 
 
+def _bytes(rows: Mapping[str, _Row], id: str) -> int:
+    return rows[id].bytes if id in rows else 0
+
+
 def _ids_of_shard(
-    table: TaskTable, selection: TaskSelection, tag: str, values: dict[str, Any], after: Sequence[str] | None
-) -> Iterator[tuple[list[str], Sequence[str]]]:
-    """Yield the selected IDs of a shard in chunks, each with where the next begins: after an ID, and a SentAt."""
+    table: TaskTable, selection: TaskSelection, values: dict[str, Any], after: Sequence[Any] | None, max_bytes: float
+) -> Iterator[tuple[list[Any], Sequence[str]]]:
+    """Yield the selected IDs of a shard in chunks, each with where the next begins.
+
+    That is after an ID, and a SentAt. Of cancelled tasks, it is the number of tasks before it.
+    """
     statement = operator_sql.next_ids(_state(selection), selection.names)
-    values |= {"after_id": after[0] if after else ""} | _now(statement, selection)
+    values |= _now(statement, selection)
+    if selection.state == CANCELLED:
+        values |= {"offset": after[0] if after else 0}
+    else:
+        values |= {"after_id": after[0] if after else ""}
     if selection.state == "sent":
         values |= {"after": datetime.fromisoformat(after[1]) if after else selection.since or _LONG_AGO}
     rows: Sequence[Any] = range(PAGE)
     while len(rows) == PAGE:
-        rows = table.query(statement, tag, values, at=selection.as_of, seconds=SCAN_SECONDS)
-        for chunk in chunked(rows, CHUNK):
-            last_id, last_sent_at = chunk[-1]
-            yield [last_id, *([shown(last_sent_at)] if last_sent_at else [])], [id for id, _ in chunk]
-        if rows:
-            last_id, last_sent_at = rows[-1]
+        rows = table.query(statement, "outbox-select", values, at=selection.as_of, seconds=SCAN_SECONDS)
+        for chunk in chunked(rows, CHUNK, max_bytes, lambda row: row[1]):
+            last_id, _, last_sent_at = chunk[-1]
+            if "offset" in values:
+                values["offset"] += len(chunk)
+                yield [values["offset"]], [id for id, *_ in chunk]
+            else:
+                yield [last_id, *([shown(last_sent_at)] if last_sent_at else [])], [id for id, *_ in chunk]
+        if rows and "offset" not in values:
+            last_id, _, last_sent_at = rows[-1]
             values |= {"after_id": last_id} | ({"after": last_sent_at} if last_sent_at else {})
 
 
@@ -456,6 +459,6 @@ def _now(statement: str, selection: TaskSelection) -> dict[str, datetime | None]
 
 
 def _state(selection: TaskSelection) -> str:
-    if selection.state not in STATES:
+    if selection.state not in (*STATES, CANCELLED):
         raise ValueError(f"a selection without ids needs a state, not {selection.state}")
     return selection.state

@@ -24,7 +24,7 @@ COMPARED = 1_000
 #: A running operation whose last chunk is older has probably lost its process. A chunk takes up to about a minute.
 INTERRUPTED_AFTER = timedelta(minutes=1)
 #: The operations that are made in chunks, so that any process can continue them.
-IN_CHUNKS = ("retry", "resend", "purge", "cancel")
+IN_CHUNKS = ("retry", "resend", "purge", "cancel", "restore")
 _TAG = "outbox-operations"
 
 
@@ -43,7 +43,8 @@ UNNAMED = Author()
 class Operation(NamedTuple):
     """A row. `finished_at` is None while the change runs, or if it ended early. `selection` is JSON.
 
-    `selected` is the number of tasks that a dry run counted. `seen_at` is the time of the last chunk.
+    `selected` is the number of tasks that a dry run counted. `seen_at` is the time of the last chunk. `published` has,
+    as JSON, the tasks that workers had published before the operation cancelled them, with their message IDs.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Operation(NamedTuple):
     selected: int | None
     seen_at: datetime | None
     stopped_at: datetime | None
+    published: str | None = None
 
     @property
     def has_ended(self) -> bool:

@@ -5,6 +5,7 @@ CreatedAt), each with a limit, so the cost of a query does not depend on the bac
 not equal a column name: Spanner ignores case, so `shard` would mean the column.
 """
 
+import re
 from collections.abc import Collection
 from itertools import pairwise
 
@@ -22,7 +23,7 @@ from outbox.table.shared_sql import (
     workers,
 )
 from outbox.table.shared_sql import by_ids as of_ids
-from outbox.table.states import CONDITIONS, FIRST_DUE_SQL, LATER_SQL, RANGES, STATE_SQL
+from outbox.table.states import CANCELLED, CONDITIONS, FIRST_DUE_SQL, LATER_SQL, RANGES, STATE_SQL
 
 _ERROR_GROUP, _ERROR = error_groups.sql("LastError")
 _IS_EXPIRED = "(SentAt IS NULL AND COALESCE(ExpiresAt <= CURRENT_TIMESTAMP(), FALSE))"
@@ -51,7 +52,7 @@ SELECT name FROM UNNEST(@topics) AS name, UNNEST(ARRAY(
   SELECT 1 FROM {TO_SEND} WHERE Shard IN UNNEST(@shards) AND SentAt IS NULL AND Topic = name LIMIT 1))"""
 _OPERATIONS = "AsynchronousTaskOperations@{FORCE_INDEX=_BASE_TABLE}"
 _OPERATION_COLUMNS = """OperationId, Operation, StartedAt, FinishedAt, Principal, Selection, Tasks, Reason, Selected,
-  SeenAt, StoppedAt"""
+  SeenAt, StoppedAt, Published"""
 OPERATION = f"SELECT {_OPERATION_COLUMNS} FROM {_OPERATIONS} WHERE OperationId = @id"
 #: The number of tasks of an operation, with an exclusive lock.
 LOCK_TASKS = f"@{{LOCK_SCANNED_RANGES=exclusive}}\nSELECT Tasks FROM {_OPERATIONS} WHERE OperationId = @id"
@@ -154,6 +155,7 @@ def narrowed(state: str | None, names: Collection[str]) -> str:
         "error": "STRPOS(LOWER(LastError), LOWER(@error)) > 0",
         "ordering_key": "OrderingKey = @ordering_key AND OrderingKey IS NOT NULL",
         "id_prefix": "STARTS_WITH(Id, @id_prefix)",
+        "operation": "OperationId = @operation",
         "unexpired": f"NOT {_IS_EXPIRED}",
     }
     return "".join(f" AND {condition}" for name, condition in conditions.items() if name in names)
@@ -170,6 +172,27 @@ def _index(names: Collection[str]) -> tuple[str, str]:
 def _number(rows: str, names: Collection[str]) -> str:
     """Return the statement that counts `rows`. It reads only columns that both indexes have."""
     return counted(rows, index=_index(names)[0], priority="0", registered="FALSE")
+
+
+#: The number of shards of cancelled tasks.
+CANCELLED_SHARDS = 10
+_CANCELLED_BY_ID = "AsynchronousTasksCancelled@{FORCE_INDEX=_BASE_TABLE}"
+_CANCELLED_BY_TIME = "AsynchronousTasksCancelled@{FORCE_INDEX=AsynchronousTasksCancelledByTime}"
+
+
+def of_cancelled(statement: str) -> str:
+    """Return a statement about sent tasks for cancelled ones. They are in an index of the same form, by CancelledAt."""
+    for sent, cancelled in (
+        (BY_ID, _CANCELLED_BY_ID),
+        (TO_SEND, _CANCELLED_BY_TIME),
+        (IN_ORDER, _CANCELLED_BY_TIME),
+        (TO_SEND_ORDER, "Shard, SentAt"),
+        ("@shards", f"GENERATE_ARRAY(0, {CANCELLED_SHARDS - 1})"),
+        ("'sent'", f"'{CANCELLED}'"),
+        ("SentAt", "CancelledAt"),
+    ):
+        statement = statement.replace(sent, cancelled)
+    return re.sub(r"\bShard\b", "CancelledShard", statement)
 
 
 def _ranges_of(state: str, names: Collection[str]) -> list[tuple[str, str]]:
@@ -234,7 +257,7 @@ SELECT in_state, {columns} FROM (
 
 
 def listed_sent(columns: str, names: Collection[str], *, newest: bool) -> str:
-    """Return the statement for `columns` of the next @limit sent tasks by SentAt, CreatedAt and Id."""
+    """Return the statement for state and `columns` of the next @limit sent tasks by SentAt, CreatedAt and Id."""
     order = ", ".join(f"{name} DESC" if newest else name for name in ("SentAt", "CreatedAt", "Id"))
     [(places, where)] = _ranges_of("sent", names)
     return f"""
@@ -264,6 +287,8 @@ def counts_of_state(state: str, names: Collection[str]) -> list[str]:
 
     With one @now, the counts of several selections add up, however long they take.
     """
+    if state == CANCELLED:
+        return [of_cancelled(each) for each in counts_of_state("sent", names)]
     # Without ORDER BY, because a count needs no order and sorting costs time.
     return [_number(where, names) for _, where in _ranges_of(state, names)]
 
@@ -284,6 +309,8 @@ ORDER BY number DESC, head_id""")
 
 def grouped(state: str, names: Collection[str]) -> str:
     """Return the statement for the @limit largest groups of tasks at @now by topic and error, with an example of it."""
+    if state == CANCELLED:
+        return of_cancelled(grouped("sent", names))
     groups = "\nUNION ALL".join(
         f"""
   SELECT part.of_task, part.pattern, part.error FROM {places}, UNNEST(ARRAY(
@@ -297,20 +324,24 @@ GROUP BY of_task, pattern ORDER BY number DESC, of_task, pattern LIMIT @limit"""
 
 
 def next_ids(state: str, names: Collection[str]) -> str:
-    """Return the statement for the next @limit tasks (Id, SentAt) of @shard at @now, and of @topics unless it is sent.
+    """Return the statement for the next @limit tasks of @shard at @now, and of @topics unless they are sent.
 
-    The pages are read at one time, at which no task is changed yet. So each one begins after the last row of the page
-    before: after @after_id, and of sent tasks after (@after, @after_id).
+    A row has Id, Bytes and SentAt. The pages are read at one time, at which no task is changed yet. So each one begins
+    after the last row of the page before: after @after_id, and of sent tasks after (@after, @after_id). Cancelled tasks
+    are in the order of their keys, in which they are restored, from @offset on.
     """
-    narrowing = narrowed(state, names)
+    narrowing = narrowed("sent" if state == CANCELLED else state, names)
+    if state == CANCELLED:
+        rows = of_cancelled(f"SELECT Id, Bytes, NULL FROM {TO_SEND} WHERE Shard = @shard{narrowing}")
+        return f"{rows} ORDER BY CreatedAt, Sequence, Id LIMIT @limit OFFSET @offset"
     if state == "sent":
         return at_now(f"""
-SELECT Id, SentAt FROM {TO_SEND}
+SELECT Id, Bytes, SentAt FROM {TO_SEND}
 WHERE Shard = @shard AND SentAt >= @after AND (SentAt > @after OR Id > @after_id){narrowing}
 ORDER BY SentAt, Id LIMIT @limit""")
     range_ = " OR ".join(RANGES[state])
     return at_now(f"""
-SELECT Id, SentAt FROM UNNEST(@topics) AS of_topic
+SELECT Id, Bytes, SentAt FROM UNNEST(@topics) AS of_topic
 {SEEK} {_index(names)[0]} ON Shard = @shard AND SentAt IS NULL AND Topic = of_topic AND ({range_})
 WHERE Id > @after_id{narrowing}
 ORDER BY Id LIMIT @limit""")
@@ -360,18 +391,69 @@ def by_ids(condition: str, *, lock: bool = False) -> str:
   CASE WHEN {_IS_EXPIRED} AND NOT ({CONDITIONS["pending"]}) AND NOT ({CONDITIONS["blocked"]}) THEN 'expired'
     ELSE {STATE_SQL} END,
   COALESCE({condition}, FALSE), CURRENT_TIMESTAMP(), IF(ExpiresAt > CURRENT_TIMESTAMP(), ExpiresAt, NULL), BlockedBy,
-  {_ERROR}, IF({CONDITIONS["retrying"]} OR {CONDITIONS["blocked"]}, {FIRST_DUE_SQL}, NULL)"""
+  {_ERROR}, IF({CONDITIONS["retrying"]} OR {CONDITIONS["blocked"]}, {FIRST_DUE_SQL}, NULL), Bytes"""
     return of_ids(columns, lock=True) if lock else at_now(of_ids(columns))
+
+
+#: Of a cancelled task: its ID exists again.
+_EXISTS = f"EXISTS (SELECT 1 FROM {BY_ID} AS other WHERE other.Id = task.Id)"
+
+
+def cancelled_by_ids(condition: str, *, absent: bool, lock: bool = False) -> str:
+    """Return `by_ids` for cancelled tasks. With `absent`, a task matches only if no task has its ID now."""
+    exists = _EXISTS if absent else "FALSE"
+    columns = f"""Id, Topic, OrderingKey, CancelledShard, IF({exists}, 'exists', '{CANCELLED}'),
+  COALESCE({condition}, FALSE) AND NOT {exists}, CURRENT_TIMESTAMP(), ExpiresAt, BlockedBy, {_ERROR}, DueAt, Bytes"""
+    statement = _from_cancelled(of_ids(columns, lock=lock))
+    return statement if lock else at_now(statement)
+
+
+def _from_cancelled(statement: str) -> str:
+    return statement.replace(f"{BY_ID} AS task", f"{_CANCELLED_BY_ID} AS task")
+
+
+def rows_by_ids(columns: str, *, cancelled: bool = False) -> str:
+    """Return the statement for `columns` of the tasks @ids, or of cancelled ones, with exclusive locks."""
+    statement = of_ids(columns, lock=True)
+    return _from_cancelled(statement) if cancelled else statement
+
+
+#: Of a cancelled task that was deferred: it still is, because its head is unsent and not due. Without a head that
+#: waits, the commit that marks the head releases nothing, so the task is restored as released.
+STILL_HELD = f"""EXISTS (
+    SELECT 1 FROM {BY_ID} AS head
+    WHERE head.Id = task.BlockedBy AND head.Topic = task.Topic AND head.OrderingKey = task.OrderingKey
+      AND head.SentAt IS NULL AND head.AvailableAt > CURRENT_TIMESTAMP()
+      AND COALESCE(head.ExpiresAt > CURRENT_TIMESTAMP(), TRUE))"""
+
+#: Of the cancelled tasks @ids: how many have an ID that exists again, and how many of the others would follow a later
+#: task of their key that was sent since. @shard_count is that of the table.
+EXAMINED = f"""
+SELECT COUNTIF(is_there), COUNTIF(NOT is_there AND is_overtaken) FROM (
+  SELECT {_EXISTS} AS is_there, EXISTS (
+    SELECT 1 FROM {IN_ORDER} AS later
+    WHERE later.Shard = ABS(MOD(FARM_FINGERPRINT(task.OrderingKey), @shard_count))
+      AND later.OrderingKey = task.OrderingKey AND later.OrderingKey IS NOT NULL AND later.Topic = task.Topic
+      AND later.SentAt >= task.CancelledAt
+      AND (later.CreatedAt > task.CreatedAt OR later.CreatedAt = task.CreatedAt
+        AND COALESCE(later.Sequence, {-(2**63)}) > COALESCE(task.Sequence, {-(2**63)}))) AS is_overtaken
+  FROM UNNEST(@ids) AS wanted
+  {SEEK} {_CANCELLED_BY_ID} AS task ON task.Id = wanted)"""
+#: The places of the cancelled tasks @ids in the order of their keys.
+IN_KEY_ORDER = f"""
+SELECT task.Id, task.CreatedAt, task.Sequence
+FROM UNNEST(@ids) AS wanted {SEEK} {_CANCELLED_BY_ID} AS task ON task.Id = wanted"""
 
 
 #: The ID and SentAt of tasks, with exclusive locks.
 LOCK_SENT_AT = of_ids("Id, SentAt", lock=True)
 
-# The first tasks whose ID begins with each of @ids. The task with that ID itself comes first.
+_BEGINS = "Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF')"
+# The first tasks whose ID begins with each of @ids, and the first cancelled ones.
 BEGINNING_WITH = f"""
-SELECT prefix, task.Id FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY(
-  SELECT AS STRUCT Id FROM {BY_ID}
-  WHERE Id BETWEEN prefix AND CONCAT(prefix, '\\U0010FFFF') ORDER BY Id LIMIT @limit)) AS task"""
+SELECT prefix, found FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY_CONCAT(
+  ARRAY(SELECT Id FROM {BY_ID} WHERE {_BEGINS} ORDER BY Id LIMIT @limit),
+  ARRAY(SELECT Id FROM {_CANCELLED_BY_ID} WHERE {_BEGINS} ORDER BY Id LIMIT @limit))) AS found"""
 
 
 #: Both ends of the message of a task, and its size.
@@ -381,3 +463,8 @@ ENDS = f"SELECT SUBSTR(Data, 1, @limit), SUBSTR(Data, -@limit), Bytes FROM {BY_I
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
     return f"SELECT CURRENT_TIMESTAMP(), {STATE_SQL}, {columns} FROM {BY_ID} WHERE Id = @id"
+
+
+def cancelled_task(columns: str) -> str:
+    """Return the statement for the `columns` of the cancelled task @id."""
+    return f"SELECT CURRENT_TIMESTAMP(), '{CANCELLED}', {columns} FROM {_CANCELLED_BY_ID} WHERE Id = @id"

@@ -20,13 +20,15 @@ from outbox.base.values import chunked
 from outbox.errors import SettingError
 from outbox.message import data_field, parsed
 from outbox.table import ddl
-from outbox.table.states import NEVER, UNSENT
+from outbox.table.states import CANCELLED, NEVER, UNSENT
 
 _COLUMNS = (
     "Id", "Topic", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt",
     "Attempts", "LastError", "SentAt", "Bytes",
 )  # fmt: skip
 _ALL_COLUMNS = tuple(dict.fromkeys((*_COLUMNS, *ddl.columns())))
+#: Of a cancelled task, columns of its own stand for these, and it was not sent.
+_OF_CANCELLED = {"SentAt": "CancelledAt", "Shard": "OperationId"}
 
 #: Time windows that are searched for sent tasks, one after the other, before all sent tasks are read.
 WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))
@@ -100,7 +102,7 @@ def find(
     after: str | None = None,
     limit: int = 100,
 ) -> Page:
-    """Return the oldest, or newest, tasks of some states: by SentAt of sent tasks, and by CreatedAt of others.
+    """Return the oldest, or newest, tasks of some states: by SentAt, CancelledAt, or CreatedAt of unsent tasks.
 
     The fields of the `selection` that narrow it are used. `after` is the cursor of a page in the same order. A task
     keeps its place while it is unsent, so one that stays in the list is on one page if all pages are `whole`.
@@ -111,7 +113,8 @@ def find(
     reader = _Reader(table, selection, position, newest, limit + 1, at)
     unsent = [state for state in UNSENT if state in states]
     tasks, whole = reader.unsent(unsent) if unsent else ([], True)
-    tasks = sorted([*tasks, *(reader.sent() if "sent" in states else [])], key=_place, reverse=newest)
+    tasks += [task for state in ("sent", CANCELLED) if state in states for task in reader.sent(state)]
+    tasks = sorted(tasks, key=_place, reverse=newest)
     page = tasks[:limit]
     return Page(
         tasks=sorted(page, key=lambda task: _publish_place(task.columns), reverse=newest),
@@ -139,7 +142,7 @@ def errors(table: TaskTable, backlog: Backlog) -> list[ErrorCount]:
     for state in UNSENT:
         if topics := [topic for topic, line in lines.items() if getattr(line, state)]:
             range_ = "due" if state == "pending" else state
-            tasks = reader.of_ranges([range_], topics, max(ERRORS_READ, range_limit(ranges_of(table, topics))))
+            tasks = reader.of_ranges([range_], topics, max(ERRORS_READ, range_limit(ranges_of(table.shards, topics))))
             failed = [dataclasses.replace(task, state=state) for task in tasks if task.columns["LastError"]]
             found += count_errors(failed, at_least=len(tasks) == ERRORS_READ)
     return sorted(found, key=lambda count: -count.tasks)
@@ -152,7 +155,7 @@ def blocked_heads(table: TaskTable, backlog: Backlog, limit: int = 100) -> list[
     """
     topics = [topic for topic, line in backlog.topics().items() if line.blocked]
     reader = _Reader(table, ALL, _BEGIN, newest=False, limit=limit, at=backlog.as_of)
-    values = {"topics": topics, "ceiling": range_limit(ranges_of(table, backlog.topics())), "limit": limit}
+    values = {"topics": topics, "ceiling": range_limit(ranges_of(table.shards, backlog.topics())), "limit": limit}
     rows = reader.query(operator_sql.blocked_heads(", ".join(_COLUMNS)), **values)
     return [BlockedHead(id, number, _task(reader.at, row) if row[1] else None) for id, number, *row in rows]
 
@@ -174,7 +177,7 @@ class _Reader:
         topics = [topic] if topic is not None else self.table.topics(at=self.at)
         # A filter may hold for few of the tasks, so more of them are read.
         most = MAX_TOTAL if self.selection.names - {"topic"} else None
-        ranges = ranges_of(self.table, topics)
+        ranges = ranges_of(self.table.shards, topics)
         ceiling = max(self.limit, range_limit(ranges, most))
         counting = operator_sql.compared(states, self.selection.names)
         counts = (count(self.query, each, ranges, ceiling, **self.selection.values) for each in counting)
@@ -186,24 +189,25 @@ class _Reader:
         statement = operator_sql.listed_unsent(states, ", ".join(_COLUMNS), names, newest=self.newest)
         return self._tasks(statement, self.selection.values | {"topics": topics, "ceiling": ceiling})
 
-    def sent(self) -> list[Task]:
-        """Search growing time windows, because there may be millions of sent tasks."""
+    def sent(self, state: str = "sent") -> list[Task]:
+        """Search growing time windows, because there may be millions of sent, or cancelled, tasks."""
         tasks: list[Task] = []
-        for window in self._windows():
-            statement = operator_sql.listed_sent(", ".join(_COLUMNS), window.names, newest=self.newest)
+        for window in self._windows(state):
+            columns = ", ".join((*_COLUMNS, *(["OperationId"] if state == CANCELLED else [])))
+            statement = _of_state(state, operator_sql.listed_sent(columns, window.names, newest=self.newest))
             tasks = self._tasks(statement, window.values)
             if len(tasks) >= self.limit:
                 break
         return tasks
 
-    def _windows(self) -> Iterator[TaskSelection]:
+    def _windows(self, state: str) -> Iterator[TaskSelection]:
         since, until = self.selection.since or _LONG_AGO, self.selection.until or NEVER
         if self.newest:
             until = min(until, self.position.time + _RESOLUTION)
             edge = min(until, self.at + timedelta(seconds=1))
             parts = [(max(since, edge - window), until) for window in WINDOWS]
         else:
-            first = [sent_at for (sent_at,) in self.query(operator_sql.FIRST_SENT)]
+            first = [sent_at for (sent_at,) in self.query(_of_state(state, operator_sql.FIRST_SENT))]
             since = max(since, self.position.time, min(first, default=_LONG_AGO))
             parts = [(since, min(until, since + window)) for window in WINDOWS]
         for part in dict.fromkeys([*parts, (since, until)]):
@@ -222,14 +226,24 @@ class _Reader:
         return self.table.query(statement, "outbox-list", {**used, **now, **shards}, at=self.at, seconds=SCAN_SECONDS)
 
 
+def _of_state(state: str, statement: str) -> str:
+    return operator_sql.of_cancelled(statement) if state == CANCELLED else statement
+
+
 def _task(as_of: datetime, row: Sequence[Any]) -> Task:
-    """Return the task of a row with its state and _COLUMNS."""
-    return Task(row[0], dict(zip(_COLUMNS, row[1:], strict=True)), as_of)
+    """Return the task of a row with its state and _COLUMNS, and if it is cancelled also with OperationId."""
+    columns = dict(zip(_COLUMNS, row[1:], strict=False))
+    if row[0] == CANCELLED:
+        columns |= {"SentAt": None, "CancelledAt": columns["SentAt"], "OperationId": row[-1]}
+    return Task(row[0], columns, as_of)
+
+
+def _time(columns: Mapping[str, Any]) -> Any:
+    return columns.get("CancelledAt") or columns["SentAt"] or columns["CreatedAt"]
 
 
 def _place(task: Task) -> _Place:
-    columns = task.columns
-    return _Place(columns["SentAt"] or columns["CreatedAt"], columns["CreatedAt"], columns["Id"])
+    return _Place(_time(task.columns), task.columns["CreatedAt"], task.columns["Id"])
 
 
 def _cursor(position: _Place, *, newest: bool) -> str:
@@ -273,17 +287,23 @@ def beginning_with(table: TaskTable, prefixes: Sequence[str], limit: int) -> dic
     for ids in chunked(prefixes, CHUNK):
         for prefix, id in table.query(operator_sql.BEGINNING_WITH, "outbox-show", {"ids": list(ids), "limit": limit}):
             matches[prefix].append(id)
-    return {prefix: sorted(ids) for prefix, ids in matches.items()}
+    return {prefix: sorted({*ids}) for prefix, ids in matches.items()}
 
 
 def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
-    """Return one task with all columns, or None if it does not exist. `Data` is bytes, and missing without `data`."""
+    """Return one task with all columns, or None if it does not exist. `Data` is bytes, and missing without `data`.
+
+    A cancelled task has CancelledAt and OperationId, and no Shard.
+    """
     names = [name for name in _ALL_COLUMNS if data or name != "Data"]
     rows = table.query(operator_sql.task(", ".join(names)), "outbox-show", {"id": id})
     if not rows:
+        names = [_OF_CANCELLED.get(name, name) for name in names]
+        rows = table.query(operator_sql.cancelled_task(", ".join(names)), "outbox-show", {"id": id})
+    if not rows:
         return None
     as_of, state, *values = rows[0]
-    columns = dict(zip(names, values, strict=True))
+    columns: dict[str, Any] = {"SentAt": None} | dict(zip(names, values, strict=True))
     if data:
         columns["Data"] = b64decode(columns["Data"])  # the client returns BYTES in base64
     return Task(state, columns, as_of)
@@ -297,7 +317,8 @@ def excerpt(table: TaskTable, task: Task) -> tuple[Mapping[str, str], bytes, int
     """
     if task.columns["Bytes"] <= 2 * END_BYTES:
         return None
-    rows = table.query(operator_sql.ENDS, "outbox-show", {"id": task.columns["Id"], "limit": END_BYTES})
+    statement = _of_state(task.state, operator_sql.ENDS)
+    rows = table.query(statement, "outbox-show", {"id": task.columns["Id"], "limit": END_BYTES})
     head, tail, size = (b64decode(rows[0][0]), b64decode(rows[0][1]), rows[0][2]) if rows else (b"", b"", 0)
     length, begin = data_field(head)
     left = size - begin - length
@@ -309,5 +330,4 @@ def excerpt(table: TaskTable, task: Task) -> tuple[Mapping[str, str], bytes, int
 
 def _publish_place(columns: Mapping[str, Any]) -> tuple[Any, ...]:
     sequence = columns["Sequence"]
-    time = columns["SentAt"] or columns["CreatedAt"]
-    return time, columns["CreatedAt"], sequence is not None, sequence or 0, columns["Id"]
+    return _time(columns), columns["CreatedAt"], sequence is not None, sequence or 0, columns["Id"]

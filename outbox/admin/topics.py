@@ -46,7 +46,7 @@ def sent_lately(table: TaskTable) -> set[str]:
     def query(statement: str, **values: Any) -> list[list[Any]]:
         return table.query(statement, _TAG, values | {"now": now}, seconds=SCAN_SECONDS)
 
-    rows, _ = count(query, operator_sql.COUNT_SENT, ranges_of(table), COUNT_LIMIT)
+    rows, _ = count(query, operator_sql.COUNT_SENT, ranges_of(table.shards), COUNT_LIMIT)
     return {row.topic for row in rows}
 
 

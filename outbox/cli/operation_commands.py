@@ -15,17 +15,17 @@ from outbox.program.terminal import as_json, say
 from outbox.table.ddl import OPERATION_NAMES
 
 DESCRIPTION = """\
-List the last changes, newest first: retry, resend, purge, cancel, pause, resume and controls
-of topics, reshard, replay of the pipeline, stop and continue of an operation, and view of a
-message in the console. Each line has the account, the reason, the selection and the number
-of changed tasks. A change without FINISHED is still running, or ended early. A filter is
-compared with about the last 16,000 changes.
+List the last changes, newest first: retry, resend, purge, cancel, restore, pause, resume and
+controls of topics, reshard, replay of the pipeline, stop and continue of an operation, and
+view of a message in the console. Each line has the account, the reason, the selection and
+the number of changed tasks. A change without FINISHED is still running, or ended early. A
+filter is compared with about the last 16,000 changes.
 
     outbox operations --project my-project --instance main --database shop
     outbox operations --operation cancel --topic orders --principal jane ..."""
 CONTINUE_DESCRIPTION = """\
-Continue a retry, resend, purge or cancel that was stopped or whose process is gone, after the
-last tasks that are done. `outbox operations --json` has the IDs. If another process still
+Continue a retry, resend, purge, cancel or restore that was stopped or whose process is gone,
+after the last tasks that are done. `outbox operations --json` has the IDs. If another process still
 works on the operation, one of them ends, and no task is changed twice.
 
     outbox operations continue 4f0c... --project my-project --instance main --database shop"""
@@ -63,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
     operations = latest[: options.limit]
     if options.json:
         for each in operations:
-            say(as_json(each._asdict() | {"selection": admin.operations.parsed(each.selection)}))
+            parsed = {"selection": each.selection, "published": each.published or "null"}
+            say(as_json(each._asdict() | {name: admin.operations.parsed(text) for name, text in parsed.items()}))
     else:
         say(f"as of {shown(now)}", _table(operations) if operations else "No operations.")
     if len(latest) > options.limit:

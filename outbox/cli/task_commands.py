@@ -20,11 +20,11 @@ from outbox.program.output import by_field, note, shortened, table
 from outbox.program.settings import MOMENT, resolved
 from outbox.program.signals import exit_on
 from outbox.program.terminal import as_json, cell, escaped, say, write
-from outbox.table.states import LEFT_TO_SEND, STATES, UNSENT, is_dead
+from outbox.table.states import CANCELLED, LEFT_TO_SEND, STATES, UNSENT, is_dead
 
 LIST_DESCRIPTION = """\
-List the tasks of some states, or all unsent tasks, sorted by SentAt of sent tasks and
-CreatedAt of others. If there are more tasks than --limit, the command prints the flag
+List the tasks of some states, or all unsent tasks, sorted by SentAt, CancelledAt, or
+CreatedAt of unsent tasks. If there are more tasks than --limit, the command prints the flag
 for the next page. Tasks that are sent or registered meanwhile do not shift the pages.
 --json prints one object per line.
 
@@ -36,7 +36,8 @@ there are more.
     outbox list --state dead --project my-project --instance main --database shop
     outbox list --state sent --topic orders --since 2h --until 1h ...
     outbox list --state dead --state retrying --newest --limit 20 ...
-    outbox list --state retrying --error NOT_FOUND --json ... | jq .id"""
+    outbox list --state retrying --error NOT_FOUND --json ... | jq .id
+    outbox list --state cancelled --topic orders ..."""
 SHOW_DESCRIPTION = """\
 Show one task with every column, and the message that subscribers receive.
 
@@ -58,10 +59,10 @@ def add(commands: Any) -> None:
     """Add the three commands to the subparsers `commands`."""
     listing = flags.command(commands, "list", "list the tasks of a state", LIST_DESCRIPTION, run_list)
     text = "Only tasks in this state. The flag may be repeated"
-    flags.add_state(listing, STATES, text, action="append", dest="states", default=[])
+    flags.add_state(listing, (*STATES, CANCELLED), text, action="append", dest="states", default=[])
     flags.add_narrowing(listing)
     order = listing.add_mutually_exclusive_group()
-    text = "Sort the newest tasks first. This is the default with --state sent alone."
+    text = "Sort the newest tasks first. This is the default with --state sent or cancelled alone."
     order.add_argument("--newest", action="store_true", default=None, help=text)
     order.add_argument("--oldest", dest="newest", action="store_false", help="Sort the oldest tasks first.")
     flags.add(listing, "--after", flags.TEXT, "Continue the list. The command prints CURSOR", metavar="CURSOR")
@@ -84,7 +85,7 @@ def run_list(options: argparse.Namespace) -> int:
     """Print tasks; returns 0. Raises SettingError, NotReached, OutboxError."""
     task_table, states = flags.open_table(options), options.states or UNSENT
     selection = flags.selection(options, task_table.now())
-    newest = options.states == ["sent"] if options.newest is None else options.newest
+    newest = options.states in (["sent"], [CANCELLED]) if options.newest is None else options.newest
     page = admin.tasks.find(task_table, states, selection, newest=newest, after=options.after, limit=options.limit)
     if options.json:
         for task in page.tasks:
@@ -133,6 +134,8 @@ def _table(tasks: "Sequence[admin.tasks.Task]") -> str:
         "CREATED": [task.columns["CreatedAt"] for task in tasks],
         "AVAILABLE": [None if is_dead(at) else at for at in (task.columns["AvailableAt"] for task in tasks)],
         "SENT": [task.columns["SentAt"] for task in tasks],
+        "CANCELLED": [task.columns.get("CancelledAt") for task in tasks],
+        "BY": [task.columns.get("OperationId") for task in tasks],
         "ATTEMPTS": [task.columns["Attempts"] or None for task in tasks],
         "KEY": [task.columns["OrderingKey"] for task in tasks],
         "BLOCKED BY": [task.columns["BlockedBy"] if task.state == "blocked" else None for task in tasks],
@@ -150,7 +153,7 @@ def run_show(options: argparse.Namespace) -> int:
     if task is None:
         why = (
             ". Either its transaction was not committed, or the task was deleted: after it was sent (retention, "
-            "`outbox purge`), or before that (`outbox cancel`)"
+            "`outbox purge`), or before that (`outbox.cancel` of an application)"
         )
         # `full_ids` has said that a shorter prefix is too short.
         raise OutboxError(f"task {id!r} does not exist{why if len(id) >= flags.MIN_PREFIX else ''}")
@@ -160,6 +163,8 @@ def run_show(options: argparse.Namespace) -> int:
     if task.state == "blocked" and admin.changes.count(task_table, as_retried, exact=True).number:
         note(f"task {escaped(task.columns['BlockedBy'])} no longer blocks this task. `outbox retry` sends it now")
     _note_holds(task_table, [task], task.as_of)
+    if task.state == CANCELLED:
+        note(f"the task was cancelled. `outbox restore {escaped(id)}` puts it back")
     if message is None:
         note("Data is not a serialized google.pubsub.v1.PubsubMessage. The bytes of the column are shown")
     if options.raw:

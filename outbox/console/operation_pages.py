@@ -1,4 +1,4 @@
-"""Retry, resend, cancel or purge selected tasks, or all that match a filter: first a preview, then an operation.
+"""Change selected tasks, or all that match a filter: first what would happen, then an operation.
 
 The form of the first page has the previewed number, the time of the preview, and the ID of the operation. So an
 operation changes only tasks that the person has seen, and a form that is sent twice begins one operation. The page of
@@ -22,7 +22,7 @@ from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import MOMENT, matching, resolved, whole_number
-from outbox.table.states import CHANGED, MARKS_FINAL_AFTER
+from outbox.table.states import CANCELLED, CHANGED, MARKS_FINAL_AFTER
 
 COUNT = whole_number(1, 2**63 - 1)
 ID = matching("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "the ID of an operation")
@@ -48,7 +48,7 @@ class Action:
     def _preview(self, visit: Visit) -> Response:
         now = visit.console.table.now()
         selection = self._selection(visit, now)
-        found = admin.changes.preview(visit.console.table, selection)
+        found = admin.changes.preview(visit.console.table, selection, self.name)
         return render(
             visit,
             "acting",
@@ -96,7 +96,7 @@ class Action:
             raise Refused(400, "No task is selected", "Check the tasks, or act on all that match.")
         found = selections.read(visit.query, at)
         # An at-most-once task is marked as sent shortly before it is published.
-        newest = at - MARKS_FINAL_AFTER if self.name == "purge" else at
+        newest = at - MARKS_FINAL_AFTER if self.name == "purge" and found.state != CANCELLED else at
         selection = dataclasses.replace(
             found,
             state=found.state or OF_IDS[self.name],
@@ -144,7 +144,8 @@ class Resend(Action):
 ACTIONS = (
     Action("retry", Role.OPERATOR, CHANGED["retry"], "become due now, with 0 failed attempts"),
     Resend("resend", Role.OPERATOR, CHANGED["resend"], "are published again, only to the topic that you name"),
-    Action("cancel", Role.DESTROYER, CHANGED["cancel"], "are deleted permanently and not published any more"),
+    Action("cancel", Role.DESTROYER, CHANGED["cancel"], "are taken out and not published any more"),
+    Action("restore", Role.OPERATOR, CHANGED["restore"], "are put back as they were"),
     Action("purge", Role.DESTROYER, CHANGED["purge"], "are deleted, so that they cannot be sent again"),
 )
 

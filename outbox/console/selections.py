@@ -11,19 +11,20 @@ from outbox.base.times import shown
 from outbox.console.visits import Refused, Visit, checked
 from outbox.errors import SettingError
 from outbox.program.settings import MOMENT, one_of, resolved
-from outbox.table.states import STATES
+from outbox.table.states import CANCELLED, STATES
 
 #: The texts of a filter: the name in the address, the field of a TaskSelection, and its allowed values.
 TEXTS = {
-    "state": ("state", one_of(*STATES)),
+    "state": ("state", one_of(*STATES, CANCELLED)),
     "topic": ("topic", flags.TOPIC),
     "error": ("error", flags.TEXT),
     "key": ("ordering_key", flags.KEY),
     "prefix": ("id_prefix", flags.ID),
+    "by": ("operation", flags.ID),
 }
 TIMES = ("since", "until")
 #: The fields that a person fills in.
-FILTERS = ("topic", *TIMES, "error", "key", "prefix")
+FILTERS = ("topic", *TIMES, "error", "key", "prefix", "by")
 
 
 def read(query: QueryParams, now: datetime) -> TaskSelection:
@@ -45,7 +46,7 @@ def address(selection: TaskSelection) -> dict[str, Any]:
     query = {name: getattr(selection, field) for name, (field, _) in TEXTS.items()}
     times = {name: shown(time) if (time := getattr(selection, name)) else None for name in TIMES}
     more = {"id": list(selection.ids or ()), "expired": int(selection.include_expired) or None}
-    return query | times | more | ({} if selection.state in STATES else {"state": None})
+    return query | times | more | ({} if selection.state in (*STATES, CANCELLED) else {"state": None})
 
 
 def command(visit: Visit, name: str, selection: TaskSelection, **more: object) -> str | None:
@@ -54,11 +55,15 @@ def command(visit: Visit, name: str, selection: TaskSelection, **more: object) -
     if name == "resend" and not query["prefix"] and not query["error"]:
         given = {each: query[each] for each in ("topic", *TIMES)}
         return visit.command(name, *query["id"], **given, ordering_key=query["key"], to="TOPIC", **more)
-    if query["key"] or query["prefix"]:
+    if query["key"] or query["prefix"] or (query["by"] and name != "restore"):
         return None
+    if query["by"]:
+        return visit.command(name, query["by"], **{each: query[each] for each in ("topic", "error", *TIMES)}, **more)
     if name == "purge":
         excess = query["id"] or query["since"] or query["error"]
-        return None if excess else visit.command(name, topic=query["topic"], sent_before=query["until"], **more)
+        is_sent = selection.state == "sent"
+        times = {f"{selection.state}_before": query["until"], "state": None if is_sent else selection.state}
+        return None if excess else visit.command(name, topic=query["topic"], **times, **more)
     given = {each: query[each] for each in ("state", "topic", "error", *TIMES)}
     return visit.command(
         name, *query["id"], **given, include_expired=name == "retry" and selection.include_expired, **more

@@ -19,7 +19,7 @@ from outbox.console.operation_pages import ACTIONS
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, render
 from outbox.errors import OutboxError
-from outbox.table.states import is_dead
+from outbox.table.states import CANCELLED, is_dead
 
 #: Tasks on one page, and max results of each kind of a search.
 PAGE, RESULTS = 50, 20
@@ -29,6 +29,8 @@ DEFAULT_STATE = "dead"
 KEY_TASKS = 1_000
 #: What the times of a task mean.
 EVENTS = {"CreatedAt": "registered", "SentAt": "sent", "AvailableAt": "due", "ExpiresAt": "expires"}
+#: The states of tasks that have no place in their ordering key.
+OUT_OF_KEY = ("sent", CANCELLED)
 
 
 def show(visit: Visit) -> Response:
@@ -87,7 +89,7 @@ def show_one(visit: Visit) -> Response:
         "task",
         task=task,
         line=_time_line(columns, status.operations if status else ()),
-        of_key=_of_key(visit, columns) if columns["OrderingKey"] and task.state != "sent" else (),
+        of_key=_of_key(visit, columns) if columns["OrderingKey"] and task.state not in OUT_OF_KEY else (),
         actions=[each for each in ACTIONS if task.state in each.states],
         command=visit.command("show", columns["Id"]),
     )
@@ -106,7 +108,11 @@ def _time_line(columns: Mapping[str, Any], operations: Iterable[Operation]) -> l
     names = ("CreatedAt", "SentAt") if columns["SentAt"] else ("CreatedAt", "AvailableAt", "ExpiresAt")
     # At the end of a deferral, a worker reads the head. It does not publish the task.
     events = EVENTS | ({"AvailableAt": "the head of its key is checked again"} if columns["BlockedBy"] else {})
-    line = [(columns[name], events[name], None) for name in names if columns[name] and not is_dead(columns[name])]
+    line: list[tuple[datetime, str, str | None]] = [
+        (columns[name], events[name], None) for name in names if columns[name] and not is_dead(columns[name])
+    ]
+    if cancelled_at := columns.get("CancelledAt"):
+        line.append((cancelled_at, "cancelled", columns["OperationId"]))
     # A view changes nothing, and a task that was cancelled or purged is gone.
     retries = [each for each in operations if each.operation == "retry" and each.started_at >= columns["CreatedAt"]]
     relations = ((each, _relation(each, columns)) for each in retries)

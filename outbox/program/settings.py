@@ -98,8 +98,8 @@ def seconds(low: float, high: float) -> SettingType:
 
 def one_of(*choices: str) -> SettingType:
     """Return the type of texts that are one of `choices`."""
-    *others, last = choices
-    return SettingType(lambda text: choices[choices.index(text)], f"{', '.join(others)} or {last}", choices)
+    allowed = " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
+    return SettingType(lambda text: choices[choices.index(text)], allowed, choices)
 
 
 def matching(pattern: str, allowed: str) -> SettingType:

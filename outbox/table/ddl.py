@@ -26,11 +26,14 @@ NOT_OF_ROLES = "constraint AsynchronousTasksOrderingKey"
 OPERATIONS = "AsynchronousTaskOperations"
 #: The values of its column Operation.
 OPERATION_NAMES = (
-    "retry", "resend", "purge", "cancel", "stop", "continue", "view", "pause", "resume", "controls", "replay",
+    "retry", "resend", "purge", "cancel", "restore", "stop", "continue", "view", "pause", "resume", "controls",
+    "replay",
     "reshard",
 )  # fmt: skip
+#: The tasks that operators have cancelled.
+CANCELLED = "AsynchronousTasksCancelled"
 #: Tables that the relay does not need.
-_NOT_OF_RELAY = (OPERATIONS, "ProcessedTasks")
+_NOT_OF_RELAY = (OPERATIONS, CANCELLED, "ProcessedTasks")
 
 CHANGE_STREAM = "AsynchronousTasksInserts"
 #: For readers that want to know of new tasks: one record for each registered task, none for marks and deletions.
@@ -53,7 +56,7 @@ def statements(
 
     Args:
         shards: 1 to 1,000.
-        retention_days: sent tasks are deleted when they are older, 1 to 3,650; None keeps them.
+        retention_days: sent and cancelled tasks are deleted when they are older, 1 to 3,650; None keeps them.
         change_stream: add the change stream AsynchronousTasksInserts.
         relay_only: leave out the tables that the relay does not need.
         layout: that of a table that has been resharded.
@@ -67,14 +70,17 @@ def statements(
         raise ValueError(f"retention_days is {retention_days}. It must be None or 1 to {MAX_RETENTION_DAYS}")
     table, *others = cut(text())
     if relay_only:
-        others = [each for each in others if not any(f"TABLE {name} " in each for name in _NOT_OF_RELAY)]
+        others = [each for each in others if not re.search(rf" ({'|'.join(_NOT_OF_RELAY)}) \(", each)]
     table = re.sub(r"(FARM_FINGERPRINT\(.+\), )\d+(?=\)\))", rf"\g<1>{shards}", table)
-    if retention_days is None:
-        table = re.sub(r",\s*ROW DELETION POLICY \(.+\)$", "", table)
-    else:
-        table = re.sub(r"INTERVAL \d+ DAY", f"INTERVAL {retention_days} DAY", table)
-    found = [table, *others, *([_CHANGE_STREAM] if change_stream else [])]
+    found = [*(_kept(each, retention_days) for each in (table, *others)), *([_CHANGE_STREAM] if change_stream else [])]
     return [layout.sql(each) for each in found] if layout else found
+
+
+def _kept(statement: str, days: int | None) -> str:
+    """Return the DDL of a table of tasks with this retention. Other statements stay as they are."""
+    if days is None:
+        return re.sub(r",\s*ROW DELETION POLICY \(OLDER_THAN\((SentAt|CancelledAt),.+\)$", "", statement)
+    return re.sub(r"(\((?:SentAt|CancelledAt), INTERVAL )\d+", rf"\g<1>{days}", statement)
 
 
 def columns() -> dict[str, str]:
@@ -92,7 +98,7 @@ def added_layout(layout: Layout) -> list[str]:
     """Return the DDL that adds a layout to a table: its column, and its indexes."""
     table, *others = statements(layout.shards, layout=layout)
     [column] = re.findall(rf"^  ({layout.column} .+),$", table, re.MULTILINE)
-    indexes = [each for each in others if each.startswith("CREATE INDEX ")]
+    indexes = [each for each in others if re.match(r"CREATE INDEX \w+\s+ON AsynchronousTasks \(", each)]
     return [f"ALTER TABLE AsynchronousTasks ADD COLUMN {' '.join(column.split())}", *indexes]
 
 

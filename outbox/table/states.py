@@ -84,12 +84,15 @@ UNSENT_STATES = (
 )
 UNSENT = tuple(state.name for state in UNSENT_STATES)
 STATES = (*UNSENT, "sent")
-#: The states of the tasks that an operator may retry, resend, cancel or purge. Pending tasks need no retry.
+#: The state of the tasks that operators have cancelled. They are in a table of their own.
+CANCELLED = "cancelled"
+#: The states of the tasks that an operator may change or resend. Pending tasks need no retry.
 CHANGED = {
     "retry": ("dead", "sent", "retrying", "scheduled"),
     "resend": ("sent",),
     "cancel": UNSENT,
-    "purge": ("sent",),
+    "purge": ("sent", CANCELLED),
+    "restore": (CANCELLED,),
 }
 #: The states in which workers send a task as soon as they can, without an operator.
 LEFT_TO_SEND = ("pending", "retrying")

@@ -3,6 +3,7 @@
 `Delivery` publishes and marks in one transaction. The other kinds of delivery are in `kinds`.
 """
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TypeVar
@@ -79,7 +80,9 @@ class Delivery:
                 self._release_heads()
         except StoreError as error:
             self._begin_marking(error)
-        return self._delivered()
+        delivered = self._delivered()
+        self._record_cancelled(delivered.cancelled())
+        return delivered
 
     def mark_again(self) -> Iterator[Unmarked | Cancelled]:
         """Mark again, in transactions that publish nothing.
@@ -93,6 +96,7 @@ class Delivery:
                 to_mark -= set(unmarked.claim.ids if unmarked.given_up else ())
                 yield unmarked
             if cancelled := {id: of for id, of in self._delivered().cancelled().items() if id in to_mark}:
+                self._record_cancelled(cancelled)
                 yield Cancelled(self.claim, cancelled)
             if self._timing.transactions > 1:
                 self._release_heads()
@@ -122,6 +126,12 @@ class Delivery:
         if changes:
             self._tools.marking.committed()
         return committed
+
+    def _record_cancelled(self, message_ids: Mapping[str, str]) -> None:
+        """Add tasks to the records of the operations that cancelled them. If that fails, only the log names them."""
+        if message_ids:
+            with contextlib.suppress(StoreError):
+                self._tools.store.record_published(message_ids)
 
     def _release_heads(self) -> None:
         release_heads(self.claim, self._tools.store, skip_dead=self._policy.skip_dead, transact=self._transact)

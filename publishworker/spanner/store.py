@@ -1,8 +1,10 @@
 """All reads and writes of the relay on Spanner. The SQL is in `statements`."""
 
 import contextlib
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import Any, Protocol
 
 from google.api_core.exceptions import Aborted
@@ -10,8 +12,10 @@ from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject, KeySet, Reques
 from google.protobuf.struct_pb2 import ListValue, Value
 
 from outbox.base.schedules import ABORTED
+from outbox.base.values import json_texts
 from outbox.table.connection import STREAM_RETRY, Deadline, LimitedDatabase
 from outbox.table.controls import TopicControls
+from outbox.table.ddl import CANCELLED, OPERATIONS
 from outbox.table.layouts import Layout, by_layout
 from outbox.table.shared_sql import FORGET_WORKER_SECONDS, parameters
 from outbox.table.transact import PESSIMISTIC, transact
@@ -46,6 +50,9 @@ HEARTBEAT_TIMEOUT_SECONDS = 5.0
 #: An aborted transaction is retried until this many seconds after it began.
 ABORTED_SECONDS = 20.0
 
+#: Max published tasks that the record of a cancel names. The log names all of them.
+MAX_RECORDED = 1_000
+
 #: Called under the lock with the rows and the database's time, and again after an abort. Returns the changes by ID.
 Decide = Callable[[Sequence[LockedRow], datetime], Mapping[str, RowChange]]
 
@@ -77,6 +84,9 @@ class Store(Protocol):
 
         Return the commit timestamp. After an abort, the transaction runs again and calls `decide` again.
         """
+
+    def record_published(self, message_ids: Mapping[str, str]) -> None:
+        """Add published tasks that were cancelled, with their message IDs, to the records of the operators' cancels."""
 
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
         """Write a heartbeat. Delete the rows of the workers in `remove`."""
@@ -169,8 +179,16 @@ class SpannerStore:
             relay_sql.write_changes(transaction, locked, decide(locked, now))
             return transaction
 
+        committed: datetime = self._transact(work).committed
+        return committed
+
+    def record_published(self, message_ids: Mapping[str, str]) -> None:
+        """See Store."""
+        self._transact(lambda transaction: _record_published(transaction, message_ids, self.request))
+
+    def _transact(self, work: Callable[[Any], Any]) -> Any:
         with self._store_errors():
-            transaction = transact(
+            return transact(
                 self._database,
                 work,
                 timeout_secs=ABORTED_SECONDS,
@@ -179,8 +197,6 @@ class SpannerStore:
                 commit_request_options={"priority": self._priority},
                 **PESSIMISTIC,
             )
-        committed: datetime = transaction.committed
-        return committed
 
     def heartbeat(self, heartbeat: Heartbeat, remove: Collection[str] = ()) -> None:
         """See Store. One request, a commit without reads.
@@ -248,6 +264,23 @@ class SpannerStore:
             if isinstance(error, StoreError):
                 raise
             raise error_class(error)(describe(error)) from error
+
+
+def _record_published(
+    transaction: Any, message_ids: Mapping[str, str], request: Callable[[str, float], Mapping[str, Any]]
+) -> None:
+    """Buffer the records of operations that have cancelled these tasks. An application's cancel has no record."""
+
+    def read(table: str, columns: Sequence[str], ids: Iterable[str]) -> list[list[Any]]:
+        keys = KeySet(keys=[[id] for id in ids])
+        return list(transaction.read(table, columns, keys, **request("outbox-cancelled", LOCK_SECONDS)))
+
+    operation_of = dict(map(tuple, read(CANCELLED, ("Id", "OperationId"), message_ids)))
+    for id, text in read(OPERATIONS, ("OperationId", "Published"), sorted({*operation_of.values()})):
+        found = json_texts(text)
+        found |= {task: message for task, message in message_ids.items() if operation_of.get(task) == id}
+        first = dict(islice(found.items(), MAX_RECORDED))
+        transaction.update(OPERATIONS, ("OperationId", "Published"), [(id, json.dumps(first))])
 
 
 def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:

@@ -497,3 +497,25 @@ def test_a_resend_in_the_browser_publishes_to_the_named_topic(
     assert "2 of 3 in the preview. The others were refused by Pub/Sub" in jane.get(f"/operation?id={done.id}").text
     assert rows_of(database) == before
     assert "needs the IDs or the topic" in jane.get("/tasks/resend?state=sent").text
+
+
+def test_cancelled_tasks_are_found_and_restored(database: Database, table: TaskTable, jane: TestClient) -> None:
+    """From the page of the operation, of the task, and by the search."""
+    insert(database, [row("task-1"), row("task-2"), row("task-3")])
+    before = rows_of(database)
+    number = {"count": "3", "typed": "3"}
+    cancel = finished(table, begun(jane, "/tasks/cancel?state=pending", reason="wrong", **number))
+    shown = html.unescape(jane.get(f"/operation?id={cancel.id}").text)
+    [link] = re.findall(r'href="(/tasks\?[^"]+)">The tasks that it has cancelled', shown)
+    assert all(name in jane.get(link).text for name in before)
+    assert "Restore this task" in jane.get("/search?q=task-2", follow_redirects=True).text
+    assert "task-2" in jane.get("/search?q=task").text
+    insert(database, [row("task-3", Topic="again")])
+    restoring = link.replace("/tasks?", "/tasks/restore?")
+    page = jane.get(restoring).text
+    assert "Restore 2 tasks" in page
+    assert "1 is not changed: a task with the same ID exists again" in page
+    assert finished(table, begun(jane, restoring, reason="not wrong")).tasks == 2
+    assert {id: each for id, each in rows_of(database).items() if id != "task-3"} == {
+        id: each for id, each in before.items() if id != "task-3"
+    }

@@ -149,7 +149,7 @@ def test_an_operation_that_cannot_be_continued_says_why(database: Database, tabl
     for id, reason in (
         ("too many", "does not contain the whole selection"),
         ("other layout", "number of shards was changed"),
-        (stop.id, "is not a retry, resend, purge or cancel"),
+        (stop.id, "is not a retry, resend, purge, cancel or restore"),
         ("gone", "does not exist"),
     ):
         with pytest.raises(OutboxError, match=reason):

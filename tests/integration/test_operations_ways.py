@@ -98,7 +98,7 @@ def function(
     selection = dataclasses.replace(
         selection, state=selection.state or changes.OF_IDS[name], as_of=at, until=selection.until or at
     )
-    preview = changes.preview(table, selection)
+    preview = changes.preview(table, selection, name)
     assert sum(number for *_, number in preview.groups) == preview.tasks
     assert len(changed(changes.change(table, name, selection, Author(reason="why")))) == preview.tasks
     return preview.tasks, sum(preview.refused.values())
@@ -115,9 +115,10 @@ def command(
     words += ["--include-expired"] if name == "retry" and selection.include_expired else []
     outbox = Commands(emulators, database)
     dry, done = outbox.here(*words, "--dry-run"), outbox.here(*words, "--yes", "--reason=why")
-    number = re.match(r"(\d+) tasks? would (become due now|be deleted)\n", dry.stdout)
+    number = re.match(r"(\d+) tasks? would (become due now|be deleted|be cancelled)\n", dry.stdout)
     assert number
-    assert done.stdout == f"{'due now' if name == 'retry' else 'deleted'}: {number[0].partition(' would')[0]}\n"
+    effect = {"retry": "due now", "purge": "deleted", "cancel": "cancelled"}[name]
+    assert done.stdout == f"{effect}: {number[0].partition(' would')[0]}\n"
     refused = re.findall(r"(\d+) (?:expired )?tasks? not (?:changed|in the table)", done.stderr)
     refused += [] if refused else re.findall(r"(\d+) expired task not counted", dry.stderr)
     return int(number[1]), sum(map(int, refused))

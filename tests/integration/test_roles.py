@@ -17,7 +17,7 @@ from outbox.admin.table import TaskTable
 from outbox.reading import Position, SentTasks
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
-from outbox.table.states import NEVER, STATES
+from outbox.table.states import CANCELLED, NEVER, STATES
 from publishworker.spanner.unsent import any_to_send, topics_in_use
 from publishworker.types import Deferred, Heartbeat, NotSent, Published, TopicKey
 from tests.support import real
@@ -117,6 +117,9 @@ def test_operators_stay_within_their_role(database: Database) -> None:
         lambda: operations.proceed(table, "1", operations.UNNAMED),
         lambda: list(changes.resume(table, "1")),
         lambda: operations.add(table, "view", {"ids": ["behind"]}),
+        lambda: list(changes.change(table, "restore", TaskSelection(state=CANCELLED, ids=("dead too",)))),
+        lambda: list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("dead too",)))),
+        lambda: list(changes.change(table, "purge", TaskSelection(state=CANCELLED))),
     ]
     for work in works:
         before = len(heard.commits)
@@ -126,6 +129,8 @@ def test_operators_stay_within_their_role(database: Database) -> None:
     assert list(refused(allowed, heard.commits)) == []
     assert {("SELECT", table) for table in heard.tables} <= allowed.keys()
     assert heard.roles <= {role}
+    inserted = {column for commit in heard.commits for each in commit.mutations for column in each.insert.columns}
+    assert inserted >= allowed["INSERT", "AsynchronousTasks"], "a grant that nothing needs"
 
 
 def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
@@ -136,6 +141,8 @@ def test_viewers_read_all_but_the_messages(own_database: Database) -> None:
     seen = backlog.read(table)
     backlog.oldest_ages(table), operations.latest(table, 1), topics.controls(table), topics.unknown(table, ["a"])
     tasks.errors(table, seen), tasks.blocked_heads(table, seen), tasks.find(table, STATES), tasks.find(table)
+    tasks.find(table, [CANCELLED]), tasks.task(table, "none", data=False)
+    changes.preview(table, TaskSelection(state=CANCELLED), "restore")
     tasks.beginning_with(table, ["dead"], 2), SentTasks(table, Position(PAST), None).page()
     (
         changes.count(table, TaskSelection(ids=("dead",)), exact=True),

@@ -18,7 +18,7 @@ from outbox.reading import Position, SentTasks
 from outbox.table.connection import open_database
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import IN_ORDER_ORDER, TO_SEND_ORDER
-from outbox.table.states import STATES, UNSENT
+from outbox.table.states import CANCELLED, STATES, UNSENT
 from publishworker.spanner.store import SpannerStore
 from publishworker.spanner.unsent import any_to_send, topics_in_use
 from publishworker.types import TopicKey
@@ -70,7 +70,7 @@ def statements(database: Database) -> list[str]:
     narrowed = {"topic": "orders", "since": PAST, "until": datetime.now(UTC), "error": "x"}
     of_key = {"ordering_key": "k", "id_prefix": "d"}
     operations.operation(table, "x"), changes.preview(table, TaskSelection(ids=("dead",)))
-    for state in STATES:
+    for state in (*STATES, CANCELLED):
         changes.preview(table, TaskSelection(state=state, include_expired=False))
         for more in ({}, narrowed, of_key):
             tasks.find(table, [state], TaskSelection(**more), newest=not more)
@@ -87,6 +87,9 @@ def statements(database: Database) -> list[str]:
         table.query(statement, "x", {"ids": ["sent"]})
     for selection in (TaskSelection(state="unsent", ids=("dead",)), *(TaskSelection(state=state) for state in UNSENT)):
         list(changes.change(table, "cancel", selection))
+    for selection in (TaskSelection(state=CANCELLED, ids=("dead",)), TaskSelection(state=CANCELLED, operation="1")):
+        changes.preview(table, selection, "restore"), list(changes.change(table, "restore", selection))
+    list(changes.change(table, "purge", TaskSelection(state=CANCELLED)))
     (
         tasks.task(table, "sent"),
         tasks.beginning_with(table, ["se"], 3),

@@ -106,7 +106,7 @@ def opened(database: Database) -> Any:
 
 
 #: The tags of requests that may take locks.
-CHANGES = ("outbox-retry", "outbox-resend", "outbox-purge", "outbox-cancel", "outbox-topics", "outbox-operations")
+CHANGES = tuple(f"outbox-{name}" for name in ("retry", "resend", "purge", "cancel", "restore", "topics", "operations"))
 
 
 class Watch:

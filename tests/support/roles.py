@@ -82,5 +82,7 @@ class Heard:
 
     @property
     def tables(self) -> set[str]:
-        queried = re.findall(r"\bAsynchronousTask(?:s|Topics|Workers|Shards|Operations)\b", " ".join(self.sql))
+        queried = re.findall(
+            r"\bAsynchronousTask(?:s|sCancelled|Topics|Workers|Shards|Operations)\b(?!:)", " ".join(self.sql)
+        )
         return {*queried, *(each.table for each in self._of("streaming_read"))}

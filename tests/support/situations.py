@@ -12,6 +12,9 @@ from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, JsonObject
 from google.cloud.spanner_v1.database import Database
 
+from outbox.admin import changes
+from outbox.admin.changes import TaskSelection
+from outbox.admin.table import TaskTable
 from outbox.base.values import topic_name
 from outbox.message import build
 from outbox.table.states import NEVER
@@ -113,6 +116,13 @@ def poison(place: Place) -> None:
     error = "invalid_argument: 400 The value for message.data is refused by the schema of the topic"
     place.tasks(["order-17"], "orders", ago=HOURS, Attempts=1, AvailableAt=NEVER, LastError=error)
     place.tasks(["order-18"], "orders", ago=HOURS, Attempts=1, AvailableAt=NEVER, LastError=error, OrderingKey="ann")
+
+
+def cancelled_by_mistake(place: Place) -> None:
+    place.topics("orders")
+    ids = _ids("order", 3)
+    place.tasks(ids, "orders", ago=HOURS, AvailableAt=_now() + HOURS)
+    list(changes.change(TaskTable(place.database), "cancel", TaskSelection(state="scheduled")))
 
 
 def blocked_key(place: Place) -> None:
@@ -231,6 +241,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "Resend to another topic": resendable,
         "Retry by SQL": sent_and_dead,
         "Purge and cancel": a_day,
+        "Restore": a_day,
         "Operations": a_day,
     },
     "topics.md": {"Move a topic": routed, "Set a retry policy": routed, "Keep the controls in a file": in_a_file},
@@ -240,6 +251,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "A circuit is open": circuit_open,
         "A topic was deleted": topic_deleted,
         "A poison message": poison,
+        "A cancel was a mistake": cancelled_by_mistake,
         "A blocked ordering key": blocked_key,
         "Pub/Sub is unavailable": pubsub_away,
         "Spanner is unavailable": spanner_unavailable,

@@ -140,7 +140,7 @@ def test_a_selection_uses_the_databases_time():
         ("retry --state pending", "--state: 'pending' is not allowed. It must be dead, sent, retrying or scheduled"),
         ("retry --state ded", "or scheduled. Did you mean 'dead'?"),
         ("cancel --state sent", "It must be pending, retrying, scheduled, blocked or dead\n"),
-        ("list --state ded", "dead or sent. Did you mean 'dead'?"),
+        ("list --state ded", "sent or cancelled. Did you mean 'dead'?"),
         ("list --topic=", "--topic: '' is not allowed. It must be 1 to 400 characters of valid Unicode"),
         ("list --error \udc80", "is not allowed"),
         (f"list --since {'9' * 15}d", "--since: '999999999999999d' is not allowed. It must be how long ago"),

@@ -13,7 +13,7 @@ from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import INTERRUPTED_AFTER, Operation
 from outbox.console import selections
 from outbox.console.visits import Refused, Visit, described
-from outbox.table.states import STATES
+from outbox.table.states import CANCELLED, STATES
 from tests.support.console import bare_console
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)
@@ -71,6 +71,9 @@ def test_a_window_that_the_commands_refuse_is_refused(query: dict[str, str]) -> 
         ("purge", TaskSelection(state="sent", topic="orders", until=NOW), True),
         ("purge", TaskSelection(state="sent", until=NOW, error="x"), False),
         ("purge", TaskSelection(state="sent", until=NOW, ids=("a",)), False),
+        ("purge", TaskSelection(state=CANCELLED, topic="orders", until=NOW), True),
+        ("restore", TaskSelection(state=CANCELLED, **FILTER), True),
+        ("list", TaskSelection(state=CANCELLED, operation="1"), False),
         ("list", TaskSelection(state="sent", **FILTER), True),
         ("list", TaskSelection(state="sent", ordering_key="k"), False),
         ("cancel", TaskSelection(state="dead", id_prefix="k"), False),
@@ -87,7 +90,7 @@ def test_a_shown_command_is_one_that_the_parser_accepts(name: str, selection: Ta
         assert getattr(options, "error", None) == selection.error
         assert getattr(options, "include_expired", False) == (name == "retry" and selection.include_expired)
         assert {*vars(options).get("states", []), vars(options).get("state")} - {None} == (
-            {selection.state} & {*STATES} if name != "purge" else set()
+            {selection.state} & {*STATES, CANCELLED} if (name, selection.state) != ("purge", "sent") else set()
         )
 
 

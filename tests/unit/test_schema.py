@@ -88,7 +88,10 @@ def test_further_objects_are_optional():
     for option in ("exclude_update = true", "exclude_delete = true", "exclude_ttl_deletes = true"):
         assert option in stream
     left_out = [each for each in ddl.statements() if each not in ddl.statements(relay_only=True)]
-    assert [ddl.parse(each)[0] for each in left_out] == ["table AsynchronousTaskOperations", "table ProcessedTasks"]
+    assert [ddl.parse(each)[0] for each in left_out] == [
+        "table AsynchronousTaskOperations", "table AsynchronousTasksCancelled",
+        "index AsynchronousTasksCancelledByTime", "table ProcessedTasks",
+    ]  # fmt: skip
 
 
 def test_numbers_out_of_range_are_refused():
@@ -142,6 +145,7 @@ def test_an_index_that_is_being_filled_exists_but_is_not_ready():
         assert schema.differences(database, wanted) == [
             "index AsynchronousTasksToSend, state: the database has WRITE_ONLY, expected READ_WRITE",
             "index AsynchronousTasksInOrder, state: the database has WRITE_ONLY, expected READ_WRITE",
+            "index AsynchronousTasksCancelledByTime, state: the database has WRITE_ONLY, expected READ_WRITE",
         ]
     database.update_ddl.assert_not_called()
 
