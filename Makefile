@@ -66,7 +66,7 @@ test-real: $(STAMP) ## test the store, the relay and faults on another Spanner: 
 	@TEST_SPANNER=$(or $(SPANNER_ENDPOINT),cloud) TEST_PROJECT=$(or $(PROJECT),default) TEST_INSTANCE=$(or $(INSTANCE),default) \
 	  $(PYTEST) -m "not long" $(or $(ONLY),tests/contract tests/integration tests/faults)
 
-test-long: $(STAMP) ## run long fault and load tests, an hour of random histories and 95,000 random inputs, for hours
+test-long: $(STAMP) ## run long fault and load tests, an hour of random histories and 25,000 random rows, for hours
 	@$(PYTEST) --long $(TESTS) -rP -m long_form
 
 rehearsal: $(STAMP) ## build the current commit as a release, install it with hashes, upgrade from it under load and roll back

@@ -70,7 +70,7 @@ def _kill_at(step: str, trial: Trial, stack: contextlib.ExitStack) -> None:
     command.wait()
 
 
-@pytest.mark.extended
+@pytest.mark.long("each step of the change")
 def test_reshard_killed(trial: Trial) -> None:
     """`outbox schema reshard` is killed at each step, and a worker at every second step, under load.
 

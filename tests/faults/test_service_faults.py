@@ -101,7 +101,7 @@ def test_a_service_fails(trial: Trial, fault_seconds: float, scenario: str) -> N
     assert trial.audit(duplicates=effect.duplicates()).kept()
 
 
-@pytest.mark.extended
+@pytest.mark.long("histories abort each commit")
 def test_every_relay_commit_is_aborted(trial: Trial, fault_seconds: float) -> None:
     """Spanner is overloaded: it aborts each commit of claimed tasks, while registrations, reads and heartbeats work.
 
@@ -122,7 +122,7 @@ def test_every_relay_commit_is_aborted(trial: Trial, fault_seconds: float) -> No
     assert trial.audit(duplicates=field.in_flight + 2 * round(fault_seconds // 10)).kept()
 
 
-@pytest.mark.extended
+@pytest.mark.long("histories have outages of both")
 def test_everything_away(trial: Trial, fault_seconds: float) -> None:
     """Spanner and Pub/Sub go away one after the other and come back in the same order.
 

@@ -24,7 +24,7 @@ from outbox.errors import NotReached
 from outbox.table.states import NEVER
 from tests.support.console import SAME, begun, console, finished, form_of
 from tests.support.fakes import serialized
-from tests.support.operations import CREATED, FUTURE, PAST, delete, insert, row, rows_of, update
+from tests.support.operations import CREATED, FUTURE, PAST, insert, row, rows_of, update
 from tests.support.pubsub import PubSub
 from tests.support.waiting import eventually
 
@@ -75,31 +75,6 @@ def test_a_destructive_action_needs_a_reason_and_the_typed_number(
     assert len(rows_of(database)) == 3
     finished(table, begun(jane, "/tasks/cancel?state=dead", typed="3"))
     assert rows_of(database) == {}
-
-
-@pytest.mark.parametrize(("name", "state"), [("retry", "dead"), ("cancel", "dead"), ("purge", "sent")])
-@pytest.mark.parametrize("of", ["filter", "ids"])
-def test_an_operation_changes_only_tasks_that_the_preview_has_counted(  # noqa: PLR0917 - fixtures
-    database: Database, table: TaskTable, jane: TestClient, name: str, state: str, of: str
-):
-    """One has left the selection since, and one that existed before has come: their number is the same."""
-    columns = DEAD if state == "dead" else {"SentAt": PAST}
-    insert(database, [*(row(id, **columns) for id in ("stays", "leaves", "goes")), row("comes")])
-    ids = "&id=stays&id=leaves&id=goes&id=comes"
-    address = form_of(jane.get(f"/tasks/{name}?state={state}{ids if of == 'ids' else ''}").text, f"/tasks/{name}")
-    delete(database, "goes")
-    update(database, "leaves", SentAt=None, AvailableAt=None)
-    update(database, "comes", **columns)
-    answer = jane.post(address, data={"reason": "why", "typed": "3"}, headers=SAME, follow_redirects=False)
-    [id] = parse_qs(urlsplit(answer.headers["location"]).query)["id"]
-    assert (finished(table, id).tasks, finished(table, id).selected) == (1, 3)
-    page = html.unescape(jane.get(f"/operation?id={id}").text)
-    assert "1 of 3 in the preview. The others no longer matched" in page
-    assert ("Tasks that match now" in page) == (of == "filter")
-    after = rows_of(database)
-    assert after.keys() == {"leaves", "comes", *(["stays"] if name == "retry" else [])}
-    assert {after["comes"][column] for column in columns} == set(columns.values())
-    assert name != "retry" or after["stays"]["AvailableAt"] != NEVER
 
 
 def test_a_preview_that_spanner_no_longer_keeps_or_of_the_future_changes_nothing(

@@ -150,11 +150,13 @@ def test_a_cancel_of_blocked_tasks_takes_all_of_them(
 SENT = {"SentAt": PAST}
 
 
-@pytest.mark.parametrize("how", ["change", "begin", "continue"])
 @pytest.mark.parametrize(
-    ("name", "state", "columns"),
-    [("retry", "dead", DEAD), ("retry", "sent", SENT), ("cancel", "dead", DEAD), ("purge", "sent", SENT)],
-)
+    ("how", "name", "state", "columns"),
+    [
+        ("change", "retry", "dead", DEAD), ("change", "retry", "sent", SENT), ("begin", "retry", "dead", DEAD),
+        ("continue", "cancel", "dead", DEAD), ("continue", "purge", "sent", SENT),
+    ],
+)  # fmt: skip
 def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # noqa: PLR0917 - cases
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, how: str, name: str, state: str,
     columns: dict[str, Any],

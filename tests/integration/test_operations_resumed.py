@@ -10,12 +10,12 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes, operations
-from outbox.admin.changes import Outcome, Preview, TaskSelection
+from outbox.admin.changes import Outcome, TaskSelection
 from outbox.admin.operations import RECORDED_IDS, Author, NotContinued, Operation
 from outbox.admin.table import TaskTable
 from outbox.errors import NotReached, OutboxError
 from outbox.table.states import NEVER
-from tests.support.operations import FUTURE, PAST, Watch, changed, insert, opened, row, rows_of
+from tests.support.operations import FUTURE, PAST, changed, insert, opened, row, rows_of
 
 DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic\nmore"}
 JANE, JOHN = Author("jane@example.com", "the topic exists now"), Author("john@example.com", "wait for the fix")
@@ -157,22 +157,3 @@ def test_an_operation_that_cannot_be_continued_says_why(database: Database, tabl
     for change, id in itertools.product((operations.stop, operations.proceed), (stop.id, "gone")):
         with pytest.raises(NotContinued, match="is finished, or does not exist"):
             change(table, id, JOHN)
-
-
-def test_a_preview_counts_by_topic_and_error_and_what_is_refused(database: Database, watch: Watch):
-    table = watch.table
-    insert(database, [row(f"a{n}", **DEAD) for n in range(5)])
-    insert(database, [row(f"b{n}", **DEAD | {"LastError": "internal: no", "Topic": "<script>"}) for n in range(2)])
-    insert(database, [row("old", **DEAD, ExpiresAt=PAST), row("pending"), row("sent", SentAt=PAST)])
-    selection = TaskSelection(state="dead", include_expired=False)
-    groups = [["orders", "not_found: no topic", 5], ["<script>", "internal: no", 2]]
-    assert changes.preview(table, selection) == Preview(7, groups, {"expired": 1})
-    ids = ("a0", "a1", "b0", "old", "pending", "sent", "gone")
-    preview = changes.preview(table, TaskSelection(ids=ids, state="dead", include_expired=False))
-    assert preview == Preview(
-        3,
-        [["orders", "not_found: no topic", 2], ["<script>", "internal: no", 1]],
-        {"expired": 1, "pending": 1, "sent": 1, "missing": 1},
-    )
-    assert changes.preview(table, TaskSelection(state="sent", until=FUTURE)).groups == [["orders", None, 1]]
-    assert changes.preview(table, TaskSelection(state="pending")) == Preview(1, [["orders", None, 1]], {})

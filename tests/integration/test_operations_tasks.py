@@ -1,11 +1,13 @@
-"""Tasks as `outbox list`, `show` and `tail` read them from Spanner."""
+"""Lists of tasks by function, command and page; and tasks as `show` and `tail` read them from Spanner."""
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from random import Random
 from typing import Any
 from unittest import mock
+from urllib.parse import unquote_plus, urlencode
 
 import pytest
 from google.cloud.spanner_v1.database import Database
@@ -14,9 +16,14 @@ from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.flags import MAX_ID_CHARACTERS, TEXT
 from outbox.admin.table import TaskTable
+from outbox.base.times import shown
+from outbox.console import selections
+from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError
 from outbox.reading import Position, SentTasks
 from outbox.table.states import NEVER, STATES, UNSENT
+from tests.support.commands import Commands
+from tests.support.console import console
 from tests.support.operations import CREATED, FUTURE, MICROSECOND, OF_STATES, PAST, SECOND, Watch, insert, row, update
 
 
@@ -147,31 +154,79 @@ def test_a_list_compares_a_bounded_number_of_tasks(
     assert len(tasks.find(table, selection=few, limit=5).tasks) == 1
 
 
-def test_a_list_is_narrowed_by_key_and_by_the_beginning_of_an_id(database: Database, table: TaskTable):
-    rows = [row("aa", OrderingKey="k"), row("ab", OrderingKey="K"), row("b", OrderingKey="k"), row("a%", SentAt=PAST)]
-    insert(database, rows)
-    assert ids(table, ordering_key="k") == ["aa", "b"]
-    assert ids(table, *STATES, id_prefix="a") == ["aa", "ab", "a%"]
-    assert ids(table, *STATES, id_prefix="a", ordering_key="k") == ["aa"]
-    assert ids(table, *STATES, id_prefix="a%") == ["a%"]
+#: The end of a selection of times, and rows around it in each state.
+EDGE = PAST + timedelta(microseconds=5)
+AROUND = {"before": -MICROSECOND, "at": 0 * SECOND, "after": MICROSECOND}
+ERRORS = {
+    "percent": "100% of quota", "under": "not_found: 404", "quotes": "it's not \"no\"", "none": None, "empty": "",
+    "umlaut": "GRÖßE 🎉", "backslash": "c:\\x a\nb",
+}  # fmt: skip
+#: A state, what narrows its list, and the IDs of the tasks in it, the oldest first.
+SELECTED: list[tuple[str, dict[str, Any], list[str]]] = [
+    *(
+        (state, {"topic": "times", **times}, [f"{state}-{name}" for name in names])
+        for state in ("pending", "dead", "sent")
+        for names, times in (
+            (("at", "after"), {"since": EDGE}),
+            (("before",), {"until": EDGE}),
+            (("at",), {"since": EDGE, "until": EDGE + MICROSECOND}),
+            ((), {"since": EDGE + SECOND}),
+        )
+    ),
+    *(
+        ("dead", {"topic": "errors", "error": part}, names)
+        for part, names in {
+            "100%": ["percent"], "%": ["percent"], "_": ["under"], "It's": ["quotes"], '"NO"': ["quotes"],
+            "\\": ["backslash"], "NOT_FOUND": ["under"], "größe": ["umlaut"], "GRÖSSE": [], "🎉": ["umlaut"],
+            "not": ["quotes", "under"], "null": [],
+        }.items()
+    ),
+    ("pending", {"topic": "errors", "error": "not"}, []),
+    ("pending", {"ordering_key": "k"}, ["aa", "b"]),
+    ("pending", {"id_prefix": "a"}, ["aa", "ab"]),
+    ("pending", {"id_prefix": "a", "ordering_key": "k"}, ["aa"]),
+    ("sent", {"id_prefix": "a%"}, ["a%"]),
+]  # fmt: skip
 
 
-def test_since_is_inclusive_and_until_is_exclusive(database: Database, table: TaskTable):
-    """By SentAt for sent tasks, by CreatedAt for others; so two lists that share an edge have no task in common."""
-    edge = PAST + timedelta(microseconds=5)
-    names = {"before": -MICROSECOND, "at": 0 * SECOND, "after": MICROSECOND}
-    for state in STATES:
+def by_function(_: Emulators, _database: Database, table: TaskTable, selection: TaskSelection) -> list[str]:
+    page = tasks.find(table, [str(selection.state)], selection)
+    return [task.columns["Id"] for task in page.tasks]
+
+
+def by_command(emulators: Emulators, database: Database, _: TaskTable, selection: TaskSelection) -> list[str] | None:
+    """Return None if no flag selects these tasks."""
+    if selection.ordering_key or selection.id_prefix:
+        return None
+    given = {name: getattr(selection, name) for name in ("state", "topic", "error", "since", "until")}
+    words = [
+        f"--{name}={shown(value) if name in ('since', 'until') else value}" for name, value in given.items() if value
+    ]
+    found = Commands(emulators, database).objects("list", "--json", "--oldest", *words)
+    return [task["id"] for task in found]
+
+
+def by_page(_: Emulators, database: Database, _table: TaskTable, selection: TaskSelection) -> list[str]:
+    query = {name: value for name, value in selections.address(selection).items() if value}
+    page = console(database).get(f"/tasks?{urlencode(query | {'state': selection.state, 'order': 'oldest'})}").text
+    return [unquote_plus(id) for id in re.findall(r'name="exact" value="id=([^"]+)"', page)]
+
+
+@pytest.mark.parametrize("way", [by_function, by_command, by_page])
+def test_a_list_has_the_selected_tasks_in_their_order(
+    emulators: Emulators, database: Database, table: TaskTable, way: Callable[..., list[str] | None]
+):
+    """`since` is inclusive and `until` exclusive, of SentAt for sent tasks. No character of an error is a pattern."""
+    for state in ("pending", "dead", "sent"):
         columns, time = OF_STATES[state][0], "SentAt" if state == "sent" else "CreatedAt"
-        insert(database, [row(f"{state} {name}", **{**columns, time: edge + delta}) for name, delta in names.items()])
-    for state in STATES:
-        for found, times in (
-            (("at", "after"), {"since": edge}),
-            (("before",), {"until": edge}),
-            (("at",), {"since": edge, "until": edge + MICROSECOND}),
-            ((), {"since": edge + SECOND}),
-        ):
-            assert set(ids(table, state, **times)) == {f"{state} {name}" for name in found}
-    assert set(ids(table, since=edge)) == {f"{state} {name}" for state in UNSENT for name in ("at", "after")}
+        rows = [(f"{state}-{name}", columns | {time: EDGE + delta}) for name, delta in AROUND.items()]
+        insert(database, [row(id, **{**each, "Topic": "times"}) for id, each in rows])
+    insert(database, [row(name, LastError=error, AvailableAt=NEVER, Topic="errors") for name, error in ERRORS.items()])
+    insert(database, [row("aa", OrderingKey="k"), row("ab", OrderingKey="K"), row("b", OrderingKey="k")])
+    insert(database, [row("a%", SentAt=PAST)])
+    for state, narrowed, ids in SELECTED:
+        found = way(emulators, database, table, TaskSelection(state=state, **narrowed))
+        assert found in (ids, None), (state, narrowed)
 
 
 def test_the_heads_of_blocked_keys_are_listed_with_the_tasks_that_wait(database: Database, watch: Watch):
@@ -192,23 +247,6 @@ def test_the_heads_of_blocked_keys_are_listed_with_the_tasks_that_wait(database:
     assert (heads[0].head and heads[0].head.columns["LastError"]) == "not_found"
     assert [each.id for each in tasks.blocked_heads(watch.table, seen, limit=1)] == ["dead"]
     watch.check()
-
-
-def test_an_error_is_found_by_a_part_of_it(database: Database, table: TaskTable):
-    """In any case; no character means anything but itself, and a task without an error is not found."""
-    errors = {
-        "percent": "100% of quota", "under": "not_found: 404", "quotes": "it's not \"no\"", "none": None, "empty": "",
-        "umlaut": "GRÖßE 🎉", "backslash": "c:\\x a\nb",
-    }  # fmt: skip
-    insert(database, [row(name, LastError=error, AvailableAt=NEVER) for name, error in errors.items()])
-    for part, found in {
-        "100%": ["percent"], "%": ["percent"], "_": ["under"], "It's": ["quotes"], '"NO"': ["quotes"],
-        "\\": ["backslash"], "NOT_FOUND": ["under"], "größe": ["umlaut"], "GRÖSSE": [], "🎉": ["umlaut"],
-        "a\nb": ["backslash"], "not": ["quotes", "under"], "null": [],
-    }.items():  # fmt: skip
-        assert sorted(ids(table, "dead", error=part)) == found, part
-    assert sorted(ids(table, error="%")) == ["percent"]
-    assert sorted(ids(table, error="not")) == ["quotes", "under"]
 
 
 def test_the_sent_tasks_of_a_key_are_in_the_order_in_which_they_were_published(database: Database, table: TaskTable):

@@ -182,11 +182,3 @@ def test_a_failed_read_loses_no_task(database: Database, monkeypatch: pytest.Mon
                 reader.read(timeout=SECONDS)
         assert reader.position == str(Position(RECENT))
     assert ids(reader, 1) == ["a"]
-
-
-@pytest.mark.parametrize(
-    "since", ["yesterday", "2026-01-01", "2026-01-01T00:00:00Z x", RECENT.replace(tzinfo=None), 7, DAY]
-)
-def test_what_is_no_position_is_refused(database: Database, since: Any):
-    with pytest.raises(ValueError, match=r"since is .*It must be the position of a reader, or a time with a time zone"):
-        outbox.reader(database, since=since)

@@ -29,10 +29,6 @@ from tests.support.pubsub import PubSub
 from tests.support.spanner import PROJECT
 
 FOLLOW = "outbox: workers apply this within 10 seconds\n"
-SHARED = (
-    "outbox: workers apply this within 10 seconds; each live worker gets an equal part. Its burst and max in flight "
-    "are at least 1\n"
-)
 FULL, V2 = (f"projects/{PROJECT}/topics/{name}" for name in ("orders", "orders-v2"))
 Command: TypeAlias = Callable[[str], tuple[int, str, str]]
 #: The texts of a form or of flags, by name. None removes the value.
@@ -282,23 +278,6 @@ def test_tasks_under_the_other_spelling_are_reported(database: Database, command
     assert "the same topic" not in command("pause projects/other/topics/orders")[2]
     assert command(f"pause orders {FULL}") == (0, f"orders: paused\n{FULL}: paused\n", FOLLOW)
     assert f"unsent tasks also use {FULL}, which is the same topic as orders" in command("resume orders")[2]
-
-
-def test_tasks_under_the_other_spelling_are_reported_before_a_refusal(database: Database, command: Command) -> None:
-    """Once, because the other name is probably the right one."""
-    have(database, FULL)
-    for words, code in {"pause orders": 2, "topics set orders --max-in-flight 5": 2, "resume orders": 1}.items():
-        refused = command(words)
-        first, second = refused[2].splitlines()
-        assert (refused[0], refused[1]) == (code, "")
-        assert first.startswith(f"outbox: unsent tasks also use {FULL}, which is the same topic as orders.")
-        assert "orders" in second
-
-
-def test_a_limit_is_reported_as_shared(database: Database, command: Command) -> None:
-    have(database, "orders")
-    assert command("topics set orders --max-in-flight 5") == (0, "orders: at most 5 in flight\n", SHARED)
-    assert command("topics unset orders max-in-flight") == (0, "orders: no limits\n", FOLLOW)
 
 
 def test_a_dry_run_of_a_route_counts_tasks_and_a_pause_of_its_end_names_it(

@@ -50,7 +50,7 @@ def lines(path: Path, *rows: object) -> Path:
     return path
 
 
-@pytest.mark.extended
+@pytest.mark.long("the cluster runs it, too")
 def test_register_as_a_user_runs_it(target: DatabaseSettings, emulators: Emulators, database: Database, tmp_path: Path):
     """Also in a locale in which Java finds no file whose name is not ASCII."""
     file = lines(tmp_path / "été.jsonl", {"topic": "orders", "data": "one"}, {"topic": "goog", "data": "two"})

@@ -1,15 +1,12 @@
 """Requests of the Spanner client: the time limit of a read, the rollback of a failed transaction, and lost sessions."""
 
-import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from google.api_core.exceptions import Aborted, DeadlineExceeded, InvalidArgument, ServiceUnavailable
 
-from outbox.table.connection import Deadline, LimitedDatabase
+from outbox.table.connection import Deadline
 from outbox.table.transact import transact
 
 
@@ -54,23 +51,6 @@ def test_the_result_and_the_options_are_passed_on() -> None:
 
 @pytest.mark.parametrize(
     ("error", "rollbacks"),
-    [
-        (DeadlineExceeded("a lock"), 1),
-        (InvalidArgument("a statement"), 1),
-        (Aborted("the client runs the function again, or gives up"), 0),
-        (ValueError("the client rolls back itself"), 0),
-    ],
-)
-def test_a_function_that_fails_is_rolled_back(error: Exception, rollbacks: int) -> None:
-    """The client would leave its locks open."""
-    transaction = Transaction()
-    with pytest.raises(type(error)) as raised:
-        transact(Database(transaction), failing(error))
-    assert (raised.value, transaction.rollbacks) == (error, rollbacks)
-
-
-@pytest.mark.parametrize(
-    ("error", "rollbacks"),
     [(InvalidArgument("refused"), 1), (ServiceUnavailable("the outcome is unknown"), 0), (Aborted("again"), 0)],
 )
 def test_only_a_refused_commit_is_rolled_back(error: Exception, rollbacks: int) -> None:
@@ -86,32 +66,6 @@ def test_a_rollback_that_fails_does_not_hide_the_error() -> None:
     with pytest.raises(InvalidArgument):
         transact(Database(transaction), failing(InvalidArgument("first")))
     assert transaction.rollbacks == 1
-
-
-class Closed(Database):
-    """Gets no session. Like the client, it then refuses each later transaction of the thread."""
-
-    def __init__(self) -> None:
-        super().__init__(Transaction())
-        self._local = SimpleNamespace(transaction_running=False)
-
-    def run_in_transaction(self, function: Callable[[Any], Any], **options: Any) -> Any:
-        if self._local.transaction_running:
-            raise RuntimeError("Spanner does not support nested transactions.")
-        self._local.transaction_running = True
-        raise ServiceUnavailable("no session")
-
-
-def test_a_thread_without_a_session_can_try_again() -> None:
-    """A batch marks again on its thread. A transaction inside another one is still refused."""
-    database = Closed()
-    for _ in range(2):
-        with pytest.raises(ServiceUnavailable):
-            transact(database, lambda _begun: None)
-    database._local.transaction_running = True
-    for _ in range(2):
-        with pytest.raises(RuntimeError):
-            transact(database, lambda _begun: None)
 
 
 def test_a_deadline_includes_all_restarts_of_a_stream() -> None:
@@ -132,11 +86,3 @@ def test_a_deadline_includes_all_restarts_of_a_stream() -> None:
     with pytest.raises(DeadlineExceeded):
         deadline(note)()
     assert seen == [10.0, pytest.approx(0.001)]
-
-
-def test_the_thread_of_a_lost_session_ends() -> None:
-    """The client's thread would keep the database and its sessions in memory, one for each lost session."""
-    database = LimitedDatabase("database", mock.Mock(), mock.Mock())
-    ended = database._sessions_manager._multiplexed_session_terminate_event = threading.Event()
-    assert database.renewed() is not database
-    assert ended.is_set()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outbox import __version__
-from outbox.admin.workers import Circuit, TopicCircuit, Worker, differing, open_circuits
+from outbox.admin.workers import Worker
 from publishworker.process.info import MAX_OTHER_BYTES, worker_info
 from publishworker.process.worker_settings import WorkerSettings
 from publishworker.telemetry.history import History
@@ -69,36 +69,6 @@ def test_lists_that_do_not_fit_are_cut_and_counted(error: str) -> None:
     assert len(shown.circuits) + shown.number("circuits_left_out") == 100
     assert error.isascii() == (len(shown.circuits) > 0)
     assert 100 < len(shown.shards) < 500
-
-
-def test_operators_see_what_the_worker_said() -> None:
-    """Its seconds count from the heartbeat, by the clock of the database."""
-    [circuit] = worker(worker_info(settings(), View(orders=MISSING), History(), ())).circuits
-    since, probe = NOW - timedelta(seconds=2 + 25), NOW + timedelta(seconds=1.2)
-    assert circuit == Circuit("orders", "not_found", "404 Topic not found", since, probe)
-    others = worker(worker_info(settings(), View(orders=MISSING, mails=MISSING), History(), ()), age=1)
-    assert open_circuits(
-        [worker({}), others, worker(worker_info(settings(), View(orders=MISSING), History(), ()))]
-    ) == [
-        TopicCircuit("mails", 1, since + timedelta(seconds=1), probe + timedelta(seconds=1), *circuit_texts()),
-        TopicCircuit("orders", 2, since, probe, *circuit_texts()),
-    ]
-
-
-def circuit_texts() -> tuple[str, str]:
-    return MISSING.failure.reason, MISSING.failure.error
-
-
-def test_settings_and_versions_that_differ_are_found() -> None:
-    """A worker that does not name a setting has its default; one without Info is not compared."""
-    first, second = (
-        worker_info(settings(), View(), History(), ()),
-        worker_info(settings(batch_size="100"), View(), History(), ()),
-    )
-    assert differing([worker(first), worker(first), worker({})]) == {}
-    assert differing([worker(first), worker(second)]) == {"batch_size": ["100", "default"]}
-    newer = worker(first | {"version": "9.0"})
-    assert differing([worker(first), newer]) == {"version": sorted([__version__, "9.0"])}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from typing import Any
 from unittest import mock
 
 import grpc
-from hypothesis import given
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outbox.base.values import topic_name
@@ -14,7 +15,6 @@ from outbox.message import MAX_REQUEST_BYTES, TASK_ID_ATTRIBUTE, RawPubsubMessag
 from outbox.table.states import NEVER
 from publishworker.pubsub.messages import topic_filter
 from publishworker.pubsub.publisher import PubSubPublisher
-from tests.fuzz.conftest import Check
 from tests.simulation.pubsub import Refused
 from tests.support.fakes import FakeStore
 from tests.support.parts import relay_of
@@ -164,6 +164,10 @@ def _must_go(id: str, columns: dict[str, Any]) -> bool:
     return due and not expires and message.ByteSize() < MAX_REQUEST_BYTES - 1000
 
 
-def test_no_inserted_row_stops_the_relay(check: Check) -> None:
+@pytest.mark.timeout(3600)
+def test_no_inserted_row_stops_the_relay(long: bool) -> None:
     """No message is altered or goes to a topic that is not allowed, and a row that cannot be sent has the reason."""
-    check(_relayed, 100, 25_000)
+    checks, cases = list(HealthCheck), 25_000 if long else 100
+    settings(max_examples=cases, derandomize=not long, database=None, deadline=None, suppress_health_check=checks)(
+        _relayed
+    )()
