@@ -48,10 +48,8 @@ class TopicHints:
 
     #: The batch probes a topic whose circuit is open.
     probe: bool = False
-    #: False after an outage of the topic, until the worker has published a task to it again.
-    accepts: bool = True
-    #: Tasks whose publish failed in the topic's last outage. If one fails again while the topic accepts other tasks, a
-    #: failed attempt is recorded.
+    #: Tasks whose publish failed in an outage of the topic. If one fails again while the circuit is closed, a failed
+    #: attempt is recorded.
     suspects: frozenset[str] = frozenset()
 
 

@@ -224,7 +224,6 @@ def row_changes(
 
     `rows` keep the order of each ordering key.
     """
-    topic_accepts = claim.hints.accepts or any(isinstance(each, Published) for each in answers.values())
     changes: dict[str, RowChange] = {}
     #: The ordering keys that a failed task stops, each with the deferrals for the tasks behind it, if any.
     stopped: dict[str, Iterator[Deferred]] = {}
@@ -237,7 +236,7 @@ def row_changes(
                 changes[row.id] = deferral
         elif answer is not None:
             recorded = None
-            if should_record(claim.hints, row.id, answer, topic_accepts=topic_accepts):
+            if should_record(claim.hints, row.id, answer):
                 recorded = changes[row.id] = policy.failed_attempt(row, answer, now)
             blocks_nothing = recorded is not None and recorded.dead and policy.skip_dead
             if blocks_nothing and failure_kind(answer.reason) is FailureKind.CONTENT:
@@ -248,19 +247,19 @@ def row_changes(
     return changes
 
 
-def should_record(hints: TopicHints, id: str, failure: Failed, *, topic_accepts: bool) -> bool:
+def should_record(hints: TopicHints, id: str, failure: Failed) -> bool:
     """Tell whether to record the failure as a failed attempt of its task.
 
     Otherwise it counts only for the topic's circuit. If the topic is missing or refuses messages, only the failures of
     probes are recorded. A failure in an outage may be the fault of the message. It is recorded only if the task is a
-    suspect (it failed in the last outage, too), the topic accepts other tasks, and the batch is no probe. A failure
-    that no message can cause, such as an exhausted quota, is never recorded.
+    suspect (it failed in an earlier outage, too) and the batch is no probe. A failure that no message can cause, such
+    as an exhausted quota, is never recorded.
     """
     match failure_kind(failure.reason):
         case FailureKind.TARGET:
             return hints.probe
         case FailureKind.OUTAGE:  # OUT-LOSS-4
-            return id in hints.suspects and topic_accepts and not hints.probe and not is_refused(failure.reason)
+            return id in hints.suspects and not hints.probe and not is_refused(failure.reason)
     return True
 
 

@@ -6,11 +6,12 @@ one small batch probes the topic. A publish that succeeds closes the circuit. A 
 the next one.
 
 A suspect is a task whose publish failed in an outage of its topic (Pub/Sub does not answer or has no quota). If it
-fails again while the topic accepts other tasks, it may be the cause, so a failed attempt is recorded.
+fails again while the circuit is closed, it may be the cause, so a failed attempt is recorded.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 
 from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
@@ -29,24 +30,19 @@ FORGET_SECONDS = 600.0
 
 @dataclass(slots=True)
 class _Circuit:
-    """Why a circuit is open or half-open, since when, and when its topic may be probed."""
+    """Why a circuit is open or half-open, since when, and when its topic may be probed: inf during a probe."""
 
     failure: Failed
     since: float
     #: Seconds from the last failure to the next probe.
     delay: float
-    probe_at: float = 0.0
-    probing: bool = False
+    probe_at: float = inf
     #: The tasks of the last probe. If the topic has others, the next probe in an outage is one of those.
-    last_probe: Collection[str] = ()
+    last_probe: Sequence[str] = ()
 
     @property
     def is_outage(self) -> bool:
         return failure_kind(self.failure.reason) is FailureKind.OUTAGE
-
-    @property
-    def max_tasks(self) -> int:
-        return OUTAGE_PROBE_TASKS if self.is_outage else TARGET_PROBE_TASKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +64,16 @@ class CircuitBreakers:
         self._random = random
         self._clock = clock
         self._circuits: dict[str, _Circuit] = {}  # by topic, unless closed
-        self._failing: set[str] = set()  # topics that had an outage and have published nothing since
-        self._suspects: dict[str, str] = {}  # the topic of each task ID, in order of insertion
+        self._suspects: dict[str, None] = {}  # task IDs, in order of insertion
 
     def forget_old(self) -> None:
         """Forget circuits that could not be probed for FORGET_SECONDS, because their topics had no task."""
         oldest = self._clock() - FORGET_SECONDS
-        for topic in [topic for topic, circuit in self._circuits.items() if circuit.probe_at < oldest]:
-            self.forget(topic)
+        self._circuits = {topic: each for topic, each in self._circuits.items() if each.probe_at >= oldest}
 
     def forget(self, topic: str) -> None:
-        """Close the circuit of a topic and forget its failures, because the topic was routed or they are old."""
+        """Close the circuit of a topic, because the topic was routed."""
         self._circuits.pop(topic, None)
-        self._failing.discard(topic)
-        self._suspects = {id: each for id, each in self._suspects.items() if each != topic}
 
     def probe_now(self, topic: str) -> None:
         """Let the topic be probed at once, if its circuit is open: an operator may have removed the cause."""
@@ -91,43 +83,43 @@ class CircuitBreakers:
     def suspended(self) -> frozenset[str]:
         """Return the topics that a poll does not read now: those that are open, or being probed."""
         now = self._clock()
-        return frozenset(topic for topic, each in self._circuits.items() if each.probing or now < each.probe_at)
+        return frozenset(topic for topic, circuit in self._circuits.items() if now < circuit.probe_at)
 
     def states(self) -> dict[str, CircuitState]:
         """Return the circuits that are not closed, by topic."""
         now = self._clock()
+        waits = {topic: circuit.probe_at - now for topic, circuit in self._circuits.items()}
         return {
-            topic: CircuitState(circuit.failure, now - circuit.since, max(0.0, circuit.probe_at - now))
+            topic: CircuitState(circuit.failure, now - circuit.since, waits[topic] if 0 < waits[topic] < inf else 0.0)
             for topic, circuit in self._circuits.items()
         }
 
     def seconds_to_probe(self) -> float | None:
         """Return the seconds until an open topic may be polled, or None if no topic waits for a probe."""
-        waits = (circuit.probe_at - self._clock() for circuit in self._circuits.values() if not circuit.probing)
-        return min((seconds for seconds in waits if seconds > 0), default=None)
+        return min((state.seconds_to_probe for state in self.states().values() if state.is_open), default=None)
 
     def admit(self, candidates: Sequence[Candidate]) -> tuple[Sequence[Candidate], dict[str, int]]:
         """Return the candidates that may be sent, and the max tasks of each topic whose circuit is not closed.
 
-        In an outage, one task of the topic is drawn at random. OUT-DELAY-1: otherwise a message that always times out,
-        and is the first of its shard, would keep the circuit open.
+        In an outage, one task of the topic is drawn at random, but not that of the last probe. OUT-DELAY-1: otherwise a
+        message that always times out, and is the first of its shard, would keep the circuit open.
         """
-        drawn: dict[str, Candidate] = {}
-        for topic in [topic for topic, circuit in self._circuits.items() if circuit.is_outage]:
+        outages = {topic for topic, circuit in self._circuits.items() if circuit.is_outage}
+        admitted = [each for each in candidates if each.topic not in outages]
+        for topic in outages:
             tasks = [each for each in candidates if each.topic == topic]
             others = [each for each in tasks if each.id not in self._circuits[topic].last_probe]
-            drawn |= {topic: self._random.choice(others or tasks)} if tasks else {}
-        admitted = [each for each in candidates if drawn.get(each.topic, each) is each] if drawn else candidates
-        return admitted, {topic: circuit.max_tasks for topic, circuit in self._circuits.items()}
+            admitted += [self._random.choice(others or tasks)] if tasks else []
+        probes = {topic: OUTAGE_PROBE_TASKS if topic in outages else TARGET_PROBE_TASKS for topic in self._circuits}
+        return admitted, probes
 
     def begin_batch(self, claim: Claim) -> Claim:
         """Return the claim with its hints. If the circuit is not closed, the batch is a probe."""
         circuit = self._circuits.get(claim.topic)
         if circuit is not None:
-            circuit.probing = True
+            circuit.probe_at, circuit.last_probe = inf, claim.ids
         suspects = frozenset(id for id in claim.ids if id in self._suspects)
-        hints = TopicHints(circuit is not None, claim.topic not in self._failing, suspects)
-        return replace(claim, hints=hints)
+        return replace(claim, hints=TopicHints(circuit is not None, suspects))
 
     def is_closed(self, topic: str) -> bool:
         """Tell whether the topic's tasks are published."""
@@ -135,44 +127,36 @@ class CircuitBreakers:
 
     def observe(self, delivered: Delivered) -> CircuitChange | None:
         """Update the circuit from a finished batch. Return a change if it opened or closed, or if a probe failed."""
-        topic, probe = delivered.claim.topic, delivered.claim.hints.probe
-        circuit = self._circuits.get(topic)
-        if circuit is not None and probe:
-            circuit.probing, circuit.last_probe = False, delivered.claim.ids
-        published, failed = delivered.published(), delivered.failed()
+        topic, probe, now = delivered.claim.topic, delivered.claim.hints.probe, self._clock()
+        circuit, published, failed = self._circuits.get(topic), delivered.published(), delivered.failed()
         kinds = {id: failure_kind(failure.reason) for id, failure in failed.items()}
         outage = [id for id, kind in kinds.items() if kind is FailureKind.OUTAGE]
-        self._update_suspects(topic, published, outage)
+        self._update_suspects(published, outage)
         if published:
             self._circuits.pop(topic, None)
-            return None if circuit is None else CircuitChange(topic, None, self._clock() - circuit.since)
-        unrecorded = [id for id in outage if id not in delivered.recorded]
-        about_topic = unrecorded or [id for id, kind in kinds.items() if kind is FailureKind.TARGET]
-        return self._fail(topic, failed[about_topic[0]], probe=probe) if about_topic else None
-
-    def _fail(self, topic: str, failure: Failed, *, probe: bool) -> CircuitChange | None:
-        now, circuit = self._clock(), self._circuits.get(topic)
+            return None if circuit is None else CircuitChange(topic, None, now - circuit.since)
+        about_topic = outage or [id for id, kind in kinds.items() if kind is FailureKind.TARGET]
+        if not about_topic:
+            if circuit is not None and probe and circuit.probe_at == inf:
+                circuit.probe_at = now  # the probe says nothing about the topic, so another may follow
+            return None
         if circuit is None:
-            circuit = self._circuits[topic] = _Circuit(failure, now, OUTAGE_PROBE.first)
-        elif probe and now >= circuit.probe_at:  # of several probes, only the first failure counts
-            circuit.failure = failure
+            circuit = self._circuits[topic] = _Circuit(failed[about_topic[0]], now, OUTAGE_PROBE.first)
+        elif probe and not now < circuit.probe_at < inf:  # of several probes, only the first failure counts
+            circuit.failure = failed[about_topic[0]]
             circuit.delay = (OUTAGE_PROBE if circuit.is_outage else TOPIC_PROBE).after(circuit.delay)
         else:
             return None
         circuit.probe_at = now + circuit.delay * self._random.uniform(0.85, 1)
-        return CircuitChange(topic, failure, now - circuit.since)
+        return CircuitChange(topic, circuit.failure, now - circuit.since)
 
-    def _update_suspects(self, topic: str, published: Sequence[str], failed: Sequence[str]) -> None:
+    def _update_suspects(self, published: Sequence[str], failed: Sequence[str]) -> None:
         """Remove published tasks, and add those that failed in an outage.
 
         OUT-DELAY-1: a suspect shares no request, so a message that always times out delays no other task.
         """
         for id in published:
             self._suspects.pop(id, None)
-        if published:
-            self._failing.discard(topic)
-        elif failed:
-            self._failing.add(topic)  # OUT-LOSS-4: in an outage, no suspect is recorded twice
-        self._suspects |= dict.fromkeys(failed, topic)
+        self._suspects |= dict.fromkeys(failed)
         for id in [*self._suspects][: max(0, len(self._suspects) - MAX_SUSPECTS)]:
             del self._suspects[id]

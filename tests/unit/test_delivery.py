@@ -84,15 +84,6 @@ def test_a_batch_reports_its_phases_and_how_long_its_tasks_waited(bench: Bench) 
     assert result.phases.keys() == {CLAIM}
 
 
-def test_a_batch_that_sent_a_task_shows_that_its_topic_works(bench: Bench) -> None:
-    """A suspect that meets an outage is recorded if its batch sent another task. Alone it may not be the cause."""
-    bench.failing = {"a": Failed("deadline_exceeded", "no answer")}
-    bench.insert("a", "b")
-    suspects = frozenset({"a"})
-    assert bench.deliver("a", suspects=suspects, accepts=False).recorded == {}
-    assert bench.deliver("a", "b", suspects=suspects, accepts=False).recorded.keys() == {"a"}
-
-
 def test_a_task_published_in_an_aborted_attempt_is_reported_without_its_row(bench: Bench) -> None:
     """The task is in doubt, so the worker must know the version of the row."""
     bench.insert("a", "b")

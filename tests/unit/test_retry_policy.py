@@ -113,15 +113,14 @@ def test_last_error_has_at_most_a_thousand_characters(character: str, length: in
 
 @pytest.mark.parametrize("probe", [False, True])
 @pytest.mark.parametrize("suspect", [False, True])
-@pytest.mark.parametrize("works", [False, True])
-def test_which_failures_are_recorded_on_the_task(probe: bool, suspect: bool, works: bool) -> None:
+def test_which_failures_are_recorded_on_the_task(probe: bool, suspect: bool) -> None:
     """The other failures open the circuit. Another task that is suspect changes nothing."""
     hints = TopicHints(probe=probe, suspects=frozenset({"b", *(["a"] if suspect else [])}))
-    # A missing or closed topic costs its probes. An outage costs a task that has met one, while its topic works; a
-    # probe does not know that it does. A failure that no message can cause is recorded on no task.
-    met_again = suspect and works and not probe
+    # A missing or closed topic costs its probes. An outage costs a task that has met one, if its batch
+    # is no probe. A failure that no message can cause is recorded on no task.
+    met_again = suspect and not probe
     expected = {"invalid_argument": True, "data_loss": True, "not_found": probe}
     expected |= dict.fromkeys(("unavailable", "deadline_exceeded", "internal"), met_again)
     expected |= dict.fromkeys(("resource_exhausted", "unauthenticated", "credentials"), False)
-    recorded = {reason: should_record(hints, "a", Failed(reason, "?"), topic_accepts=works) for reason in expected}
+    recorded = {reason: should_record(hints, "a", Failed(reason, "?")) for reason in expected}
     assert recorded == expected
