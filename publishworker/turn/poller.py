@@ -79,11 +79,12 @@ class Poller:
         self._poll_size.lower_to(MAX_POLL_ROWS // max(1, part.ranges))
         part = replace(part, per_range=self._poll_size.per_range)
         with self.read_size.reading(part.ranges):
-            candidates, cut_off = self._read(part, wanted)
+            candidates = self._store.poll(part) if part.topics else []
+        found = [each for each in candidates if each.id not in wanted.in_flight]
+        self._poll_size.adapt(_by_range(candidates), len(found), wanted.room)
         self._left_pairs = (self._left_pairs or request.pairs) - part.pairs if part.pairs < request.pairs else 0
         self._note(candidates, unavailable)
-        found = [each for each in candidates if each.id not in wanted.in_flight]
-        return Polled(found, cut_off, unread=self._left_pairs > 0, seconds=self._clock() - began)
+        return Polled(found, self._poll_size.cut_off, unread=self._left_pairs > 0, seconds=self._clock() - began)
 
     def _note(self, candidates: Sequence[Candidate], unavailable: Collection[str]) -> None:
         """Note the topics of the candidates.
@@ -114,14 +115,6 @@ class Poller:
         self.known.may_be_due |= seconds is not None
         return seconds
 
-    def _read(self, request: PollRequest, wanted: Wanted) -> tuple[Sequence[Candidate], frozenset[str]]:
-        """Return the candidates, and the topics that may have more."""
-        candidates = self._store.poll(request) if request.topics else []
-        highest = max((each.priority for each in candidates), default=0)
-        startable = {each.id for each in candidates if each.priority == highest}.difference(wanted.in_flight)
-        self._poll_size.adapt(_by_range(candidates), len(startable), wanted.room)
-        return candidates, self._poll_size.cut_off
-
     def _next_part(self, request: PollRequest) -> PollRequest:
         """Return the request, or the next part: some of the shards, or some of the topics of one shard."""
         max_pairs = max(1, self.read_size.limit * request.pairs // max(1, request.ranges))
@@ -143,12 +136,8 @@ def _by_range(candidates: Iterable[Candidate]) -> Counter[tuple[str, int, bool]]
 class PollSize:
     """Keeps a poll near `target` rows, whether one range holds the backlog or hundreds do.
 
-    A task is startable if it has the highest priority of the poll and is not in flight. If less urgent tasks counted
-    too, one of them could start before an urgent task that the poll did not reach.
-
-    `per_range` doubles after a poll that cut ranges off, found fewer startable tasks than there is room for, and
-    returned at most twice the target. It halves after a poll that returned too many rows: more than twice the target if
-    it found enough startable tasks, and otherwise more than four times the target.
+    `per_range` doubles after a poll that cut ranges off and found fewer tasks than there is room for, because the
+    others were in flight. It halves after a poll that returned more than twice the target.
     """
 
     def __init__(self, target: int, shards: int) -> None:
@@ -161,17 +150,15 @@ class PollSize:
         """Lower the max rows of each range, because all ranges together have too many."""
         self.per_range = max(1, min(self.per_range, per_range))
 
-    def adapt(self, by_range: Mapping[tuple[str, int, bool], int], startable: int, room: int) -> None:
-        """Adapt to the last poll: the rows of each range, the `startable` tasks, and how many tasks may start (`room`).
+    def adapt(self, by_range: Mapping[tuple[str, int, bool], int], found: int, room: int) -> None:
+        """Adapt to the last poll: the rows of each range, how many tasks it `found`, and how many may start (`room`).
 
         If the poll read a range a second time, for lower priorities, the range may have more rows than `per_range`.
         """
-        total = sum(min(count, self.per_range) for count in by_range.values())
         self.cut_off = frozenset(topic for (topic, *_), count in by_range.items() if count >= self.per_range)
-        max_rows = (2 if startable >= room else 4) * self._target
-        if total > max_rows:
+        if sum(min(count, self.per_range) for count in by_range.values()) > 2 * self._target:
             self.per_range = max(1, self.per_range // 2)
-        elif self.cut_off and startable < room and total <= max_rows // 2:
+        elif self.cut_off and found < room:
             self.per_range = min(self._target, self.per_range * 2)
 
 

@@ -88,12 +88,12 @@ def late_mark(real: Any) -> Any:
 
 
 def first_found_only(real: Any) -> Any:
-    """Return `_read` without topics that a discovery has found again, whose time of polling is doubled."""
+    """Return `_next_part` without topics that a discovery has found again, whose time of polling is doubled."""
 
-    def ours(self: Poller, request: PollRequest, *arguments: Any) -> Any:
+    def ours(self: Poller, request: PollRequest) -> Any:
         known = self.known._topics
         topics = {name for name in request.topics if known[name].keep_polling_seconds <= KEEP_POLLING_SECONDS}
-        return real(self, replace(request, topics=frozenset(topics)), *arguments)
+        return real(self, replace(request, topics=frozenset(topics)))
 
     return ours
 
@@ -180,7 +180,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "an expired task is not sent": (LockedRow, "is_expired", always(False)),
     "an outage records no attempt": (rules, "should_record", always(True)),
     "every shard is polled": (Membership, "assign", one_shard_less),
-    "a topic without candidates is found again": (Poller, "_read", first_found_only),
+    "a topic without candidates is found again": (Poller, "_next_part", first_found_only),
     "a topic with only dead tasks is discovered less and less often": (
         poller, "FORGET_TOPIC_SECONDS", lambda _: KEEP_POLLING_SECONDS
     ),
@@ -189,7 +189,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a task that met an outage shares no request": (CircuitBreakers, "_update_suspects", always(None)),
     "a refused request that there was no time to split is remembered": (publisher, "MAX_SEND_ALONE", lambda _: 0),
     "due tasks are polled": (
-        Poller, "_read", lambda real: lambda self, request, *a: real(self, replace(request, due=False), *a)
+        Poller, "_next_part", lambda real: lambda self, request: real(self, replace(request, due=False))
     ),
     "a worker goes on after an outage": (
         Worker, "_note_outage", lambda _: lambda self, _error: self._relay.stopped_by_a_defect()

@@ -127,18 +127,3 @@ def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int)
         totals.append(ranges * size.per_range)
         size.adapt(dict.fromkeys([("orders", n, True) for n in range(ranges)], size.per_range), totals[-1], 400)
     assert all(200 <= total <= max(800, 2 * ranges) for total in totals[-5:])
-
-
-def test_polls_become_deeper_until_urgent_tasks_fill_the_places(watch: Watch) -> None:
-    for number in range(30):
-        for key, priority in (("one", 100), ("two", 0)):  # in different shards
-            watch.store.insert(f"{key} {number}", "orders", ordering_key=key, priority=priority)
-    watch.seconds += 1
-    watch.discovers()
-
-    def urgent(in_flight: frozenset[str]) -> frozenset[str]:
-        found = watch.poller.poll(Wanted(20, in_flight)).candidates
-        return frozenset(each.id for each in found if each.priority)
-
-    assert [len(urgent(frozenset())), len(first := urgent(frozenset()))] == [10, 20]
-    assert [len(urgent(first)), len(urgent(first))] == [0, 10]
