@@ -1,11 +1,10 @@
 """Choose which batches start now: deferrals, then a fair share for lower priorities, then the most urgent tasks.
 
 Priorities are compared over all topics. Candidates of the same priority, topic and shard that are all ready, or all
-due, form a slice. Slices are cut into pieces of at most a batch. Pieces of equal priority are shuffled, so that workers
-that read the same backlog rarely choose the same tasks, and neither ready nor due tasks wait for all of the others. A
-batch holds one topic. It is filled with whole pieces and with the beginning of the next one, because a small batch
-takes as many requests as a full one. The sendable prefix of an ordering key is not split, unless a limit of its topic
-allows only a part.
+due, form a slice. Slices of equal priority are shuffled, so that workers that read the same backlog rarely choose the
+same tasks, and neither ready nor due tasks wait for all of the others. A batch holds one topic. It is filled from
+several slices, because a small batch takes as many requests as a full one. The sendable prefix of an ordering key is
+not split, unless a limit of its topic allows only a part.
 """
 
 from collections import Counter, defaultdict
@@ -168,7 +167,7 @@ def choose_batches(
     gets all of them while another topic waits, even if the other topic has a lower priority. Otherwise a slow topic
     would delay the others.
     """
-    packed = _pack(_most_urgent_first(candidates, limits, random), limits, dict(allowed or {}))
+    packed = _pack(_most_urgent_first(candidates, random), limits, dict(allowed or {}))
     return _share_places(packed, limits.places, Counter(in_flight or {}), keeps_place=limits.fair_share > 0)
 
 
@@ -182,38 +181,15 @@ def fitting(batches: Sequence[Claim], free: int, *, alone: bool) -> list[Claim]:
     return started
 
 
-def _most_urgent_first(candidates: Sequence[Candidate], limits: Limits, random: Random) -> Iterator[list[Candidate]]:
-    """Yield pieces of slices by priority. Within a priority, pieces are shuffled."""
-    by_priority: dict[int, list[Candidate]] = defaultdict(list)
+def _most_urgent_first(candidates: Sequence[Candidate], random: Random) -> Iterator[Candidate]:
+    """Yield candidates by priority. Within a priority, slices are shuffled, and sorted by age or by due time."""
+    slices: dict[tuple[int, str, int, bool], list[Candidate]] = defaultdict(list)
     for each in candidates:
-        by_priority[each.priority].append(each)
-    for priority in sorted(by_priority, reverse=True):  # OUT-ORDER-3
-        pieces = [piece for slice in _slices(by_priority[priority]) for piece in _pieces(slice, limits.batch_size)]
-        random.shuffle(pieces)
-        yield from pieces
-
-
-def _slices(candidates: Sequence[Candidate]) -> Iterable[list[Candidate]]:
-    """Cut by topic and shard, and into ready and due. A slice is sorted by age, or by how long its tasks are due."""
-    slices: dict[tuple[str, int, bool], list[Candidate]] = defaultdict(list)
-    for each in candidates:
-        slices[each.topic, each.shard, each.available_at is None].append(each)
-    for slice in slices.values():
-        slice.sort(key=lambda each: (each.available_at or each.created_at, each.id))
-    return slices.values()
-
-
-def _pieces(slice: Sequence[Candidate], max_tasks: int) -> Iterator[list[Candidate]]:
-    """Cut a slice into pieces of at most `max_tasks` tasks. A longer prefix makes a piece of its own."""
-    piece: list[Candidate] = []
-    tasks = 0
-    for each in slice:
-        if piece and tasks + each.task_count > max_tasks:
-            yield piece
-            piece, tasks = [], 0
-        piece.append(each)
-        tasks += each.task_count
-    yield piece
+        slices[-each.priority, each.topic, each.shard, each.available_at is None].append(each)
+    order = [*slices]
+    random.shuffle(order)
+    for key in sorted(order, key=lambda key: key[0]):  # OUT-ORDER-3
+        yield from sorted(slices[key], key=lambda each: (each.available_at or each.created_at, each.id))
 
 
 @dataclass(slots=True)
@@ -236,11 +212,11 @@ class _Packing:
         self.bytes += task.bytes
 
 
-def _pack(pieces: Iterable[list[Candidate]], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:
-    """Fill batches of one topic each, in the order of the pieces, with at most the `allowed` tasks of each topic."""
+def _pack(candidates: Iterable[Candidate], limits: Limits, allowed: dict[str, int]) -> list[_Packing]:
+    """Fill batches of one topic each, in the order of the candidates, with at most the `allowed` tasks of a topic."""
     packed: list[_Packing] = []
     last_of_topic: dict[str, _Packing] = {}
-    for candidate in (each for piece in pieces for each in piece):
+    for candidate in candidates:
         left = allowed.get(candidate.topic, candidate.task_count)
         if not left:
             continue
