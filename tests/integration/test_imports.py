@@ -61,9 +61,9 @@ def test_packages_in_a_zip_have_their_files(tmp_path: Path) -> None:
                 if file.suffix != ".pyc":
                     packed.write(file, f"{name}/{file.relative_to(ROOT / folder)}")
     code = (
-        "from outbox.table import ddl\nfrom outbox.console.application import files\nimport outbox\n"
-        "from outbox.console.visits import _ENVIRONMENT\nfrom outbox_pipeline.spark import session\n"
-        "print(outbox.__file__, len(ddl.text('roles.sql')) > 1000, '/static/console.js' in files(),\n"
+        "from outbox.table import ddl\nimport outbox\n"
+        "from outbox.console.visits import _ENVIRONMENT, FILES\nfrom outbox_pipeline.spark import session\n"
+        "print(outbox.__file__, len(ddl.text('roles.sql')) > 1000, 'console.js' in FILES,\n"
         "      _ENVIRONMENT.get_template('overview.html').name, session._LOGGING.is_file())"
     )
     done = subprocess.run(
