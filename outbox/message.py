@@ -14,7 +14,7 @@ from google.pubsub_v1.types import PublishRequest, PubsubMessage
 from proto import Message as ProtoPlusMessage
 
 from outbox import tracing
-from outbox.base.values import TOPIC, class_name, plain
+from outbox.base.values import MAX_ID_CHARACTERS, TOPIC, class_name, plain
 from outbox.errors import InvalidMessage
 
 #: The attribute that carries the task ID to the subscriber.
@@ -28,7 +28,6 @@ MAX_FIELDS = 2 * MAX_ATTRIBUTES
 MAX_ATTRIBUTE_KEY_BYTES = 256
 MAX_ATTRIBUTE_VALUE_BYTES = 1_024
 MAX_ORDERING_KEY_BYTES = 1_024
-MAX_ID_CHARACTERS = 64
 #: The longest full name of a topic ID: a project ID has at most 30 characters, a topic ID 255.
 LONGEST_TOPIC_NAME = f"projects/{'p' * 30}/topics/{'t' * 255}"
 

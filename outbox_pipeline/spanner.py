@@ -26,6 +26,8 @@ from outbox.table.transact import retry_and_timeout
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of
 #: the four attempts of a Spark task at once, so the timeouts decide after which outage a job fails.
 CALL_SECONDS, TABLE_SECONDS = 30.0, 3600.0
+#: Max bytes of messages in one commit.
+COMMIT_BYTES = 4_000_000
 
 #: The time reserved for a snapshot read. A snapshot that leaves the version retention period sooner is not started.
 TIME_TO_READ = timedelta(minutes=5)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 log = logging.getLogger("publishworker")
 
-#: Seconds between two lines about the same thing.
+#: Seconds between two lines about the same thing, and between two summaries.
 INTERVAL = 60.0
 
 

@@ -73,6 +73,9 @@ KeyHeads = Mapping[TopicKey, Sequence[QueuedTask]]
 #: Max rows of a poll. It is also the max number of ranges, because a poll asks for at least one row of each. A row
 #: takes 2.8 kB of memory.
 MAX_POLL_ROWS = 20_000
+#: Seconds after which a topic without tasks is forgotten: it is not polled, its open circuit is closed, and a gauge of
+#: it that has become 0 is not sent any more. Until then it is sent, because a graph keeps the last value.
+FORGET_TOPIC_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

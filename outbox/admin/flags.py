@@ -11,7 +11,7 @@ from typing import Any
 
 from outbox import admin
 from outbox.base.times import shown
-from outbox.base.values import json_value
+from outbox.base.values import MAX_ID_CHARACTERS, json_value
 from outbox.errors import OutboxError, SettingError
 from outbox.program.output import named, note
 from outbox.program.settings import (
@@ -29,7 +29,7 @@ from outbox.program.settings import (
 )
 from outbox.program.terminal import escaped
 
-MAX_ID_CHARACTERS, MAX_TOPIC_CHARACTERS = 64, 400
+MAX_TOPIC_CHARACTERS = 400
 #: Max bytes of a line of a file that a user passes. The longest is a file of topic controls without line breaks.
 MAX_LINE_BYTES = 10_000_000
 #: Max bytes of such a file: the JSON of some 500,000 tasks. It is read into memory.

@@ -12,13 +12,12 @@ from outbox.admin.tasks import BlockedHead
 from outbox.admin.workers import Worker, open_circuits
 from outbox.base.times import spoken
 from outbox.base.values import counted
+from outbox.program.output import SHOWN
 from outbox.table.controls import NO_CONTROLS, TopicControls
 from outbox.table.controls import problems as invalid
 
 #: A topic is late after this many seconds. The monitors of k8s/ have limits of their own.
 LATE_SECONDS = 60.0
-#: Max problems of one kind, and max paused topics whose pause is looked up.
-MOST = 10
 _STATES = ("pending", "retrying", "blocked")
 
 
@@ -35,8 +34,8 @@ class Problem:
 def pauses(table: TaskTable, backlog: Backlog) -> dict[str, Operation]:
     """Return the operation that paused each topic with a backlog, if it is recorded. Raises NotReached, OutboxError."""
     found: dict[str, Operation] = {}
-    for line in _paused(backlog)[:MOST]:
-        for each in operations.latest(table, MOST, topic=line.topic, at=backlog.as_of):
+    for line in _paused(backlog)[:SHOWN]:
+        for each in operations.latest(table, SHOWN, topic=line.topic, at=backlog.as_of):
             match operations.parsed(each.selection):
                 case {"topics": {line.topic: {"paused": [_, is_paused]}}}:
                     found |= {line.topic: each} if is_paused is True else {}
@@ -55,7 +54,7 @@ def find(
     """Return the problems, cause first. `orphans` are shards without a worker, `blocked` heads that block tasks."""
     found = [*_of_workers(backlog, orphans), *_of_topics(backlog, controls, paused_by), *_of_tasks(backlog, blocked)]
     kinds = [problem.kind for problem in found]
-    return [each for place, each in enumerate(found) if kinds[:place].count(each.kind) < MOST]
+    return [each for place, each in enumerate(found) if kinds[:place].count(each.kind) < SHOWN]
 
 
 def hold(workers: Sequence[Worker], topic: str, at: datetime, *, is_paused: bool) -> str | None:

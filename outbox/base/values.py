@@ -17,6 +17,8 @@ TOPIC_ID = r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}"
 #: A topic: its ID, or its full name.
 TOPIC = rf"(?:projects/{PROJECT}/topics/)?{TOPIC_ID}"
 
+#: Max characters of a task ID, as in the column Id.
+MAX_ID_CHARACTERS = 64
 
 T = TypeVar("T")
 

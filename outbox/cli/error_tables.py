@@ -6,12 +6,10 @@ from datetime import datetime
 
 from outbox import admin
 from outbox.base.times import spoken
-from outbox.program.output import note, shortened, table
+from outbox.program.output import SHOWN, note, shortened, table
 from outbox.program.terminal import Escaped, joined, say
 from outbox.table.states import UNSENT
 
-#: Max rows of the table.
-ROWS = 10
 #: The states in which LastError is the reason for the state.
 FAILING = ("dead", "retrying")
 CIRCUITS = ("CIRCUIT", "TOPIC", "WORKERS", "SINCE", "NEXT PROBE", "ERROR")
@@ -27,12 +25,12 @@ def print_selected(database: "admin.table.TaskTable", selection: "admin.changes.
 
 
 def text(counts: "Sequence[admin.error_groups.ErrorCount]") -> Escaped:
-    """Return a table of the first ROWS counts."""
+    """Return a table of the first SHOWN counts."""
     rows = [
         [f">= {each.tasks:,}" if each.at_least else each.tasks, each.state, each.topic, shortened(each.error)]
-        for each in counts[:ROWS]
+        for each in counts[:SHOWN]
     ]
-    others = [f"... and {len(counts) - ROWS:,} more"] if len(counts) > ROWS else []
+    others = [f"... and {len(counts) - SHOWN:,} more"] if len(counts) > SHOWN else []
     return joined(table(("TASKS", "STATE", "TOPIC", "ERROR"), rows), *others)
 
 

@@ -38,9 +38,6 @@ SHARDS = whole_number(1, MAX_SHARDS)
 _DAYS = whole_number(1, ddl.MAX_RETENTION_DAYS)
 RETENTION = SettingType(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
 
-#: For a new table. An existing table may have other values unless the flag is given.
-DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 7
-
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
@@ -62,16 +59,16 @@ def add(commands: Any) -> None:
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
     # argparse must not fill in the default: if a flag is not given, `run_apply` lets an existing table differ.
-    text = f"Number of shards: {SHARDS.allowed} (default {DEFAULT_SHARDS}{otherwise})"
+    text = f"Number of shards: {SHARDS.allowed} (default {ddl.DEFAULT_SHARDS}{otherwise})"
     flags.add(parser, "--shards", SHARDS, text, metavar="N", default=argparse.SUPPRESS)
-    text = f"Days after which sent tasks are deleted: {RETENTION.allowed} (default {DEFAULT_RETENTION}{otherwise})"
+    text = f"Days after which sent tasks are deleted: {RETENTION.allowed} (default {ddl.DEFAULT_RETENTION}{otherwise})"
     flags.add(parser, "--retention", RETENTION, text, metavar="DAYS|none", default=argparse.SUPPRESS)
     text = "Add the change stream AsynchronousTasksInserts: one record for each registered task, kept for 7 days."
     parser.add_argument("--change-stream", action="store_true", help=text)
 
 
 def _statements(options: argparse.Namespace) -> list[str]:
-    values = {"shards": DEFAULT_SHARDS, "retention": DEFAULT_RETENTION} | vars(options)
+    values = {"shards": ddl.DEFAULT_SHARDS, "retention": ddl.DEFAULT_RETENTION} | vars(options)
     return ddl.statements(values["shards"], values["retention"], change_stream=options.change_stream)
 
 

@@ -13,8 +13,8 @@ from outbox.base.values import listed
 from outbox.errors import OutboxError, SettingError
 from outbox.program.terminal import Escaped, cell, complain, escaped, say
 
-#: Max names that a message lists, and max characters of a text in a table.
-NAMES, CHARACTERS = 10, 80
+#: Max names, rows or findings of one kind that a message shows, and max characters of a text in a table.
+SHOWN, CHARACTERS = 10, 80
 _BARS, _PLAIN_BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588", "_.:-=+*#"
 _BOLD, _RED, _YELLOW, _NORMAL = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
@@ -105,8 +105,8 @@ def _finite(value: Any) -> Any:
 
 
 def named(names: Iterable[str]) -> str:
-    """Return at most NAMES names for a message, and three dots for the others."""
-    return listed(map(escaped, names), NAMES)
+    """Return at most SHOWN names for a message, and three dots for the others."""
+    return listed(map(escaped, names), SHOWN)
 
 
 def note(text: str) -> None:

@@ -10,7 +10,7 @@ from outbox.program.channels import channel, credentials
 from outbox.program.settings import PubSubSettings, emulator_address
 
 #: Seconds for the answer whether a topic exists.
-SECONDS = 5.0
+TOPIC_SECONDS = 5.0
 
 
 def open_pubsub(settings: PubSubSettings) -> PublisherGrpcTransport:
@@ -44,7 +44,7 @@ def check_topic(settings: PubSubSettings, name: str, *, otherwise: str = ", or p
     """
     try:
         with PublisherClient(transport=open_pubsub(settings)) as client:
-            client.get_topic(topic=name, timeout=SECONDS, retry=None)
+            client.get_topic(topic=name, timeout=TOPIC_SECONDS, retry=None)
     except NotFound:
         command = create_topic_command(settings, name)
         raise OutboxError(

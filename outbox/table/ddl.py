@@ -13,6 +13,8 @@ from outbox.table.layouts import MAX_SHARDS, Layout
 
 #: Min tasks a second, one in thirty years. A smaller RatePerSecond is a mistake, and could become 0 for each worker.
 MIN_RATE = 1e-9
+#: What a new database gets unless a user chooses otherwise.
+DEFAULT_SHARDS, DEFAULT_RETENTION = 10, 7
 #: Ten years. A row deletion policy counts days.
 MAX_RETENTION_DAYS = 3650
 #: Two parts that each database chooses for itself.
@@ -45,8 +47,8 @@ _CHANGE_STREAM = f"""CREATE CHANGE STREAM {CHANGE_STREAM}
 
 
 def statements(
-    shards: int = 10,
-    retention_days: int | None = 7,
+    shards: int = DEFAULT_SHARDS,
+    retention_days: int | None = DEFAULT_RETENTION,
     *,
     change_stream: bool = False,
     relay_only: bool = False,

@@ -1,4 +1,4 @@
-"""The states of a task. Only this file defines them: in SQL, in Python and for Arrow.
+"""The states of a task. Only this file defines them: in SQL and for Arrow.
 
 docs/reference/schema.md shows the columns in each state.
 """
@@ -34,24 +34,19 @@ def first_due(row: Any) -> datetime:
     return due
 
 
-def _is_later(row: Any, now: datetime) -> bool:
-    return row.available_at is not None and row.available_at > now
-
-
 def _are_later(pc: Any, columns: Mapping[str, Any], now: datetime) -> Any:
     return pc.greater(columns["AvailableAt"], now)
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state of unsent tasks. `holds` and `arrow` may be true for several: the last in `UNSENT_STATES` counts."""
+    """A state of unsent tasks. `arrow` may be true for several: the last in `UNSENT_STATES` counts."""
 
     name: str
     #: The SQL of its ranges in the index AsynchronousTasksToSend, for each shard and topic, without other states.
     ranges: tuple[str, ...]
-    #: Tells whether the state holds for a row with `available_at`, `attempts` and `is_blocked`.
-    holds: Callable[[Any, datetime], bool]
-    #: The same for columns by name. The first argument is `pyarrow.compute`, which only the Spark jobs install.
+    #: Tells for columns by name which rows are in the state. The first argument is `pyarrow.compute`, which only the
+    #: Spark jobs install.
     arrow: Callable[[Any, Mapping[str, Any], datetime], Any]
 
 
@@ -59,26 +54,22 @@ UNSENT_STATES = (
     State(
         "pending",
         ("AvailableAt IS NULL", "AvailableAt <= CURRENT_TIMESTAMP()"),
-        lambda _row, _now: True,
         lambda pc, columns, _now: pc.is_null(columns["SentAt"]),
     ),
-    State("retrying", (f"{LATER_SQL} AND Attempts > 0 AND BlockedBy IS NULL",), _is_later, _are_later),
+    State("retrying", (f"{LATER_SQL} AND Attempts > 0 AND BlockedBy IS NULL",), _are_later),
     State(
         "scheduled",
         (f"{LATER_SQL} AND Attempts <= 0 AND BlockedBy IS NULL",),
-        lambda row, now: row.attempts <= 0 and _is_later(row, now),
         lambda pc, columns, now: pc.and_(pc.less_equal(columns["Attempts"], 0), _are_later(pc, columns, now)),
     ),
     State(
         "blocked",
         (f"{LATER_SQL} AND BlockedBy IS NOT NULL",),
-        lambda row, now: row.is_blocked and _is_later(row, now),
         lambda pc, columns, now: pc.and_(pc.is_valid(columns["BlockedBy"]), _are_later(pc, columns, now)),
     ),
     State(
         "dead",
         (f"AvailableAt >= {NEVER_SQL}",),
-        lambda row, _now: is_dead(row.available_at),
         lambda pc, columns, _now: pc.greater_equal(columns["AvailableAt"], NEVER),
     ),
 )
@@ -102,11 +93,6 @@ RANGES = {state.name: state.ranges for state in UNSENT_STATES}
 CONDITIONS = {name: f"SentAt IS NULL AND ({' OR '.join(ranges)})" for name, ranges in RANGES.items()}
 CONDITIONS["sent"] = "SentAt IS NOT NULL"
 STATE_SQL = "CASE {} END".format(" ".join(f"WHEN {sql} THEN '{name}'" for name, sql in CONDITIONS.items()))
-
-
-def unsent_state(row: Any, now: datetime) -> str:
-    """Return the state of an unsent task with `available_at`, `attempts` and `is_blocked`."""
-    return next(state.name for state in reversed(UNSENT_STATES) if state.holds(row, now))
 
 
 def arrow_states(pc: Any, columns: Mapping[str, Any], now: datetime) -> Any:

@@ -11,7 +11,7 @@ from google.pubsub_v1 import PublisherClient
 from outbox.base.values import counted, topic_name
 from outbox.errors import InvalidMessage, NotReached
 from outbox.message import check_topic
-from outbox.program.pubsub import create_topic_command, emulator_host, open_pubsub
+from outbox.program.pubsub import TOPIC_SECONDS, create_topic_command, emulator_host, open_pubsub
 from outbox.program.settings import unknown_variables
 from outbox.program.terminal import say
 from outbox.table import schema
@@ -26,8 +26,6 @@ from publishworker.spanner.unsent import topics_in_use
 from publishworker.spanner.write_errors import describe
 from publishworker.topics.availability import split_valid
 
-#: Seconds for one request about a topic.
-_TOPIC_SECONDS = 5.0
 _ONE_REGION = (
     "Pub/Sub keeps their order only within one region, so give all workers the same regional endpoint, such as "
     "europe-west1-pubsub.googleapis.com"
@@ -101,7 +99,7 @@ def _topic(client: PublisherClient, topic: str, settings: WorkerSettings, allowe
     if not allowed(name):
         return "wrong", f"topic {name} matches no pattern of --allowed-topics: its tasks would become dead"
     try:
-        client.get_topic(topic=name, timeout=_TOPIC_SECONDS, retry=None)
+        client.get_topic(topic=name, timeout=TOPIC_SECONDS, retry=None)
     except NotFound as error:
         create = create_topic_command(settings, name)
         return "wrong", f"topic {name} does not exist. Create it: {create}. Pub/Sub: {describe(error)}"

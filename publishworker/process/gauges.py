@@ -16,21 +16,20 @@ from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
 from publishworker.turn.membership import Membership
 from publishworker.turn.relay import Relay
+from publishworker.types import FORGET_TOPIC_SECONDS
 
 #: Seconds between two reports, and between two counts of the backlog.
 INTERVAL = 15.0
-#: Seconds for which a value that has become 0 is sent as 0. A gauge that is not sent keeps its last value in a graph.
-ZERO_SECONDS = 600.0
 
 
 def with_zeros(clock: Callable[[], float]) -> Callable[[Mapping[Any, float]], dict[Any, float]]:
-    """Return a function that adds a 0 for each key that had a value within ZERO_SECONDS."""
+    """Return a function that adds a 0 for each key that had a value within FORGET_TOPIC_SECONDS."""
     seen: dict[Any, float] = {}
 
     def add(values: Mapping[Any, float]) -> dict[Any, float]:
         nonlocal seen
         now = clock()
-        seen = {key: at for key, at in seen.items() if now - at < ZERO_SECONDS} | dict.fromkeys(values, now)
+        seen = {key: at for key, at in seen.items() if now - at < FORGET_TOPIC_SECONDS} | dict.fromkeys(values, now)
         return {key: values.get(key, 0) for key in seen}
 
     return add

@@ -7,7 +7,7 @@ from typing import Any
 
 from outbox.base.values import counted, listed
 from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, turn_counts
-from publishworker.log import ThrottledLog, log
+from publishworker.log import INTERVAL, ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import History
@@ -15,8 +15,6 @@ from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.circuit_breaker import CircuitChange
 from publishworker.types import COMMIT, POLL, PUBLISH, Failed, NotSent, Published, Turn
 
-#: Seconds between two summaries.
-SUMMARY_SECONDS = 60.0
 #: Approximate number of latency samples of one batch. More samples could fill the socket buffer of the Datadog agent,
 #: which would then drop counters.
 LATENCY_SAMPLES = 20
@@ -144,7 +142,7 @@ class Reporter:
             self._metrics.sample(m.PHASE_DURATION, turn.poll_seconds, phase=POLL)
         if numbers := _numbers(turn):
             log.debug("Turn: %s", turn, extra={"action": "turn", "fields": numbers})
-        if self._clock() - self._work_since >= SUMMARY_SECONDS:
+        if self._clock() - self._work_since >= INTERVAL:
             self.log_summary()
 
     def log_summary(self) -> None:

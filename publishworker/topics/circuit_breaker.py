@@ -17,15 +17,13 @@ from random import Random
 from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
 from publishworker.delivery.claim import Claim, Delivered, TopicHints
 from publishworker.pubsub.failures import FailureKind, failure_kind
-from publishworker.types import Candidate, CircuitState, Failed
+from publishworker.types import FORGET_TOPIC_SECONDS, Candidate, CircuitState, Failed
 
 #: Max tasks of one probe. In an outage, Pub/Sub may have accepted a task that seems to fail, and would get it twice.
 TARGET_PROBE_TASKS = 10
 OUTAGE_PROBE_TASKS = 1
 #: Max suspects of all topics together. The oldest are forgotten.
 MAX_SUSPECTS = 1_000
-#: Seconds after a probe became due. If the topic had no task to probe with, its circuit is then forgotten.
-FORGET_SECONDS = 600.0
 
 
 @dataclass(slots=True)
@@ -67,8 +65,8 @@ class CircuitBreakers:
         self._suspects: dict[str, None] = {}  # task IDs, in order of insertion
 
     def forget_old(self) -> None:
-        """Forget circuits that could not be probed for FORGET_SECONDS, because their topics had no task."""
-        oldest = self._clock() - FORGET_SECONDS
+        """Forget circuits that could not be probed for FORGET_TOPIC_SECONDS, because their topics had no task."""
+        oldest = self._clock() - FORGET_TOPIC_SECONDS
         self._circuits = {topic: each for topic, each in self._circuits.items() if each.probe_at >= oldest}
 
     def forget(self, topic: str) -> None:

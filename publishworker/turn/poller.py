@@ -12,7 +12,7 @@ from publishworker.spanner.store import Store
 from publishworker.spanner.write_errors import TimedOut
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
-from publishworker.types import MAX_POLL_ROWS, Candidate, PollRequest
+from publishworker.types import FORGET_TOPIC_SECONDS, MAX_POLL_ROWS, Candidate, PollRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,6 @@ class PollSize:
 #: If discovery finds it and polls do not, because all its tasks are scheduled or dead, the time doubles. Otherwise one
 #: dead task would cost an idle worker 50 % more requests.
 KEEP_POLLING_SECONDS = 5.0
-#: Max seconds for which a topic without candidates is polled, and for which metrics name it.
-FORGET_TOPIC_SECONDS = 600.0
 
 
 @dataclass(slots=True)

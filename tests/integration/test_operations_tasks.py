@@ -14,9 +14,10 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import backlog, tasks
 from outbox.admin.changes import TaskSelection
-from outbox.admin.flags import MAX_ID_CHARACTERS, TEXT
+from outbox.admin.flags import TEXT
 from outbox.admin.table import TaskTable
 from outbox.base.times import shown
+from outbox.base.values import MAX_ID_CHARACTERS
 from outbox.console import selections
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError, SettingError

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from outbox.admin.backlog import COUNT_LIMIT
-from outbox.cli.schema_commands import DEFAULT_SHARDS
+from outbox.table.ddl import DEFAULT_SHARDS
 from tests.manifests.rendering import OVERLAYS, ROOT, rendered, the, worker
 
 TEXT = (ROOT / "docs/operations/scaling.md").read_text(encoding="utf-8")

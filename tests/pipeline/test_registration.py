@@ -12,8 +12,8 @@ from outbox import OutboxError
 from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
-from outbox_pipeline.jobs.register.executor import ANSWER, CHUNK_BYTES, CHUNK_ROWS, COUNTS, TRIES, Writer
-from outbox_pipeline.spanner import Table, open_table
+from outbox_pipeline.jobs.register.executor import ANSWER, CHUNK_ROWS, COUNTS, TRIES, Writer
+from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace
 from tests.support.operations import Watch, rows_of
 from tests.support.pipeline import FakeTable, FakeTime, row
@@ -177,7 +177,7 @@ def test_serialization_does_not_matter_for_equality():
 
 def test_chunks_have_max_rows_and_max_bytes():
     """A message of 9 MB ends its chunk, and the next message is in another commit."""
-    sizes = [9_000_000, 10, 10, 9_000_000, CHUNK_BYTES // 4, CHUNK_BYTES // 4, CHUNK_BYTES // 4, 10, 10]
+    sizes = [9_000_000, 10, 10, 9_000_000, COMMIT_BYTES // 4, COMMIT_BYTES // 4, COMMIT_BYTES // 4, 10, 10]
     table = FakeTable()
     made = writer(table, *(row(task_id=str(number), data=b"x" * size) for number, size in enumerate(sizes)))
     inserts = [given for kind, given, _ in table.calls if kind == "insert"]

@@ -27,7 +27,7 @@ from outbox.registration import TABLE
 from outbox.table.ddl import OPERATIONS
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
-from outbox.table.states import first_due, unsent_state
+from outbox.table.states import first_due, is_dead
 from tests.simulation.audit import Audit, Known
 from tests.simulation.spanner import Aborted, Spanner, Transaction
 from tests.support.fakes import StoredTask
@@ -47,8 +47,13 @@ def attribute(column: str) -> str:
 
 def state_of(row: StoredTask, now: datetime) -> str:
     """Return the state of a task, as STATE_SQL does."""
-    values = {"available_at": row.available_at, "attempts": row.attempts, "is_blocked": row.blocked_by is not None}
-    return "sent" if row.sent_at is not None else unsent_state(SimpleNamespace(**values), now)
+    if row.sent_at is not None:
+        return "sent"
+    if row.available_at is None or row.available_at <= now:
+        return "pending"
+    if is_dead(row.available_at):
+        return "dead"
+    return "blocked" if row.blocked_by is not None else "retrying" if row.attempts > 0 else "scheduled"
 
 
 def matches(selection: TaskSelection, row: StoredTask, now: datetime) -> bool:

@@ -11,7 +11,16 @@ from outbox.base.schedules import OUTAGE_PROBE, TOPIC_PROBE
 from publishworker.delivery.claim import Claim, Delivered
 from publishworker.topics import circuit_breaker
 from publishworker.topics.circuit_breaker import CircuitBreakers, CircuitChange
-from publishworker.types import Answer, Candidate, CircuitState, Failed, NotSent, Published, Skipped
+from publishworker.types import (
+    FORGET_TOPIC_SECONDS,
+    Answer,
+    Candidate,
+    CircuitState,
+    Failed,
+    NotSent,
+    Published,
+    Skipped,
+)
 from tests.support.parts import claim_of
 
 AWAY = Failed("unavailable", "away")
@@ -187,6 +196,6 @@ def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -
     watch.probe(Published("1"))
     assert watch.next(*ids).hints.suspects == set(ids[10:])
     watch.fail(AWAY, "a")
-    watch.seconds += circuit_breaker.FORGET_SECONDS + 2
+    watch.seconds += FORGET_TOPIC_SECONDS + 2
     watch.forget_old()
     assert watch.next("new") == claim_of("orders", "new")

@@ -7,8 +7,8 @@ import pytest
 from publishworker.host import Host
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
-from publishworker.turn.poller import FORGET_TOPIC_SECONDS, KEEP_POLLING_SECONDS, Polled, PollSize, Wanted
-from publishworker.types import PollRequest
+from publishworker.turn.poller import KEEP_POLLING_SECONDS, Polled, PollSize, Wanted
+from publishworker.types import FORGET_TOPIC_SECONDS, PollRequest
 from tests.support.fakes import FakeStore
 from tests.support.parts import reads_of
 

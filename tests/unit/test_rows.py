@@ -3,10 +3,12 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from google.protobuf.struct_pb2 import ListValue, Value
 
-from outbox.table.states import LEFT_TO_SEND, NEVER, RANGES, STATES, UNSENT, is_dead, unsent_state
+from outbox.table.states import LEFT_TO_SEND, NEVER, RANGES, STATES, UNSENT, arrow_states, is_dead
 from publishworker.spanner import relay_sql
 from publishworker.types import LockedRow
 
@@ -72,8 +74,15 @@ class Row(NamedTuple):
     ],
 )
 def test_a_task_is_in_one_state(row: Row, state: str) -> None:
-    """The rule in Python. Other tests compare SQL and Arrow with it."""
-    assert unsent_state(row, NOON) == state
+    """The rule for Arrow. Tests with the emulator check that of SQL."""
+    time = pa.timestamp("us", "UTC")
+    columns = {
+        "SentAt": pa.array([None], time),
+        "AvailableAt": pa.array([row.available_at], time),
+        "Attempts": pa.array([row.attempts]),
+        "BlockedBy": pa.array(["head" if row.is_blocked else None], pa.string()),
+    }
+    assert arrow_states(pc, columns, NOON).to_pylist() == [state]
     assert is_dead(row.available_at) == (state == "dead")
 
 

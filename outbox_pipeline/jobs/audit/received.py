@@ -14,6 +14,7 @@ from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox_pipeline import schemas
+from outbox_pipeline.source.parts import BATCH_BYTES, BATCH_ROWS
 from outbox_pipeline.spark.inputs import Input
 
 #: A publish time outside these bounds is unreadable.
@@ -28,8 +29,6 @@ MESSAGES = schemas.optional(
 )
 #: The schema for JSON lines. Every column is read as a text and parsed later.
 LINES = schemas.optional(**dict.fromkeys(MESSAGES.names, StringType()))
-#: Max messages, and max bytes of their data, in an Arrow batch.
-_ROWS, _BYTES = 2_000, 8_000_000
 #: Attributes that were not registered, because the relay, Pub/Sub or a subscription adds them: the task ID; the
 #: ordering key, which subscriptions write into the attributes; Google's own and tracing attributes; the attributes of a
 #: dead-letter topic, see https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
@@ -53,7 +52,7 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             try:
                 file: Any = fastavro.reader(pa.BufferReader(content.as_buffer()))
                 _check(path, {field["name"] for field in file.writer_schema["fields"]})
-                for messages in chunked(file, _ROWS, _BYTES, lambda message: len(message["data"])):
+                for messages in chunked(file, BATCH_ROWS, BATCH_BYTES, lambda message: len(message["data"])):
                     yield pa.RecordBatch.from_pylist(messages, schema)
             except OutboxError:
                 raise

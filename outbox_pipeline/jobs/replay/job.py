@@ -41,14 +41,14 @@ from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.source.parts import BATCH_ROWS
-from outbox_pipeline.spanner import CALL_SECONDS, TIME_TO_READ, Table, open_table
+from outbox_pipeline.spanner import CALL_SECONDS, COMMIT_BYTES, TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.files import Folder
 from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, read_parts, totals
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
-#: Max tasks, and max bytes of archived messages, in one transaction.
-CHUNK_ROWS, CHUNK_BYTES = 200, 4_000_000
+#: Max tasks in one transaction.
+CHUNK_ROWS = 200
 _TAG = "outbox-pipeline-replay"
 _COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "missing")
 #: The columns of a task from the table, and of a task from the archive, which is inserted again if it is gone.
@@ -325,7 +325,7 @@ def replay_rows(
     """
     table, pace = open_table(database), Pace(rate)
     for rows in batches:
-        for chunk in chunked(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row.get("Data", b""))):
+        for chunk in chunked(rows, CHUNK_ROWS, COMMIT_BYTES, lambda row: len(row.get("Data", b""))):
             pace.wait(len(chunk))
             yield [replay_chunk(table, chunk, id, started_at)]
 
