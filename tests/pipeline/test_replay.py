@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
-from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
 import outbox
@@ -30,7 +29,7 @@ from outbox_pipeline.spanner import Table, open_table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, delete, insert, opened, row, rows_of, update
-from tests.support.pipeline import meddle, noted, replay_rows_and_fail, replay_rows_and_fail_always, replay_settings
+from tests.support.pipeline import meddle, noted, replay_rows_and_fail, replay_settings
 from tests.support.processes import kill_family, started
 from tests.support.pubsub import Subscription
 from tests.support.relays import first_deliveries, unsent, worker
@@ -234,74 +233,6 @@ def test_a_replay_from_the_archive_restores_no_task_that_was_cancelled_since(
     [_] = changes.change(table, "cancel", changes.TaskSelection(state="dead", ids=("dead",)))
     with pytest.raises(SettingError, match="tasks were deleted since this replay began"):
         run(spark, replay_settings(target), resume=begun.id)
-
-
-def test_a_task_that_the_application_cancels_after_its_chunk_is_not_restored(
-    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Neither by a Spark task that runs again nor by a replay that is resumed.
-
-    A cancel of an application has no record. Also not one that was unsent when the replay began, and is cancelled
-    before its chunk.
-    """
-    kinds = ("gone", "sent", "unsent", "cancelled", "gone stays", "sent stays")
-    insert(database, [sent(id, DAY) for id in kinds])
-    archive.run(spark, settings_of(target, tmp_path), late=True)
-    delete(database, "gone", "gone stays")
-    for id in ("unsent", "cancelled"):
-        update(database, id, SentAt=None)
-    settings = replay_settings(target, archive=str(tmp_path), where="true")
-    selected = job._Job._selected
-
-    def cancelled_meanwhile(*given: Any) -> Any:
-        found = selected(*given).persist()
-        assert found.count() == len(kinds)
-        delete(database, "cancelled")
-        return found
-
-    monkeypatch.setattr(job._Job, "_selected", cancelled_meanwhile)
-    monkeypatch.setattr(job, "replay_rows", replay_rows_and_fail_always)
-    with pytest.raises(PythonException, match="when it has replayed its rows"):
-        run(spark, settings)
-    monkeypatch.undo()
-    assert rows_of(database).keys() == {*kinds} - {"cancelled"}
-    for id in ("gone", "sent", "unsent"):
-        assert database.run_in_transaction(outbox.cancel, id) is True
-    [begun] = noted(database)
-    done = run(spark, replay_settings(target), resume=begun["OperationId"])
-    assert counts(done) == (6, 0, 0, 2, 0, 4)
-    assert rows_of(database).keys() == {"gone stays", "sent stays"}
-
-
-def test_a_task_that_is_cancelled_after_another_replay_or_a_retry_is_not_restored(database: Database):
-    """A cancel of an application has no record. A task that is purged since is restored, unless tasks are retried."""
-    table = Table(opened(database))
-    columns = dict.fromkeys(job.ARCHIVED_COLUMNS) | {"Topic": "orders", "Data": b"", "Priority": 1, "CreatedAt": DAY}
-    archived = {id: columns | {"Id": id, "WasUnsent": False} for id in ("gone", "purged", "retried", "purged too")}
-    insert(database, [sent(id, DAY) for id in ("purged", "retried", "purged too")])
-    began = table.now()
-    assert replay_chunk(table, [archived["gone"]], "another replay", began)["registered"] == 1
-    assert database.run_in_transaction(outbox.cancel, "gone") is True
-    delete(database, "purged")
-    found = replay_chunk(table, [archived["gone"], archived["purged"]], "a replay", began)
-    assert (found["registered"], found["missing"]) == (1, 1)
-    assert replay_chunk(table, [archived["gone"]], "a later replay", table.now())["registered"] == 1
-
-    [_] = changes.change(table, "retry", changes.TaskSelection(ids=("retried",)))
-    assert database.run_in_transaction(outbox.cancel, "retried") is True
-    delete(database, "purged too")
-    found = replay_chunk(table, [archived["retried"], archived["purged too"]], "a replay", began)
-    assert (found["registered"], found["missing"]) == (0, 2)
-    assert rows_of(database).keys() == {"gone", "purged"}
-
-
-def test_a_restored_task_differs_from_one_that_a_batch_is_in_doubt_about(database: Database):
-    """Otherwise the batch would mark it, and it would not be published: TimesSent is higher than it ever was."""
-    columns = dict.fromkeys(job.ARCHIVED_COLUMNS) | {"Topic": "orders", "Data": b"", "Priority": 1, "CreatedAt": DAY}
-    rows = [columns | {"Id": f"{n}", "TimesSent": n, "WasUnsent": False} for n in (None, 1, 4)]
-    assert replay_chunk(Table(opened(database)), rows, "a replay", DAY)["registered"] == 3
-    found = query(database, "SELECT Id, TimesSent FROM AsynchronousTasks")
-    assert sorted(map(tuple, found)) == [("1", 2), ("4", 5), ("None", 1)]
 
 
 @pytest.mark.usefixtures("many_partitions")
