@@ -18,6 +18,7 @@ JOBS: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["job
 STEPS = [step for job in JOBS.values() for step in job["steps"]]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("schema", "pattern"),
     [

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outbox.admin import messages
@@ -96,6 +96,7 @@ def test_wide_and_combining_characters_do_not_shift_columns(text: str) -> None:
     assert {columns(line[: line.index("orders")]) for line in lines} == {header.index("TOPIC")}
 
 
+@settings(max_examples=50)
 @given(st.recursive(TEXT | st.integers() | st.none(), lambda inner: st.dictionaries(TEXT, inner) | st.lists(inner)))
 @example({CONTROLS: [CONTROLS]})
 def test_json_is_one_line_without_control_codes(value: object):
