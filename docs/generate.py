@@ -170,6 +170,7 @@ PYTHON = {
         "process_once", "Handler", "BatchHandler", "Receiver", "BatchReceiver", "pushed_message", "ReceivedMessage",
         "PulledMessage", "Key", "Missing",
     ),
+    "outbox.aio": ("register_once", "cancel", "process_once", "run_in_transaction", "AsyncTransaction"),
     "outbox.ext.sqlalchemy": DBAPI,
     "outbox.ext.django": DBAPI,
     "outbox.ext.dbapi": (*DBAPI, "Options"),
@@ -178,6 +179,7 @@ PYTHON = {
         "RedeliveringSubscriber",
     ),
     "outbox.testing.faults": ("abort_next_commit", "delay_commits"),
+    "publishworker.testing": ("OutboxRelay", "Drained", "Published", "Migrate"),
 }  # fmt: skip
 
 
@@ -347,10 +349,12 @@ def _errors() -> str:
 
 def public() -> Iterator[tuple[str, str, griffe.Object]]:
     """Yield module, name and definition of each public name, from the source, without importing it."""
-    package = griffe.load("outbox", search_paths=[Path(__file__).parents[1]])
+    search = [Path(__file__).parents[1]]
+    packages = {name: griffe.load(name, search_paths=search) for name in ("outbox", "publishworker")}
     for module, names in PYTHON.items():
+        package, _, path = module.partition(".")
         for name in names:
-            found = package[f"{module}.{name}".removeprefix("outbox.")]
+            found = packages[package][f"{path}.{name}".removeprefix(".")]
             yield module, name, found.final_target if isinstance(found, griffe.Alias) else found
 
 

@@ -1,20 +1,21 @@
-"""Registration and cancellation with the experimental `AsyncClient` of google-cloud-spanner.
+"""Registration, cancellation and the inbox with the experimental `AsyncClient` of google-cloud-spanner.
 
 `outbox.register` and `outbox.register_many` work with its transactions and batches as they are, because its inserts are
-synchronous. Only `register_once` and `cancel` read. This module is experimental as long as the client is.
+synchronous. The functions of this module read. This module is experimental as long as the client is.
 """
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterable, Mapping, Sequence
-from typing import Any, Protocol, Unpack
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from google.api_core.retry import AsyncRetry
-from google.cloud.spanner_v1 import KeySet
+from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
 from outbox import cancellation
 from outbox.base.values import class_name
+from outbox.inbox import Key, ReceivedMessage, once
 from outbox.message import Message, check_task_id
 from outbox.metrics import count_registered
 from outbox.registration import COLUMNS, TABLE, Options, Task, task_row
@@ -23,6 +24,7 @@ from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, paramete
 from outbox.table.transact import retry_and_timeout
 from outbox.table.transactions import (
     IN_TRANSACTION_SECONDS,
+    PrimaryKey,
     SupportsDelete,
     SupportsInsert,
     check_open,
@@ -30,6 +32,8 @@ from outbox.table.transactions import (
     insert,
     inserted,
 )
+
+T = TypeVar("T")
 
 #: The transactions of `cancel`.
 _cancelling: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
@@ -90,18 +94,99 @@ async def register_once(
     _check(transaction, "register_once")
     check_task_id(task_id)
     row = task_row(Task(topic, message, attributes, task_id=task_id, **options))
-    key = row[:1]
-    request = {"request_tag": "outbox-register-once"}
-    rows = await transaction.read(TABLE, ("Id",), KeySet(keys=[list(key)]), request_options=request, **_limits())
+    is_new = await _insert_once(transaction, TABLE, COLUMNS, row, key=row[:1], tag="outbox-register-once")
+    if is_new:
+        count_registered(row[1])
+    return is_new
+
+
+async def process_once(
+    transaction: AsyncTransaction, message: ReceivedMessage, *, consumer: str, key: Key = "task_id"
+) -> bool:
+    """Record the task of `message` as processed, and return whether this is the first time.
+
+    Experimental. See `outbox.inbox.process_once`. For a batch, await it for one message after the other in one
+    transaction. `transaction` is the one of `register_once`.
+
+    Raises:
+        MissingTaskId: see `outbox.inbox.process_once`.
+        InvalidConsumer: `consumer` is not a valid name.
+        InvalidTransaction: `transaction` was committed or rolled back before.
+        NotReached: the database has no table ProcessedTasks.
+        TypeError: `transaction` is not that of an `AsyncClient`, or `message` is not a message.
+        RetryError, DeadlineExceeded: see `outbox.inbox.process_once`.
+    """
+    _check(transaction, "inbox.process_once")
+    row = once.inbox_row(message, consumer, key)
+    with once.table_errors():
+        values = (*row, COMMIT_TIMESTAMP)
+        return await _insert_once(transaction, once.TABLE, once.COLUMNS, values, key=row, tag="outbox-process-once")
+
+
+async def _insert_once(
+    transaction: AsyncTransaction,
+    table: str,
+    columns: tuple[str, ...],
+    row: tuple[Any, ...],
+    *,
+    key: PrimaryKey,
+    tag: str,
+) -> bool:
+    keys, tags = KeySet(keys=[list(key)]), {"request_tag": tag}
+    rows = await transaction.read(table, columns[: len(key)], keys, request_options=tags, **_limits())
     # To the end, as in outbox.register_once.
-    exists = [row async for row in rows] and task_id not in deleted(transaction)
-    # After the read, because another coroutine may have registered the task in the meantime.
+    exists = [each async for each in rows] and not (table == TABLE and key[0] in deleted(transaction))
+    # After the read, because another coroutine may have inserted the row in the meantime.
     if exists or key in inserted(transaction):
         return False
-    insert(transaction, TABLE, COLUMNS, [row])
+    insert(transaction, table, columns, [row])
     inserted(transaction).add(key)
-    count_registered(row[1])
     return True
+
+
+async def run_in_transaction(
+    database: Any, function: Callable[..., Awaitable[T]], *arguments: Any, **options: Any
+) -> T:
+    """Run `await function(transaction, *arguments)` in a transaction of an `AsyncClient`, and return its result.
+
+    Experimental. Like `await database.run_in_transaction(...)`, whose options it takes. But that leaves the transaction
+    and its locks open if the asyncio task is cancelled. This function then cancels `function`, rolls back, and raises
+    CancelledError. If the commit has begun, it first waits for its end, so the transaction may be committed.
+
+    Raises:
+        CancelledError: from asyncio. The asyncio task was cancelled.
+        Exception: whatever `function` or Spanner raised.
+    """
+    running: asyncio.Future[T] | None = None
+    is_cancelled = False
+
+    async def attempt(transaction: Any) -> T:
+        nonlocal running
+        if is_cancelled:
+            raise _Cancelled
+        running = asyncio.ensure_future(function(transaction, *arguments))
+        try:
+            return await running
+        except asyncio.CancelledError:
+            raise _Cancelled from None
+
+    whole: asyncio.Task[T] = asyncio.ensure_future(database.run_in_transaction(attempt, **options))
+    try:
+        return await asyncio.shield(whole)
+    except _Cancelled:
+        raise asyncio.CancelledError from None
+    except asyncio.CancelledError:
+        is_cancelled = True
+        if running:
+            running.cancel()
+        await asyncio.wait([whole])
+        if not whole.cancelled():
+            whole.exception()  # otherwise asyncio logs it as an error that was never retrieved
+        raise
+
+
+class _Cancelled(Exception):
+    """The client rolls back after this, but not after a CancelledError, which is no Exception."""
 
 
 async def cancel(transaction: AsyncTransaction, task_id: str) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.transaction import Transaction
 
 from outbox.inbox.batch import BatchReceiver
 from outbox.inbox.once import Key, ReceivedMessage, check_choice, plain_consumer, process_once, pushed_message
@@ -23,7 +24,7 @@ from outbox.table.transactions import check_database
 
 __all__ = [
     "BatchHandler", "BatchReceiver", "Handle", "Handler", "Key", "Missing", "PulledMessage", "ReceivedMessage",
-    "Receiver", "process_once", "pushed_message",
+    "Receiver", "Transaction", "process_once", "pushed_message",
 ]  # fmt: skip
 
 #: Max messages in one transaction.

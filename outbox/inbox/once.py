@@ -27,7 +27,11 @@ Key: TypeAlias = Literal["task_id", "message_id"]
 
 
 class ReceivedMessage(Protocol):
-    """A received message with `attributes` and `message_id`, from a streaming pull or as a PubsubMessage."""
+    """A received message, from a streaming pull or as a PubsubMessage."""
+
+    @property
+    def data(self) -> bytes:
+        """Return the data."""
 
     @property
     def attributes(self) -> Mapping[str, str]:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial, update_wrapper
 from itertools import count
 from traceback import walk_tb
@@ -35,6 +36,13 @@ log = logging.getLogger("outbox")
 
 class PulledMessage(ReceivedMessage, Protocol):
     """A message that can be acknowledged, such as `google.cloud.pubsub_v1.subscriber.message.Message`."""
+
+    @property
+    def publish_time(self) -> datetime:
+        """Return when Pub/Sub received the message."""
+
+    def ack(self) -> object:
+        """Acknowledge the message."""
 
     def ack_with_response(self) -> Any:
         """Acknowledge the message and return a future."""

@@ -32,8 +32,9 @@ else:
 
 __all__ = ["Drained", "Migrate", "OutboxRelay", "Published"]
 
-#: The types of the fixtures `published` and `outbox_migrate`.
+#: The type of the fixture `published`.
 Published: TypeAlias = "Callable[[str], list[PubsubMessage]]"
+#: The type of the fixture `outbox_migrate`.
 Migrate: TypeAlias = "Callable[[Database], object] | None"
 
 

@@ -1,6 +1,7 @@
 """Registration with the client's experimental AsyncClient, on the emulator."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest import mock
@@ -11,13 +12,17 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud.spanner_v1 import AsyncClient
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.transaction import Transaction
+from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import aio
 from outbox.devtools.emulators import Emulators
 from outbox.testing import RecordingTransaction, assert_registered
 from tests.support.proxy import Proxy
-from tests.support.spanner import INSTANCE, PROJECT
+from tests.support.spanner import INSTANCE, PROJECT, query
+
+#: How often an asyncio task is cancelled, the n-th time after 1.25 ** n steps of its loop.
+MOMENTS = 40
 
 
 @pytest.fixture
@@ -111,3 +116,68 @@ def test_a_rolled_back_transaction_leaves_no_task(run: Callable[..., Any], datab
 def test_another_transaction_is_a_type_error(transaction: Any) -> None:
     with pytest.raises(TypeError, match=r"transaction of a Spanner AsyncClient\. With .* use outbox\.register_once"):
         asyncio.run(once(transaction))
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "in a batch"])
+def test_each_message_is_processed_once(run: Callable[..., Any], database: Database, together: bool) -> None:
+    """With its changes in the same transaction. A message without a task ID is an error."""
+    messages = [PubsubMessage(attributes={outbox.TASK_ID_ATTRIBUTE: f"task-{n}"}) for n in (1, 2, 1)]
+
+    async def process(transaction: Any, some: list[PubsubMessage]) -> list[bool]:
+        new = [await aio.process_once(transaction, each, consumer="billing") for each in some]
+        for _ in filter(None, new):
+            outbox.register(transaction, "orders", b"")
+        return new
+
+    async def work(asynchronous: Any) -> list[bool]:
+        with pytest.raises(outbox.MissingTaskId):
+            await asynchronous.run_in_transaction(process, [PubsubMessage()])
+        batches = [messages] if together else [[each] for each in messages]
+        return [new for some in batches for new in await aio.run_in_transaction(asynchronous, process, some)]
+
+    assert run(work) == [True, True, False]
+    assert_registered(database, times=2)
+    assert query(database, "SELECT Consumer, TaskId FROM ProcessedTasks ORDER BY 2") == [
+        ["billing", "task-1"], ["billing", "task-2"]
+    ]  # fmt: skip
+
+
+def test_a_cancelled_asyncio_task_leaves_no_half_transaction_and_no_lock(
+    run: Callable[..., Any], database: Database
+) -> None:
+    """Whenever it is cancelled: in each request, between them, in the commit."""
+    begun: list[Any] = []
+
+    async def work(transaction: Any, name: str) -> None:
+        begun.append(transaction)
+        await once(transaction, f"{name}-a")
+        await aio.process_once(transaction, PubsubMessage(attributes={outbox.TASK_ID_ATTRIBUTE: name}), consumer="c")
+        outbox.register(transaction, "orders", b"", task_id=f"{name}-b")
+        await asyncio.sleep(0)
+
+    async def cancelled(asynchronous: Any, name: str, steps: int) -> bool:
+        task = asyncio.ensure_future(aio.run_in_transaction(asynchronous, work, name))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return task.cancelled()
+
+    async def all_moments(asynchronous: Any) -> list[bool]:
+        await aio.run_in_transaction(asynchronous, work, "first")
+        ended = []
+        for moment in range(MOMENTS):
+            ended.append(await cancelled(asynchronous, f"n{moment:02}", int(1.25**moment)))
+            await aio.run_in_transaction(asynchronous, work, f"m{moment:02}")
+        return ended
+
+    assert {*run(all_moments)} == {True, False}
+    assert [each for each in begun if each._transaction_id and not (each.committed or each.rolled_back)] == []
+    written = query(
+        database,
+        "SELECT SUBSTR(Id, 1, 3), COUNT(*), (SELECT COUNT(*) FROM ProcessedTasks WHERE TaskId = SUBSTR(Id, 1, 3)) "
+        "FROM AsynchronousTasks WHERE Id LIKE 'm%' OR Id LIKE 'n%' GROUP BY 1, 3",
+    )
+    assert {tuple(counts) for _, *counts in written} == {(2, 1)}
+    assert sum(name.startswith("m") for name, *_ in written) == MOMENTS

@@ -1,9 +1,11 @@
 """An application's calls of `outbox`, right and wrong. Only type checkers read it: test_application.py."""
 
+import json
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
+from google.cloud.spanner_v1._async.database import Database as AsyncDatabase
 from google.cloud.spanner_v1.batch import Batch, MutationGroup
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.snapshot import Snapshot
@@ -11,10 +13,13 @@ from google.cloud.spanner_v1.transaction import Transaction
 from google.protobuf import struct_pb2
 from google.protobuf.message import Message as ProtobufMessage
 from google.pubsub_v1.types import PubsubMessage, Topic
+from sqlalchemy.orm import Session
 
 import outbox
-from outbox import inbox
-from outbox.testing import RecordingTransaction, assert_registered
+from outbox import aio, inbox
+from outbox.ext import sqlalchemy as outbox_sqlalchemy
+from outbox.testing import RecordingTransaction, RedeliveringSubscriber, assert_registered
+from publishworker.testing import Drained, Migrate, OutboxRelay, Published
 
 
 def correct(transaction: Transaction, batch: Batch, group: MutationGroup, message: ProtobufMessage) -> str:
@@ -47,13 +52,61 @@ def correct_inbox(
     transaction: Transaction, database: Database, received: inbox.PulledMessage, message: PubsubMessage
 ) -> bool:
     @inbox.Handler(database, consumer="billing", missing_task_id="raise", timeout_secs=5)
-    def charge(transaction: Transaction, message: PubsubMessage) -> None:
-        correct(transaction, Batch(None), MutationGroup(None), PubsubMessage.pb(message))
+    def charge(transaction: inbox.Transaction, message: inbox.ReceivedMessage) -> None:
+        order: str = json.loads(message.data)["order"]
+        transaction.insert("Invoices", ["OrderId"], [[order]])
+        outbox.cancel(transaction, message.attributes[outbox.TASK_ID_ATTRIBUTE])
+        correct(transaction, Batch(None), MutationGroup(None), PubsubMessage.pb(PubsubMessage()))
+
+    @inbox.BatchHandler(database, consumer="billing")
+    def charge_all(transaction: inbox.Transaction, messages: list[inbox.ReceivedMessage]) -> None:
+        outbox.register_many(transaction, [outbox.Task("orders", each.data) for each in messages])
 
     charge(received)
+    charge_all(received)
     inbox.process_once(transaction, received, consumer="billing", key="message_id")
     inbox.process_once(RecordingTransaction(), inbox.pushed_message({}), consumer="billing")
     return charge.process(message)
+
+
+def correct_callback(message: inbox.PulledMessage, session: Session) -> None:
+    if outbox_sqlalchemy.process_once(session, message, consumer="billing"):
+        message.ack()
+
+
+def correct_drivers(session: Session) -> bool:
+    task_id: str = outbox_sqlalchemy.register(session, "orders", b"", priority=7)
+    outbox_sqlalchemy.register_many(session, [outbox.Task("orders", b"")])
+    return outbox_sqlalchemy.cancel(session, task_id)
+
+
+async def correct_aio(transaction: aio.AsyncTransaction, message: inbox.ReceivedMessage) -> bool:
+    if await aio.process_once(transaction, message, consumer="billing"):
+        await aio.cancel(transaction, outbox.register(transaction, "orders", b""))
+    return await aio.register_once(transaction, "orders", b"", task_id="t", priority=7)
+
+
+async def correct_run(database: AsyncDatabase, message: inbox.ReceivedMessage) -> str:
+    answer: bool = await aio.run_in_transaction(database, correct_aio, message)
+    return "first" if answer else "second"
+
+
+def correct_fixtures(
+    outbox_database: Database, outbox_relay: OutboxRelay, published: Published, outbox_migrate: Migrate
+) -> bytes:
+    assert_registered(outbox_database)
+    done: Drained = outbox_relay.drain(now=datetime.now(UTC))
+    with outbox_relay.losing_publish_answers():
+        outbox_relay.drain()
+    [message] = published("orders")
+    RedeliveringSubscriber(published("orders")).deliver(lambda delivered: delivered.ack())
+    return message.data if done.published and outbox_migrate else b""
+
+
+async def wrong_aio(transaction: aio.AsyncTransaction, batch: Batch) -> None:
+    await aio.register_once(batch, "orders", b"", task_id="t")  # error
+    await aio.register_once(transaction, "orders", b"")  # error
+    _: bool = aio.cancel(transaction, "t")  # error
 
 
 def wrong_inbox(transaction: Transaction, batch: Batch, database: Database, message: PubsubMessage) -> None:

@@ -29,6 +29,11 @@ def test_mypy_finds_each_wrong_call_and_no_other() -> None:
     assert [int(line) for line in re.findall(r"application\.py:(\d+): error", found)] == WRONG, found
 
 
+def test_the_examples_name_their_types() -> None:
+    """`make lint` checks them strictly, which `Any` would hide."""
+    assert [file for file in (ROOT / "docs/examples").rglob("*.py") if re.search(r"\bAny\b", file.read_text())] == []
+
+
 @pytest.mark.extended  # mypy finds the same errors
 def test_pyright_finds_each_wrong_call_and_no_other() -> None:
     """By basedpyright, because the package pyright downloads its program when it first runs."""

@@ -5,18 +5,19 @@ DJANGO_SETTINGS_MODULE=django_orders.settings python -m django_orders.subscriber
 
 import json
 import logging
+import signal
 import sys
-from typing import Any
 
 import django
 from google.cloud import pubsub_v1
 
 from outbox import TASK_ID_ATTRIBUTE
+from outbox.inbox import PulledMessage
 
 log = logging.getLogger(__name__)
 
 
-def write_invoice(message: Any) -> None:
+def write_invoice(message: PulledMessage) -> None:
     """Write the invoice, unless the task has one."""
     from django_orders.models import Invoice  # noqa: PLC0415 - models need `django.setup`
 
@@ -27,7 +28,7 @@ def write_invoice(message: Any) -> None:
     Invoice.objects.get_or_create(task_id=task_id, defaults={"order_id": order["order_id"], "cents": order["cents"]})
 
 
-def receive(message: Any) -> None:
+def receive(message: PulledMessage) -> None:
     """Write the invoice, then acknowledge. An exception that leaves this function would end the streaming pull."""
     try:
         write_invoice(message)
@@ -39,14 +40,12 @@ def receive(message: Any) -> None:
 
 
 def main(subscription: str) -> None:
-    """Receive until Ctrl-C."""
+    """Receive until Ctrl-C or SIGTERM, and then until the calls that are running have ended."""
     django.setup()
-    stream = pubsub_v1.SubscriberClient().subscribe(subscription, receive)
-    try:
-        stream.result()
-    except KeyboardInterrupt:
-        stream.cancel()
-        stream.result()
+    stream = pubsub_v1.SubscriberClient().subscribe(subscription, receive, await_callbacks_on_shutdown=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stream.cancel())
+    stream.result()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ uvicorn --app-dir docs/examples --port 8001 fastapi_orders.push:app
 
 import json
 import os
-from typing import Any
 
 from fastapi import FastAPI, HTTPException
 from google.cloud import spanner
@@ -18,7 +17,7 @@ app = FastAPI(title="Billing")
 
 
 @inbox.Handler(database, consumer="billing")
-def write_invoice(transaction: Any, message: Any) -> None:
+def write_invoice(transaction: inbox.Transaction, message: inbox.ReceivedMessage) -> None:
     """Insert the invoice. It runs once for each task, in the transaction that records the task."""
     order = json.loads(message.data)
     task_id = message.attributes[TASK_ID_ATTRIBUTE]
@@ -26,7 +25,7 @@ def write_invoice(transaction: Any, message: Any) -> None:
 
 
 @app.post("/invoices", status_code=204)
-def receive(body: dict[str, Any]) -> None:
+def receive(body: dict[str, object]) -> None:
     """Answer after the commit. After any other status than 2xx, Pub/Sub sends the message again."""
     try:
         message = inbox.pushed_message(body)

@@ -5,8 +5,8 @@ python -m fastapi_orders.subscriber SUBSCRIPTION
 
 import json
 import logging
+import signal
 import sys
-from typing import Any
 
 import sqlalchemy
 from google.cloud import pubsub_v1
@@ -14,12 +14,14 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from fastapi_orders.app import Base, engine
 from outbox import TASK_ID_ATTRIBUTE
+from outbox.ext import sqlalchemy as outbox_sqlalchemy
+from outbox.inbox import PulledMessage
 
 log = logging.getLogger(__name__)
 
 
 class Invoice(Base):
-    """An invoice. Its key is the task ID, so a second delivery inserts no second row."""
+    """An invoice."""
 
     __tablename__ = "Invoices"
     TaskId: Mapped[str] = mapped_column(sqlalchemy.String(64), primary_key=True)
@@ -27,18 +29,16 @@ class Invoice(Base):
     Cents: Mapped[int] = mapped_column(sqlalchemy.BigInteger)
 
 
-def write_invoice(message: Any) -> None:
-    """Write the invoice, unless the task has one."""
-    task_id = message.attributes.get(TASK_ID_ATTRIBUTE)
-    if not task_id:
-        raise ValueError("the message has no task ID, so it did not come from the outbox")
+def write_invoice(message: PulledMessage) -> None:
+    """Write the invoice, unless the inbox has the task, in the transaction that records the task."""
     order = json.loads(message.data)
     with Session(engine) as session, session.begin():
-        if session.get(Invoice, task_id) is None:
+        if outbox_sqlalchemy.process_once(session, message, consumer="billing-pull"):
+            task_id = message.attributes[TASK_ID_ATTRIBUTE]
             session.add(Invoice(TaskId=task_id, OrderId=order["order_id"], Cents=order["cents"]))
 
 
-def receive(message: Any) -> None:
+def receive(message: PulledMessage) -> None:
     """Write the invoice, then acknowledge. An exception that leaves this function would end the streaming pull."""
     try:
         write_invoice(message)
@@ -50,13 +50,11 @@ def receive(message: Any) -> None:
 
 
 def main(subscription: str) -> None:
-    """Receive until Ctrl-C."""
-    stream = pubsub_v1.SubscriberClient().subscribe(subscription, receive)
-    try:
-        stream.result()
-    except KeyboardInterrupt:
-        stream.cancel()
-        stream.result()
+    """Receive until Ctrl-C or SIGTERM, and then until the calls that are running have ended."""
+    stream = pubsub_v1.SubscriberClient().subscribe(subscription, receive, await_callbacks_on_shutdown=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stream.cancel())
+    stream.result()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What really happened, by the rows in Spanner, held against the order service's own books."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from datetime import datetime
 
 from google.api_core.exceptions import ServiceUnavailable
 from google.api_core.retry import Retry, if_exception_type
@@ -18,7 +18,7 @@ READ_SECONDS = 30.0
 
 def audit(database: Database, shop: Shop, deliveries: Sequence[Delivery], faults: Sequence[str]) -> Run:
     """Return the run, with a fault for each thing on which rows and books do not agree."""
-    orders = dict(_rows(database, "SELECT OrderId, PlacedAt FROM Orders"))
+    orders = {id: placed_at for id, placed_at, _ in _rows(database, "SELECT OrderId, PlacedAt, TRUE FROM Orders")}
     task_rows = _rows(database, "SELECT Id, CreatedAt, SentAt IS NOT NULL FROM AsynchronousTasks")
     tasks = {id: (created_at, sent) for id, created_at, sent in task_rows}
     failed = [order for order, _ in shop.failed]
@@ -49,11 +49,11 @@ def audit(database: Database, shop: Shop, deliveries: Sequence[Delivery], faults
     )
 
 
-def _rows(database: Database, statement: str) -> list[Any]:
+def _rows(database: Database, statement: str) -> list[tuple[str, datetime, bool]]:
     # Both limits: without a Retry of our own the client asks an unavailable Spanner again for ever.
     retry = Retry(predicate=if_exception_type(ServiceUnavailable), timeout=READ_SECONDS)
     with database.snapshot() as snapshot:
-        return list(snapshot.execute_sql(statement, retry=retry, timeout=READ_SECONDS))
+        return [*map(tuple, snapshot.execute_sql(statement, retry=retry, timeout=READ_SECONDS))]
 
 
 def _count(what: str, found: Collection[object]) -> list[str]:

@@ -8,11 +8,11 @@ import dataclasses
 import json
 import uuid
 from collections.abc import Iterator
-from typing import Any
 
 from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 from google.cloud.spanner_v1.database import Database
+from google.cloud.spanner_v1.transaction import Transaction
 
 import outbox
 
@@ -63,7 +63,7 @@ class Task:
 def place(database: Database, order: Order) -> None:
     """Write the order and register its tasks: all or nothing. To place it again changes nothing and is no error."""
 
-    def work(transaction: Any) -> None:
+    def work(transaction: Transaction) -> None:
         row = (order.id, order.customer_id, order.articles, order.cents, COMMIT_TIMESTAMP)
         transaction.insert("Orders", ("OrderId", "CustomerId", "Articles", "Cents", "PlacedAt"), [row])
         for task in tasks_of(order):
@@ -97,7 +97,7 @@ def _task(order: Order, topic: str, content: dict[str, object], priority: int, n
     return Task(id, topic, json.dumps({"order": order.id, **content}).encode(), priority)
 
 
-def _check_credit(transaction: Any, order: Order) -> None:
+def _check_credit(transaction: Transaction, order: Order) -> None:
     # The result is read to its end: Spanner's client wants that of the first statement of a transaction.
     rows = list(transaction.read("Customers", ["CreditCents"], KeySet(keys=[[order.customer_id]])))
     if not rows or order.cents > rows[0][0]:

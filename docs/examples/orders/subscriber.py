@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from google.cloud import pubsub_v1
 
 from outbox import TASK_ID_ATTRIBUTE
+from outbox.inbox import PulledMessage
 
 #: Seconds for the streams to stop.
 STOP_SECONDS = 10.0
@@ -36,14 +37,14 @@ class Delivery:
 class Inbox:
     """Calls `handle` once for each task ID, and keeps a list of all deliveries."""
 
-    def __init__(self, handle: Callable[[Any], None]) -> None:
+    def __init__(self, handle: Callable[[PulledMessage], None]) -> None:
         """Handle messages by `handle`. If it raises an exception, Pub/Sub redelivers the message."""
         self._handle = handle
         self._lock = threading.Lock()
         self._handled: set[str] = set()
         self._deliveries: list[Delivery] = []
 
-    def receive(self, message: Any) -> None:
+    def receive(self, message: PulledMessage) -> None:
         """Handle a message unless its task was handled before, then acknowledge it."""
         task_id = message.attributes.get(TASK_ID_ATTRIBUTE)
         if not task_id:
@@ -80,7 +81,7 @@ class Inbox:
 class Subscriber:
     """Calls one function for the messages of several subscriptions while the `with` block runs."""
 
-    def __init__(self, subscriptions: Iterable[str], receive: Callable[[Any], None]) -> None:
+    def __init__(self, subscriptions: Iterable[str], receive: Callable[[PulledMessage], None]) -> None:
         """Subscribe to full subscription names. `receive` must acknowledge each message."""
         client = pubsub_v1.SubscriberClient()
         # On shutdown, running callbacks finish and acknowledge. Other messages return to Pub/Sub at once.

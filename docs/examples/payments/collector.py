@@ -11,9 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from orders.subscriber import Subscriber
+
+from outbox.inbox import PulledMessage
 
 
 class Collector:
@@ -40,7 +42,7 @@ class Collector:
         """Return for how many seconds nothing has come, counted from `began` by the monotonic clock at the earliest."""
         return time.monotonic() - max(began, self._last_at)
 
-    def receive(self, subscription: str, message: Any) -> None:
+    def receive(self, subscription: str, message: PulledMessage) -> None:
         """Write a message that came from a subscription."""
         line = {
             "subscription_name": subscription,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orders import command, stage
 from orders.stage import Stage
@@ -140,7 +140,7 @@ class Demo:
         return self.output / "received.jsonl"
 
     @property
-    def of_database(self) -> dict[str, Any]:
+    def of_database(self) -> dict[str, str]:
         """Return the settings that every job has."""
         return dict(zip(("project", "instance", "database"), self.stage.flags[1::2], strict=True))
 
@@ -148,8 +148,11 @@ class Demo:
         """Register payments by Spark."""
         from outbox_pipeline import register  # noqa: PLC0415 - the packages may be missing
 
-        rejects = str(self.output / "rejects")
-        done = register(payments(self.spark, tasks), rejects=rejects, key=("payment",), **self.of_database)
+        rejects, of = str(self.output / "rejects"), self.of_database
+        done = register(
+            payments(self.spark, tasks), rejects=rejects, key=("payment",),
+            project=of["project"], instance=of["instance"], database=of["database"],
+        )  # fmt: skip
         if done.registered != tasks:
             raise OutboxError(f"{done.registered:,} of {tasks:,} payments were registered, see {done.rejects}")
         _tell(f"registered {done.registered:,} payments by Spark", done.seconds)
