@@ -27,4 +27,9 @@ def importer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
 def need(package: str, user: str, extra: str) -> None:
     """Raise OutboxError, which says what to install, if an optional package is missing."""
     if importlib.util.find_spec(package) is None:
-        raise OutboxError(f"{user} needs {package}. Install it: pip install 'spanner-outbox[{extra}]'")
+        raise OutboxError(f"{user} needs {package}. Install it: {install(extra)}")
+
+
+def install(extra: str) -> str:
+    """Return how to install an extra."""
+    return f"pip install 'spanner-outbox[{extra}]' (before the first release: '/path/to/the/clone[{extra}]')"

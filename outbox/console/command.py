@@ -9,7 +9,7 @@ from typing import Any
 
 from outbox import console
 from outbox.admin import flags
-from outbox.base.lazy import need
+from outbox.base.lazy import install, need
 from outbox.console.arguments import DOCS_URL, HEADER, HOSTS, NETWORKS, PATH, TEXT
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         application = _application(settings, database)
     except ModuleNotFoundError as error:
-        raise OutboxError(f"the console needs {error.name}: pip install 'spanner-outbox[console]'") from None
+        raise OutboxError(f"the console needs {error.name}: {install('console')}") from None
     with _listening(*settings.bind) as listener, exit_on(signal.SIGTERM, signal.SIGINT, code=0):
         host, port = listener.getsockname()[:2]
         say(f"http://{f'[{host}]' if ':' in host else host}:{port}{settings.path_prefix}/")

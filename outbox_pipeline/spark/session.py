@@ -9,6 +9,7 @@ from importlib.resources import as_file, files
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from outbox.base.lazy import install
 from outbox.errors import NotReached
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ atexit.register(_FILES.close)
 _LOGGING = _FILES.enter_context(as_file(files("outbox_pipeline.spark") / "log4j2.properties"))
 #: The packages of the extra that a cluster with its own Spark may lack.
 _PACKAGES = ("pyspark", "pandas", "pyarrow", "jinja2", "fastavro")
-_HOW_TO_GET_THEM = "pip install 'spanner-outbox[spark]'"
+_HOW_TO_GET_THEM = install("spark")
 
 #: Options that every job needs. Speculation would run the writes of a Spark task twice. Times are in UTC.
 _ALWAYS: dict[str, Any] = {

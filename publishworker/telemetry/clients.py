@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from outbox import __version__
+from outbox.base.lazy import install
 from outbox.errors import SettingError
 from outbox.program.settings import one_of
 from publishworker.log import log
@@ -49,7 +50,7 @@ def _datadog() -> Client | None:
         from datadog.dogstatsd.base import DogStatsd  # noqa: PLC0415 - 125 ms, and an extra that not everyone installs
     except ImportError as error:
         raise SettingError(
-            f"{configured[0]} is set, but the package `datadog` is missing: pip install 'spanner-outbox[worker]'"
+            f"{configured[0]} is set, but the package `datadog` is missing: {install('worker')}"
         ) from error
     # Packets hold many samples and are sent by a thread of the client, because the socket of a slow agent is full after
     # ten packets. `stop` sends the rest.
@@ -77,7 +78,7 @@ def _opentelemetry() -> Client:
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - the same
     except ImportError as error:
         raise SettingError(
-            "--metrics opentelemetry: the OpenTelemetry SDK is missing: pip install 'spanner-outbox[opentelemetry]'"
+            f"--metrics opentelemetry: the OpenTelemetry SDK is missing: {install('opentelemetry')}"
         ) from error
     exporter_class = _exporter_class()
     # The exporter logs each failed attempt.

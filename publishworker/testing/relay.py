@@ -113,7 +113,10 @@ class OutboxRelay:
     def published(self, topic: str) -> list[PubsubMessage]:
         """Return the messages that were published to a topic in this test, in the order of their publication.
 
-        `topic` is a topic ID or a full name. Raises AssertionError if a message does not arrive within 10 s.
+        `topic` is a topic ID or a full name.
+
+        Raises:
+            AssertionError: a message does not arrive within 10 s.
         """
         name = topic_name(plain(topic), self._settings.project)
         messages, expected = self._messages[name], self._publisher.counts[name]

@@ -1,5 +1,6 @@
 """The README and the guides run as written: Python, SQL and commands, on the emulators."""
 
+import asyncio
 import base64
 import contextlib
 import importlib
@@ -24,6 +25,7 @@ from google.pubsub_v1.types import PubsubMessage
 import outbox
 import outbox.cli
 import publishworker.process.cli
+from outbox import inbox
 from outbox.devtools.emulators import PUBSUB, SPANNER, Emulators, check_installed
 from outbox.errors import NotReached
 from outbox.table import ddl
@@ -253,7 +255,8 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
     """Each block is the file that its first line names. Its test passes; a task that comes twice takes one piece."""
     page = "docs/guide/subscribe.md"
     for block in (*blocks(page, "python"), *blocks(page, "sql")):
-        (tmp_path / re.findall(r"\A(?:#|--) (\S+)\n", block)[0]).write_text(block)
+        with (tmp_path / re.findall(r"\A(?:#|--) ([\w.]+)", block)[0]).open("a") as file:
+            file.write(block)
     assert (tmp_path / "stock.sql").read_text().count("CREATE TABLE Stock") == 1  # among those of this module
     [words] = commands(page)
     python, *test = words[words.index("--") + 1 :]
@@ -293,9 +296,16 @@ def test_the_guide_to_subscribing(emulators: Emulators, shop: Database, pubsub: 
         for expected in (True, False):
             of = PubsubMessage(data=data, attributes={outbox.TASK_ID_ATTRIBUTE: "task-4"})
             assert in_batches.process(of) is expected
-        for name in ("push", "stock", "stock_by_sqlalchemy", "stock_in_batches"):
+        of = mock.Mock(data=data, attributes={outbox.TASK_ID_ATTRIBUTE: "task-4"})
+        by_sqlalchemy.receive(of)
+        of.ack.assert_called_once_with()
+        body["message"]["attributes"] = {outbox.TASK_ID_ATTRIBUTE: "task-5", "kind": "placed"}
+        for _ in range(2):
+            asyncio.run(importlib.import_module("stock_async").receive(body))
+        assert importlib.import_module("kinds").receive.process(inbox.pushed_message(body)) is True
+        for name in ("push", "stock", "stock_by_sqlalchemy", "stock_in_batches", "stock_async", "kinds"):
             del sys.modules[name]
-    assert pieces() == 2
+    assert pieces() == 1
 
 
 @pytest.mark.usefixtures("shop")

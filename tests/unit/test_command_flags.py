@@ -311,7 +311,10 @@ def test_a_command_without_its_extra_says_what_to_install(  # noqa: PLR0917 - pa
 ):  # fmt: skip
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert main(words) == 1
-    assert capsys.readouterr().err.endswith(f"needs {package}. Install it: pip install 'spanner-outbox[{extra}]'\n")
+    assert capsys.readouterr().err.endswith(
+        f"needs {package}. Install it: pip install 'spanner-outbox[{extra}]' "
+        f"(before the first release: '/path/to/the/clone[{extra}]')\n"
+    )
 
 
 def test_a_verification_without_a_report_needs_no_extra(
