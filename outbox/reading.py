@@ -14,7 +14,7 @@ import time
 from base64 import b64decode
 from collections import deque
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Self
 
 from google.cloud.spanner_v1.database import Database
@@ -29,15 +29,13 @@ from outbox.errors import PositionExpired
 from outbox.message import check_topic, parsed
 from outbox.table import schema
 from outbox.table.shared_sql import by_ids
+from outbox.table.states import LONG_AGO, NO_SEQUENCE
 
 #: Max tasks of a page (more if they share a SentAt), and max bytes of messages in memory. A larger message is alone.
 PAGE_ROWS, BUFFER_BYTES = 1_000, 8_000_000
 #: No retention is shorter.
 _MIN_RETENTION = timedelta(days=1)
 _MICROSECOND = timedelta(microseconds=1)
-_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
-#: Sorts a task without Sequence before the others.
-_NO_SEQUENCE = -(2**63)
 _TAG = "outbox-reader"
 
 #: A sent task without its message, by column name.
@@ -51,15 +49,15 @@ class Position:
     The tasks of a batch share a SentAt. CreatedAt, Sequence and Id are the order in which those of a key are published.
     """
 
-    sent_at: datetime = _LONG_AGO
-    created_at: datetime = _LONG_AGO
-    sequence: int = _NO_SEQUENCE
+    sent_at: datetime = LONG_AGO
+    created_at: datetime = LONG_AGO
+    sequence: int = NO_SEQUENCE
     id: str = ""
 
     @classmethod
     def of(cls, row: Row) -> "Position":
         """Return the position after a task."""
-        sequence = _NO_SEQUENCE if row["Sequence"] is None else row["Sequence"]
+        sequence = NO_SEQUENCE if row["Sequence"] is None else row["Sequence"]
         return cls(row["SentAt"], row["CreatedAt"], sequence, row["Id"])
 
     @classmethod

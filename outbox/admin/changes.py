@@ -14,7 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
@@ -32,11 +32,12 @@ from outbox.registration import TABLE
 from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.ddl import OPERATIONS
 from outbox.table.shared_sql import NEXT_OF_KEYS, RELEASED
-from outbox.table.states import CANCELLED, CHANGED, STATES, UNSENT
+from outbox.table.states import CANCELLED, CHANGED, LONG_AGO, STATES, UNSENT
 
 #: Tasks in one transaction. A cancel of them needs about 20,000 of the 80,000 mutations that a commit may have.
 CHUNK = 500
-#: Max bytes of messages in one transaction that moves rows to another table. A commit may have 100 MB.
+#: Max bytes of messages that are moved to another table in one transaction, or published in one chunk. A commit may
+#: have 100 MB.
 CHUNK_BYTES = 8_000_000
 _MOVES = ("cancel", "restore")
 #: Task IDs that one query reads.
@@ -48,7 +49,6 @@ OF_IDS = {"retry": None, "resend": "sent", "cancel": ANY_UNSENT, "purge": "sent"
 #: As the state of an unchanged task: it matches now, but did not at the preview.
 NEWCOMER = "newcomer"
 _log = logging.getLogger("outbox")
-_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 #: The columns that a retry writes. `retry_values` returns the values.
 RETRY_COLUMNS = ("Id", "SentAt", "BlockedBy", "ExpiresAt", "Attempts", "AvailableAt", "DueAt")
 
@@ -432,7 +432,7 @@ def _ids_of_shard(
     else:
         values |= {"after_id": after[0] if after else ""}
     if selection.state == "sent":
-        values |= {"after": datetime.fromisoformat(after[1]) if after else selection.since or _LONG_AGO}
+        values |= {"after": datetime.fromisoformat(after[1]) if after else selection.since or LONG_AGO}
     rows: Sequence[Any] = range(PAGE)
     while len(rows) == PAGE:
         rows = table.query(statement, "outbox-select", values, at=selection.as_of, seconds=SCAN_SECONDS)

@@ -10,7 +10,7 @@ import json
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox.admin import changes, operations, operator_sql, topics
-from outbox.admin.changes import CHUNK, Outcome, TaskSelection
+from outbox.admin.changes import CHUNK, CHUNK_BYTES, Outcome, TaskSelection
 from outbox.admin.operations import RECORDED_IDS, Author, Progress
 from outbox.admin.table import SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
 from outbox.base.times import shown
@@ -26,15 +26,11 @@ from outbox.base.values import chunked, topic_name
 from outbox.errors import InvalidMessage, OutboxError, SettingError
 from outbox.message import check_topic
 from outbox.table.controls import NO_CONTROLS
+from outbox.table.states import LONG_AGO, NO_SEQUENCE
 
 #: Max tasks of one operation, because those of a shard are sorted in memory. The replay job has no limit.
 MAX_TASKS = 1_000_000
-#: Max bytes of messages in a chunk. A larger message is alone.
-CHUNK_BYTES = 8_000_000
 _TAG = "outbox-resend"
-#: Sorts a task without Sequence before the others, as Spanner does.
-_NO_SEQUENCE = -(2**63)
-_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 
 
 class Message(NamedTuple):
@@ -206,8 +202,8 @@ def _of_ids(table: TaskTable, selection: Resend) -> list[tuple[str | None, _Plac
     ids = list(selection.ids or ())
     rows = table.query(operator_sql.PLACES, _TAG, {"ids": ids}, seconds=SCAN_SECONDS)
     found = {place[2]: (topic, _place(*place)) for *place, topic in rows}
-    return [found.get(id) or (None, _Place(_LONG_AGO, _NO_SEQUENCE, id, 0)) for id in ids]
+    return [found.get(id) or (None, _Place(LONG_AGO, NO_SEQUENCE, id, 0)) for id in ids]
 
 
 def _place(created_at: datetime, sequence: int | None, id: str, size: int) -> _Place:
-    return _Place(created_at, _NO_SEQUENCE if sequence is None else sequence, id, size)
+    return _Place(created_at, NO_SEQUENCE if sequence is None else sequence, id, size)

@@ -6,7 +6,7 @@ import json
 from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from google.api_core.datetime_helpers import DatetimeWithNanoseconds
@@ -20,7 +20,7 @@ from outbox.base.values import chunked
 from outbox.errors import SettingError
 from outbox.message import data_field, parsed
 from outbox.table import ddl
-from outbox.table.states import CANCELLED, NEVER, UNSENT
+from outbox.table.states import CANCELLED, LONG_AGO, NEVER, UNSENT
 
 _COLUMNS = (
     "Id", "Topic", "Priority", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "BlockedBy", "ExpiresAt",
@@ -39,7 +39,6 @@ ERRORS_READ = 1_000
 END_BYTES = 200_000
 #: The selection of all tasks of a state.
 ALL = TaskSelection()
-_LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
 _RESOLUTION, _DIGEST_BYTES = timedelta(microseconds=1), 6
 
 
@@ -62,7 +61,7 @@ class _Place:
     """The place of a task in a list: by SentAt, or CreatedAt if it is unsent, and then by CreatedAt and Id."""
 
     time: datetime
-    created_at: datetime = _LONG_AGO
+    created_at: datetime = LONG_AGO
     id: str = ""
 
 
@@ -90,7 +89,7 @@ class BlockedHead:
 
 
 #: Before the first task of a list, oldest and newest first.
-_BEGIN, _END = _Place(_LONG_AGO), _Place(NEVER)
+_BEGIN, _END = _Place(LONG_AGO), _Place(NEVER)
 
 
 def find(
@@ -201,14 +200,14 @@ class _Reader:
         return tasks
 
     def _windows(self, state: str) -> Iterator[TaskSelection]:
-        since, until = self.selection.since or _LONG_AGO, self.selection.until or NEVER
+        since, until = self.selection.since or LONG_AGO, self.selection.until or NEVER
         if self.newest:
             until = min(until, self.position.time + _RESOLUTION)
             edge = min(until, self.at + timedelta(seconds=1))
             parts = [(max(since, edge - window), until) for window in WINDOWS]
         else:
             first = [sent_at for (sent_at,) in self.query(_of_state(state, operator_sql.FIRST_SENT))]
-            since = max(since, self.position.time, min(first, default=_LONG_AGO))
+            since = max(since, self.position.time, min(first, default=LONG_AGO))
             parts = [(since, min(until, since + window)) for window in WINDOWS]
         for part in dict.fromkeys([*parts, (since, until)]):
             yield dataclasses.replace(self.selection, since=part[0], until=part[1])

@@ -19,7 +19,7 @@ from outbox.table.transactions import SupportsReadInsert, check_transaction, ins
 TABLE = "ProcessedTasks"
 COLUMNS = ("Consumer", "TaskId", "ProcessedAt")
 #: The lengths of the columns.
-MAX_CONSUMER_CHARACTERS, MAX_ID_CHARACTERS = 256, 128
+MAX_CONSUMER_CHARACTERS, MAX_RECORDED_CHARACTERS = 256, 128
 
 #: What identifies a message without a task ID: with "message_id" its message ID, with "task_id" nothing: it is an
 #: error.
@@ -89,7 +89,7 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
     if not hasattr(attributes, "get"):
         raise TypeError(f"message is {class_name(message)}. It must be a Pub/Sub message with attributes")
     task_id = plain(attributes.get(TASK_ID_ATTRIBUTE, ""))
-    if 1 <= len(task_id) <= MAX_ID_CHARACTERS:
+    if 1 <= len(task_id) <= MAX_RECORDED_CHARACTERS:
         return consumer, task_id
     message_id = plain(message.message_id)
     if key == "message_id" and message_id:
@@ -97,7 +97,7 @@ def inbox_row(message: ReceivedMessage, consumer: str, key: Key) -> tuple[str, s
         return consumer, f"{zlib.crc32(message_id.encode()):08x}-message-{message_id}"
     problem = f"no attribute {TASK_ID_ATTRIBUTE}"
     if task_id:
-        problem = f"an {TASK_ID_ATTRIBUTE} of {len(task_id)} characters (max {MAX_ID_CHARACTERS})"
+        problem = f"an {TASK_ID_ATTRIBUTE} of {len(task_id)} characters (max {MAX_RECORDED_CHARACTERS})"
     raise MissingTaskId(
         f"message {message_id!r} has {problem}, so it did not come from the outbox. Pass key='message_id' to process "
         "it by its message ID, or let Pub/Sub forward it to a dead-letter topic"

@@ -10,6 +10,10 @@ from typing import Any
 
 #: A task whose AvailableAt is this time or later is dead.
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
+#: No task is older.
+LONG_AGO = datetime(1, 1, 1, tzinfo=UTC)
+#: Sorts a task without Sequence before the others, as Spanner does.
+NO_SEQUENCE = -(2**63)
 NEVER_SQL = f"TIMESTAMP '{NEVER:%Y-%m-%dT%H:%M:%SZ}'"
 
 #: A mark that is older than this is final. A newer one may be undone: an at-most-once task is marked first.

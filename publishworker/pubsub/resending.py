@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from outbox.admin.resend import Message, Send
+from outbox.base.schedules import OUTAGE_PROBE
 from outbox.errors import NotReached, OutboxError
 from outbox.program.pubsub import create_topic_command, open_pubsub
 from outbox.program.settings import PubSubSettings
@@ -14,8 +15,8 @@ from publishworker.types import Failed, LockedRow
 
 #: Seconds for the publish requests of one attempt.
 PUBLISH_SECONDS = 10.0
-#: While Pub/Sub accepts nothing: seconds until the next attempt, and until the last one.
-DELAY_SECONDS, PATIENCE_SECONDS = 1.0, 60.0
+#: Seconds until the last attempt while Pub/Sub accepts nothing.
+PATIENCE_SECONDS = 60.0
 
 
 def opened(settings: PubSubSettings, topic: str) -> Send:
@@ -48,7 +49,7 @@ def send(publisher: Publisher, topic: str, messages: Sequence[Message]) -> Mappi
             reasons = sorted({failure.error for failure in failed.values()})
             raise NotReached(f"Pub/Sub has accepted no message for {PATIENCE_SECONDS:g} s: {', '.join(reasons)}")
         else:
-            time.sleep(DELAY_SECONDS)
+            time.sleep(OUTAGE_PROBE.first)
         rows = left
     return refused
 

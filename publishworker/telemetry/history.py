@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
 
+from outbox.admin.history import MINUTES
 from publishworker.delivery.claim import Delivered
 
-MINUTES = 60
 #: Max topics of one minute, and max reasons of failures of one topic. The figures of all topics include the others.
 TOPICS, REASONS = 20, 4
-#: Approximate number of latencies of one batch that are counted, and the ratio of the bounds between which they are.
-SAMPLES, RATIO = 20, 1.1
+#: Approximate number of latencies of one batch that are counted, here and in metrics. More could fill the socket
+#: buffer of the Datadog agent, which would then drop counters.
+LATENCY_SAMPLES = 20
+#: The ratio of the bounds between which latencies are counted.
+RATIO = 1.1
 #: The key of the figures of all topics. The name of a topic may be an empty text.
 ALL = None
 #: The figures of a topic in one minute. The name of a number of failures is their reason after a colon.
@@ -71,7 +74,7 @@ class History:
     def add(self, delivered: Delivered) -> None:
         """Count the outcomes of a batch."""
         number, failed = len(delivered.published()), Counter(each.reason for each in delivered.failed().values())
-        step = max(1, len(delivered.latencies) // SAMPLES)
+        step = max(1, len(delivered.latencies) // LATENCY_SAMPLES)
         latencies = Counter(_bound(each) for each in islice(delivered.latencies.values(), 0, None, step))
         with self._lock:
             self._advance()

@@ -10,14 +10,11 @@ from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, t
 from publishworker.log import INTERVAL, ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
-from publishworker.telemetry.history import History
+from publishworker.telemetry.history import LATENCY_SAMPLES, History
 from publishworker.telemetry.metrics import Metrics
 from publishworker.topics.circuit_breaker import CircuitChange
 from publishworker.types import COMMIT, POLL, PUBLISH, Failed, NotSent, Published, Turn
 
-#: Approximate number of latency samples of one batch. More samples could fill the socket buffer of the Datadog agent,
-#: which would then drop counters.
-LATENCY_SAMPLES = 20
 #: Max lines a minute about failed tasks of one topic and reason. The others are counted.
 FAILURE_LINES = 100
 #: Max lines a minute about single cancelled tasks of a topic. Further ones share lines of at most CANCELLED_IDS tasks.

@@ -64,7 +64,7 @@ def test_after_an_outage_each_key_goes_on_with_its_first_message_that_is_not_pub
     server.publish = answer
     assert resending.send(publisher, TOPIC, messages(*"abc", key="key")) == {}
     assert received(server) == [*"abc"] * 4
-    assert no_waiting == [resending.DELAY_SECONDS] * 3
+    assert no_waiting == [resending.OUTAGE_PROBE.first] * 3
 
 
 @pytest.mark.parametrize(
