@@ -12,6 +12,7 @@ import pytest
 from google.api_core.exceptions import Aborted, NotFound, ServiceUnavailable
 from google.cloud.pubsub_v1 import SubscriberClient
 from google.cloud.pubsub_v1.subscriber.futures import StreamingPullFuture
+from google.cloud.pubsub_v1.types import FlowControl
 from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from google.cloud.spanner_v1.instance import Instance
@@ -23,7 +24,7 @@ from outbox import inbox
 from outbox.table import ddl
 from tests.support.drivers import STACKS, DbApi, aborting
 from tests.support.pubsub import PubSub
-from tests.support.spanner import fresh_database, query
+from tests.support.spanner import fresh_database, query, record_requests
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:This method is non-operational:UserWarning")
@@ -32,6 +33,7 @@ ACCOUNTS = "CREATE TABLE Accounts (AccountId STRING(36) NOT NULL, Cents INT64 NO
 PROCESSED = "SELECT TaskId FROM ProcessedTasks WHERE Consumer = 'billing' ORDER BY 1"
 #: Seconds between two attempts of an aborted transaction; the emulator says none.
 FAST = {"default_retry_delay": 0.02}
+CALLS = ("begin_transaction", "streaming_read", "execute_streaming_sql", "execute_sql", "commit", "rollback")
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +74,26 @@ def task() -> str:
     return str(uuid.uuid4())
 
 
+def published(ids: list[str], keys: int = 0) -> list[dict[str, Any]]:
+    """Return the messages of tasks, with so many ordering keys in turn. The data is the number of a message."""
+    attributes = [{outbox.TASK_ID_ATTRIBUTE: id} for id in ids]
+    return [
+        {"data": str(n).encode(), "attributes": each, "ordering_key": f"k{n % keys}" if keys else ""}
+        for n, each in enumerate(attributes)
+    ]
+
+
+@pytest.fixture
+def outcomes(set_metrics: Any) -> list[str]:
+    counted = list[str]()
+    set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: counted.append(tags[1].partition(":")[2])))
+    return counted
+
+
 @contextlib.contextmanager
 def pulling(subscription: str, callback: Callable[[Any], None]) -> Iterator[StreamingPullFuture]:
     with SubscriberClient() as subscriber:
-        future = subscriber.subscribe(subscription, callback)
+        future = subscriber.subscribe(subscription, callback, flow_control=FlowControl(max_messages=100))
         try:
             yield future
         finally:
@@ -144,12 +162,11 @@ def test_a_thread_recovers_from_a_session_that_was_refused(
 
 
 @pytest.mark.parametrize("kind", ["unordered", "ordered", "exactly once"])
-def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, set_metrics: Any, kind: str) -> None:
+def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, outcomes: list[str], kind: str) -> None:
     """Each task is sent twice, and the first delivery of each fails; messages of a key arrive in their order."""
     topic, ordered = pubsub.new_topic(), kind == "ordered"
     subscription = pubsub.new_subscription(topic, ordered=ordered, exactly_once=kind == "exactly once")
-    failed, order, outcomes = set[str](), list[bytes](), list[str]()
-    set_metrics(SimpleNamespace(increment=lambda _name, _value, tags: outcomes.append(tags[1].partition(":")[2])))
+    failed, order = set[str](), list[bytes]()
 
     @inbox.Handler(bank, consumer="billing", **FAST)
     def receive(transaction: Any, of: Any) -> None:
@@ -159,11 +176,7 @@ def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, set_metr
         order.append(of.data)
         pays(account)(transaction, of)
 
-    ids = [task() for _ in range(5)]
-    messages = [
-        {"data": str(n).encode(), "attributes": {outbox.TASK_ID_ATTRIBUTE: id}, "ordering_key": "k" * ordered}
-        for n, id in enumerate(ids)
-    ]
+    messages = published([task() for _ in range(5)], keys=int(ordered))
     with pulling(subscription.name, receive):
         pubsub.publisher.publish(topic=topic, messages=messages)
         pubsub.publisher.publish(topic=topic, messages=messages)
@@ -173,6 +186,44 @@ def test_a_streaming_pull(bank: Database, account: str, pubsub: PubSub, set_metr
     assert outcomes.count("failed") >= len(failed)
     assert cents(bank, account) == 5
     assert not ordered or sorted(set(order)) == list(dict.fromkeys(order))
+
+
+def pays_each(bank: Database, order: dict[str, list[int]], **options: Any) -> inbox.BatchReceiver:
+    """Return a subscriber with batches: each task makes an account, and a second one of it fails."""
+
+    @inbox.BatchHandler(bank, consumer="billing", **FAST, **options)
+    def receive(transaction: Any, messages: Any) -> None:
+        for of in messages:
+            order.setdefault(of.ordering_key, []).append(int(of.data))
+        rows = [(of.attributes[outbox.TASK_ID_ATTRIBUTE], 1) for of in messages]
+        transaction.insert("Accounts", ("AccountId", "Cents"), rows)
+
+    return receive
+
+
+def test_a_batch_costs_one_read_and_one_commit(bank: Database, pubsub: PubSub, outcomes: list[str]) -> None:
+    topic, order, ids = pubsub.new_topic(), dict[str, list[int]](), [task() for _ in range(50)]
+    subscription = pubsub.new_subscription(topic)
+    query(bank, "SELECT 1")  # connects
+    requests = record_requests(bank, *CALLS)
+    pubsub.publisher.publish(topic=topic, messages=published(ids))
+    with pulling(subscription.name, pays_each(bank, order, max_batch=50, max_delay=60.0)):
+        eventually(lambda: outcomes.count("processed") == 50, seconds=60)
+    assert [name for name, _ in requests] == ["streaming_read", "commit"]
+    assert sorted(order[""]) == [*range(50)]
+    assert {cents(bank, id) for id in ids} == {1}
+
+
+def test_the_messages_of_an_ordering_key_keep_their_order(bank: Database, pubsub: PubSub, outcomes: list[str]) -> None:
+    topic, order, ids = pubsub.new_topic(), dict[str, list[int]](), [task() for _ in range(40)]
+    subscription = pubsub.new_subscription(topic, ordered=True)
+    for key in range(4):
+        some = [each for each in published(ids, keys=4) if each["ordering_key"] == f"k{key}"]
+        pubsub.publisher.publish(topic=topic, messages=some)
+    with pulling(subscription.name, pays_each(bank, order, max_batch=10, max_delay=0.05)):
+        eventually(lambda: outcomes.count("processed") == 40, seconds=60)
+    assert {key: sorted(numbers) for key, numbers in order.items()} == order
+    assert {cents(bank, id) for id in ids} == {1}
 
 
 def test_the_trace_continues(bank: Database, spans: InMemorySpanExporter) -> None:
