@@ -40,6 +40,22 @@ REPLACED = {
     r"image: publishworker:unset": 'image: "{{ .Values.image.repository }}:{{ include "publishworker.tag" . }}'
     '{{ with .Values.image.digest }}@{{ . }}{{ end }}"',
 }
+#: The files of components whose objects the chart has if these values are set, and what other values replace in them.
+COMPONENTS = {
+    "autoscaling/datadogmetric.yaml": "autoscaling.enabled",
+    "autoscaling/horizontalpodautoscaler.yaml": "autoscaling.enabled",
+    "job/job.yaml": "job.args",
+}
+OF_COMPONENTS = {
+    r"(name: )publishworker-backlog": rf"\1{NAME}-backlog",
+    r"datadogmetric@outbox:publishworker": f"datadogmetric@{{{{ .Release.Namespace }}}}:{NAME}",
+    r"env:unset,service:publishworker": f"env:{{{{ .Values.env }}}},service:{NAME}",
+    r"(?m)^(    name: )publishworker$": rf"\1{NAME}",
+    r"(minReplicas|maxReplicas): \d+": r"\1: {{ .Values.autoscaling.\1 }}",
+    r"averageValue: '5000'": "averageValue: {{ .Values.autoscaling.averageValue | quote }}",
+    r"(?m)^(  name: )publishworker-job$": rf"\1{NAME}-{{{{ .Values.job.name }}}}",
+    r" +- status\n": "        {{- toYaml .Values.job.args | nindent 8 }}\n",
+}
 #: In the pod's template, because `helm upgrade` would delete or change a ConfigMap that older pods still read.
 SETTINGS = """\
         env:
@@ -52,13 +68,13 @@ SETTINGS = """\
         {{- end }}
 """
 REPLICAS = """\
-  {{- if not (kindIs "invalid" .Values.replicas) }}
+  {{- if not (or .Values.autoscaling.enabled (kindIs "invalid" .Values.replicas)) }}
   replicas: {{ .Values.replicas }}
   {{- end }}
 """
 #: As in the base, 30 s more than the setting, whose value can be a fraction.
 GRACE = '{{ add 30 (ceil (float64 (default "30" .Values.settings.OUTBOX_SHUTDOWN_TIMEOUT))) }}'
-NOTE = "# Written by `make chart` from k8s/base. Change the base, whose files say why, and not this file.\n"
+NOTE = "# Written by `make chart` from k8s/base and components. Change those, which say why, and not this file.\n"
 VALUES = """\
 # The repository has no tag. An empty tag is the version of the chart. A digest such as sha256:... pins the image. The
 # tag is then only the label `version`.
@@ -68,6 +84,16 @@ image:
   digest: ""
 # null if an autoscaler of your own sets the number. Otherwise each `helm upgrade` would reset it.
 replicas: 2
+# The component `autoscaling`, with Datadog's metric: docs/operations/scaling.md. It sets the number of workers.
+autoscaling:
+  enabled: false
+  minReplicas: 2
+  maxReplicas: 10
+  averageValue: "5000"
+# With args, a Job runs one `outbox` command. Its name ends with this one.
+job:
+  name: command
+  args: []
 # The environment in Datadog.
 env: production
 # Variables of other libraries, and variables with `valueFrom`, as in a container of a pod.
@@ -110,6 +136,7 @@ def files() -> dict[str, str]:
         "values.schema.json": _schema(),
         "templates/_helpers.tpl": HELPERS,
         **{f"templates/{each['kind'].lower()}.yaml": NOTE + _template(each) for each in objects if "data" not in each},
+        **{f"templates/{Path(file).name}": NOTE + _optional(file, value) for file, value in COMPONENTS.items()},
     }
 
 
@@ -123,11 +150,20 @@ def _chart() -> Iterator[str]:
 
 def _template(manifest: dict[str, Any]) -> str:
     text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
-    text = re.sub(r" +envFrom:\n.*\n.*\n", "", text).replace("        env:\n", SETTINGS)
+    env = "        env:\n"
+    text = re.sub(r" +envFrom:\n.*\n.*\n", "" if env in text else env, text).replace(env, SETTINGS)
     for old, new in REPLACED.items():
         text = re.sub(old, new, text)
     text = text.replace("terminationGracePeriodSeconds: 60", f"terminationGracePeriodSeconds: {GRACE}")
     return text.replace("  replicas: 2\n", REPLICAS)
+
+
+def _optional(file: str, value: str) -> str:
+    """Return the template of an object of a component, which the chart has if the value is true."""
+    text = _template(yaml.safe_load((K8S / "components" / file).read_text(encoding="utf-8")))
+    for old, new in OF_COMPONENTS.items():
+        text = re.sub(old, new, text)
+    return f"{{{{- if .Values.{value} }}}}\n{text}{{{{- end }}}}\n"
 
 
 def _schema() -> str:
@@ -140,9 +176,18 @@ def _schema() -> str:
     properties = {
         "image": _object({name: _text(pattern) for name, pattern in IMAGE.items()}),
         "replicas": {"type": ["integer", "null"], "minimum": 0},
+        "autoscaling": _object(
+            {
+                "enabled": {"type": "boolean"},
+                "minReplicas": {"type": "integer", "minimum": 1},
+                "maxReplicas": {"type": "integer", "minimum": 1},
+                "averageValue": _text("^[0-9]+$"),
+            }
+        ),
+        "job": _object({"name": _text("^[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?$"), "args": _list(_text())}),
         "env": _text(LABEL),
         "settings": _object(dict(sorted(settings.items()))),
-        "extraEnv": {"type": "array", "items": variable | {"required": ["name"]}},
+        "extraEnv": _list(variable | {"required": ["name"]}),
         "global": {"type": "object"},
     }
     return json.dumps({"$schema": reference["$schema"], **_object(properties)}, indent=2) + "\n"
@@ -150,6 +195,10 @@ def _schema() -> str:
 
 def _text(pattern: str | None = None) -> dict[str, Any]:
     return {"type": "string", **({"pattern": pattern} if pattern else {})}
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:

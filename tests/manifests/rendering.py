@@ -93,7 +93,7 @@ def validate(each: Object) -> None:
 
 
 def templates(each: Object) -> Iterator[Object]:
-    if each["kind"] == "Deployment":
+    if each["kind"] in ("Deployment", "Job"):
         yield each["spec"]["template"]
     elif each["kind"] == "ScheduledSparkApplication":
         yield from (each["spec"]["template"][role]["template"] for role in ("driver", "executor"))

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from outbox import __version__
-from tests.manifests.rendering import K8S, Objects, kubectl, pods, rendered, selectors, the, validate, worker
+from tests.manifests.rendering import K8S, Objects, kubectl, pods, rendered, selectors, templates, the, validate, worker
 
 CHART = K8S / "helm"
 SETTINGS = {"OUTBOX_PROJECT": "bank-1", "OUTBOX_INSTANCE": "main", "OUTBOX_DATABASE": "shop", "OUTBOX_WAKE": "off"}
@@ -29,7 +29,8 @@ def chart() -> Any:
 def installed(chart: Any, release: str = "publishworker", /, **values: Any) -> Objects:
     """Return what `helm template` prints, by kind."""
     chart.validate_schema(values)
-    return in_order(list(map(yaml.safe_load, chart.render(values, name=release, namespace="outbox").values())))
+    texts = chart.render(values, name=release, namespace="outbox").values()
+    return in_order([each for each in map(yaml.safe_load, texts) if each])
 
 
 def in_order(objects: Objects) -> Objects:
@@ -41,9 +42,11 @@ def kustomized(folder: Path) -> Objects:
     objects = rendered(folder)
     settings = the(objects, "ConfigMap")
     objects.remove(settings)
-    [container] = worker(objects)["spec"]["template"]["spec"]["containers"]
-    del container["envFrom"]
-    container["env"][:0] = [{"name": name, "value": value} for name, value in sorted(settings["data"].items())]
+    values = [{"name": name, "value": value} for name, value in sorted(settings["data"].items())]
+    for template in (template for each in objects for template in templates(each)):
+        [container] = template["spec"]["containers"]
+        del container["envFrom"]
+        container["env"] = [*values, *container.get("env", [])]
     return in_order(objects)
 
 
@@ -62,6 +65,30 @@ def test_the_files_are_those_that_the_script_writes() -> None:
 def test_the_chart_renders_the_base(chart: Any) -> None:
     unset = {"image": {"repository": "publishworker", "tag": "unset"}, "env": "unset"}
     assert installed(chart, **unset) == kustomized(K8S / "base")
+
+
+def test_the_chart_renders_the_autoscaler_and_the_job_of_the_components(chart: Any, tmp_path: Path) -> None:
+    """The autoscaler sets the number of workers, and a Job runs a command with all of the worker's settings."""
+    unset = {"image": {"repository": "publishworker", "tag": "unset"}, "env": "unset", "settings": SETTINGS}
+    job = {"name": "job", "args": ["status"]}
+    here = Path("../" * len(tmp_path.parts[1:])) / K8S.relative_to("/")
+    settings = {"name": "publishworker", "behavior": "merge"}
+    settings |= {"literals": [f"{name}={value}" for name, value in SETTINGS.items()]}
+    components = [str(here / "components" / name) for name in ("autoscaling", "job")]
+    overlay = {"resources": [str(here / "base")], "components": components, "configMapGenerator": [settings]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    installed_with = installed(chart, **unset, autoscaling={"enabled": True}, job=job)
+    assert installed_with == kustomized(tmp_path)
+    assert "replicas" not in worker(installed_with)["spec"]
+    release = installed(chart, "eu", autoscaling={"enabled": True, "maxReplicas": 32, "averageValue": "9"}, job=job)
+    autoscaler = the(release, "HorizontalPodAutoscaler")["spec"]
+    [metric] = autoscaler["metrics"]
+    assert (autoscaler["maxReplicas"], autoscaler["scaleTargetRef"]["name"]) == (32, "eu-publishworker")
+    assert metric["external"]["metric"]["name"] == "datadogmetric@outbox:eu-publishworker-backlog"
+    assert "service:eu-publishworker" in the(release, "DatadogMetric")["spec"]["query"]
+    assert the(release, "Job")["metadata"]["name"] == "eu-publishworker-job"
+    for each in release:
+        validate(each)
 
 
 def test_values_and_an_overlay_have_the_same_effect(chart: Any, tmp_path: Path) -> None:
@@ -153,6 +180,8 @@ def test_the_grace_period_follows_the_shutdown_timeout(chart: Any, seconds: str 
         ({"image": {"digest": "sha256:1"}}, "image/digest"),
         ({"env": "my env"}, "'/env'"),
         ({"extraEnv": [{"value": "a"}]}, "missing property 'name'"),
+        ({"job": {"args": "retry"}}, "got string, want array"),
+        ({"autoscaling": {"averageValue": 5000}}, "got number, want string"),
     ],
     ids=str,
 )

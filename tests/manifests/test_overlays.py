@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from jsonschema import Draft202012Validator
 
+from outbox.cli import _parser
 from outbox.console.command import ConsoleSettings
 from outbox.program.settings import NAMES, PREFIX, DatabaseSettings, fields_of
 from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
@@ -55,14 +56,14 @@ def composed(folder: Path, *components: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [*OVERLAYS, "components", "console", "opentelemetry", "spark"])
+@pytest.mark.parametrize("name", [*OVERLAYS, "components", "console", "job", "opentelemetry", "spark"])
 def test_a_kustomization_renders_as_its_golden_file_and_is_valid(name: str, tmp_path: Path) -> None:
     """`components` is the base with all components but datadog-csi, which production has, and opentelemetry."""
     folder = OVERLAYS.get(name, SPARK)
     if name == "components":
         folder = composed(tmp_path / name, "autoscaling", "network-policy", "datadog-udp")
-    if name == "console":
-        folder = composed(tmp_path / name, "console")
+    if name in ("console", "job"):
+        folder = composed(tmp_path / name, name)
     if name == "opentelemetry":
         folder = composed(tmp_path / name, "opentelemetry", "network-policy")
     # Without the texts of scripts in a ConfigMap, whose name has their hash.
@@ -119,6 +120,27 @@ def test_the_console_is_closed_and_reads_the_database_of_the_worker(tmp_path: Pa
     hosts = re.findall(r"OUTBOX_ALLOWED_HOSTS=([\w.,]+)", page)
     assert hosts
     assert all(urlsplit(re.findall(r'"(http.+?)"', probe)[0]).hostname in each.split(",") for each in hosts)
+
+
+def test_a_job_runs_the_command_of_the_page_as_the_worker(tmp_path: Path) -> None:
+    """With the image, account and settings of the worker, whose selectors do not match its pod, and only once."""
+    shutil.copytree(K8S, tmp_path / "k8s")
+    file = tmp_path / "k8s/overlays/production/kustomization.yaml"
+    page = (ROOT / "docs/operations/deploy.md").read_text(encoding="utf-8")
+    [[component, patch]] = re.findall(r"```yaml\ncomponents:\n(.*?)patches:\n(.*?)```", page, re.DOTALL)
+    text = file.read_text().replace("\ncomponents:\n", f"\ncomponents:\n{component}")
+    file.write_text(text.replace("\npatches:\n", f"\npatches:\n{patch}"))
+    objects = rendered(file.parent)
+    job, deployment = the(objects, "Job"), worker(objects)
+    pod, its = job["spec"]["template"]["spec"], deployment["spec"]["template"]["spec"]
+    [command], found = pod["containers"], container(deployment, "publishworker")
+    assert (job["metadata"]["namespace"], job["spec"]["backoffLimit"], pod["restartPolicy"]) == ("outbox", 0, "Never")
+    assert (command["image"], command["envFrom"]) == (found["image"], found["envFrom"])
+    assert pod["serviceAccountName"] == its["serviceAccountName"]
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert not any(json.loads(each).items() <= labels.items() for each in selectors(objects))
+    assert [*command["command"], *command["args"]][:2] == ["outbox", "retry"]
+    assert vars(_parser().parse_args(command["args"]))["reason"] == job["metadata"]["name"] == "ticket-4711"
 
 
 @each_overlay
