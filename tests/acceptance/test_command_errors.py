@@ -19,6 +19,7 @@ from tests.support.proxy import hanging, refusing
 ALL = [
     "status --exact", "list", "show x", "retry x", "retry --state dead", "purge --sent-before 30d",
     "cancel x --reason y --yes", "topics", "tail", "pause orders", "resume orders", "topics unset orders rate",
+    "resend x --to other", "operations continue x",
 ]  # fmt: skip
 #: A command that reads, one that follows and two that change.
 SOME = ["status --exact", "tail", "retry x", "pause orders"]
