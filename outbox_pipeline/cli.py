@@ -22,7 +22,7 @@ from publishworker.process.exits import DONE, FAILED, WORK_LEFT
 from publishworker.process.worker_settings import RelaySettings, add_deadline
 
 #: The counts of results that make a job fail, with the names that the metric has for this.
-_FAILURES = ("rejected", "lost", "not_applied")
+_FAILURES = ("rejected", "refused", "lost", "not_applied")
 
 _log = logging.getLogger("outbox_pipeline")
 
@@ -54,6 +54,7 @@ not applied, or if there was no task to audit.
 REPLAY = """\
 Send sent tasks again, from the table or from the archive. A replay from the archive also
 restores purged tasks. Each task is sent once more, even if the job is interrupted and resumed.
+With --to, they are published to another topic at least once, and no task is changed.
 
     outbox-pipeline replay --topic orders --since 2h --dry-run \\
         --project shop --instance main --database orders"""
@@ -152,10 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     add_deadline(drain)
     audit = add("audit", AuditSettings, "compare tasks with received messages", AUDIT)
     audit.add_argument("--allow-empty", action="store_true", help="Exit with code 0 if no task is in the window.")
-    replay = add("replay", ReplaySettings, "send sent tasks again", REPLAY, "dry_run", "resume", "reason")
+    replay = add("replay", ReplaySettings, "send sent tasks again", REPLAY, "dry_run", "resume", "reason", "to")
     replay.add_argument("--dry-run", action="store_true", help="Count the selected tasks by topic and change nothing.")
     replay.add_argument(
         "--resume", metavar="ID", default="", help="Continue an interrupted replay with its own selection."
     )
+    replay.add_argument("--to", metavar="TOPIC", help="Publish to this topic instead, and change no task.")
     add_reason(replay)
     return parser

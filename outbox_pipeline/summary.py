@@ -12,7 +12,7 @@ _ROWS = (
     "registered", "existing", "repeated", "rejected", "written", "deleted", "replayed", "unsent", "resent", "missing",
     "delivered", "late", "lost", "unknown", "republished", "redelivered", "mismatched", "out_of_order",
     "applied", "not_applied", "applied_late", "unregistered",
-    "published", "already_published", "uncommitted", "became_dead",
+    "published", "refused", "already_published", "uncommitted", "became_dead",
 )  # fmt: skip
 
 

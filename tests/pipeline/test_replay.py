@@ -31,7 +31,7 @@ from tests.support.fakes import serialized
 from tests.support.operations import PAST, Watch, delete, insert, opened, row, rows_of, update
 from tests.support.pipeline import meddle, noted, replay_rows_and_fail, replay_settings
 from tests.support.processes import kill_family, started
-from tests.support.pubsub import Subscription
+from tests.support.pubsub import PubSub, Subscription
 from tests.support.relays import first_deliveries, unsent, worker
 from tests.support.spanner import INSTANCE, PROJECT, query
 from tests.support.waiting import eventually
@@ -153,6 +153,46 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 -
     assert len(messages) == len(of_key), "nothing twice"
     # Tasks that the replay has sent are not selected again, because they were sent after it began.
     assert counts(run(spark, replay_settings(target, topic=topic, until=shown(note["StartedAt"])))) == (0,) * 6
+
+
+@pytest.mark.parametrize("source", ["table", "archive"])
+def test_a_replay_to_another_topic_publishes_in_order_and_changes_no_task(  # noqa: PLR0917 - fixtures
+    spark: SparkSession,
+    target: DatabaseSettings,
+    database: Database,
+    new_subscription: Callable[..., Subscription],
+    pubsub: PubSub,
+    tmp_path: Path,
+    source: str,
+):
+    """Also purged tasks of an archive. It is recorded, and a resumed one publishes all tasks again."""
+    to = new_subscription(pubsub.new_topic(), ordered=True)
+    keyed = {"OrderingKey": "k", "CreatedAt": DAY}
+    insert(database, [sent(f"{99 - n}", DAY + (n % 7) * MICROSECOND, Sequence=n, **keyed) for n in range(50)])
+    insert(database, [sent("broken", DAY, Data=b"\xff"), sent("other", DAY, Topic="others"), row("ready")])
+    flags = {}
+    if source == "archive":
+        archive.run(spark, settings_of(target, tmp_path), late=True)
+        delete(database, "98", "99")
+        flags = {"archive": str(tmp_path)}
+    before, settings = rows_of(database), replay_settings(target, topic="orders", **flags)
+    for wrong, sentence in (("orders", "is the topic of the tasks"), ("nowhere", "nowhere does not exist")):
+        with pytest.raises(OutboxError, match=sentence):
+            run(spark, settings, to=wrong)
+    with pytest.raises(SettingError, match="--to needs --topic"):
+        run(spark, replay_settings(target, where="true"), to=to.topic)
+    assert noted(database) == []
+    done = run(spark, settings, to=to.topic, reason="ticket 4711")
+    assert (done.selected, done.published, done.refused, done.replayed) == (51, 50, 1, 0)
+    in_order = {"k": [f"{99 - n}" for n in range(50)]}
+    assert first_deliveries(to.drain()) == in_order
+    [note] = noted(database)
+    assert (note["Tasks"], json.loads(note["Selection"])["to"]) == (50, to.topic)
+    with database.batch() as batch:
+        batch.update(OPERATIONS, ("OperationId", "FinishedAt"), [(done.replay_id, None)])
+    assert run(spark, replay_settings(target), resume=done.replay_id or "").published == 50
+    assert first_deliveries(to.drain()) == in_order
+    assert rows_of(database) == before
 
 
 def test_purged_tasks_are_restored_from_the_archive(

@@ -1,4 +1,4 @@
-"""`replay`: sends sent tasks again, from the table or from the archive.
+"""`replay`: sends sent tasks again, from the table or from the archive, or publishes them to another topic.
 
 The Spark tasks lock each row and reset SentAt if the task was sent before the replay began. Spark can run a Spark task
 again, and a replay can be resumed. A task that is already unsent, or was sent since the replay began, is not changed.
@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from typing import Any
 
@@ -23,16 +23,18 @@ from pyspark.sql import DataFrame, Observation, SparkSession, Window
 from pyspark.sql import functions as f
 from pyspark.sql.types import StringType
 
-from outbox.admin import operations, operator_sql
-from outbox.admin.changes import RETRY_COLUMNS, retry_values
+from outbox.admin import operations, operator_sql, resend, topics
+from outbox.admin.changes import RETRY_COLUMNS, TaskSelection, retry_values
 from outbox.admin.operations import Author, as_json
+from outbox.admin.resend import Message
 from outbox.admin.table import Transaction
 from outbox.base.times import shown
 from outbox.base.values import chunked
 from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.inbox.once import COLUMNS as INBOX_COLUMNS
 from outbox.inbox.once import TABLE as INBOX
-from outbox.program.settings import DatabaseSettings, resolved
+from outbox.program.settings import DatabaseSettings, PubSubSettings, resolved
+from outbox.program.terminal import escaped
 from outbox.registration import COLUMNS, TABLE
 from outbox.table.shared_sql import NOW, TO_SEND_INDEX
 from outbox_pipeline import schemas
@@ -44,6 +46,7 @@ from outbox_pipeline.source.parts import BATCH_ROWS
 from outbox_pipeline.spanner import CALL_SECONDS, COMMIT_BYTES, TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.files import Folder
 from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, read_parts, totals
+from publishworker.pubsub import resending
 
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
@@ -51,6 +54,7 @@ TOPICS, SAMPLE = 20, 10
 CHUNK_ROWS = 200
 _TAG = "outbox-pipeline-replay"
 _COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "missing")
+_COUNTS_TO = schemas.counts("published", "refused")
 #: The columns of a task from the table, and of a task from the archive, which is inserted again if it is gone.
 _OF_TABLE = ("Id", "OrderingKey", "CreatedAt", "Sequence")
 ARCHIVED_COLUMNS = (*(name for name in COLUMNS if name not in ("AvailableAt", "ExpiresAt")), "TimesSent")
@@ -66,6 +70,8 @@ _log = logging.getLogger("outbox_pipeline")
 class Replayed:
     """The outcomes of the selected tasks, described in docs/pipeline/replay.md. A dry run sets `topics` and `sample`.
 
+    `published` and `refused` are set if the tasks went to another topic.
+
     Each task is counted once, by the last attempt of its Spark task.
     """
 
@@ -76,6 +82,8 @@ class Replayed:
     unsent: int = 0
     resent: int = 0
     missing: int = 0
+    published: int | None = None
+    refused: int | None = None
     topics: dict[str, int] | None = None
     sample: list[dict[str, Any]] | None = None
     seconds: float = 0.0
@@ -83,13 +91,17 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySelection:
-    """A selection of sent tasks. `since` is inclusive, `until` exclusive. A field of None does not narrow it."""
+    """A selection of sent tasks. `since` is inclusive, `until` exclusive. A field of None does not narrow it.
+
+    `to` is the full name of the topic to publish to. Then no task is changed.
+    """
 
     archive: str | None = None
     topic: str | None = None
     since: datetime | None = None
     until: datetime | None = None
     where: str | None = None
+    to: str | None = None
 
     @classmethod
     def parsed(cls, text: str) -> "ReplaySelection":
@@ -100,18 +112,26 @@ class ReplaySelection:
 
 
 def run(
-    spark: SparkSession, settings: ReplaySettings, *, dry_run: bool = False, resume: str = "", reason: str | None = None
+    spark: SparkSession,
+    settings: ReplaySettings,
+    *,
+    dry_run: bool = False,
+    resume: str = "",
+    reason: str | None = None,
+    to: str | None = None,
 ) -> Replayed:
     """Replay the selected tasks, or continue the replay with the ID `resume`. The record has the `reason`.
 
-    Raises SettingError, NotReached, OutboxError.
+    With `to`, they are published to this topic instead. Raises SettingError, NotReached, OutboxError.
     """
     begin = time.monotonic()
-    check(settings, dry_run=dry_run, resume=resume, reason=reason)
+    check(settings, dry_run=dry_run, resume=resume, reason=reason, to=to)
     table = open_table(settings)
     now = table.now()
     selection, started_at = _resumed(table, resume) if resume else (_selection_of(settings, now), now)
-    if resume and selection.archive:
+    if to:
+        selection = replace(selection, to=_destination(table, selection, to))
+    if resume and selection.archive and not selection.to:
         _check_deleted(table, resume, started_at, Folder(spark, selection.archive))
     _check(spark, table, selection)
     job = _Job(spark, table, settings, selection)
@@ -125,19 +145,24 @@ def run(
         _info(f"Replay {id} of {as_json(asdict(selection))}. If it is interrupted, continue it with --resume {id}")
         done = job.replay(id, started_at)
         done.replay_id = id
-        operations.end(table, id, Tasks=done.selected - done.missing)
-        _info(f"Replay {id} finished. Workers send its tasks. outbox status shows how many are pending")
+        operations.end(table, id, Tasks=done.selected - done.missing - (done.refused or 0))
+        told = "" if selection.to else ". Workers send its tasks. outbox status shows how many are pending"
+        _info(f"Replay {id} finished{told}")
     done.seconds = time.monotonic() - begin
     return done
 
 
-def check(settings: ReplaySettings, *, dry_run: bool, resume: str, reason: str | None = None) -> None:
+def check(
+    settings: ReplaySettings, *, dry_run: bool, resume: str, reason: str | None = None, to: str | None = None
+) -> None:
     """Check settings and flags that depend on each other. Raises SettingError."""
-    given = [field.name for field in fields(ReplaySelection) if getattr(settings, field.name) not in ("", None)]
+    given = [field.name for field in fields(ReplaySelection) if getattr(settings, field.name, None) not in ("", None)]
     if resume and dry_run:
         raise SettingError("--resume and --dry-run exclude each other. Pass only one of them")
     if resume and reason:
         raise SettingError("--resume keeps the reason of the interrupted replay. Remove --reason")
+    if resume and to:
+        raise SettingError("--resume keeps the topic of the interrupted replay. Remove --to")
     if resume and given:
         raise SettingError(
             f"--resume uses the selection of the interrupted replay. Remove --{given[0]} and OUTBOX_{given[0].upper()}"
@@ -155,6 +180,16 @@ def _selection_of(settings: ReplaySettings, now: datetime) -> ReplaySelection:
         raise SettingError(f"--since {shown(since)} is not before {'--until' if end == until else 'now,'} {shown(end)}")
     texts = {name: getattr(settings, name) or None for name in ("archive", "topic", "where")}
     return ReplaySelection(since=since, until=until, **texts)
+
+
+def _destination(table: Table, selection: ReplaySelection, to: str) -> str:
+    """Return the full name of the topic to publish to. Raises SettingError, OutboxError if it is not for the tasks."""
+    if selection.topic is None:
+        raise SettingError("--to needs --topic. Pass both")
+    found = resend.checked(table, TaskSelection(state="sent", topic=selection.topic), to)
+    if unchecked := resend.check_exists(table, found):
+        _info(unchecked)
+    return found.to
 
 
 def _resumed(table: Table, id: str) -> tuple[ReplaySelection, datetime]:
@@ -244,6 +279,10 @@ class _Job:
         """Make the selected tasks unsent, and insert those that only the archive has."""
         parts, rate = divided(self.spark, self.settings.max_rows_per_second)
         rows = in_order(self._selected(started_at), parts)
+        if self.selection.to:
+            rows, pubsub = rows.select("Id", "OrderingKey", "Data", "CreatedAt"), topics.pubsub_settings(self.table)
+            [counts] = collected(totals(map_rows(rows, _COUNTS_TO, publish_rows, pubsub, self.selection.to, rate)))
+            return Replayed(selected=sum(counts.values()), **counts)
         rows = rows.select(*ARCHIVED_COLUMNS, _WAS_UNSENT) if self.selection.archive else rows.select("Id")
         answers = map_rows(rows, _COUNTS, replay_rows, self.settings, id, started_at, rate)
         [counts] = collected(totals(answers))
@@ -268,7 +307,8 @@ class _Job:
 
     def _of_table(self, until: datetime, at: datetime) -> DataFrame:
         given = self.selection
-        columns = tuple(schemas.TASK.fieldNames()) if given.where else (*_OF_TABLE, "Topic", "SentAt")
+        needed = (*_OF_TABLE, "Topic", "SentAt", *(["Data"] if given.to else []))
+        columns = tuple(schemas.TASK.fieldNames()) if given.where else needed
         wanted = RowFilter("sent", given.topic, given.since, until)
         return self._matching(read_tasks(self.spark, self.settings, columns, at, wanted))
 
@@ -328,6 +368,21 @@ def replay_rows(
         for chunk in chunked(rows, CHUNK_ROWS, COMMIT_BYTES, lambda row: len(row.get("Data", b""))):
             pace.wait(len(chunk))
             yield [replay_chunk(table, chunk, id, started_at)]
+
+
+def publish_rows(settings: PubSubSettings, to: str, rate: float, batches: Iterator[Rows]) -> Iterator[Rows]:
+    """Publish rows with Id, OrderingKey, Data and CreatedAt to a topic, in a Spark task. Yield counts of each chunk.
+
+    If Spark runs the Spark task again, all of its rows are published again.
+    """
+    send, pace = resending.opened(settings, to), Pace(rate)
+    for rows in batches:
+        for chunk in chunked(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row["Data"])):
+            pace.wait(len(chunk))
+            refused = send([Message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in chunk])
+            for id, why in refused.items():
+                _log.warning("the task %s was not published: %s", escaped(id), escaped(why))
+            yield [{"published": len(chunk) - len(refused), "refused": len(refused)}]
 
 
 def replay_chunk(table: Table, rows: Sequence[Mapping[str, Any]], id: str, started_at: datetime) -> dict[str, int]:
