@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox.admin import changes, operations, operator_sql, topics
-from outbox.admin.changes import CHUNK, CHUNK_BYTES, Outcome, TaskSelection
+from outbox.admin.changes import CHUNK, CHUNK_BYTES, Outcome
 from outbox.admin.operations import RECORDED_IDS, Author, Progress
+from outbox.admin.selection import TaskSelection
 from outbox.admin.table import SCAN_SECONDS, LayoutChanged, TaskTable, Transaction
 from outbox.base.times import shown
 from outbox.base.values import chunked, topic_name

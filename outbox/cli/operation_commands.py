@@ -25,8 +25,8 @@ filter is compared with about the last 16,000 changes.
     outbox operations --operation cancel --topic orders --principal jane ..."""
 CONTINUE_DESCRIPTION = """\
 Continue a retry, resend, purge, cancel or restore that was stopped or whose process is gone,
-after the last tasks that are done. `outbox operations --json` has the IDs. If another process still
-works on the operation, one of them ends, and no task is changed twice.
+after the last tasks that are done. `outbox operations --json` has the IDs. If another
+process still works on the operation, one of them ends, and no task is changed twice.
 
     outbox operations continue 4f0c... --project my-project --instance main --database shop"""
 

@@ -24,9 +24,10 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StringType
 
 from outbox.admin import operations, operator_sql, resend, topics
-from outbox.admin.changes import RETRY_COLUMNS, TaskSelection, retry_values
+from outbox.admin.changes import RETRY_COLUMNS, retry_values
 from outbox.admin.operations import Author, as_json
 from outbox.admin.resend import Message
+from outbox.admin.selection import TaskSelection
 from outbox.admin.table import Transaction
 from outbox.base.times import shown
 from outbox.base.values import chunked
