@@ -9,6 +9,7 @@ from outbox.admin import flags
 from outbox.base.times import shown
 from outbox.base.values import counted
 from outbox.cli import bulk
+from outbox.program import logs
 from outbox.program.output import note, shortened, table
 from outbox.program.settings import one_of
 from outbox.program.terminal import as_json, say
@@ -77,6 +78,7 @@ def run_continue(options: argparse.Namespace) -> int:
     task_table, author = flags.open_table(options), flags.author(options)
     operation, _ = admin.operations.begun(task_table, options.id, admin.operations.IN_CHUNKS)
     if not options.dry_run:
+        logs.configure()  # a cancel logs its tasks
         admin.operations.proceed(task_table, options.id, author)
         return bulk.resume(task_table, options, options.id, author)
     if options.json:
