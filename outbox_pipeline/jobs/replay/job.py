@@ -378,7 +378,7 @@ def publish_rows(settings: PubSubSettings, to: str, rate: float, batches: Iterat
     """
     send, pace = resending.opened(settings, to), Pace(rate)
     for rows in batches:
-        for chunk in chunked(rows, CHUNK_ROWS, CHUNK_BYTES, lambda row: len(row["Data"])):
+        for chunk in chunked(rows, CHUNK_ROWS, COMMIT_BYTES, lambda row: len(row["Data"])):
             pace.wait(len(chunk))
             refused = send([Message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in chunk])
             for id, why in refused.items():
