@@ -44,7 +44,7 @@ def test_errors_that_are_not_all_read_are_lower_bounds(
         [row(f"dead-{n}", "dead", LastError=f"error {'ab'[n % 2]}") for n in range(5)] + [row("r", "retrying")],
     )
     monkeypatch.setattr(tasks, "ERRORS_READ", 4)
-    monkeypatch.setattr(error_tables, "ROWS", 2)
+    monkeypatch.setattr(error_tables, "SHOWN", 2)
     lines = outbox.here("status", "--exact").stdout.partition("\n\n")[2].splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [[">=", "2", "dead"]] * 2
     assert lines[3] == "... and 1 more"
