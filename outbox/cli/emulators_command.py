@@ -145,8 +145,6 @@ def _plan(options: argparse.Namespace) -> tuple[DatabaseSettings | None, list[st
     """Return the database of `--create` and the statements of `--ddl-file`. Raises SettingError for any argument."""
     if options.words:
         around.program(options.words[0])
-    if options.env_file:
-        around.check_env_file(options.env_file)
     if options.create is None:
         if options.pubsub or options.ddl_file or options.worker or options.empty:
             raise SettingError(

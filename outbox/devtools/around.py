@@ -35,8 +35,9 @@ def exports(variables: Mapping[str, str]) -> list[str]:
 @contextlib.contextmanager
 def env_file(path: Path, variables: Mapping[str, str]) -> Iterator[None]:
     """Write the variables for `. FILE`, and delete the file at the end of the block. Raises SettingError."""
-    check_env_file(path)
     try:
+        if path.exists() and not path.read_bytes().startswith(WRITTEN.encode()):
+            raise SettingError(f"--env-file: {str(path)!r} was not written by this command. Choose another name")
         path.write_text("\n".join([WRITTEN, *exports(variables), ""]))
     except OSError as error:
         raise SettingError(f"--env-file: {str(path)!r} cannot be written: {error.strerror}") from None
@@ -44,12 +45,6 @@ def env_file(path: Path, variables: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-def check_env_file(path: Path) -> None:
-    """Raise SettingError if the file belongs to the user."""
-    if path.is_dir() or (path.exists() and not path.read_bytes().startswith(WRITTEN.encode())):
-        raise SettingError(f"--env-file: {str(path)!r} exists and was not written by this command. Choose another name")
 
 
 @contextlib.contextmanager

@@ -172,7 +172,7 @@ def test_a_worker_that_ends_ends_the_command(emulators: Emulators) -> None:
         (("--", "no-such-program"), "command not found: 'no-such-program'"),
         (("--worker",), "--worker need --create"),
         (("--create", "project/main/shop", "--empty", "--worker"), "--worker needs the outbox's tables"),
-        (("--env-file", "shop.env"), "exists and was not written by this command. Choose another name"),
+        (("--env-file", "shop.env"), "was not written by this command. Choose another name"),
         (("--env-file", "no/folder/shop.env"), "cannot be written: No such file"),
     ],
 )
