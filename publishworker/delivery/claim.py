@@ -120,10 +120,6 @@ class Claim:
         )
         return replace(self, tasks=tuple(tasks), releases=())
 
-    def first_and_rest(self) -> "tuple[Claim, ...]":
-        """Return a claim for the first task and one for the others, or nothing for a single task."""
-        return (self.part(self.ids[:1]), self.part(self.ids[1:])) if len(self.tasks) > 1 else ()
-
     def rows(self) -> "tuple[Claim, ...]":
         """Return a claim for each task.
 

@@ -134,9 +134,8 @@ class MarkRetry:
     def try_once(self) -> None:
         """Try each part once. Divide one that fails alone: Spanner refuses it, or other transactions commit.
 
-        While nothing commits, stop at the first failure, because the next part would fail, too. Only a single row is
-        tried apart from the others, to find out whether it is the cause. A refused part does not stop the round until
-        Spanner has refused MAX_REFUSED rows.
+        While nothing commits, stop at the first failure, because the next part would fail, too. A refused part does not
+        stop the round until Spanner has refused MAX_REFUSED rows.
         """
         untried, left, goes_on = deque(self._parts), list[Claim](), True
         while untried and goes_on:
@@ -144,7 +143,7 @@ class MarkRetry:
             if (error := self._mark(part)) is not None:
                 is_refused, something_commits = isinstance(error, Refused), self._marking.commits != self._commits
                 goes_on = something_commits or (is_refused and self._marking.refused < MAX_REFUSED)
-                rows = part.rows() if goes_on else () if untried or left else part.first_and_rest()
+                rows = part.rows() if goes_on else ()
                 if is_refused:
                     untried.extendleft(reversed(rows))
                 else:
