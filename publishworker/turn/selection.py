@@ -164,8 +164,8 @@ def choose_batches(
     `limits.places` is the number of places, and `in_flight` counts those that are taken. Batches get places by
     priority. Among equal priorities, one topic gets at most half of the places (rounded up) while another topic waits.
     `allowed` maps a topic to the max tasks that it may start. With a fair share and several places, one topic never
-    gets all of them while another topic waits, even if the other topic has a lower priority. Otherwise a slow topic
-    would delay the others.
+    gets all of them while another topic waits, even if the other topic has a lower priority. OUT-DELAY-2: otherwise a
+    slow topic would delay the others.
     """
     packed = _pack(_most_urgent_first(candidates, random), limits, dict(allowed or {}))
     return _share_places(packed, limits.places, Counter(in_flight or {}), keeps_place=limits.fair_share > 0)

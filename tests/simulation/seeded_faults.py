@@ -211,6 +211,9 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
             batches, 3 * places, in_flight + Counter({"": 2 * places}), **options
         )
     ),
+    "a topic leaves a place to another of a lower priority": (
+        selection, "_share_places", lambda real: lambda *a, **_: real(*a, keeps_place=False)
+    ),
     "a task that is retried keeps its age": (
         rules, "first_due", lambda _: lambda row: row.available_at or row.created_at
     ),

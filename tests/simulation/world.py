@@ -209,11 +209,11 @@ class World:
             task.data = LARGE
         return f"{random.randrange(10**6):06}-{self._count}", task
 
-    def load(self, tasks: int, topic: str = "orders") -> None:
+    def load(self, tasks: int, topic: str = "orders", priority: int = 50) -> None:
         """Register a backlog at once."""
         for number in range(tasks):
             id = f"{self.clockwork.random.randrange(10**9):09}-{number}"
-            self.spanner.table.insert(id, topic, GOOD, created_at=self.spanner.table.commit_time())
+            self.spanner.table.insert(id, topic, GOOD, created_at=self.spanner.table.commit_time(), priority=priority)
             self.audit.committed(id, Known(topic, "", self.clockwork.now, self.clockwork.now))
 
     def schedule(self, shard: int, seconds: float) -> None:
