@@ -60,8 +60,6 @@ class StuckBatch(Exception):
             f"Batch of {counted(len(first.ids), 'task')} of topic {first.topic} has begun no transaction for "
             f"{seconds:.0f} s: {listed(first.ids)}{others}"
         )
-        self.claims = tuple(claims)
-        self.seconds = seconds
 
 
 #: The selection makes claims of the kinds PUBLISH and DEFER. After a report, the relay makes one of the kind

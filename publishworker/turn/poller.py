@@ -223,7 +223,7 @@ class KnownTopics:
 
 
 class ReadSize:
-    """Limits reads to `limit` ranges.
+    """Limits reads to `limit` ranges. OUT-LOSS-2: otherwise a database that is too slow for a read would send no task.
 
     After a read times out, the limit is a quarter of its ranges. Each read that does not raises it by a tenth.
     """
@@ -244,7 +244,7 @@ class ReadSize:
 
 
 class Rotation:
-    """Chooses shards if one read cannot have all of them. Each read continues where the last one ended."""
+    """Chooses shards if one read cannot have all of them. Each read continues where the last one ended (OUT-LOSS-2)."""
 
     def __init__(self) -> None:
         self._first = 0

@@ -1,5 +1,6 @@
 """The worker's loop: when the next turn runs, what happens while Spanner is unavailable, how it stops."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -61,11 +62,9 @@ class Worker:
         """
         try:
             self._run_turns(stop, until)
-        except StuckBatch as stuck:
-            try:
+        except StuckBatch:
+            with contextlib.suppress(StuckBatch):
                 self._shut_down()
-            except StuckBatch as others:
-                raise StuckBatch((*stuck.claims, *others.claims), stuck.seconds) from None
             raise
         self._shut_down()
 

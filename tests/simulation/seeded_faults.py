@@ -214,6 +214,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "a topic leaves a place to another of a lower priority": (
         selection, "_share_places", lambda real: lambda *a, **_: real(*a, keeps_place=False)
     ),
+    "the size of a poll follows the backlog": (poller.PollSize, "adapt", always(None)),
     "a task that is retried keeps its age": (
         rules, "first_due", lambda _: lambda row: row.available_at or row.created_at
     ),

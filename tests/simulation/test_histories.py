@@ -33,6 +33,7 @@ APART = (
     "a new attempt to read the change stream wakes the worker",
     "a topic gets at most half of the places while another waits",
     "a topic leaves a place to another of a lower priority",
+    "the size of a poll follows the backlog",
     "a topic with only dead tasks is discovered less and less often",
     "idle workers send few heartbeats",
     "a probe in an outage is drawn at random",

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from tests.simulation.audit import BAD
+from tests.simulation.audit import BAD, GOOD, Known
 from tests.simulation.plan import Plan
 from tests.simulation.seeded_faults import DEFECTS
 from tests.simulation.world import World, quiet
@@ -39,6 +39,22 @@ def test_a_slow_topic_leaves_places_to_another(tasks: int, priority: int, defect
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         slowest = max(seconds_beside_a_slow_topic(seed, tasks, priority) for seed in range(2))
     assert (slowest > 4.0) is bool(defect), slowest
+
+
+@pytest.mark.parametrize("defect", [None, "the size of a poll follows the backlog"])
+def test_a_backlog_of_one_shard_is_sent_as_fast_as_others(defect: str | None) -> None:
+    """A poll reads as many rows of the only range with tasks as of all ranges together."""
+    owner, name, make = DEFECTS[defect] if defect else (World, "load", lambda real: real)
+    world = World(Plan(1, workers=1, shards=10, concurrency=8, rate=1e-9))
+    table = world.spanner.table
+    with mock.patch.object(owner, name, make(getattr(owner, name))), quiet():
+        world.clockwork.run(15.0)
+        for id in [id for id in map(str, range(6_000)) if table.shards_of(id) == (0,)]:
+            table.insert(id, "orders", GOOD, created_at=table.commit_time())
+            world.audit.committed(id, Known("orders", "", world.clockwork.now, world.clockwork.now))
+        seconds = world.run_until(unsent=0) - 15.0
+        world.clockwork.close()
+    assert (seconds > 2.0) is bool(defect), seconds
 
 
 def seconds_beside_messages(seed: int, *, slow: float) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from publishworker.delivery.claim import Claim
 from publishworker.spanner.write_errors import DatabaseMissing, StoreError
 from publishworker.turn.in_flight import StuckBatch
 from publishworker.turn.membership import (
@@ -193,16 +192,14 @@ def test_a_worker_ends_when_its_condition_holds() -> None:
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("others", [(), (claim_of("orders", "b"), claim_of("invoices", "c"))])
-def test_a_stuck_batch_ends_the_worker_after_the_others(others: tuple[Claim, ...]) -> None:
-    """The worker leaves its shards first; then the caller gets an error that names all stuck batches."""
-    script = Script(StuckBatch([claim_of("orders", "a")], 121), end=StuckBatch(others, 122) if others else None)
-    with pytest.raises(StuckBatch, match="1 task of topic orders has begun no transaction for 121 s") as caught:
+@pytest.mark.parametrize("others", [None, StuckBatch([claim_of("invoices", "b")], 122)])
+def test_a_stuck_batch_ends_the_worker_after_the_others(others: StuckBatch | None) -> None:
+    """The worker leaves its shards first; then the caller gets the error, also if another batch is stuck."""
+    script = Script(StuckBatch([claim_of("orders", "a")], 121), end=others)
+    with pytest.raises(StuckBatch, match="1 task of topic orders has begun no transaction for 121 s"):
         script.run(beats=True)
     assert script.events[-2:] == ["turn", "finish"]
     assert script.store.seen_at == {}
-    assert [batch.ids for batch in caught.value.claims] == [("a",), *(batch.ids for batch in others)]
-    assert str(caught.value).endswith(" (the first of 3 stuck batches)") == bool(others)
 
 
 def test_a_missing_database_ends_the_worker_after_minutes() -> None:
