@@ -18,6 +18,7 @@ import pytest
 
 import outbox
 import outbox.testing
+from outbox.base import schedules
 from publishworker.process.worker_settings import RelaySettings
 from tests.faults import page as faults
 from tests.support.statements import scans
@@ -191,6 +192,8 @@ def test_documented_limits_match_the_code() -> None:
         cells for cells in row_cells(ROOT / "docs/reference/limits.md") if re.match(r"`\w+(\.\w+)+\.[A-Z]", cells[0])
     ]
     assert len(rows) >= 10
+    names = {name.strip("`").rpartition(".")[2] for name, _, _ in rows}
+    assert {name for name, value in vars(schedules).items() if isinstance(value, schedules.Schedule)} <= names
     for name, value, _ in rows:
         module, _, constant = name.strip("`").rpartition(".")
         found = getattr(importlib.import_module(module), constant)
