@@ -37,9 +37,8 @@ class Backoff:
 
         `most` replaces that of the schedule.
         """
-        schedule = self._schedule if most is None else self._schedule._replace(most=most)
-        wait = min(self._next, schedule.most)
-        self._next = schedule.after(wait)
+        wait = min(self._next, self._schedule.most if most is None else most)
+        self._next = wait * self._schedule.growth
         return wait - self._random.uniform(0, min(0.15 * wait, 0.5))
 
 
