@@ -55,12 +55,6 @@ def test_a_key_is_read_as_far_as_a_batch_can_send_it(size: int) -> None:
     assert [rows for _, rows in store.asked] == [MAX_KEY_HEAD_ROWS // 100 + 1]
 
 
-def test_without_ordered_tasks_no_key_head_is_read() -> None:
-    store = Recording({"": "r"})
-    assert store.sendable(4) == {"": ("00",)}
-    assert store.asked == []
-
-
 @pytest.fixture
 def bounded() -> Iterator[None]:
     with mock.patch.object(ordering, "MAX_EXPIRED_ROWS", 40):
@@ -109,20 +103,6 @@ def test_a_key_is_one_candidate_with_its_highest_priority(bench: Bench) -> None:
     assert ordering.resolve(seen, in_flight) == ResolvedKeys([], left_out=True)
     other = seen[0]._replace(id="other", ordering_key="other")
     assert ordering.resolve([*seen, other], in_flight).left_out
-
-
-def test_a_key_is_published_in_order_in_requests_of_batch_size(bench: Bench) -> None:
-    """Not in the order of IDs or priorities. A task that is too large for any batch goes alone."""
-    ids = [f"{n:02}" for n in Random(7).sample(range(100), 25)]
-    bench.line(*ids)
-    bench.store.rows[ids[3]].priority = 100
-    bench.turns()
-    assert bench.publisher.requests == [ids[:10], ids[10:20], ids[20:]]
-    for sequence, size in enumerate((4_000, 5_000, 4_000, 20_000, 10)):
-        bench.store.insert(str(sequence), "orders", serialized(bytes(size)), ordering_key="l", sequence=sequence)
-    bench.turns()
-    assert bench.publisher.requests[3:] == [["0", "1"], ["2"], ["3"], ["4"]]
-    assert bench.unsent() == []
 
 
 def test_keys_share_a_batch_with_each_other_and_with_tasks_without_a_key() -> None:
