@@ -136,6 +136,15 @@ def test_a_turn_can_shorten_but_not_lengthen_the_wait() -> None:
     assert Script(Turn(seconds_to_retry=0.01), Turn(seconds_to_retry=60.0), IDLE).run() == [0.01, near(0.1)[0]]
 
 
+@pytest.mark.parametrize(("turn", "due"), [(IDLE, 0.0), (Turn(next=Next.SOON), None)])
+def test_a_task_that_is_due_already_or_left_is_polled_after_the_poll_interval(turn: Turn, due: float | None) -> None:
+    """The change stream does not report it. It may wait for something else, so polls at once would be many."""
+    script = Script(*[turn] * 8)
+    script.due = due
+    script.run(idle=lambda: 15.0)
+    assert script.stop.seconds == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8 + 1 + 1, rel=0.15)
+
+
 def test_an_outage_is_logged_once_and_followed_by_growing_waits(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "publishworker"):
         waits = Script(WORK, *[AWAY] * 8, WORK, AWAY, WORK).run()
