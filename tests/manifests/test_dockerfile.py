@@ -85,6 +85,12 @@ def test_every_package_of_the_images_is_in_the_constraints() -> None:
     assert {"pyspark", "grpcio", "numpy"} <= pinned & {name for name, _ in found}
 
 
+@pytest.mark.parametrize("stage", ["build", "pipeline-build", "dataproc-build"])
+def test_the_images_have_every_client_of_metrics(stage: str) -> None:
+    """`--metrics opentelemetry` is a setting of the worker and of the jobs."""
+    assert any("uv pip compile" in run and "--extra opentelemetry " in run for run in instructions(stage, "RUN"))
+
+
 def test_the_images_install_only_files_with_a_locked_hash() -> None:
     """Except the wheel that the build itself has made."""
     assert {variables("build")[name] for name in ("UV_CONSTRAINT", "UV_BUILD_CONSTRAINT")} == {"/src/constraints.txt"}
