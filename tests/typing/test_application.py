@@ -1,6 +1,7 @@
 """An application that is checked strictly: each wrong call of `outbox` is an error, and no right one is."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,18 @@ def test_mypy_finds_each_wrong_call_and_no_other() -> None:
 def test_the_examples_name_their_types() -> None:
     """`make lint` checks them strictly, which `Any` would hide."""
     assert [file for file in (ROOT / "docs/examples").rglob("*.py") if re.search(r"\bAny\b", file.read_text())] == []
+
+
+@pytest.mark.extended
+def test_an_example_passes_with_the_options_of_the_page() -> None:
+    """As in a project of its own, without our configuration."""
+    page = (ROOT / "docs/guide/register.md").read_text(encoding="utf-8")
+    [options] = re.findall(r"`mypy (--strict [^`]+)`", page)
+    more = ("--config-file=", "--explicit-package-bases", "--cache-dir=.mypy_cache/examples")
+    command = (sys.executable, "-m", "mypy", *options.split(), *more, "docs/examples/fastapi_orders")
+    environment = os.environ | {"MYPYPATH": "docs/examples"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.extended  # mypy finds the same errors
