@@ -93,6 +93,11 @@ class Claim:
         """Return the ordering keys of the tasks, each with its shard."""
         return {TopicKey(self.topic, key): shard for _, key, shard in self.tasks if key is not None}
 
+    @property
+    def may_delay(self) -> bool:
+        """Tell whether nothing waits for the commit: no next task of an ordering key, and no at-most-once message."""
+        return self.kind is Kind.PUBLISH and all(task.ordering_key is None for task in self.tasks)
+
     def part(self, ids: Collection[str], kind: Kind | None = None) -> "Claim":
         """Return a claim of only these tasks.
 

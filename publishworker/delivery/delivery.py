@@ -122,7 +122,7 @@ class Delivery:
             changes = {**decided, **rules.release_changes(claim, rows, decided, now, self._policy)}
             return changes
 
-        committed = self._tools.store.claim(claim.locks, locked)
+        committed = self._tools.store.claim(claim.locks, locked, may_delay=claim.may_delay)
         if changes:
             self._tools.marking.committed()
         return committed

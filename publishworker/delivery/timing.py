@@ -32,7 +32,7 @@ class Timing:
         """Return tools whose use is timed."""
         return replace(tools, store=cast(Store, _Store(tools.store, self)), publisher=_Publisher(tools.publisher, self))
 
-    def claim(self, store: Store, ids: Sequence[str], decide: Decide) -> datetime:
+    def claim(self, store: Store, ids: Sequence[str], decide: Decide, *, may_delay: bool) -> datetime:
         """Time a transaction. Raises StoreError."""
         self.transactions += 1
         self._phase_began, has_decided = self._clock(), False
@@ -46,7 +46,7 @@ class Timing:
             return changes
 
         try:
-            return store.claim(ids, timed)
+            return store.claim(ids, timed, may_delay=may_delay)
         finally:
             self._end(COMMIT if has_decided else CLAIM)
 
@@ -72,8 +72,8 @@ class _Store:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
-        return self._timing.claim(self._store, ids, decide)
+    def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
+        return self._timing.claim(self._store, ids, decide, may_delay=may_delay)
 
 
 class _Publisher:

@@ -247,7 +247,8 @@ def open_store(settings: RelaySettings, before_read: Callable[[], None] = lambda
     verify_grants(database)
     store = EmulatorStore if emulator else SpannerStore
     # Batches may use all that a server allows for a connection, if they are slow. Heartbeats must not wait for them.
-    return store(database, layout, settings.request_priority, database.on_own_connection(), before_read)
+    heartbeat_database, delay = database.on_own_connection(), settings.commit_delay
+    return store(database, layout, settings.request_priority, heartbeat_database, before_read, commit_delay=delay)
 
 
 def verified_layout(database: LimitedDatabase) -> Layout:

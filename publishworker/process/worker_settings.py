@@ -37,6 +37,12 @@ class RelaySettings(PubSubSettings):
         one_of("low", "medium", "high"),
         "Spanner's request priority of polls, claims and marks. Applications without a setting use high.",
     )
+    commit_delay: float = setting(
+        "0.05",
+        seconds(0, 0.5),
+        "Max time for which Spanner may delay the marks of tasks without an ordering key, to write them together with "
+        "others. With 0, Spanner chooses.",
+    )
     on_ordering_failure: str = setting(
         "block",
         one_of("block", "skip"),

@@ -41,7 +41,7 @@ class EmulatorStore(SpannerStore):
                 return {key: tasks[:per_key] for key, tasks in found.items()}
         return super().key_heads(keys, per_key, skip_dead=skip_dead)
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+    def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
         """Wait until no other claim runs, but no longer than one may take.
 
         Heartbeats do not wait: while Spanner refuses commits, the transactions before them take all their time.
@@ -49,6 +49,6 @@ class EmulatorStore(SpannerStore):
         if not self._one_at_a_time.acquire(timeout=ABORTED_SECONDS):
             raise NotWritten(f"The emulator runs one transaction at a time; others took {ABORTED_SECONDS:g} s")
         try:
-            return super().claim(ids, decide)
+            return super().claim(ids, decide, may_delay=may_delay)
         finally:
             self._one_at_a_time.release()

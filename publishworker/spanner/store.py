@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any, Protocol
 
@@ -79,10 +79,11 @@ class Store(Protocol):
     def key_heads(self, keys: Mapping[TopicKey, int], per_key: int, *, skip_dead: bool) -> KeyHeads:
         """Return the first unsent tasks of each key (with its shard), at most `per_key`, in order. Takes no locks."""
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+    def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
         """Lock the rows, call `decide`, write its changes and commit, in one read-write transaction.
 
-        Return the commit timestamp. After an abort, the transaction runs again and calls `decide` again.
+        Return the commit timestamp. After an abort, the transaction runs again and calls `decide` again. With
+        `may_delay`, the commit may wait for --commit-delay.
         """
 
     def record_published(self, message_ids: Mapping[str, str]) -> None:
@@ -105,14 +106,18 @@ class SpannerStore:
         priority: str = "medium",
         heartbeat_database: LimitedDatabase | None = None,
         before_read: Callable[[], None] = lambda: None,
+        *,
+        commit_delay: float = 0.0,
     ) -> None:
         """`layout` is that of the table, `heartbeat_database` the same database on a connection that no batch uses.
 
-        Each read calls `before_read`, so that the liveness probe does not take a slow turn for a hung one.
+        Each read calls `before_read`, so that the liveness probe does not take a slow turn for a hung one. Without
+        `commit_delay` (seconds), Spanner chooses how long commits wait for others.
         """
         self._database: Any = database  # its methods carry no types
         self._heartbeat_database: Any = heartbeat_database or database
         self._before_read = before_read
+        self._commit_delay = timedelta(seconds=commit_delay) if commit_delay else None
         self._priority = RequestOptions.Priority[f"PRIORITY_{priority.upper()}"]
         self.layouts: Sequence[Layout] = (layout,)
 
@@ -171,7 +176,7 @@ class SpannerStore:
             found |= relay_sql.key_heads(self._query(shards.sql(statement), "outbox-order", values, lazy_decode=True))
         return found
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+    def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
         """See Store."""
 
         def work(transaction: Any) -> Any:
@@ -179,14 +184,14 @@ class SpannerStore:
             relay_sql.write_changes(transaction, locked, decide(locked, now))
             return transaction
 
-        committed: datetime = self._transact(work).committed
+        committed: datetime = self._transact(work, self._commit_delay if may_delay else None).committed
         return committed
 
     def record_published(self, message_ids: Mapping[str, str]) -> None:
         """See Store."""
         self._transact(lambda transaction: _record_published(transaction, message_ids, self.request))
 
-    def _transact(self, work: Callable[[Any], Any]) -> Any:
+    def _transact(self, work: Callable[[Any], Any], delay: timedelta | None = None) -> Any:
         with self._store_errors():
             return transact(
                 self._database,
@@ -195,6 +200,7 @@ class SpannerStore:
                 default_retry_delay=ABORTED.first,
                 transaction_tag="outbox-relay",
                 commit_request_options={"priority": self._priority},
+                max_commit_delay=delay,
                 **PESSIMISTIC,
             )
 

@@ -221,4 +221,5 @@ class RateLimits:
         """Return the seconds until a topic has enough tokens to start tasks, or None if no topic waits."""
         now = self._clock()
         missing = ((bucket.missing(now), bucket.rate) for bucket in self._buckets.values())
-        return min((tokens / rate for tokens, rate in missing if tokens > 0), default=None)
+        # A shorter wait may vanish when it is added to the clock: then turns follow each other without a pause.
+        return min((max(tokens / rate, 1e-6) for tokens, rate in missing if tokens > 0), default=None)

@@ -258,9 +258,9 @@ def test_two_relays_publish_a_task_once(database: Database, topic: str, subscrip
     first = make_relay(database, counted=counted)
 
     class Overtaken(SpannerStore):
-        def claim(self, *arguments: Any) -> None:
+        def claim(self, *arguments: Any, **options: Any) -> None:
             turn_until_all_sent(first, database)
-            super().claim(*arguments)
+            super().claim(*arguments, **options)
 
     second = make_relay(Overtaken(database, Layout(10)), counted=counted)
     assert second.turn().made_progress

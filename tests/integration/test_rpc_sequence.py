@@ -218,6 +218,22 @@ def test_the_request_priority_is_that_of_the_flag(
     assert heartbeat.request_options.priority.name in ("PRIORITY_UNSPECIFIED", "PRIORITY_HIGH")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "delay"), [(None, "", 0.05), (None, "0.5", 0.5), (None, "0", 0), ("key", "", 0)]
+)
+def test_only_marks_that_nothing_waits_for_are_delayed(
+    mock: SpannerServicer, monkeypatch: pytest.MonkeyPatch, key: str | None, value: str, delay: float
+) -> None:
+    """Spanner may write them together with other commits. The next task of an ordering key waits for the mark."""
+    prepare(mock, 2, key)
+    for check in ("verified_layout", "verify_grants"):
+        monkeypatch.setattr(f"publishworker.process.app.{check}", lambda _database: Layout(10))
+    flags = {"project": "p", "instance": "inst", "database": "db"} | ({"commit_delay": value} if value else {})
+    assert make_relay(open_store(WorkerSettings.read(flags, {}))).turn().published == 2
+    [commit] = [each for each in mock.requests if hasattr(each, "mutations")]
+    assert commit.max_commit_delay.total_seconds() == delay
+
+
 def error(code: int, message: str = "broken") -> Any:
     return to_status(status_pb2.Status(code=code, message=message))
 

@@ -22,6 +22,8 @@ FEW_TURNS = 5.0
 GOOD, BAD = serialized(), serialized(attributes={"bad": "yes"})
 #: Seconds after which no worker publishes a task that is registered in a paused topic, or to the end of a former route.
 PAUSE_SECONDS = 10.0
+#: Seconds for which requests within a rate limit may be under way, so that they arrive together.
+UNDER_WAY_SECONDS = 3.0
 
 
 @dataclass(slots=True)
@@ -52,6 +54,39 @@ class Known:
         return self.cancelled_at > -inf
 
 
+class Rates:
+    """Judges the rate limits of topics: what they allow, all workers together, and a little for requests under way."""
+
+    def __init__(self) -> None:
+        #: The rate and burst of a topic, and when an operator has set them.
+        self._limits: dict[str, tuple[float, float, float]] = {}
+        #: The tasks beyond the rate that were published, by topic, and when that was counted.
+        self._beyond: dict[str, tuple[float, float]] = {}
+        self._workers = 0
+
+    def set(self, now: float, topic: str, rate: float | None, burst: int | None) -> None:
+        """An operator has set or removed the limit of a topic."""
+        self._beyond.pop(topic, None)
+        self._limits.pop(topic, None)
+        if rate is not None and burst is not None:
+            self._limits[topic] = rate, burst, now
+
+    def started(self) -> None:
+        """A worker has started, and may publish its part of each burst."""
+        self._workers += 1
+        self._beyond.clear()
+
+    def exceeded(self, now: float, topic: str) -> bool:
+        """Count a task that is published. Tell whether the limit of its topic is exceeded."""
+        rate, burst, since = self._limits.get(topic, (0.0, 0.0, inf))
+        if now < since + PAUSE_SECONDS:
+            return False
+        beyond, at = self._beyond.get(topic, (0.0, now))
+        beyond = max(0.0, beyond - (now - at) * rate) + 1
+        self._beyond[topic] = beyond, now
+        return beyond > burst + self._workers + rate * UNDER_WAY_SECONDS
+
+
 @dataclass(slots=True)
 class Audit:
     """Broken promises of a history, as they are seen."""
@@ -64,6 +99,9 @@ class Audit:
     #: Cancelled tasks that were received nevertheless, and those that workers have named.
     cancelled_received: set[str] = field(default_factory=set)
     named: set[str] = field(default_factory=set)
+    #: When each task was marked as sent.
+    sent: dict[str, set[datetime]] = field(default_factory=lambda: defaultdict(set))
+    rates: Rates = field(default_factory=Rates)
     #: By task ID, the data of the message that the subscriber has processed: its inbox drops each later one.
     effects: dict[str, bytes] = field(default_factory=dict)
     #: Events after which tasks may be published twice, each for what one worker has in flight.
@@ -109,6 +147,10 @@ class Audit:
         self._paused_at.pop(topic, None)
         if paused:
             self._paused_at[topic] = self.clockwork.now
+
+    def set_limit(self, topic: str, rate: float | None, burst: int | None) -> None:
+        """An operator has set or removed the rate limit of a topic."""
+        self.rates.set(self.clockwork.now, topic, rate, burst)
 
     def set_route(self, topic: str, to: str | None) -> None:
         """An operator has routed a topic, or ended its route. None: the route is invalid."""
@@ -178,11 +220,13 @@ class Audit:
             self._outages[process, id] += kind is FailureKind.OUTAGE
         self._troubles[process, self.tasks[ids[0]].topic] += kind in (FailureKind.OUTAGE, FailureKind.TARGET)
 
-    def marked(self, process: Process, marks: Mapping[str, RowChange], latest: datetime) -> None:
+    def marked(self, process: Process, marks: Mapping[str, RowChange], committed: datetime, latest: datetime) -> None:
         """A commit writes these marks. `latest` is the latest time of a deferral."""
         recorded: set[tuple[str, str]] = set()
         for id, mark in marks.items():
             task = self.tasks[id]
+            if isinstance(mark, Published):
+                self.sent[id].add(committed)
             if isinstance(mark, Published) and not task.once and task.last_at < max(0.0, task.reset_at):
                 self.problem(f"{id} is marked as sent and was not received")
             if isinstance(mark, Deferred) and mark.available_at > latest:
@@ -216,6 +260,8 @@ class Audit:
                 self.problem(f"{id} was received and never committed")
                 continue
             self.effects.setdefault(id, data)
+            if self.rates.exceeded(now, task.topic):
+                self.problem(f"{id} was received beyond the rate limit of {task.topic}")
             if topic not in {task.topic, *self._destinations[task.topic]} or task.key != key:
                 self.problem(f"{id} was received in topic {topic} with key {key!r}")
             if now < task.available_at - 1e-6:

@@ -50,6 +50,8 @@ class Operators:
     def start(self) -> None:
         """Begin all that the plan has."""
         plan, spawn = self.plan, functools.partial(self.clockwork.spawn, self.world.application)
+        for topic in self.world.topics if plan.limit else ():
+            self._limit(topic, float(plan.limit), plan.limit)
         spawn(self.mend)
         rates = ((plan.cancels, self.change), (plan.bulk, self.bulk), (plan.replays, self.archive_or_replay))
         for rate, action in (*rates, (plan.controls, self.control)):
@@ -86,7 +88,7 @@ class Operators:
                     self._retry(random.choice(sent))
         for topic in world.topics:
             world.set_paused(topic, paused=False)
-            table.control(topic, **dict.fromkeys((*LIMITS, *POLICY)))
+            self._limit(topic, **dict.fromkeys((*LIMITS, *POLICY)))
         table.refused.clear()
         while True:
             self.clockwork.sleep(5.0)
@@ -222,14 +224,18 @@ class Operators:
         found = attempt.query(operator_sql.LOCK_SENT_AT, {"ids": [row.id for row in rows]})
         attempt.delete(TABLE, KeySet(keys=[[id] for id, sent_at in found if sent_at is not None]))
 
+    def _limit(self, topic: str, rate_per_second: float | None, burst: int | None, **more: Any) -> None:
+        self.table.control(topic, rate_per_second=rate_per_second, burst=burst, **more)
+        self.audit.set_limit(topic, rate_per_second, burst)
+
     def control(self, random: Random) -> None:
         """Set or remove a limit or a retry policy of a topic, or its route."""
         topic = random.choice(self.world.topics)
         match random.randrange(3):
             case 0:
-                rate, in_flight = random.choice([None, 5.0, 50.0]), random.choice([None, 1, 5])
-                self.table.control(topic, rate_per_second=rate, max_in_flight=in_flight)
+                rate, burst = random.choice([(None, None), (5.0, 1), (5.0, 20), (50.0, 100)])
+                self._limit(topic, rate, burst, max_in_flight=random.choice([None, 1, 5]))
             case 1:
                 self.table.control(topic, backoff_initial_seconds=random.choice([0.1, 30.0]))
             case 2:
-                self.table.control(topic, **dict.fromkeys((*LIMITS, *POLICY)))
+                self._limit(topic, **dict.fromkeys((*LIMITS, *POLICY)))

@@ -6,6 +6,9 @@ from random import Random
 from tests.simulation.faults import FAULTS
 from tests.simulation.spanner import DEFAULT_LATENCIES, NO_CPU, Cpu, Latencies
 
+#: Max transactions that the applications of a drawn plan begin. More take seconds, and show no more.
+TRANSACTIONS = 300
+
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Fault:
@@ -49,7 +52,10 @@ class Plan:
     bulk: float = 0.0  # retries, cancellations and purges of many tasks, per second
     replays: float = 0.0  # row deletions and replays from the archive, per second
     controls: float = 0.0  # changes of limits and retry policies, per second
+    limit: int = 0  # tasks a second, of each topic, until the registrations end or an operator changes it
     large: float = 0.0  # part of the messages with 3 MB
+    commit_delay: float = 0.0  # seconds for which marks of tasks without an ordering key wait for others
+    reads: bool = False  # a program follows the sent tasks
     mixed: bool = False  # each worker has a batch size, a concurrency and a poll interval of its own
 
     @classmethod
@@ -68,7 +74,7 @@ class Plan:
             batch_size=random.choice([1, 3, 10, 100]),
             concurrency=random.choice([1, 2, 4, 8]),
             fair_share=random.choice([0.0, 0.1, 0.5]),
-            rate=random.choice([1.0, 5.0, 20.0]),
+            rate=min(random.choice([1.0, 5.0, 20.0]), TRANSACTIONS / seconds),
             seconds=seconds,
             keys=random.choice([0.0, 0.3, 1.0]),
             bad=random.choice([0.0, 0.0, 0.05, 0.2]),
@@ -90,6 +96,9 @@ class Plan:
             refused=random.choice([0.0] * 9 + [0.02]),
             large=random.choice([0.0] * 9 + [0.05]),
             mixed=random.random() < 0.2,
+            reads=random.random() < 0.3,
+            limit=random.choice([0] * 5 + [5]),
+            commit_delay=random.choice([0.0, 0.05, 0.5]),
         )
 
 
@@ -110,4 +119,6 @@ DENSE = {
         ),
     ),
     "refused rows": lambda seed: Plan(seed, rate=5.0, keys=0.5, refused=0.1, once=0.3, bad=0.1),
+    "limits": lambda seed: Plan(seed, workers=4, keys=0.0, limit=5, seconds=25.0),
+    "readers": lambda seed: Plan(seed, rate=5.0, batch_size=50, seconds=20.0, reads=True, reshard=5),
 }  # fmt: skip

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,16 @@ def releases_behind_blocked(real: Any) -> Any:
     return {**real, "cancel": cancel}
 
 
+def ends_later(real: Any) -> Any:
+    """Return `_read` that says it has read later than it has."""
+
+    def ours(self: Any, limit: int) -> Any:
+        rows, read_at = real(self, limit)
+        return rows, read_at + timedelta(seconds=0.5)
+
+    return ours
+
+
 #: What the product no longer does, the attribute that does it, and how the attribute is replaced.
 DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "SentAt is read again under the lock": (rules, "skip_reasons", without("sent")),
@@ -224,8 +235,8 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 _REPLAY = "outbox_pipeline.jobs.replay.job"
-#: Those of changes, each with the dense plan whose histories notice it. The owner is a name, because PySpark is slow to
-#: import.
+#: Those that need dense plans, each with the plan whose histories notice it. The owner is a name, because PySpark is
+#: slow to import.
 DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
     "a Spark task that runs again restores no cancelled task": (
         "replays", _REPLAY, "_record_handled", always(frozenset())
@@ -241,6 +252,20 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
     ),
     "cancels of one transaction run one after the other": (
         "blocked keys", "outbox.aio", "_cancelling", lambda _: SimpleNamespace(setdefault=lambda *_: asyncio.Lock())
+    ),
+    "each worker gets a part of a rate limit": (
+        "limits", "publishworker.topics.availability.RateLimits", "apply",
+        lambda real: lambda self, controls, _workers: real(self, controls, 1)
+    ),
+    "tasks use tokens of a rate limit": (
+        "limits", "publishworker.topics.availability.RateLimits", "take", always(None)
+    ),
+    "a page of a reader ends where it was read": (
+        "readers", "outbox.reading.SentTasks", "_read", ends_later
+    ),
+    "a position is after one task of a batch": (
+        "readers", "outbox.reading.Position", "of",
+        lambda real: classmethod(lambda _class, row: replace(real(row), id="", sequence=0))
     ),
     "a change of many tasks compares their states": (
         "blocked keys", "outbox.admin.changes", "_as_seen", lambda _: lambda row, _seen: row._replace(matches=True)

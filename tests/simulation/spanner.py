@@ -208,7 +208,7 @@ class Spanner:
         self.table.time()
         return [self.table.as_locked(self.table.rows[id]) for id in ids if id in self.table.rows]
 
-    def commit(self, transaction: Transaction, marks: Mapping[str, RowChange]) -> datetime:
+    def commit(self, transaction: Transaction, marks: Mapping[str, RowChange], delay: float = 0.0) -> datetime:
         transaction.asked_at = self.clockwork.now
         for id in sorted(marks):
             self.locks.acquire(transaction, id, Mode.EXCLUSIVE)
@@ -217,7 +217,7 @@ class Spanner:
         self.table.refuse(marks)
         transaction.commits = True
         touched = {self.split_of(self.table.rows[id]) for id in marks}
-        self.clockwork.sleep(self.latencies.participant * len(touched))
+        self.clockwork.sleep(delay + self.latencies.participant * len(touched))
         committed = self.table.commit_time()
         self.table.apply(marks, committed)
         self.locks.release(transaction)
@@ -243,6 +243,7 @@ class Connection:
         audit: Audit | None = None,
         max_deferral: timedelta = timedelta.max,
         only: Sequence[Layout] = (),
+        commit_delay: float = 0.0,
     ) -> None:
         """`fate` says of each request whether it is `refused`, or its way there (`lost`) or back (`unanswered`) fails.
 
@@ -251,7 +252,7 @@ class Connection:
         self._spanner, self._process, self._fate, self._exclusive = spanner, process, fate, exclusive
         self._clockwork, self._audit, self._cpu = spanner.clockwork, audit, cpu
         self.layouts: Sequence[Layout] = only or spanner.table.layouts
-        self._only, self._max_deferral = only, max_deferral
+        self._only, self._max_deferral, self._commit_delay = only, max_deferral, commit_delay
 
     def _call(
         self, kind: str, median: float, execute: Callable[[], Any], limit: float, *, rows: int = 0, urgent: bool = False
@@ -329,14 +330,14 @@ class Connection:
         except Aborted as error:
             raise NotWritten(str(error)) from error
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+    def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
         """See Store: the transaction attempts of the client, with its limits."""
         clockwork, spanner = self._clockwork, self._spanner
         age, end = spanner.age(), clockwork.now + product.ABORTED_SECONDS
         while True:
             transaction = Transaction(age, self._exclusive, asked_at=clockwork.now)
             try:
-                return self._attempt(transaction, sorted(ids), decide)
+                return self._attempt(transaction, sorted(ids), decide, self._commit_delay if may_delay else 0.0)
             except Aborted as error:
                 spanner.aborts += 1
                 self._work(ABORTED_REQUESTS * self._cpu.request)
@@ -346,7 +347,7 @@ class Connection:
             finally:
                 self._roll_back(transaction)
 
-    def _attempt(self, transaction: Transaction, ids: Sequence[str], decide: Decide) -> datetime:
+    def _attempt(self, transaction: Transaction, ids: Sequence[str], decide: Decide, delay: float) -> datetime:
         spanner = self._spanner
         try:
             rows = self._call(
@@ -363,9 +364,9 @@ class Connection:
         marks = {row.id: decided[row.id] for row in rows if row.id in decided}
 
         def execute() -> datetime:
-            committed = spanner.commit(transaction, marks)
+            committed = spanner.commit(transaction, marks, delay)
             if self._audit:
-                self._audit.marked(self._process, marks, committed + self._max_deferral)
+                self._audit.marked(self._process, marks, committed, committed + self._max_deferral)
             return committed
 
         committed: datetime = self._call("commit", spanner.latencies.commit, execute, 10.0, rows=len(marks))

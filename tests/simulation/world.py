@@ -27,6 +27,7 @@ from tests.simulation.faults import FAULTS
 from tests.simulation.operators import CHUNK, Operators
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.pubsub import PubSub
+from tests.simulation.readers import Follower, virtual_time
 from tests.simulation.spanner import (
     MAX_QUEUE_SECONDS,
     Aborted,
@@ -68,6 +69,7 @@ class Node:
         """Start the process, of the previous version if that is wanted."""
         world, plan = self.world, self.world.plan
         self.started += 1
+        world.audit.rates.started()
         self.previous = previous
         process = self.process = Process(f"worker-{self.number}.{self.started}")
         self.stop = Event(world.clockwork)
@@ -80,7 +82,7 @@ class Node:
         store = Connection(
             world.spanner, process, self._fate("spanner"), exclusive=plan.exclusive, cpu=plan.cpu, audit=world.audit,
             max_deferral=timedelta(seconds=plan.longest_backoff),
-            only=(Layout(plan.shards),) if previous else (),
+            only=(Layout(plan.shards),) if previous else (), commit_delay=plan.commit_delay,
         )  # fmt: skip
         publisher = world.pubsub.publisher(process, self.clock, plan.latencies.publish, self._fate("pubsub"))
         membership = self.membership = Membership(store, process.name, clock=self.clock)
@@ -156,6 +158,7 @@ class World:
         self.started = 0
         self.nodes = [Node(self, number) for number in range(plan.workers)]
         self.operators = Operators(self)
+        self.follower = Follower(self) if plan.reads else None
         self._count = 0
         self._resharding = bool(plan.reshard)
         #: The workers that were live at the last change of what is polled.
@@ -320,9 +323,11 @@ class World:
 
     def play(self, limit: float = 3600.0) -> Audit:
         """Play the history to its end: until all is sent after the faults, or for `limit` seconds."""
-        with quiet(), named(self.audit):
+        with quiet(), named(self.audit), virtual_time(self.clockwork):
             self.clockwork.spawn(self.application, self.applications)
             self.operators.start()
+            if self.follower:
+                self.clockwork.spawn(self.application, self.follower.run)
             self.clockwork.spawn(self.application, self._watch_keys)
             if self._resharding:
                 self.clockwork.spawn(self.application, self._reshard)
@@ -343,6 +348,10 @@ class World:
             self.audit.disturbances["wound"] = self.spanner.locks.wounds
             bound = self.plan.batch_size * self.plan.concurrency
             self.audit.end(self.spanner.table.unsent_rows(), bound, faults=bool(self.plan.faults))
+            if follower := self.follower:
+                last = self.clockwork.now
+                self.clockwork.run(last + limit, lambda: follower.caught_up >= last)
+                follower.end()
             self.clockwork.close()
         return self.audit
 

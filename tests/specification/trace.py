@@ -105,7 +105,7 @@ class _Reading:
 
 
 class _Store(_Reading):
-    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+    def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
         def traced(rows: Sequence[LockedRow], now: datetime) -> Mapping[str, RowChange]:
             self._step("lock", now=now.isoformat(), ids=ids, rows=[_row(row, now) for row in rows])
             marks = decide(rows, now)
@@ -113,7 +113,7 @@ class _Store(_Reading):
             return marks
 
         try:
-            committed = self.untraced.claim(ids, traced)
+            committed = self.untraced.claim(ids, traced, may_delay=may_delay)
         except StoreError as error:
             written = "refused" if isinstance(error, Refused) else "no" if isinstance(error, NotWritten) else "unknown"
             self._step("fail", written=written)

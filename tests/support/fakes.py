@@ -212,7 +212,7 @@ class FakeStore:
     def _is_due(self, row: StoredTask) -> bool:
         return row.available_at is None or row.available_at <= self.now
 
-    def claim(self, ids: Sequence[str], decide: Decide) -> datetime:
+    def claim(self, ids: Sequence[str], decide: Decide, *, may_delay: bool = False) -> datetime:
         with self._lock:
             self.claimed.update(ids)
         with contextlib.ExitStack() as locks:

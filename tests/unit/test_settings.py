@@ -67,6 +67,7 @@ VALUES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "backoff_initial": ("seconds from 0.05 to 3,600", ("0.049", "3601", "0", "-1", "nan"), ("0.05", "3600")),
     "backoff_max": ("seconds from 0.05 to 604,800", ("0.049", "604801", "inf", "1h", ""), ("1", "604800")),
     "max_attempts": ("a whole number from 1 to 1,000,000", ("0", "1000001", "-1", "1.5"), ("1", "1000000")),
+    "commit_delay": ("seconds from 0 to 0.5", ("0.51", "-1", "50ms"), ("0", "0.5")),
     "dead_after": ("seconds from 0 to 31,536,000", ("-0.1", "31536001", "nan", "never"), ("0", "31536000")),
 }  # fmt: skip
 

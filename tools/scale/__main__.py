@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import ceil, inf
+from math import inf
 from pathlib import Path
 from random import Random
 from zlib import crc32
@@ -24,12 +24,13 @@ from tests.simulation.world import GOOD, World, quiet
 from tools.benchmarks.cost import INSERT, MARK, TTL_DELETE
 from tools.benchmarks.page import grid, markdown
 from tools.benchmarks.results import ROOT, Figure, Section, circumstances, figures, load, save
+from tools.scale import commits
 from tools.scale.autoscaler import Autoscaler, Durations, commit_limit
+from tools.scale.commits import OF_ROW, ROW_READS, ROW_WRITES, Traffic
 from tools.scale.rates import BASE, DIVIDED
 
-#: What 1,000 processing units carry each second at 100 % CPU, rows of 1 KB, one region, SSD; and the part to stay
-#: below. https://cloud.google.com/spanner/docs/performance, https://cloud.google.com/spanner/docs/cpu-utilization
-ROW_WRITES, ROW_READS, RECOMMENDED = 3_500, 22_500, 0.65
+#: The part of the CPU to stay below. https://cloud.google.com/spanner/docs/cpu-utilization
+RECOMMENDED = 0.65
 READ = ROW_WRITES / ROW_READS
 #: Row writes of each request, and of each row of it; a row that is read counts as a part of one.
 WORK = {"insert": (0, INSERT[0]), "commit": (0, MARK[0]), "lock": (0, READ), "poll": (READ, 0), "rows": (0, READ)}
@@ -143,8 +144,12 @@ def carried(load: Load, factor: float = 1.0) -> dict[str, float]:
 
 def units(rate: float) -> int:
     """Return the processing units that carry unordered tasks at the recommended CPU: whole nodes."""
-    writes = rate * (INSERT[0] + MARK[0] + TTL_DELETE[0] + 2 * READ)
-    return 1000 * ceil(writes / (ROW_WRITES * RECOMMENDED))
+    return commits.units(rate * (INSERT[0] + MARK[0]) + others(rate), RECOMMENDED)
+
+
+def others(rate: float) -> float:
+    """Return the row writes of unordered tasks that no commit delay changes: of deletions, and of reads."""
+    return rate * (TTL_DELETE[0] + 2 * READ)
 
 
 # --- the autoscaler
@@ -222,8 +227,8 @@ def section(title: str, rows: Rows) -> Section:
 
 
 def loads() -> dict[str, Section]:
-    """Simulate each load, also with all latencies three times as long, and calculate what else it needs."""
-    rows, needs = Rows(), Rows()
+    """Simulate each load, also with all latencies three times as long."""
+    rows = Rows()
     for rate, load_ in tqdm(LOADS.items(), desc="loads", disable=None):
         column = f"{rate:,}/s"
         found = carried(load_)
@@ -236,6 +241,14 @@ def loads() -> dict[str, Section]:
             **{f"{name}, with latencies three times as long": slow[name] for name in ("p50 ms", "p99 ms") if slow},
         }
         rows += [(name, column, value) for name, value in values.items()]
+    return {"loads": section("Loads", rows)}
+
+
+def needs() -> dict[str, Section]:
+    """Calculate what else each load needs."""
+    rows = Rows()
+    for rate, load_ in LOADS.items():
+        column = f"{rate:,}/s"
         node_hours = load_.units / 1000 * HOURS
         gigabytes = rate * 86_400 * STORED_DAYS * ROW_BYTES / 1e9
         pubsub = rate * 3600 * HOURS * MESSAGE_BYTES / 2**40 * DOLLARS_PER_TIB
@@ -252,8 +265,38 @@ def loads() -> dict[str, Section]:
             "Spanner: $ per month, at the example prices": spanner,
             "Spanner and Pub/Sub: $ per month": spanner + pubsub,
         }
-        needs += [(name, column, value) for name, value in values.items()]
-    return {"loads": section("Loads", rows), "needs": section("Needs", needs)}
+        rows += [(name, column, value) for name, value in values.items()]
+    return {"needs": section("Needs", rows)}
+
+
+#: Seconds for which marks and registrations wait, by the row of the table.
+DELAYS = {
+    "no delay": (0.0, 0.0),
+    "marks 50 ms": (0.05, 0.0),
+    "marks 100 ms": (0.1, 0.0),
+    "marks and registrations 50 ms": (0.05, 0.05),
+    "marks and registrations 100 ms": (0.1, 0.1),
+}
+#: Requests of a batch under load: a poll, the lock and the commit.
+REQUESTS_OF_A_BATCH = 3
+
+
+def delays() -> dict[str, Section]:
+    """Calculate the processing units of each load with commit delays. The sizes of batches are those of its run."""
+    rows, measured = Rows(), {(each.row, each.column): each.median for each in load(FILE)["loads"].figures}
+    for rate, load_ in LOADS.items():
+        column = f"{rate:,}/s"
+        batch = round(1000 * REQUESTS_OF_A_BATCH / measured["requests/1,000 tasks", column])
+        traffic = Traffic(rate, batch, load_.shards, load_.units // 1000)
+        marked = rate * (INSERT[0] + MARK[0] * OF_ROW)
+        found = {name: commits.cost(commits.writes(traffic, *delay)) for name, delay in DELAYS.items()}
+        found = {
+            "every row alone": rate * (INSERT[0] + MARK[0]),
+            "every row alone, except all marks": marked,
+            **{f"groups, {name}": cost for name, cost in found.items()},
+        }
+        rows += [(name, column, commits.units(cost + others(rate), RECOMMENDED)) for name, cost in found.items()]
+    return {"delays": section("Commit delays", rows)}
 
 
 def episodes() -> dict[str, Section]:
@@ -306,8 +349,10 @@ def text(results: dict[str, Section], page: str) -> str:
     return page
 
 
-TABLES = ("loads", "needs", "autoscaler")
-SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {"loads": loads, "autoscaler": episodes}
+TABLES = ("loads", "needs", "delays", "autoscaler")
+SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {
+    "loads": loads, "needs": needs, "delays": delays, "autoscaler": episodes
+}  # fmt: skip
 
 
 def main() -> None:
