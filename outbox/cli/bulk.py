@@ -121,6 +121,8 @@ def resume(
     verb = "published" if operation.operation == "resend" else "changed"
     total = (operation.selected or 0) - (operation.tasks or 0)
     command = flags.command_line("operations continue", id, **flags.place(options))
+    if total > admin.changes.CHUNK:
+        note(f"if the process is killed, continue with: {command}")
     record_stop = functools.partial(admin.operations.stop, table, id, author)
     report = carry_out(outcomes, command, record_stop, total=total, verb=verb)
     if options.json:

@@ -68,6 +68,9 @@ def run(options: argparse.Namespace) -> int:
             say(as_json(each._asdict() | {name: admin.operations.parsed(text) for name, text in parsed.items()}))
     else:
         say(f"as of {shown(now)}", _table(operations) if operations else "No operations.")
+    for each in operations if not options.json else ():
+        if each.operation in admin.operations.IN_CHUNKS and each.state(now) in ("stopped", "interrupted"):
+            note(f"a {each.operation} is {each.state(now)}. To continue it, run: outbox operations continue {each.id}")
     if len(latest) > options.limit:
         note(f"there are more than {counted(options.limit, 'operation')}. Raise --limit to list older ones")
     return 0

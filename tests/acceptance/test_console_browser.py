@@ -30,8 +30,8 @@ from tests.support.waiting import eventually
 STOPPED = "00000000-0000-4000-8000-000000000001"
 PAGES = (
     "/", "/topic?name=orders", "/tasks", "/tasks?state=blocked&topic=orders&since=9d", "/tasks/retry?state=dead",
-    "/tasks/cancel?id=head", "/task?id=b1", "/operations", f"/operation?id={STOPPED}", "/blocked", "/workers",
-    "/search?q=orders", f"/search?q={32 * 'a'}", "/search", "/none",
+    "/tasks/cancel?id=head", "/tasks/resend?topic=orders", "/task?id=b1", "/operations", f"/operation?id={STOPPED}",
+    "/blocked", "/workers", "/search?q=orders", f"/search?q={32 * 'a'}", "/search", "/none",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from google.cloud.spanner_v1.database import Database
 
 import outbox as library
 from outbox.admin import changes, operations
+from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
 from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached
@@ -162,6 +163,8 @@ def test_any_stopped_operation_is_continued_by_its_id(
     assert (stopped.code, "Spanner did not answer. " in stopped.stderr) == (3, True)
     [found] = [each for each in operations.latest(table, 10) if each.operation in words]
     assert (found.finished_at, 0 < (found.tasks or 0) < 6) == (None, True)
+    operations.stop(table, found.id, Author("jane", None))
+    assert f"is stopped. To continue it, run: outbox operations continue {found.id}" in outbox.here("operations").stderr
     dry = outbox.here("operations", "continue", found.id, "--dry-run")
     assert (dry.code, f", {found.tasks} tasks so far" in dry.stdout) == (0, True)
     [done] = outbox.objects("operations", "continue", found.id, "--json", "--reason", "go on")
