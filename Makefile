@@ -125,7 +125,7 @@ bench-pipeline: $(STAMP) ## run the Spark jobs on real input, and print how they
 
 # Not part of CI. It also needs Chromium: apt-get install chromium.
 pictures: $(STAMP) ## take the pictures of the documentation from runs on the emulators; writes docs/pictures
-	@PYTHONPATH=docs/examples $(BIN)/python docs/pictures.py $(ONLY)
+	@PYTHONPATH=.:docs/examples $(BIN)/python docs/pictures.py $(ONLY)
 
 audit: $(BIN)/uv ## find known vulnerabilities of the pinned packages; needs access to the advisories
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-audit

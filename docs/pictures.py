@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import matplotlib as mpl
 import numpy as np
 import uvicorn
 from datadog.dogstatsd.base import DogStatsd
 from google.cloud import pubsub_v1
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 from google.cloud.spanner_v1.database import Database
 from matplotlib.figure import Figure
 from orders import stage
@@ -42,11 +42,11 @@ from PIL import Image
 
 import outbox
 from outbox import admin, console
-from outbox.admin.changes import TaskSelection
-from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
+from outbox.console import readings
 from outbox.console.roles import EVERYTHING
 from outbox.table import ddl
+from tools import incident
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"
@@ -106,8 +106,6 @@ def main() -> None:
         if "worker" in names:
             run = Run()
             run.play()
-            terminal = re.sub("\x1b\\[(\\d+)m(.*?)\x1b\\[0m", r"<b class=sgr\1>\2</b>", html.escape(run.status))
-            screenshot(write(Path(folder), f"<pre>{terminal}</pre>").as_uri(), "status-watch", 860, 400)
             began = run.samples[0].at
             screenshot(write(Path(folder), dashboard(run.samples, began)).as_uri(), "dashboard", 1200, 1930)
 
@@ -135,46 +133,34 @@ def screenshot(address: str, name: str, width: int, height: int) -> None:
 
 
 def take_console() -> None:
-    """Take a picture of each page of a console beside workers, with a missing topic and a blocked key."""
+    """Take a picture of each page of a console after an hour with an incident, and of `outbox status --watch`."""
     with stage.emulators():
         made = stage.make("shop", ddl.statements(SHARDS), TOPICS)
-        pubsub_v1.PublisherClient().delete_topic(topic=f"projects/{made.project}/topics/invoices")
-        with stage.workers(made, WORKERS) as workers, served_console(made) as address:
-            workers.wait_until_polling()
-            fill(made.database)
-            table = TaskTable(made.database)
-            author = Author("ann@example.com", "the order service sent wrong prices, ticket 4711")
-            for second in range(90):  # Until the sparklines are lines.
-                if second % 10 == 0:
-                    urllib.request.urlopen(address, timeout=60).read()  # noqa: S310 - of the console
-                if second == 30:
-                    admin.topics.change(table, "pause", ["payments"], {"paused": True}, author)
-                register(made.database, 12 if second % 40 < 20 else 4)
-                time.sleep(1)
-            list(admin.changes.change(table, "retry", TaskSelection(state="dead", topic="orders"), author))
-            time.sleep(30)
-            [operation, *_] = admin.operations.latest(table, 1)
-            pages = {
-                "overview": "", "topic": "topic?name=invoices", "tasks": "tasks?state=dead",
-                "task": "task?id=order-31-a", "blocked": "blocked", "workers": "workers",
-                "operations": f"operation?id={operation.id}", "search": "search?q=order-31",
-            }  # fmt: skip
-            for name, path in pages.items():
-                screenshot(address + path, f"console-{name}", 1100, 1000)
+        # The pages show one moment, however long the pictures take.
+        with incident.played(made, register), mock.patch.object(readings, "FRESH_SECONDS", 3_600.0):
+            with served_console(made) as address:
+                urllib.request.urlopen(address, timeout=60).read()  # noqa: S310 - of the console
+                take_pages(address, TaskTable(made.database))
+            take_terminal(watch(made.flags))
 
 
-def fill(database: Database) -> None:
-    """Insert tasks that are dead when a worker reads them, one of them the head of a key, and tasks behind it."""
-    with database.batch() as batch:
-        for number in range(23):
-            row = (f"broken-{number}", "orders", base64.b64encode(b"\xff"), 50, COMMIT_TIMESTAMP)
-            batch.insert("AsynchronousTasks", ("Id", "Topic", "Data", "Priority", "CreatedAt"), [row])
-        head = ("order-31-head", "orders", base64.b64encode(b"\xff"), 50, "order-31", COMMIT_TIMESTAMP)
-        columns = ("Id", "Topic", "Data", "Priority", "OrderingKey", "CreatedAt")
-        batch.insert("AsynchronousTasks", columns, [head])
-    with database.batch() as batch:
-        for letter in "abc":
-            outbox.register(batch, "orders", b'{"order": 31}', ordering_key="order-31", task_id=f"order-31-{letter}")
+def take_pages(address: str, table: TaskTable) -> None:
+    """Take a picture of each page."""
+    [operation, *_] = admin.operations.latest(table, 1)
+    pages = {
+        "overview": "", "topic": "topic?name=invoices", "tasks": "tasks?state=dead",
+        "task": "task?id=order-31-a", "blocked": "blocked", "workers": "workers",
+        "operations": f"operation?id={operation.id}", "search": "search?q=order-31",
+    }  # fmt: skip
+    for name, path in pages.items():
+        screenshot(address + path, f"console-{name}", 1240, 2400)
+
+
+def take_terminal(text: str) -> None:
+    """Take the picture of `outbox status --watch`."""
+    colored = re.sub("\x1b\\[(\\d+)m(.*?)\x1b\\[0m", r"<b class=sgr\1>\2</b>", html.escape(text))
+    with tempfile.TemporaryDirectory() as folder:
+        screenshot(write(Path(folder), f"<pre>{colored}</pre>").as_uri(), "status-watch", 1000, 900)
 
 
 @contextlib.contextmanager
@@ -193,12 +179,11 @@ def served_console(made: stage.Stage) -> Iterator[str]:
 
 
 class Run:
-    """Workers under load, with an agent that keeps each sample, and `outbox status --watch` beside them."""
+    """Workers under load, with an agent that keeps each sample."""
 
     def __init__(self) -> None:
         """Begin without samples."""
         self.samples: list[Sample] = []
-        self.status = ""
 
     def play(self) -> None:
         """Register tasks for SECONDS, and delete a topic for some of them."""
@@ -211,7 +196,6 @@ class Run:
                 workers.wait_until_polling()
                 steps = (
                     (MISSING_FROM, lambda: publisher.delete_topic(topic=invoices)),
-                    (MISSING_UNTIL, lambda: self._watch(made)),
                     (MISSING_UNTIL, lambda: publisher.create_topic(name=invoices)),
                     (SECONDS, workers.stop),
                 )
@@ -222,9 +206,6 @@ class Run:
                         time.sleep(0.9)
                     step()
             outbox.set_metrics(None)
-
-    def _watch(self, made: stage.Stage) -> None:
-        self.status = watch(made.flags)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -267,7 +248,8 @@ def watch(flags: tuple[str, ...]) -> str:
     """Return the first screen of `outbox status --watch` on a terminal."""
     command = [str(Path(sys.executable).with_name("outbox")), "status", "--watch", *flags]
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs)  # noqa: S603 - constant arguments
+    wide = os.environ | {"COLUMNS": "120"}
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=wide)  # noqa: S603 - constant arguments
     text = ""
     try:
         while text.count("\x1b[2J") < 2:  # then the first screen is whole

@@ -69,6 +69,7 @@ class _Place:
 class Page:
     """Tasks of a list as they were at `as_of`, and the cursor of the next page, or None if this is the last one.
 
+    `previous` is the cursor of a list in the other order, which begins with the tasks before this page.
     Unless `whole`, a shard and topic has more tasks of a state than one read compares. Then the list has those that
     workers take first.
     """
@@ -77,6 +78,7 @@ class Page:
     as_of: datetime
     next: str | None
     whole: bool
+    previous: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ def find(
         as_of=at,
         next=_cursor(_place(page[-1]), newest=newest) if len(tasks) > limit else None,
         whole=whole,
+        previous=_cursor(_place(page[0]), newest=not newest) if after and page else None,
     )
 
 

@@ -31,7 +31,7 @@ from starlette.websockets import WebSocketClose
 
 from outbox.base.values import counted
 from outbox.console.identity import Identify
-from outbox.console.roles import Role, Roles
+from outbox.console.roles import Role, Roles, RolesFile
 from outbox.console.visits import Console, Refused, Route, Visit, Work, answer
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import host_name
@@ -72,7 +72,7 @@ class Access:
     #: The files that pages load, by path.
     files: Mapping[str, Response]
     identify: Identify
-    roles: Roles
+    roles: Roles | RolesFile
     allowed_hosts: Sequence[str]
     path_prefix: str
     _places: Mapping[Work, threading.Semaphore] = dataclasses.field(

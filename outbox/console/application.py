@@ -10,16 +10,17 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from outbox.admin.table import TaskTable
 from outbox.console import operation_pages, task_pages, topic
 from outbox.console.access import Access
-from outbox.console.arguments import DOCS_URL, HOSTS, PATH, TEXT
+from outbox.console.arguments import DOCS_URL, HOSTS, PATH, TEMPLATE, TEXT
 from outbox.console.identity import Identify
 from outbox.console.readings import Shared, read_status
-from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles
+from outbox.console.roles import ACTIONS, EVERYTHING, VIEWERS, Role, Roles, RolesFile
 from outbox.console.running import Running
 from outbox.console.visits import FILES, Console, Redact, Route, Visit, Work, render
 
 #: The host names to which a console on this machine answers.
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 TAG = "outbox-console"
+TRACE_URL = "https://console.cloud.google.com/traces/explorer;traceId={trace}?project={project}"
 #: The pages that show nothing but the shared figures.
 FIGURES = {"/": "overview", "/blocked": "blocked", "/workers": "workers", "/operations": "operations"}
 
@@ -28,13 +29,15 @@ def app(
     database: Database,
     *,
     identify: Identify | None = None,
-    roles: Roles | None = None,
+    roles: Roles | RolesFile | None = None,
     allow_actions: bool = False,
     show_data: bool = False,
     allowed_hosts: Sequence[str] = LOOPBACK_HOSTS,
     path_prefix: str = "",
     production: str = "",
     docs_url: str = "",
+    dashboard_url: str = "",
+    trace_url: str = "",
     redact: Redact | None = None,
 ) -> Access:
     """Return the console of a database as an ASGI application, to serve or to mount.
@@ -43,7 +46,8 @@ def app(
     the session of your application. Without it, everyone who reaches the console acts as the account of its
     credentials, and `roles` default to all. With it, they default to the viewer. `allow_actions` and `show_data` are
     needed besides. The header is red if the full name of the database contains `production`. Links to the documentation
-    begin with `docs_url`, and without it there are none. `redact` changes what people see of a message. It
+    begin with `docs_url`, and without it there are none. `dashboard_url` and `trace_url` are your own pages, in which
+    {topic}, {time} and {trace} are replaced. `redact` changes what people see of a message. It
     gets the whole message, of which the console otherwise reads only the parts that it shows.
 
     Raises SettingError if the command would refuse the same value, NotReached, SchemaDiffers.
@@ -52,6 +56,8 @@ def app(
     hosts = HOSTS.value(allowed_hosts if isinstance(allowed_hosts, str) else ",".join(allowed_hosts), "allowed_hosts")
     path_prefix, production = PATH.value(path_prefix, "path_prefix"), TEXT.value(production, "production")
     docs_url = DOCS_URL.value(docs_url, "docs_url")
+    dashboard_url = TEMPLATE.value(dashboard_url, "dashboard_url")
+    trace_url = TEMPLATE.value(trace_url, "trace_url")
     table = TaskTable(database, TAG)
     console = Console(
         table=table,
@@ -61,6 +67,8 @@ def app(
         is_production=production != "" and production in table.name,
         redact=redact,
         docs_url=docs_url,
+        dashboard_url=dashboard_url,
+        trace_url=trace_url or TRACE_URL,
     )
     return Access(
         console=console,

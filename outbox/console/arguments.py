@@ -18,4 +18,6 @@ NETWORKS = SettingType(_networks, "addresses or networks such as 10.0.0.0/8, sep
 HEADER = matching("[A-Za-z0-9-]*", "a name of a header, or nothing")
 TEXT = matching(r"[^\s]*", "text without spaces")
 PATH = matching("(/[A-Za-z0-9._~-]+)*", "a path such as /outbox")
+#: An address in which names in braces are replaced by values.
+TEMPLATE = matching(r"(https?://[^\s\"'<>]+)?", "an address such as https://example.com/outbox?topic={topic}")
 DOCS_URL = matching(r"(https?://[^\s\"'<>#?]+(?<!/))?", "an address such as https://example.com/docs, or nothing")

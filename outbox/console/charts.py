@@ -182,9 +182,9 @@ def by_topic(history: History) -> dict[str, Values]:
     return named | ({OTHERS: rest} if any(rest) or not shown else {})
 
 
-def spark(values: Values) -> str:
+def spark(values: Values, top: float | None = None) -> str:
     """Return the path of a line without axes, 10 units a minute wide and 100 high."""
-    return _line(values, max(filter(None, values), default=1))
+    return _line(values, top or max(filter(None, values), default=1))
 
 
 def titled(operation: Operation) -> str:

@@ -5,12 +5,13 @@ import dataclasses
 import os
 import signal
 import socket
+from functools import partial
 from typing import Any
 
 from outbox import console
 from outbox.admin import flags
 from outbox.base.lazy import install, need
-from outbox.console.arguments import DOCS_URL, HEADER, HOSTS, NETWORKS, PATH, TEXT
+from outbox.console.arguments import DOCS_URL, HEADER, HOSTS, NETWORKS, PATH, TEMPLATE, TEXT
 from outbox.errors import OutboxError, SettingError
 from outbox.program import logs
 from outbox.program.output import note
@@ -71,6 +72,10 @@ class ConsoleSettings(Settings):
     docs_url: str = setting(
         "", DOCS_URL, "Where the folder docs of this project is published. Errors link to its operations/runbook.md."
     )
+    dashboard_url: str = setting(
+        "", TEMPLATE, "Your dashboard. The page of a topic links to it. {topic} and {time} (RFC 3339) are replaced."
+    )
+    trace_url: str = setting("", TEMPLATE, "Your page of traces instead of Cloud Trace. {trace} is replaced.")
 
     def __post_init__(self) -> None:
         if bool(self.identity_header) != bool(self.trusted_proxy):
@@ -123,7 +128,6 @@ def _serve(application: Any, listener: socket.socket) -> None:
 
 def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
     need("uvicorn", "the console", "console")
-    from outbox.console.roles import parsed  # noqa: PLC0415 - optional
     from outbox.table.connection import open_database  # noqa: PLC0415 - the client: half a second
 
     identify: console.identity.Identify | None = None
@@ -134,14 +138,23 @@ def _application(settings: ConsoleSettings, database: DatabaseSettings) -> Any:
     return console.app(
         open_database(database),
         identify=identify,
-        roles=parsed(flags.read_text(settings.roles, "--roles: ")) if settings.roles else None,
+        roles=_roles(settings.roles) if settings.roles else None,
         allow_actions=settings.allow_actions,
         show_data=settings.show_data,
         allowed_hosts=settings.allowed_hosts,
         path_prefix=settings.path_prefix,
         production=settings.production,
         docs_url=settings.docs_url,
+        dashboard_url=settings.dashboard_url,
+        trace_url=settings.trace_url,
     )
+
+
+def _roles(path: str) -> Any:
+    from outbox.console.roles import RolesFile, parsed  # noqa: PLC0415 - optional
+
+    read = partial(flags.read_text, path, "--roles: ")
+    return parsed(read()) if path == "-" else RolesFile(path, read)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -1,12 +1,16 @@
-"""Who may do what. Pure, standard library only."""
+"""Who may do what. Standard library only."""
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from outbox.base.values import json_value
 from outbox.errors import SettingError
+
+_log = logging.getLogger("outbox")
 
 
 class Role(enum.StrEnum):
@@ -56,6 +60,38 @@ def parsed(text: str) -> Roles:
             '--roles: the file must be JSON such as {"viewer": ["*@example.com"]}, with the roles '
             f"{', '.join(Role)}: {error}"
         ) from None
+
+
+class RolesFile:
+    """The roles of a file, which is read again when it changes. While it is wrong or missing, the last ones are valid.
+
+    Raises SettingError if the file is wrong at the start.
+    """
+
+    def __init__(self, path: str, read: Callable[[], str]) -> None:
+        self._path, self._text = path, read
+        self._version: object = None
+        self._roles = self._read()
+
+    def of(self, person: str) -> frozenset[Role]:
+        """Return the roles of a person, with those that they include."""
+        try:
+            if self._found() != self._version:
+                self._roles = self._read()
+        except (SettingError, OSError) as error:
+            _log.warning("The roles are not read again, and the last ones stay valid: %s", error)
+        return self._roles.of(person)
+
+    def _read(self) -> Roles:
+        self._version = self._found()  # before the read, so that a change during it is noticed
+        return parsed(self._text())
+
+    def _found(self) -> object:
+        try:
+            found = Path(self._path).stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def _names(value: Any) -> tuple[str, ...]:

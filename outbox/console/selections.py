@@ -1,5 +1,6 @@
 """The tasks that an address is about: a filter, or the IDs of selected tasks. Pure."""
 
+import re
 from datetime import datetime
 from typing import Any
 
@@ -23,6 +24,8 @@ TEXTS = {
     "by": ("operation", flags.ID),
 }
 TIMES = ("since", "until")
+#: A time as people type it, which is in UTC as all times of the console.
+_TYPED = re.compile(r"(\d{4}-\d\d-\d\d)(?:[ T](\d\d:\d\d(?::\d\d)?))?( ?UTC)?", re.ASCII)
 #: The fields that a person fills in.
 FILTERS = ("topic", *TIMES, "error", "key", "prefix", "by")
 
@@ -31,7 +34,9 @@ def read(query: QueryParams, now: datetime) -> TaskSelection:
     """Return the selection of an address. Relative times count from `now`. Raises Refused."""
     texts = {field: checked(kind, query[name], name) for name, (field, kind) in TEXTS.items() if query.get(name)}
     times: dict[str, Any] = {
-        name: resolved(checked(MOMENT, query[name].strip(), name), now) for name in TIMES if query.get(name)
+        name: resolved(checked(MOMENT, _with_offset(query[name].strip()), name), now)
+        for name in TIMES
+        if query.get(name)
     }
     try:
         flags.check_window(times.get("since"), times.get("until", now))
@@ -39,6 +44,11 @@ def read(query: QueryParams, now: datetime) -> TaskSelection:
         raise Refused(400, "The filter matches no task", str(error).removeprefix("--"), "since") from None
     ids = tuple(dict.fromkeys(checked(flags.ID, id, "id") for id in query.getlist("id")))
     return TaskSelection(**texts, **times, ids=ids or None, include_expired=bool(query.get("expired")))
+
+
+def _with_offset(text: str) -> str:
+    typed = _TYPED.fullmatch(text)
+    return f"{typed[1]}T{typed[2] or '00:00'}Z" if typed else text
 
 
 def address(selection: TaskSelection) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from outbox.admin.changes import TaskSelection
 from outbox.admin.flags import MIN_PREFIX
 from outbox.admin.messages import SHOWN_BYTES, readable
 from outbox.admin.operations import Operation
-from outbox.admin.tasks import Task
+from outbox.admin.tasks import Page, Task
 from outbox.console import selections
 from outbox.console.operation_pages import ACTIONS
 from outbox.console.roles import Role
@@ -44,14 +44,10 @@ def show(visit: Visit) -> Response:
 
 
 def _show(visit: Visit, selection: TaskSelection | None) -> Response:
-    query, table = visit.query, visit.console.table
+    query = visit.query
     state = (selection and selection.state) or DEFAULT_STATE
     order = "oldest" if query.get("order") == "oldest" else "newest"
-    page = selection and admin.tasks.find(
-        table, [state], dataclasses.replace(selection, include_expired=True), newest=order == "newest",
-        after=query.get("after") or None, limit=PAGE,
-    )  # fmt: skip
-    command = None
+    page, command = selection and _page(visit, selection, state, newest=order == "newest"), None
     if selection:
         shown = dataclasses.replace(selection, state=state, ids=None, include_expired=True)
         command = selections.command(visit, "list", shown, **{order: True, "limit": PAGE})
@@ -67,15 +63,28 @@ def _show(visit: Visit, selection: TaskSelection | None) -> Response:
     )
 
 
+def _page(visit: Visit, selection: TaskSelection, state: str, *, newest: bool) -> Page:
+    """Return the page after a cursor, or the one before it, which is read in the other order."""
+    query, table, selection = visit.query, visit.console.table, dataclasses.replace(selection, include_expired=True)
+    if not (before := query.get("before")):
+        after = query.get("after") or None
+        return admin.tasks.find(table, [state], selection, newest=newest, after=after, limit=PAGE)
+    page = admin.tasks.find(table, [state], selection, newest=not newest, after=before, limit=PAGE)
+    # In the other order, the next page is the one before, and there is always one behind.
+    return dataclasses.replace(page, tasks=page.tasks[::-1], previous=page.next, next=page.previous)
+
+
 def search(visit: Visit) -> Response:
-    """Show the tasks that `q` may mean, or open the only one."""
+    """Show the tasks that `q` may mean, or open the only one. The search by key takes long, so an ID comes first."""
     text = visit.query.get("q", "").strip()
+    if text and admin.tasks.task(visit.console.table, text, data=False):
+        return RedirectResponse(visit.link("/task", id=text), 303)
     found = admin.tasks.beginning_with(visit.console.table, [text], RESULTS).get(text, []) if text else []
-    ids = found if len(text) >= MIN_PREFIX else [id for id in found if id == text]
+    ids = found if len(text) >= MIN_PREFIX else []
     # Sent tasks of a key are not read, because there may be millions.
     of_key = TaskSelection(ordering_key=text)
     keyed = admin.tasks.find(visit.console.table, selection=of_key, limit=RESULTS).tasks if text else []
-    if ids == [text] or (len(ids) == 1 and not keyed):
+    if len(ids) == 1 and not keyed:
         return RedirectResponse(visit.link("/task", id=ids[0]), 303)
     return render(visit, "search", text=text, ids=ids, keyed=keyed, most=RESULTS)
 

@@ -11,7 +11,7 @@ from outbox import admin
 from outbox.base.times import shown
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
-from outbox.errors import SettingError
+from outbox.errors import NotReached, OutboxError, SettingError
 from outbox.program.settings import MOMENT
 from outbox.table.controls import NAMES, VALUES, described
 
@@ -82,6 +82,26 @@ def _write(visit: Visit) -> Response:
     return _changed(visit)
 
 
+def _check(visit: Visit) -> Response:
+    """Ask Pub/Sub whether the topic, or that of its route, exists. Nothing is changed or recorded."""
+    table, topic = visit.console.table, _topic(visit)
+    control = admin.topics.controls(table).get(topic)
+    try:
+        unchecked = admin.topics.check_destinations(table, [(control and control.publish_to) or topic])
+    except NotReached:
+        raise
+    except OutboxError as error:
+        raise Refused(400, "The topic cannot be used", str(error)) from None
+    if unchecked:
+        raise Refused(400, "It is unknown whether the topic exists", unchecked)
+    return visit.redirect("/topic", name=topic, exists=1)
+
+
+def _forget(visit: Visit) -> Response:
+    admin.topics.apply(visit.console.table, {_topic(visit): None}, visit.author(required=True))
+    return _changed(visit)
+
+
 def _changed(visit: Visit) -> Response:
     return visit.redirect("/topic", name=_topic(visit), written=shown(visit.console.table.now()))
 
@@ -124,5 +144,7 @@ ROUTES = (
     Route("/topic/ask", _ask, Role.OPERATOR, "POST", page="/topic"),
     Route("/topic/controls", _show_preview, Role.OPERATOR),
     Route("/topic/controls", _write, Role.OPERATOR, "POST", page="/topic/controls"),
+    Route("/topic/check", _check, Role.OPERATOR, "POST", page="/topic"),
+    Route("/topic/forget", _forget, Role.OPERATOR, "POST", page="/topic"),
     *(Route(f"/topic/{name}", _switch, Role.OPERATOR, "POST", page="/topic") for name in SWITCHES),
 )

@@ -1,9 +1,12 @@
 """Access to the console: every route and method with every role, and requests of other sites, hosts and proxies."""
 
+import hashlib
 import itertools
 import logging
+import os
 import re
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +21,7 @@ from starlette.websockets import WebSocketDisconnect
 from outbox.console import access, application
 from outbox.console.access import HEADERS, MAX_FORM
 from outbox.console.application import routes
-from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles
+from outbox.console.roles import EVERYTHING, VIEWERS, Role, Roles, RolesFile
 from outbox.console.visits import FILES, Route, Visit, Work
 from outbox.errors import NotReached, SettingError
 from outbox.table import schema
@@ -152,6 +155,36 @@ def test_actions_and_data_need_their_flags_whatever_the_roles_file_says() -> Non
         caller = TestClient(app, base_url=ORIGIN)
         caller.get("/workers")
         assert visits.pop().roles == allowed
+
+
+def test_a_changed_roles_file_is_read_again_and_a_wrong_one_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "roles.json"
+    file.write_text('{"operator": ["ann"]}', encoding="utf-8")
+    roles = RolesFile(str(file), file.read_text)
+    assert Role.OPERATOR in roles.of("ann")
+    for number, text in enumerate(("{", '{"owner": []}')):
+        file.write_text(text, encoding="utf-8")
+        os.utime(file, (number, number))
+        assert Role.OPERATOR in roles.of("ann")
+    assert "the last ones stay valid" in caplog.text
+    file.write_text('{"viewer": ["ann"]}', encoding="utf-8")
+    assert roles.of("ann") == {Role.VIEWER}
+    file.unlink()
+    assert roles.of("ann") == {Role.VIEWER}
+    with pytest.raises(FileNotFoundError):
+        RolesFile(str(file), file.read_text)
+
+
+def test_files_are_kept_by_browsers_and_a_new_content_has_a_new_path() -> None:
+    answer = client([SHOW]).get(STYLE)
+    assert "immutable" in answer.headers["cache-control"]
+    assert {name: value for name, value in HEADERS.items() if name != "Cache-Control"}.items() <= {
+        name: answer.headers.get(name) for name in HEADERS
+    }.items()
+    assert hashlib.sha256(answer.content).hexdigest().startswith(STYLE.split("/")[2])
+    assert client([SHOW]).get("/static/console.css").status_code == 404
 
 
 def test_a_refusal_says_which_flag_or_role_is_missing() -> None:

@@ -46,6 +46,11 @@ def test_relative_times_count_from_now_and_empty_fields_do_not_narrow() -> None:
         assert refused.value.field == next(iter(wrong))
 
 
+@pytest.mark.parametrize("text", ["2026-11-26 11:30", "2026-11-26T11:30:00", " 2026-11-26 11:30 UTC ", "30m"])
+def test_a_time_without_an_offset_is_in_utc_as_all_times_of_a_page(text: str) -> None:
+    assert read({"since": text}).since == NOW - timedelta(minutes=30)
+
+
 @pytest.mark.parametrize(
     "query",
     [
