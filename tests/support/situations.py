@@ -14,9 +14,11 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import changes
 from outbox.admin.changes import TaskSelection
+from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
 from outbox.base.values import topic_name
 from outbox.message import build
+from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
 from tests.support.operations import insert, pause, row, update
 from tests.support.pubsub import PubSub
@@ -213,6 +215,17 @@ def sent_and_dead(place: Place) -> None:
     place.tasks(["order-33"], "orders", ago=10 * MINUTES, Attempts=10, AvailableAt=NEVER, LastError=NOT_FOUND)
 
 
+def interrupted(place: Place) -> None:
+    """The process of a retry ended ten minutes ago, before its first chunk."""
+    place.topics("orders")
+    place.tasks(_ids("order", 20), "orders", ago=HOURS, Attempts=10, AvailableAt=NEVER, LastError=NOT_FOUND)
+    table, id = TaskTable(place.database), "4f0c6a52-90d3-4ad5-8ee4-0c12ad9e6f01"
+    selection = TaskSelection(state="dead", topic="orders", until=table.now())
+    changes.begin(table, "retry", selection, Author("jane", "topic created"), id=id, selected=20)
+    with place.database.batch() as batch:
+        batch.update(OPERATIONS, ("OperationId", "SeenAt"), [(id, _now() - 10 * MINUTES)])
+
+
 def resendable(place: Place) -> None:
     sent_and_dead(place)
     place.topics("orders-billing")
@@ -262,6 +275,7 @@ SITUATIONS: dict[str, dict[str, Callable[[Place], None]]] = {
         "An at-most-once task may be lost": in_doubt,
         "A deploy goes wrong": bad_deploy,
         "A subscriber acknowledged by mistake": sent_and_dead,
+        "An operation was interrupted": interrupted,
         "The database was restored or cloned": restored,
     },
 }
