@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from math import inf
 from typing import Any
@@ -47,6 +47,9 @@ class Known:
     reset_at: float = -inf
     reset_by_sql: bool = False  # without a record
     cancelled_at: float = -inf
+    row: dict[str, Any] = field(default_factory=dict)  # as it was when it was cancelled
+    put_back_at: float = -inf
+    put_back_by: str = ""  # the cancel that a restore has taken back
     data: bytes = b"data"
 
     @property
@@ -178,7 +181,7 @@ class Audit:
     def retried(self, id: str, due: float | None = None) -> None:
         """An operator has made an unsent task ready, and perhaps new: `due`. An expired one no longer expires."""
         task = self.tasks[id]
-        task.due = task.due if due is None else due
+        task.due, task.put_back_by = task.due if due is None else due, ""
         task.excused, task.available_at = self._is_excused(task), -inf
         if task.expires_at <= self.clockwork.now:
             task.expires_at = inf
@@ -190,12 +193,28 @@ class Audit:
         self.tasks[id].excused = True
         self.tasks[id].received += 1  # nothing is owed any more
 
-    def cancelled(self, id: str) -> None:
+    def cancelled(self, id: str, row: Any) -> None:
         """An unsent task was cancelled. It may be received only if a worker had published it, and names it."""
         task = self.tasks[id]
-        task.cancelled_at, task.excused = self.clockwork.now, True
+        task.cancelled_at, task.excused, task.row = self.clockwork.now, True, asdict(row)
         if task.received > task.resets + task.extra:
             self.cancelled_received.add(id)
+
+    def put_back(self, id: str, row: Any, operation: str, *, named: bool) -> None:
+        """An operator has restored a task as it was, or as sent if a worker has `named` it as published."""
+        task = self.tasks[id]
+        differs = {name for name, value in asdict(row).items() if value != task.row[name] and name != "shards"}
+        if task.row["blocked_by"] is not None:
+            differs -= {"available_at", "blocked_by"}  # its head does not wait any more
+        if named != (row.sent_at is not None) or (named and not task.received):
+            self.problem(f"{id} is restored with SentAt {row.sent_at}, and was received {task.received} times")
+        if differs and not named:
+            self.problem(f"{id} is restored with other {sorted(differs)}")
+        if not named:
+            self.disturbances["restore"] += task.received - task.resets > task.extra  # published, and not named in time
+            task.put_back_by = operation
+        task.cancelled_at, task.put_back_at = -inf, self.clockwork.now
+        self.cancelled_received.discard(id)
 
     def _is_excused(self, task: Known) -> bool:
         return task.excused or task.expires_at <= self.clockwork.now or (task.bad and self.skip_dead)
@@ -276,6 +295,7 @@ class Audit:
                 self.cancelled_received.add(id)
             elif key and not task.received:
                 self._in_order(id, task)
+                self._restored_in_order(id, task)
             task.received += 1
             task.last_at = now
 
@@ -289,7 +309,12 @@ class Audit:
                 self.problem(f"{id} was {state} when {process.name} claimed it, and was published")
             at, version = self._acknowledged.get((process, id), (float("-inf"), None))
             task, known_for = self.tasks[id], self.clockwork.now - at
-            if version and at > task.reset_at and version.has_message_of(row) and known_for < MAX_MARKING_SECONDS:
+            if (
+                version
+                and at > max(task.reset_at, task.put_back_at)
+                and version.has_message_of(row)
+                and known_for < MAX_MARKING_SECONDS
+            ):
                 self.problem(f"{process.name} knew that Pub/Sub has {id}, and published it again")
             late = max(task.at, task.reset_at) - self._paused_at.get(task.topic, inf)
             if late > PAUSE_SECONDS:
@@ -318,6 +343,19 @@ class Audit:
         self._settled[task.topic, task.key] = settled
         if settled < task.position:
             self.problem(f"{id} was received before an earlier task of its key, number {settled}")
+
+    def _restored_in_order(self, id: str, task: Known) -> None:
+        """Judge the tasks that one restore has put back: they stand in the order of their key."""
+        now, before = self.clockwork.now, self._of_key[task.topic, task.key][: task.position if task.put_back_by else 0]
+        for each in before:
+            together = each.put_back_by == task.put_back_by and each.put_back_at <= task.put_back_at
+            if (
+                together
+                and not (each.received or each.cancelled)
+                and each.expires_at > now
+                and not (each.bad and self.skip_dead)
+            ):
+                self.problem(f"{id} was received before an earlier task of its key that was restored with it")
 
     def end(self, unsent: Sequence[Any], bound: int, *, faults: bool) -> None:
         """Judge the whole history, after faults have ended and all should be sent.

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -17,17 +17,19 @@ from typing import Any, TypeVar
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
-from outbox.admin import changes, operator_sql
+from outbox.admin import cancelled, changes, operator_sql
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
 from outbox.base.schedules import ABORTED
+from outbox.base.values import json_texts
 from outbox.errors import OutboxError
 from outbox.inbox.once import TABLE as INBOX
 from outbox.registration import TABLE
+from outbox.table.ddl import CANCELLED as CANCELLED_TABLE
 from outbox.table.ddl import OPERATIONS
 from outbox.table.layouts import Layout
 from outbox.table.shared_sql import LAYOUTS, LOCK_UNSENT, NEXT_OF_KEYS, NOW
-from outbox.table.states import first_due, is_dead
+from outbox.table.states import CANCELLED, first_due, is_dead
 from tests.simulation.audit import Audit, Known
 from tests.simulation.spanner import Aborted, Spanner, Transaction
 from tests.support.fakes import StoredTask
@@ -56,6 +58,16 @@ def state_of(row: StoredTask, now: datetime) -> str:
     return "blocked" if row.blocked_by is not None else "retrying" if row.attempts > 0 else "scheduled"
 
 
+def _value(row: StoredTask, column: str) -> Any:
+    """Return the value of a column as the client returns it."""
+    return b64encode(row.data) if column == "Data" else getattr(row, attribute(column))
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the place of a cancelled task in the order of its key."""
+    return row["CreatedAt"], row["Sequence"] is not None, row["Sequence"] or 0, row["Id"]
+
+
 def matches(selection: TaskSelection, row: StoredTask, now: datetime) -> bool:
     """Tell whether a task is selected. Histories narrow a selection only by its topic and its times."""
     at = row.created_at if row.sent_at is None else row.sent_at
@@ -78,6 +90,8 @@ class Work:
         self.known: dict[str, Known] = {}
         #: The states of the tasks that a command has locked.
         self.states: dict[str, str] = {}
+        #: What a restore has read: the published tasks that the records of cancels name.
+        self.published: dict[str, str | None] = {}
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[Any]:
         self._spanner.clockwork.sleep(self._spanner.drawn(self._spanner.latencies.lock))
@@ -92,7 +106,7 @@ class Work:
             raise Aborted("wounded")
         return [self.table.rows[id] for id in sorted(ids) if id in self.table.rows]
 
-    def _rows(self, statement: str, values: Mapping[str, Any]) -> list[Any]:
+    def _rows(self, statement: str, values: Mapping[str, Any]) -> list[Any]:  # noqa: PLR0911 - one for each statement
         if statement == LAYOUTS:
             return []
         if statement == NOW:
@@ -104,7 +118,14 @@ class Work:
             while (heads := self.table.next_of_keys(values["ids"])) != [row.id for row in self._lock(heads)]:
                 pass
             return [[id] for id in heads]
+        if statement == cancelled.KEPT:
+            return self._kept(values["ids"])
         rows, now = self._lock(values["ids"]), self.table.time()
+        if statement == cancelled.MOVED:
+            return [[_value(row, name) for name in cancelled.COLUMNS] for row in rows]
+        if self._selection and self._selection.state == CANCELLED:
+            kept = self._spanner.others[CANCELLED_TABLE]
+            return [self._cancelled(kept[id,], now) for id in values["ids"] if (id,) in kept]
         if statement == operator_sql.LOCK_SENT_AT:
             return [[row.id, row.sent_at] for row in rows]
         assert self._selection is not None, statement
@@ -113,7 +134,7 @@ class Work:
     def _row(self, row: StoredTask, now: datetime) -> list[Any]:
         """Return what `statements.by_ids` selects."""
         assert self._selection is not None
-        values = dataclasses.asdict(row) | {"shard": 0, "now": now, "error": row.last_error}
+        values = dataclasses.asdict(row) | {"shard": 0, "now": now, "error": row.last_error, "bytes": len(row.data)}
         state = state_of(row, now)
         values["due_at"] = first_due(self.table.as_locked(row)) if state in ("retrying", "blocked") else None
         self.states[row.id] = state
@@ -121,8 +142,35 @@ class Work:
         values["expires_at"] = row.expires_at if row.expires_at and row.expires_at > now else None
         return [values[name] for name in changes._Row._fields]
 
+    def _cancelled(self, row: Mapping[str, Any], now: datetime) -> list[Any]:
+        """Return what `operator_sql.cancelled_by_ids` selects."""
+        assert self._selection is not None
+        exists = row["Id"] in self.table.rows
+        values = {attribute(name): value for name, value in row.items()} | {"shard": 0, "now": now, "error": None}
+        values |= {"state": "exists" if exists else CANCELLED, "bytes": len(row["Data"])}
+        values["matches"] = not exists and row["OperationId"] == self._selection.operation
+        return [values[name] for name in changes._Row._fields]
+
+    def _kept(self, ids: Sequence[str]) -> list[list[Any]]:
+        """Return what `cancelled.KEPT` selects."""
+        self._lock(ids)
+        rows = [self._spanner.others[CANCELLED_TABLE][id,] for id in ids]
+        self._lock({row["BlockedBy"] for row in rows if row["BlockedBy"]})
+        now = self.table.time()
+        columns = (*cancelled.COLUMNS, "OperationId")
+        return [[*(row[name] for name in columns), self._is_held(row, now), now] for row in rows]
+
+    def _is_held(self, row: Mapping[str, Any], now: datetime) -> bool:
+        head = self.table.rows.get(row["BlockedBy"])
+        if head is None or (head.topic, head.ordering_key) != (row["Topic"], row["OrderingKey"]):
+            return False
+        waits = head.sent_at is None and head.available_at is not None and head.available_at > now
+        return waits and (head.expires_at is None or head.expires_at > now)
+
     def read(self, table: str, columns: Sequence[str], keys: Any, **_more: Any) -> list[list[Any]]:
         rows = self._spanner.others[table]
+        if "Published" in columns:
+            self.published = {id: rows[id,].get("Published") for [id] in keys.keys if (id,) in rows}
         return [[rows[tuple(key)].get(name) for name in columns] for key in keys.keys if tuple(key) in rows]
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -149,10 +197,17 @@ class Work:
         self._check_existing(audit)
         self._transaction.commits = True
         committed = self.table.commit_time()
+        put_back = {row["Id"] for kind, table, row in self.mutations if (kind, table) == ("delete", CANCELLED_TABLE)}
         for kind, table, given in self.mutations:
             row = {name: committed if value is COMMIT_TIMESTAMP else value for name, value in given.items()}
             if table == TABLE:
-                self._apply(kind, {attribute(name): value for name, value in row.items()}, audit, began)
+                values = {attribute(name): value for name, value in row.items()}
+                if kind == "insert" and row["Id"] in put_back:
+                    self._put_back(values, audit)
+                else:
+                    self._apply(kind, values, audit, began)
+            elif kind == "delete":
+                del spanner.others[table][row["Id"],]
             else:
                 key = tuple(row.values())[: 2 if table == INBOX else 1]
                 spanner.others[table].setdefault(key, {}).update(row)
@@ -165,7 +220,13 @@ class Work:
             if table == TABLE and kind == "update" and (row["Id"] in gone or row["Id"] not in self.table.rows):
                 audit.problem(f"a transaction updates {row['Id']} after it was deleted")
                 raise OutboxError("NOT_FOUND")
-            gone |= {row["Id"]} if kind == "delete" else set()
+            gone |= {row["Id"]} if (kind, table) == ("delete", TABLE) else set()
+
+    def _put_back(self, row: dict[str, Any], audit: Audit) -> None:
+        operation = self._spanner.others[CANCELLED_TABLE][row["id"],]["OperationId"]
+        id = row.pop("id")
+        self.table.insert(id, row.pop("topic"), b64decode(row.pop("data")), **row)
+        audit.put_back(id, self.table.rows[id], operation, named=id in json_texts(self.published.get(operation)))
 
     def _apply(self, kind: str, row: dict[str, Any], audit: Audit, began: float) -> None:
         id = row.pop("id")
@@ -179,7 +240,7 @@ class Work:
                 audit.restored(id, began, due)
         elif kind == "delete":
             if self.table.rows[id].sent_at is None:
-                audit.cancelled(id)
+                audit.cancelled(id, self.table.rows[id])
             self.table.delete(id)
         else:
             if "attempts" in row and self.table.rows[id].sent_at is None:
@@ -267,12 +328,16 @@ class Commands(TaskTable):
         self.layout, self.name = Layout(1), "simulation"
         self._began = spanner.clockwork.now
         self._names = selection.names if selection else frozenset()
+        self._is_of_cancelled = selection is not None and selection.state == CANCELLED
         #: The selected tasks as of now, each with its SentAt.
         self.seen = {
             row.id: row.sent_at
             for row in (spanner.table.rows.values() if selection else ())
             if selection and matches(selection, row, self.now())
         }
+        if self._is_of_cancelled and selection:
+            kept = sorted(spanner.others[CANCELLED_TABLE].values(), key=_place)
+            self.seen = {row["Id"]: None for row in kept if row["OperationId"] == selection.operation}
         #: The rows of now, for reads as of the begin of a replay.
         self._existing = frozenset() if selection else frozenset(spanner.table.rows)
         #: What its transactions wrote.
@@ -301,11 +366,13 @@ class Commands(TaskTable):
         assert statement == operator_sql.next_ids(str(self._selection and self._selection.state), self._names), (
             statement
         )
-        if "after" in values:
+        if self._is_of_cancelled:
+            found = [[id, 0, None] for id in [*self.seen][values["offset"] :]] if values["shard"] == 0 else []
+        elif "after" in values:
             pairs = sorted((sent_at, id) for id, sent_at in self.seen.items())
-            found = [[id, at] for at, id in pairs if (at, id) > (values["after"], values["after_id"])]
+            found = [[id, 0, at] for at, id in pairs if (at, id) > (values["after"], values["after_id"])]
         else:
-            found = [[id, None] for id in sorted(self.seen) if id > values["after_id"]]
+            found = [[id, 0, None] for id in sorted(self.seen) if id > values["after_id"]]
         return found[: values["limit"]]
 
     def rows(self, columns: Sequence[str], keys: Any, *_more: Any, **_options: Any) -> Iterator[list[Any]]:

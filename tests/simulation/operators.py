@@ -18,6 +18,8 @@ from outbox.admin.changes import TaskSelection
 from outbox.errors import OutboxError
 from outbox.registration import TABLE
 from outbox.table.controls import LIMITS, NO_CONTROLS, POLICY
+from outbox.table.ddl import CANCELLED
+from outbox.table.states import CANCELLED as CANCELLED_STATE
 from outbox.table.states import CHANGED
 from tests.simulation.audit import GOOD, Known
 from tests.simulation.client import AsyncWork, Commands, Work, attribute, gathered, transact
@@ -54,7 +56,7 @@ class Operators:
             self._limit(topic, float(plan.limit), plan.limit)
         spawn(self.mend)
         rates = ((plan.cancels, self.change), (plan.bulk, self.bulk), (plan.replays, self.archive_or_replay))
-        for rate, action in (*rates, (plan.controls, self.control)):
+        for rate, action in (*rates, (plan.controls, self.control), (plan.restores, self.restore)):
             if rate:
                 spawn(functools.partial(self._repeat, action, rate))
 
@@ -174,7 +176,8 @@ class Operators:
     def bulk(self, random: Random) -> None:
         """As `outbox retry`, `cancel` and `purge`: a preview that a person reads, and then chunk after chunk."""
         name = random.choice(["retry", "cancel", "purge"])
-        state = random.choice([each for each in CHANGED[name] if each != "pending"])
+        others = {CANCELLED_STATE} if self.plan.restores else {CANCELLED_STATE, "pending"}
+        state = random.choice([each for each in CHANGED[name] if each not in others])
         now = self.table.time()
         selection = TaskSelection(state=state, topic=random.choice([*self.world.topics, None]), as_of=now)
         if state == "sent":
@@ -191,8 +194,17 @@ class Operators:
         for id in changed & {id for id, each in commands.states.items() if each != state}:
             self.audit.problem(f"{id} was {commands.states[id]}, and was changed by a {name} of {state} tasks")
         released = {row["Id"] for _, _, row in commands.writes if [*row] == ["Id", "AvailableAt", "BlockedBy"]}
-        for id in (released & seen) - changed:
+        for id in (released & seen) - changed if state == "blocked" else ():
             self.audit.problem(f"{id} was released by the {name} that had selected it")
+
+    def restore(self, random: Random) -> None:
+        """As `outbox restore` of a cancel, which may still be running: the tasks that it has cancelled so far."""
+        found = [*dict.fromkeys(row["OperationId"] for row in self.spanner.others[CANCELLED].values())]
+        if found:
+            selection = TaskSelection(state=CANCELLED_STATE, operation=random.choice(found), as_of=self.table.time())
+            commands = Commands(self.spanner, self.audit, selection)
+            for _ in changes.change(commands, "restore", selection):
+                self.clockwork.sleep(random.choice([0.0, 0.0, 0.2]))
 
     def archive_or_replay(self, random: Random) -> None:
         """Archive sent tasks and delete their rows, or replay from the archive; Spark repeats some Spark tasks."""

@@ -51,6 +51,7 @@ class Plan:
     cancels: float = 0.0  # transactions that cancel tasks, per second
     bulk: float = 0.0  # retries, cancellations and purges of many tasks, per second
     replays: float = 0.0  # row deletions and replays from the archive, per second
+    restores: float = 0.0  # restores of tasks that operators have cancelled, per second
     controls: float = 0.0  # changes of limits and retry policies, per second
     limit: int = 0  # tasks a second, of each topic, until the registrations end or an operator changes it
     large: float = 0.0  # part of the messages with 3 MB
@@ -99,6 +100,7 @@ class Plan:
             reads=random.random() < 0.3,
             limit=random.choice([0] * 5 + [5]),
             commit_delay=random.choice([0.0, 0.05, 0.5]),
+            restores=random.choice([0.0, 1.0]),
         )
 
 
@@ -117,6 +119,10 @@ DENSE = {
             Fault(0.0, "unanswered commits", 0, 60.0),
             *(Fault(5.0 * n, "no spanner", seed + n, 8.0) for n in range(1, 11)),
         ),
+    ),
+    "restores": lambda seed: Plan(
+        seed, rate=5.0, seconds=30.0, keys=0.7, bulk=2.0, restores=2.0, bad=0.1, latencies=DEFAULT_LATENCIES.times(10),
+        skip_dead=seed % 2 == 0, faults=tuple(Fault(6.0 * n, "no spanner", seed + n, 3.0) for n in range(1, 5)),
     ),
     "refused rows": lambda seed: Plan(seed, rate=5.0, keys=0.5, refused=0.1, once=0.3, bad=0.1),
     "limits": lambda seed: Plan(seed, workers=4, keys=0.0, limit=5, seconds=25.0),
