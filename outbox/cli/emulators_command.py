@@ -16,7 +16,7 @@ from outbox.devtools import around
 from outbox.errors import OutboxError, SettingError
 from outbox.program.output import note
 from outbox.program.settings import PREFIX, DatabaseSettings, matching, whole_number
-from outbox.program.terminal import say
+from outbox.program.terminal import INTERRUPTED, say
 from outbox.table.ddl import cut
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
                     return around.run(options.words, variables, ended)
                 return _wait(options, variables, emulators, ended)
     except KeyboardInterrupt:
-        return 0
+        return INTERRUPTED if options.words else 0  # a command that never ran has not succeeded
 
 
 def _create(options: argparse.Namespace, place: DatabaseSettings, ddl: list[str], variables: Mapping[str, str]) -> None:

@@ -81,6 +81,15 @@ class TestWhereTheyAreInstalled:
             assert re.search(r"outbox: the \S+ emulator was killed by SIGKILL", process.stderr)
             assert _answering(hosts) == 0
 
+    @linux
+    @pytest.mark.extended
+    def test_a_command_that_never_ran_has_not_succeeded(self) -> None:
+        """A signal while the emulators start."""
+        with started("outbox", "emulators", "--", sys.executable, "-c", "print('ran')") as process:
+            eventually(lambda: children(process.pid), seconds=30)
+            process.stop()
+            assert (process.wait(10), process.stdout) == (130, "")
+
     @pytest.mark.parametrize("flag", ["--spanner-port", "--pubsub-port"])
     def test_a_taken_port_is_refused(self, flag: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
