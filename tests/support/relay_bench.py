@@ -166,9 +166,9 @@ class SlowPublisher(FakePublisher):
 def overtake(bench: Bench, act: Callable[[], object]) -> None:
     claim = bench.store.claim
 
-    def claim_too_late(*arguments: Any) -> None:
+    def claim_too_late(*arguments: Any, **options: Any) -> None:
         bench.store.claim = claim  # type: ignore[method-assign]  # a fault on purpose
         act()
-        claim(*arguments)
+        claim(*arguments, **options)
 
     bench.store.claim = claim_too_late  # type: ignore[method-assign,assignment]  # a fault on purpose

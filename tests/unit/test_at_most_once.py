@@ -170,11 +170,11 @@ def test_a_refusal_does_not_overwrite_a_later_change(bench: Bench) -> None:
     bench.publisher.failing["a"] = MISSING
     claim, claims = bench.store.claim, []
 
-    def claim_and_be_overtaken(*arguments: Any) -> object:
+    def claim_and_be_overtaken(*arguments: Any, **options: Any) -> object:
         claims.append(arguments)
         if len(claims) == 3:  # after the first batch and the mark: the return
             bench.change("a", sent_at=bench.store.now + timedelta(seconds=1))
-        return claim(*arguments)
+        return claim(*arguments, **options)
 
     bench.store.claim = claim_and_be_overtaken
     bench.turns()

@@ -160,10 +160,10 @@ def test_at_most_once_tasks_that_a_claim_found_wait_while_their_topic_is_paused(
     bench.insert("a", at_most_once=True)
     claim = bench.store.claim
 
-    def pause_and_claim(*arguments: Any) -> datetime:
+    def pause_and_claim(*arguments: Any, **options: Any) -> datetime:
         bench.store.control("orders", paused=True)
         bench.wait(30)
-        return claim(*arguments)
+        return claim(*arguments, **options)
 
     bench.store.claim = pause_and_claim  # type: ignore[method-assign]  # a fault on purpose
     bench.turns()
