@@ -7,9 +7,10 @@ the tables are stretched by the same factor.
 import base64
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from datadog.dogstatsd.base import DogStatsd
@@ -126,8 +127,15 @@ def _stretch(database: Database) -> None:
     for table, (id, *columns) in _STRETCHED.items():
         with database.snapshot() as snapshot:
             rows = list(snapshot.read(table, (id, *columns), KeySet(all_=True)))
-        for chunk in chunked(rows, 100):
-            with database.batch() as batch:
-                times = ([at and now - SPEED * max(now - at, timedelta()) for at in found] for _, *found in chunk)
-                values = [(row[0], *found) for row, found in zip(chunk, times, strict=True)]
-                batch.update(table, (id, *columns), values)
+        for chunk in chunked(rows, 50):
+            times = ([at and now - SPEED * max(now - at, timedelta()) for at in found] for _, *found in chunk)
+            _update(database, table, (id, *columns), [(row[0], *each) for row, each in zip(chunk, times, strict=True)])
+
+
+def _update(database: Database, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Write the rows, whatever the workers do meanwhile."""
+    while True:
+        with contextlib.suppress(Aborted), database.batch() as batch:
+            batch.update(table, columns, rows)
+        if batch.committed:
+            return

@@ -169,7 +169,7 @@ def _preview_of_state(table: TaskTable, selection: TaskSelection) -> Preview:
 
 def _preview_of_ids(table: TaskTable, selection: TaskSelection) -> Preview:
     rows = list(_rows_of_ids(table, selection, selection.ids or ()))
-    matching = error_groups.count((row.topic, "", row.error) for row in rows if row.matches)
+    matching = error_groups.count((row.topic, "", row.error, None) for row in rows if row.matches)
     refused = Counter(row.state for row in rows if not row.matches)
     refused["missing"] = len(selection.ids or ()) - len(rows)
     groups = [[each.topic, each.error, each.tasks] for each in matching[:GROUPS]]

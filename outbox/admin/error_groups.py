@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from datetime import datetime
 
 #: UUIDs, and words with a digit: numbers, IDs, times and addresses. Python and Spanner read it alike.
 _IDS = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|\w*[0-9]\w*"
@@ -36,6 +37,9 @@ class ErrorCount:
     error: str | None
     tasks: int
     at_least: bool
+    #: When the first and the last of these tasks were registered. The table has no times of failures.
+    first: datetime | None = None
+    last: datetime | None = None
 
     @property
     def part(self) -> str:
@@ -43,10 +47,16 @@ class ErrorCount:
         return max(pattern(self.error).split("#"), key=len).strip()
 
 
-def count(errors: Iterable[tuple[str, str, str | None]], *, at_least: bool = False) -> list[ErrorCount]:
-    """Return the groups of (topic, state, LastError), largest first."""
-    groups: dict[tuple[str, str, str], list[str | None]] = defaultdict(list)
-    for topic, state, error in errors:
-        groups[topic, state, pattern(error)].append(error)
-    counts = [ErrorCount(topic, state, found[0], len(found), at_least) for (topic, state, _), found in groups.items()]
+def count(
+    errors: Iterable[tuple[str, str, str | None, datetime | None]], *, at_least: bool = False
+) -> list[ErrorCount]:
+    """Return the groups of (topic, state, LastError, CreatedAt), largest first."""
+    groups: dict[tuple[str, str, str], list[tuple[str | None, datetime | None]]] = defaultdict(list)
+    for topic, state, error, time in errors:
+        groups[topic, state, pattern(error)].append((error, time))
+    counts = []
+    for (topic, state, _), found in groups.items():
+        times = sorted(time for _, time in found if time)
+        first, last = (times[0], times[-1]) if times else (None, None)
+        counts.append(ErrorCount(topic, state, found[0][0], len(found), at_least, first, last))
     return sorted(counts, key=lambda each: -each.tasks)

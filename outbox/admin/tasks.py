@@ -128,7 +128,8 @@ def find(
 
 def count_errors(tasks: Sequence[Task], *, at_least: bool = False) -> list[ErrorCount]:
     """Return the number of tasks with the same topic, state and error, highest first."""
-    errors = ((task.columns["Topic"], task.state, task.columns["LastError"]) for task in tasks)
+    names = ("LastError", "CreatedAt")
+    errors = ((task.columns["Topic"], task.state, *(task.columns[name] for name in names)) for task in tasks)
     return error_groups.count(errors, at_least=at_least)
 
 

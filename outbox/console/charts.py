@@ -182,6 +182,12 @@ def by_topic(history: History) -> dict[str, Values]:
     return named | ({OTHERS: rest} if any(rest) or not shown else {})
 
 
+def failed_last_minute(history: History, topic: str, error: str) -> int:
+    """Return the failed attempts in the last whole minute with the reason at the beginning of an error."""
+    values = history.failed(topic).get(error.partition(":")[0], ())
+    return int(next((each for each in reversed(values) if each is not None), 0))
+
+
 def spark(values: Values, top: float | None = None) -> str:
     """Return the path of a line without axes, 10 units a minute wide and 100 high."""
     return _line(values, top or max(filter(None, values), default=1))
@@ -221,7 +227,7 @@ def _runs(values: Values, top: float) -> Iterator[list[tuple[int, str]]]:
     run: list[tuple[int, str]] = []
     for at, value in enumerate([*values, None]):
         if value is not None:
-            run.append((10 * at + 5, f"{100 - 100 * value / top:.4g}"))
+            run.append((10 * at + 5, f"{100 - 100 * value / top:.3g}"))
         elif run:
             yield run
             run = []

@@ -8,6 +8,7 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from outbox import admin
+from outbox.admin.operations import Operation
 from outbox.base.times import shown
 from outbox.console.roles import Role
 from outbox.console.visits import Refused, Route, Visit, Work, checked, render
@@ -29,8 +30,19 @@ def show(visit: Visit) -> Response:
         "fields": NAMES,
         "values": VALUES,
         "within": APPLIED_WITHIN,
+        "changed": _last_change(visit, _topic(visit)),
     }
     return render(visit, "topic", topic=_topic(visit), written=written, **more)
+
+
+def _last_change(visit: Visit, topic: str) -> Operation | None:
+    """Return the last of the recent operations that changed the controls of a topic."""
+    status = visit.console.status.get().value
+    for each in status.operations if status else ():
+        match admin.operations.parsed(each.selection):
+            case {"topics": dict(topics)} if topic in topics:
+                return each
+    return None
 
 
 def _topic(visit: Visit) -> str:

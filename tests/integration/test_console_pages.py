@@ -165,6 +165,40 @@ def test_a_topic_is_paused_and_limited_by_a_named_person(database: Database) -> 
     assert "at most 10 tasks a second, 20 at once" in text(caller.get("/topic?name=orders").text)
 
 
+def test_a_topic_is_checked_and_its_controls_are_forgotten(
+    database: Database, emulators: Emulators, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", emulators.pubsub_host)
+    caller, table = browser(database), opened(database)
+    answer = caller.post("/topic/check", params={"name": topic}, headers=SAME)
+    assert f"Pub/Sub has the topic {topic}" in text(caller.get(answer.headers["location"]).text)
+    missing = caller.post("/topic/check?name=no-such-topic", headers=SAME)
+    assert (missing.status_code, "does not exist" in missing.text) == (400, True)
+    admin.topics.change(TaskTable(table), "pause", ["a/b"], {"paused": True})
+    caller = browser(database, dashboard_url="https://example.com/d?topic={topic}&at={time}")
+    page = caller.get("/topic?name=a/b").text
+    assert "https://example.com/d?topic=a%2Fb&amp;at=2" in page
+    assert re.search(r"Last change: pause [\d.]+s ago", text(page))
+    assert caller.post("/topic/forget?name=a/b", headers=SAME, content="").status_code == 400  # without a reason
+    assert caller.post("/topic/forget?name=a/b", headers=SAME, content="reason=gone").status_code == 303
+    assert admin.topics.controls(TaskTable(table)) == {}
+
+
+def test_errors_say_how_many_fail_and_since_when_and_hopeless_tasks_are_not_retried(database: Database) -> None:
+    insert(database, [row(f"dead{n}", AvailableAt=NEVER, LastError=f"{'abc'[n % 3] * n}: x") for n in range(25)])
+    insert(database, [row("broken", AvailableAt=NEVER, LastError="undecodable: not a message")])
+    caller = browser(database)
+    page = caller.get("/").text
+    assert "All 26 groups of errors" in page
+    assert page.count("/tasks?state=dead&amp;topic=orders&amp;error=") == 20
+    assert caller.get("/?errors=all").text.count("/tasks?state=dead&amp;topic=orders&amp;error=") == 26
+    task = text(caller.get("/task?id=broken").text)
+    offered = [sentence in task for sentence in ("No retry can succeed", "Retry this task", "Cancel this task")]
+    assert offered == [True, False, True]
+    assert "Retry this task" in caller.get("/task?id=dead1").text
+    assert "will be dead again" in caller.get("/tasks/retry?state=dead").text
+
+
 def test_a_route_is_previewed_with_its_tasks_and_the_equivalent_commands(
     database: Database, emulators: Emulators, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

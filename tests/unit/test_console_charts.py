@@ -1,17 +1,24 @@
 """Charts: ticks, paths with gaps, stacks, marks, and what a page with many topics and workers weighs."""
 
+import gzip
 import json
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from starlette.datastructures import QueryParams
 
+from outbox.admin.backlog import Backlog, Line
 from outbox.admin.history import MINUTES, History, Seen
 from outbox.admin.operations import Operation
 from outbox.admin.workers import Worker
 from outbox.console import charts
+from outbox.console.application import routes
 from outbox.console.charts import Chart, Frame, by_topic, frame, of_topic, spark, titled
+from outbox.console.readings import Shared, Status
+from outbox.console.visits import Visit
+from tests.support.console import bare_console
 
 NOW = datetime(2026, 11, 26, 12, 7, 30, tzinfo=UTC)
 
@@ -118,3 +125,29 @@ def test_a_topic_has_its_failures_by_reason() -> None:
     assert found["Registered and published per minute"].last("published") == "4"
     assert len(of_topic(shared, None)) == 4
     assert not re.search("nan|inf|e[+-]", "".join(path for each in found.values() for _, path in each.paths()))
+
+
+def test_pages_with_200_topics_and_40_workers_are_light() -> None:
+    """As sent without compression: at most 60 kB, except for the list of all topics."""
+    values = [n * 37 % 900 for n in range(MINUTES)]
+    names = ("published", "p50", "p95", "pending", "unsent", "oldest", ":not_found", "busy")
+    ring = dict.fromkeys(names, values)
+    workers = [worker(f"publishworker-7d9f8c6b5-{n:030}", all=ring, topics={f"t{n}": ring}) for n in range(40)]
+    lines = [Line(f"topic-{n:03}", 50, pending=n, registered_last_minute=9, sent_last_minute=9) for n in range(200)]
+    backlog = Backlog(NOW, workers, lines)
+    status = Status(
+        backlog=backlog, history=history(*workers), controls={}, orphans=[], errors=(), blocked=(),
+        operations=[operation(n) for n in range(30)], reshard=None, problems=(),
+    )  # fmt: skip
+    console = bare_console(status=Shared(lambda _last: status))
+    handlers = {route.path: route.handler for route in routes() if route.method == "GET"}
+    for path, query in (("/", ""), ("/", "range=15m"), ("/topic", "name=t1"), ("/workers", ""), ("/operations", "")):
+        visit = Visit(console=console, person="ann", roles=frozenset(), path=path, query=QueryParams(query))
+        page = bytes(handlers[path](visit).body)
+        assert 5_000 < len(page) < 60_000, (path, query)
+    everything = QueryParams("topics=all")
+    page = bytes(
+        handlers["/"](Visit(console=console, person="ann", roles=frozenset(), path="/", query=everything)).body
+    )
+    assert page.count(b"<tr>") > 200
+    assert len(gzip.compress(page, 5)) < 15_000
