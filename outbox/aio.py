@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from google.api_core.retry import AsyncRetry
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
+from google.cloud.spanner_v1._async.transaction import Transaction
 
 from outbox import cancellation
 from outbox.base.values import class_name
@@ -32,6 +33,9 @@ from outbox.table.transactions import (
     insert,
     inserted,
 )
+
+#: `Transaction` is for the type hints of applications, because the client has no public name for it.
+__all__ = ["AsyncTransaction", "Transaction", "cancel", "process_once", "register_once", "run_in_transaction"]
 
 T = TypeVar("T")
 

@@ -80,7 +80,9 @@ def correct_drivers(session: Session) -> bool:
     return outbox_sqlalchemy.cancel(session, task_id)
 
 
-async def correct_aio(transaction: aio.AsyncTransaction, message: inbox.ReceivedMessage) -> bool:
+async def correct_aio(transaction: aio.Transaction, message: inbox.ReceivedMessage) -> bool:
+    transaction.insert("Invoices", ["OrderId"], [["order-1"]])
+    await transaction.execute_update("DELETE FROM Invoices WHERE TRUE")
     if await aio.process_once(transaction, message, consumer="billing"):
         await aio.cancel(transaction, outbox.register(transaction, "orders", b""))
     return await aio.register_once(transaction, "orders", b"", task_id="t", priority=7)
