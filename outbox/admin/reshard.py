@@ -285,7 +285,7 @@ class Resharding:
         """
         try:
             with schema.service_errors(self._table.name):
-                self._table.database.update_ddl(operator_sql).result()
+                self._table.database.update_ddl(statements).result()
         except OutboxError:
             if schema.layouts(self._table.database) == found:
                 raise
