@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 log = logging.getLogger("publishworker")
 
 #: Seconds between two lines about the same thing, and between two summaries.
-INTERVAL = 60.0
+LINE_SECONDS = 60.0
 
 
 class ThrottledLog:
@@ -23,7 +23,7 @@ class ThrottledLog:
     ) -> bool:
         """Log `sentence` unless this `action` was logged `max_lines` times `about` this subject; tell whether."""
         now = self._clock()
-        self._seen = {problem: seen for problem, seen in self._seen.items() if now - seen[0] < INTERVAL}
+        self._seen = {problem: seen for problem, seen in self._seen.items() if now - seen[0] < LINE_SECONDS}
         since, times = self._seen.get((action, about), (now, 0))
         if times >= max_lines:
             return False

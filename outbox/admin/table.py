@@ -31,9 +31,9 @@ QUERY_SECONDS, SCAN_SECONDS, COUNT_SECONDS = 5.0, 60.0, 600.0
 #: Max tasks of a shard that one query for topics reads.
 TOPIC_ROWS = 200
 #: How long an aborted transaction is retried.
-ABORTED_SECONDS = 60.0
+OPERATOR_ABORTED_SECONDS = 60.0
 #: Timeout of a locking query. A worker that publishes holds the locks for up to 5 s, and until its commit.
-LOCK_SECONDS = 20.0
+OPERATOR_LOCK_SECONDS = 20.0
 
 _LOW = RequestOptions.Priority.PRIORITY_LOW
 SCHEMA_OPTIONS = {"priority": _LOW, "request_tag": "outbox-schema"}
@@ -197,7 +197,7 @@ class TaskTable:
             return transact(
                 self.database,
                 lambda transaction: work(Transaction(transaction, tag, self.layout)),
-                timeout_secs=ABORTED_SECONDS,
+                timeout_secs=OPERATOR_ABORTED_SECONDS,
                 default_retry_delay=ABORTED.first,
                 transaction_tag=tag,
                 commit_request_options={"priority": _LOW},
@@ -237,7 +237,8 @@ class Transaction:
 
     def query(self, statement: str, parameters: Mapping[str, Any]) -> list[list[Any]]:
         """Return all rows of one statement."""
-        return list(_result(self._transaction, self._layout.sql(statement), parameters, self._tag, LOCK_SECONDS))
+        sql = self._layout.sql(statement)
+        return list(_result(self._transaction, sql, parameters, self._tag, OPERATOR_LOCK_SECONDS))
 
     def read(self, table: str, columns: Sequence[str], keys: Any) -> list[list[Any]]:
         """Return the rows of `keys`, with shared locks."""

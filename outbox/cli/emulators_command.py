@@ -137,7 +137,7 @@ def _wait(
         return 0
     note("Running. Press Ctrl-C to stop the emulators, which deletes all their data")
     while (sentence := ended()) is None:
-        time.sleep(around.WATCH_SECONDS)
+        time.sleep(around.CHECK_CHILD_SECONDS)
     raise OutboxError(sentence)
 
 

@@ -36,7 +36,7 @@ tasks. --exact counts all tasks.
     outbox status --json ... | jq '.topics[] | select(.dead > 0)'"""
 
 #: Seconds between two updates of --watch.
-WATCH_SECONDS = 5.0
+REFRESH_SECONDS = 5.0
 COUNT = whole_number(0, 1_000_000_000)
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -105,7 +105,7 @@ def _watch(task_table: "admin.table.TaskTable", options: argparse.Namespace) -> 
         else:
             succeeded = True
             say(Escaped((_CLEAR if sys.stdout.isatty() and not options.json else "") + text))
-        time.sleep(WATCH_SECONDS)
+        time.sleep(REFRESH_SECONDS)
 
 
 def _beyond(backlog: "admin.backlog.Backlog", options: argparse.Namespace) -> list[str]:

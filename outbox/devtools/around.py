@@ -17,9 +17,9 @@ from outbox.devtools.child_process import tied
 from outbox.errors import OutboxError, SettingError
 
 #: Seconds between two checks that the emulators and the worker are running.
-WATCH_SECONDS = 0.2
+CHECK_CHILD_SECONDS = 0.2
 #: Seconds from SIGTERM to SIGKILL, for the worker and a command.
-STOP_SECONDS = 10.0
+COMMAND_STOP_SECONDS = 10.0
 #: The first line of a file of variables. Only a file that begins with it is replaced.
 WRITTEN = "# Written by `outbox emulators`, which deletes this file when it stops."
 
@@ -79,7 +79,7 @@ def run(words: Sequence[str], variables: Mapping[str, str], ended: Ended) -> int
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(WATCH_SECONDS)
+                code = process.wait(CHECK_CHILD_SECONDS)
                 return code if code >= 0 else 128 - code
             if sentence := ended():
                 raise OutboxError(sentence)
@@ -91,7 +91,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         process.terminate()
     try:
-        process.wait(STOP_SECONDS)
+        process.wait(COMMAND_STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 #: Seconds until a server must answer; the Pub/Sub emulator is a Java program and takes about two.
 START_SECONDS = 30.0
 #: Seconds from SIGTERM to SIGKILL; the emulators end within a tenth of a second.
-STOP_SECONDS = 5.0
+EMULATOR_STOP_SECONDS = 5.0
 #: Last lines of a server's output in an error, and the bytes at its end that are read for them.
 TAIL_LINES, TAIL_BYTES = 12, 16_384
 
@@ -71,7 +71,7 @@ class Child:
         try:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_SECONDS)
+                self.process.wait(EMULATOR_STOP_SECONDS)
         finally:  # also when a second Ctrl-C cuts the wait short
             self._signal(signal.SIGKILL)
             self.process.wait()
@@ -124,7 +124,7 @@ def _at_our_end(command: Sequence[str]) -> Callable[[], object]:
     # that a second Ctrl-C does not cut the command short.
     words = ["/bin/sh", "-c", 'read _; exec "$@" > /dev/null 2>&1', "sh", *command]
     shell = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0)  # noqa: S603 - the command is ours
-    return lambda: shell.communicate(timeout=STOP_SECONDS)
+    return lambda: shell.communicate(timeout=EMULATOR_STOP_SECONDS)
 
 
 def tied(command: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from outbox.table import schema
 from outbox.table.ddl import statements
 
 #: Timeout of one call in seconds. The emulators take milliseconds.
-SECONDS = 30.0
+EMULATOR_SECONDS = 30.0
 _CREATES_TASKS = re.compile(r"CREATE\s+TABLE\s+(IF\s+NOT\s+EXISTS\s+)?`?AsynchronousTasks\b", re.IGNORECASE)
 
 
@@ -44,19 +44,19 @@ def create(
     what, topic = f"instance {place.instance}", ""
     try:
         with suppress(AlreadyExists):
-            instance.create().result(timeout=SECONDS)
+            instance.create().result(timeout=EMULATOR_SECONDS)
         what = f"database {place.database}"
         with suppress(AlreadyExists):
-            database.create().result(timeout=SECONDS)
+            database.create().result(timeout=EMULATOR_SECONDS)
         for kind, id in pubsub:
             what, name = f"{kind} {id}", f"projects/{place.project}/{kind}s/{id}"
             topic = name if kind == "topic" else topic
             with suppress(AlreadyExists):
                 if kind == "topic":
-                    pubsub_v1.PublisherClient().create_topic(name=name, timeout=SECONDS)
+                    pubsub_v1.PublisherClient().create_topic(name=name, timeout=EMULATOR_SECONDS)
                 else:
                     request = {"name": name, "topic": topic, "enable_message_ordering": True}
-                    pubsub_v1.SubscriberClient().create_subscription(request=request, timeout=SECONDS)
+                    pubsub_v1.SubscriberClient().create_subscription(request=request, timeout=EMULATOR_SECONDS)
     except GoogleAPIError as error:
         raise OutboxError(f"could not create {what} on the emulator: {error}") from error
     if migrate:

@@ -27,7 +27,7 @@ Execute = Callable[[str, Mapping[str, Any] | None], Any]
 _MAX_ROWS = 100
 #: Bytes of messages in one statement, in base64. Spanner allows requests of 10 MiB, of which the other columns of 100
 #: rows need less than 0.4 MB: https://cloud.google.com/spanner/quotas#request-limits
-MAX_BYTES = 10_000_000
+STATEMENT_BYTES = 10_000_000
 
 
 class Collected:
@@ -77,7 +77,7 @@ class Collected:
         self._rollback()
 
     def _insert(self, table: str, rows: Sequence[Row]) -> None:
-        for some in chunked(rows, _MAX_ROWS, MAX_BYTES, lambda row: len(row.get("Data", ""))):
+        for some in chunked(rows, _MAX_ROWS, STATEMENT_BYTES, lambda row: len(row.get("Data", ""))):
             with errors(table):
                 self._execute(*_insert(table, some))
 
@@ -115,7 +115,7 @@ def errors(table: str, missing: type[Exception] | None = None) -> Iterator[None]
         elif "pending CommitTimestamp" in text:
             text = (
                 f"the Spanner emulator accepts one INSERT into {table} in a transaction, which holds {_MAX_ROWS} tasks "
-                f"and {MAX_BYTES * 3 // 4:,} bytes of messages. Register fewer tasks in one transaction of a test"
+                f"and {STATEMENT_BYTES * 3 // 4:,} bytes of messages. Register fewer tasks in one transaction of a test"
             )
         elif f"Table not found: {table}" in text:
             text = (

@@ -17,7 +17,7 @@ from outbox import registration
 from outbox.base.values import class_name
 from outbox.cancellation import check_not_registered, next_heads
 from outbox.errors import InvalidMessage, InvalidTransaction, NotReached
-from outbox.ext.collecting import MAX_BYTES, Collected, Execute, errors
+from outbox.ext.collecting import STATEMENT_BYTES, Collected, Execute, errors
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import record_with
 from outbox.message import Message, check_task_id
@@ -233,8 +233,8 @@ def on_cursors(cursor: Callable[[], Any]) -> Execute:
 
 def _check_size(data: bytes, where: str = "") -> None:
     """Raise InvalidMessage, beginning with `where`, if a statement cannot hold a message."""
-    if len(data) > MAX_BYTES:
+    if len(data) > STATEMENT_BYTES:
         raise InvalidMessage(
-            f"{where}the message has {len(data) * 3 // 4:,} bytes; at most {MAX_BYTES * 3 // 4:,} with SQLAlchemy, "
-            "Django or DB-API, because Spanner limits a statement"
+            f"{where}the message has {len(data) * 3 // 4:,} bytes; at most {STATEMENT_BYTES * 3 // 4:,} with "
+            "SQLAlchemy, Django or DB-API, because Spanner limits a statement"
         )

@@ -21,7 +21,7 @@ from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import Table
 
 #: Max tasks, and max bytes of messages, in a batch and so in memory. A single task can have 10 MB.
-BATCH_ROWS, BATCH_BYTES = 2_000, 8_000_000
+ARROW_ROWS, ARROW_BYTES = 2_000, 8_000_000
 #: The columns in the index. Only the others must be read from the table.
 INDEXED = (
     "Id", "Shard", "SentAt", "Topic", "AvailableAt", "Priority", "CreatedAt", "OrderingKey", "Bytes", "Attempts",
@@ -131,7 +131,7 @@ def _batches(rows: Iterable[Sequence[Any]], names: Sequence[str]) -> Iterator[Co
             return len(row[data].string_value) * 3 // 4
         return 0 if sizes is None else int(row[sizes].string_value)
 
-    for batch in chunked(rows, BATCH_ROWS, BATCH_BYTES, size):
+    for batch in chunked(rows, ARROW_ROWS, ARROW_BYTES, size):
         values = zip(*batch, strict=True)
         yield {name: arrow.column(name, each) for name, each in zip(names, values, strict=True)}
 

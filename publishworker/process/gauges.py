@@ -19,7 +19,7 @@ from publishworker.turn.relay import Relay
 from publishworker.types import FORGET_TOPIC_SECONDS
 
 #: Seconds between two reports, and between two counts of the backlog.
-INTERVAL = 15.0
+REPORT_SECONDS = 15.0
 
 
 def with_zeros(clock: Callable[[], float]) -> Callable[[Mapping[Any, float]], dict[Any, float]]:
@@ -50,7 +50,7 @@ class WorkerGauges:
 
     def __call__(self) -> None:
         """Send the gauges if they are due."""
-        if not self._metrics.wanted or self._clock() - self._at < INTERVAL:
+        if not self._metrics.wanted or self._clock() - self._at < REPORT_SECONDS:
             return
         self._at = self._clock()
         self._metrics.count(m.HEARTBEAT, 1)
@@ -135,7 +135,7 @@ class BacklogSampler:
     def once(self) -> float:
         """Count if this worker counts the backlog, and return the seconds to wait. Errors are logged only."""
         if not self._membership.counts_backlog:
-            return INTERVAL
+            return REPORT_SECONDS
         began = self._clock()
         try:
             self._table = self._table or self._open_table()
@@ -145,13 +145,13 @@ class BacklogSampler:
             self._throttled_log.log(
                 "backlog", "", f"Counting the backlog failed. Its metrics are missing until a count succeeds: {error}"
             )
-            return INTERVAL
+            return REPORT_SECONDS
         except Exception:
             log.exception(
                 "Counting the backlog failed with an unexpected error. Please report it.", extra={"action": "backlog"}
             )
-            return INTERVAL
-        return max(INTERVAL, COUNT.after(self._clock() - began))
+            return REPORT_SECONDS
+        return max(REPORT_SECONDS, COUNT.after(self._clock() - began))
 
     def _run(self) -> None:
         wait = COUNT.first

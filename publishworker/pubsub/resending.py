@@ -14,7 +14,7 @@ from publishworker.pubsub.publisher import Publisher, PubSubPublisher
 from publishworker.types import Failed, LockedRow
 
 #: Seconds for the publish requests of one attempt.
-PUBLISH_SECONDS = 10.0
+RESEND_SECONDS = 10.0
 #: Seconds until the last attempt while Pub/Sub accepts nothing.
 PATIENCE_SECONDS = 60.0
 
@@ -35,7 +35,7 @@ def send(publisher: Publisher, topic: str, messages: Sequence[Message]) -> Mappi
     refused: dict[str, str] = {}
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while rows:
-        answers = publisher.publish(topic, rows, PUBLISH_SECONDS)
+        answers = publisher.publish(topic, rows, RESEND_SECONDS)
         failed = {id: answer for id, answer in answers.items() if isinstance(answer, Failed)}
         for failure in failed.values():
             if failure_kind(failure.reason) is FailureKind.TARGET or failure.reason == "invalid_topic":

@@ -30,7 +30,7 @@ from publishworker.spanner.write_errors import is_lost_session
 MAX_SILENCE_SECONDS = 3.0
 #: If it is silent for this long, the stream is read again from now on. After this time without a failure, the stream
 #: counts as readable again.
-STUCK_SECONDS = 10.0
+RESTART_SECONDS = 10.0
 #: Seconds of one request, so that none is open for long. The emulator ends each partition sooner.
 REQUEST_SECONDS = 60.0
 #: Max partitions that are read at once, and seconds of one request while others wait.
@@ -120,7 +120,7 @@ class ChangeStream:
                     readers += 1
                     threading.Thread(target=self._read_all, args=(attempt,), name="change-stream", daemon=True).start()
             self._raise_if_stuck(attempt)
-            if self.works and self._clock() - began > STUCK_SECONDS:
+            if self.works and self._clock() - began > RESTART_SECONDS:
                 self._note_success()
             try:
                 answer = attempt.answers.get(timeout=MAX_SILENCE_SECONDS)
@@ -139,7 +139,7 @@ class ChangeStream:
 
     def _first_partitions(self, attempt: _Attempt) -> Children:
         self._heard = {}
-        [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, STUCK_SECONDS)
+        [[now]] = self._query("SELECT CURRENT_TIMESTAMP()", {}, {}, RESTART_SECONDS)
         self._began = now, self._clock()
         return self._read(attempt, "", now, None)
 
@@ -147,7 +147,7 @@ class ChangeStream:
         # One that waits is not silent.
         heard = [self._heard.get(token, self._clock()) for token in list(attempt.reading)]
         silence = self._clock() - min(heard, default=self._clock() if self._heard else float("-inf"))
-        if silence > STUCK_SECONDS:
+        if silence > RESTART_SECONDS:
             raise TimeoutError(f"no record for {silence:.0f} s, although there should be one each second")
 
     def _note_success(self) -> None:
@@ -181,7 +181,7 @@ class ChangeStream:
         """Send one request, for a partition or for the first tokens; return the children of one that has ended."""
         found: Children = {}
         values = {"start": start, "end": end, "token": token or None}
-        for [records] in self._query(relay_sql.CHANGES, values, _TYPES, REQUEST_SECONDS + STUCK_SECONDS):
+        for [records] in self._query(relay_sql.CHANGES, values, _TYPES, REQUEST_SECONDS + RESTART_SECONDS):
             if attempt.given_up or self._stopped.is_set():
                 break
             self._hear(token)

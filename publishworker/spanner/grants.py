@@ -19,7 +19,7 @@ from publishworker.spanner.relay_sql import HEARTBEAT_COLUMNS, MARK_COLUMNS, REA
 from publishworker.types import LIVENESS_TIMEOUT_SECONDS
 
 #: Seconds for a read of one row.
-CHECK_SECONDS = 5.0
+GRANT_SECONDS = 5.0
 
 
 def verify_grants(database: LimitedDatabase) -> None:
@@ -33,7 +33,7 @@ def verify_grants(database: LimitedDatabase) -> None:
     mark = (id, COMMIT_TIMESTAMP, 1, *[None] * 5, 0)
     heartbeat = (id, datetime.now(UTC), COMMIT_TIMESTAMP, LIVENESS_TIMEOUT_SECONDS, "", None)
     with _permission(database, "read", "AsynchronousTasks", MARK_COLUMNS), limited.snapshot() as snapshot:
-        list(snapshot.execute_sql(READ_MARK_COLUMNS, **parameters({"id": id}), **retry_and_timeout(CHECK_SECONDS)))
+        list(snapshot.execute_sql(READ_MARK_COLUMNS, **parameters({"id": id}), **retry_and_timeout(GRANT_SECONDS)))
     for table, columns, row in (
         ("AsynchronousTasks", MARK_COLUMNS, mark),
         ("AsynchronousTaskWorkers", HEARTBEAT_COLUMNS, heartbeat),

@@ -29,7 +29,7 @@ EXPORTERS = {"http/protobuf": "http", "grpc": "grpc"}
 #: https://opentelemetry.io/docs/specs/semconv/messaging/messaging-metrics
 ATTRIBUTES = {"topic": "messaging.destination.name", "reason": "error.type"}
 #: Boundaries of the histograms: from one millisecond to an hour, and from one task to the max batch size.
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
 TASKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
@@ -141,7 +141,7 @@ class _OpenTelemetry:
 def _instrument(meter: Any, metric: Metric) -> Any:
     described: dict[str, Any] = {"name": metric.name, "unit": unit_of(metric), "description": metric.meaning}
     if metric.type == "distribution":
-        described["explicit_bucket_boundaries_advisory"] = SECONDS if metric.unit == "second" else TASKS
+        described["explicit_bucket_boundaries_advisory"] = BUCKETS if metric.unit == "second" else TASKS
     return getattr(meter, f"create_{INSTRUMENTS[metric.type]}")(**described)
 
 

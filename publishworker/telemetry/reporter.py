@@ -7,7 +7,7 @@ from typing import Any
 
 from outbox.base.values import counted, listed
 from publishworker.delivery.claim import Cancelled, Delivered, Kind, Unmarked, turn_counts
-from publishworker.log import INTERVAL, ThrottledLog, log
+from publishworker.log import LINE_SECONDS, ThrottledLog, log
 from publishworker.pubsub.failures import FailureKind, failure_kind
 from publishworker.telemetry import metrics as m
 from publishworker.telemetry.history import LATENCY_SAMPLES, History
@@ -139,7 +139,7 @@ class Reporter:
             self._metrics.sample(m.PHASE_DURATION, turn.poll_seconds, phase=POLL)
         if numbers := _numbers(turn):
             log.debug("Turn: %s", turn, extra={"action": "turn", "fields": numbers})
-        if self._clock() - self._work_since >= INTERVAL:
+        if self._clock() - self._work_since >= LINE_SECONDS:
             self.log_summary()
 
     def log_summary(self) -> None:

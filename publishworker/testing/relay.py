@@ -36,7 +36,7 @@ from publishworker.turn.relay import Relay
 from publishworker.types import Answer, Failed, LockedRow, Published
 
 #: Seconds for one call, and until all published messages have arrived. The emulator takes milliseconds.
-SECONDS = 10.0
+RELAY_SECONDS = 10.0
 #: Messages in one pull, and the pause between two pulls in seconds.
 PULL_SIZE, PULL_PAUSE = 1_000, 0.02
 #: The latest time for a drain. No time that it writes reaches NEVER, and so dead tasks stay dead.
@@ -72,7 +72,7 @@ class OutboxRelay:
     def close(self) -> None:
         """Delete the subscriptions and disconnect."""
         for name in self._subscriptions.values():
-            self._subscriber.delete_subscription(subscription=name, timeout=SECONDS)
+            self._subscriber.delete_subscription(subscription=name, timeout=RELAY_SECONDS)
         self._subscriber.close()
         self._topics.transport.close()
 
@@ -128,9 +128,9 @@ class OutboxRelay:
                 continue
             # Counted, because the clock of a test may stand still.
             empty_pulls += 1
-            if empty_pulls * PULL_PAUSE > SECONDS:
+            if empty_pulls * PULL_PAUSE > RELAY_SECONDS:
                 raise AssertionError(
-                    f"{len(messages)} of {expected} messages have arrived on {name} within {SECONDS:g} s"
+                    f"{len(messages)} of {expected} messages have arrived on {name} within {RELAY_SECONDS:g} s"
                 )
             threading.Event().wait(PULL_PAUSE)
         return sorted(messages, key=lambda message: int(message.message_id))  # the emulator numbers them
@@ -177,10 +177,10 @@ class OutboxRelay:
         if topic in self._subscriptions:
             return
         with contextlib.suppress(AlreadyExists):
-            self._topics.create_topic(name=topic, timeout=SECONDS)
+            self._topics.create_topic(name=topic, timeout=RELAY_SECONDS)
         name = f"projects/{self._settings.project}/subscriptions/test-{uuid.uuid4().hex}"
         request = {"name": name, "topic": topic, "enable_message_ordering": True}
-        self._subscriber.create_subscription(request, timeout=SECONDS)
+        self._subscriber.create_subscription(request, timeout=RELAY_SECONDS)
         self._subscriptions[topic] = name
 
     def _pull(self, subscription: str) -> Sequence[PubsubMessage]:
@@ -188,10 +188,10 @@ class OutboxRelay:
         request = {"subscription": subscription, "max_messages": PULL_SIZE, "return_immediately": True}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of return_immediately, for production's sake
-            received = self._subscriber.pull(request, timeout=SECONDS).received_messages
+            received = self._subscriber.pull(request, timeout=RELAY_SECONDS).received_messages
         if received:
             ids = [each.ack_id for each in received]
-            self._subscriber.acknowledge(subscription=subscription, ack_ids=ids, timeout=SECONDS)
+            self._subscriber.acknowledge(subscription=subscription, ack_ids=ids, timeout=RELAY_SECONDS)
         return [each.message for each in received]
 
 

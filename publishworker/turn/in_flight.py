@@ -35,7 +35,7 @@ MAX_ASIDE = 100
 #: Max bytes of messages in flight: four full batches. A single message may exceed it. In memory a message takes several
 #: times its size, because Spanner's response, the decoded value, the message, the publish request and its serialized
 #: form each hold a copy.
-MAX_BYTES = 32_000_000
+MAX_IN_FLIGHT_BYTES = 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class InFlight:
     @property
     def has_room(self) -> bool:
         """Tell whether another batch may start within the limits of batches and bytes."""
-        return self.free > 0 and self.bytes_in_flight() < MAX_BYTES
+        return self.free > 0 and self.bytes_in_flight() < MAX_IN_FLIGHT_BYTES
 
     def ids(self) -> frozenset[str]:
         """Return the IDs of the tasks in flight. No other batch may claim them."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from publishworker.delivery.claim import Claim, ClaimedTask, Delivered
 from publishworker.topics.availability import Topics
-from publishworker.turn.in_flight import MAX_BYTES, InFlight, Limits
+from publishworker.turn.in_flight import MAX_IN_FLIGHT_BYTES, InFlight, Limits
 from publishworker.turn.ordering import ResolvedKeys
 from publishworker.turn.poller import Polled, Wanted
 from publishworker.types import Candidate
@@ -127,7 +127,7 @@ class Selector:
         others = [each for each in candidates if each.id not in chosen]
         batches = for_lower + self._batches(others, deferrals + for_lower, allowed)
         bytes_used = in_flight.bytes_in_flight()
-        claims = fitting(batches, MAX_BYTES - bytes_used, alone=not bytes_used)
+        claims = fitting(batches, MAX_IN_FLIGHT_BYTES - bytes_used, alone=not bytes_used)
         # Topics in `allowed` have a limit or an open circuit. Their tasks do not count as left, because they do not
         # wait for a place.
         started = sum(len(claim.tasks) for claim in claims if claim.topic not in allowed)

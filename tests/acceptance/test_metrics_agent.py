@@ -13,7 +13,7 @@ from tests.support.relays import insert_undecodable, register
 from tests.support.waiting import eventually
 
 #: Reports come every 15 s; here every second.
-OFTEN = "from publishworker.process import gauges; gauges.INTERVAL = 1.0"
+OFTEN = "from publishworker.process import gauges; gauges.REPORT_SECONDS = 1.0"
 SERVICE = {"DD_ENV": "test", "DD_SERVICE": "publishworker", "DD_VERSION": "1.2.3"}
 TABLE = {metric.name: metric for metric in m.METRICS}
 #: The metrics of every worker that sends tasks and polls shard 0.

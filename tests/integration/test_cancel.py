@@ -318,5 +318,5 @@ def test_a_lock_that_outlasts_the_limit_is_one_sentence(database: Database, monk
     monkeypatch.setattr(admin_table, "transact", aborted)
     with pytest.raises(OutboxError, match=r"others write the same rows.*Try again"):
         list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("held",))))
-    assert options["timeout_secs"] == admin_table.ABORTED_SECONDS
+    assert options["timeout_secs"] == admin_table.OPERATOR_ABORTED_SECONDS
     assert rows_of(database).keys() == {"held"}

@@ -209,7 +209,7 @@ def test_flags_and_addresses_reach_the_binaries(sdk: Sdk) -> None:
 
 def test_both_emulators_are_stopped_when_the_block_fails(monkeypatch: pytest.MonkeyPatch, sdk: Sdk) -> None:
     """No emulator outlives an exception; one that ignores SIGTERM is killed."""
-    monkeypatch.setattr(child_process, "STOP_SECONDS", 0.5)
+    monkeypatch.setattr(child_process, "EMULATOR_STOP_SECONDS", 0.5)
     sdk(spanner=DEAF)
     with pytest.raises(KeyboardInterrupt), emulators.running() as running:
         raise KeyboardInterrupt

@@ -168,7 +168,7 @@ def test_a_session_that_failed_affects_no_later_test(run, outbox_database):
 
 
 def test_a_clock_that_stands_still(outbox_database, outbox_relay, published, monkeypatch):
-    monkeypatch.setattr("publishworker.testing.relay.SECONDS", 1.0)
+    monkeypatch.setattr("publishworker.testing.relay.RELAY_SECONDS", 1.0)
     with time_machine.travel(datetime(2030, 1, 1, tzinfo=UTC), tick=False):
         with outbox_database.batch() as batch:
             outbox.register(batch, "orders", b"")

@@ -17,7 +17,7 @@ from outbox.program.settings import NAMES, PREFIX, DatabaseSettings, fields_of
 from outbox.table.connection import COMMIT_SECONDS, UNARY_SECONDS
 from outbox.table.schema import SCHEMA_SECONDS
 from publishworker.process.worker_settings import WorkerSettings
-from publishworker.spanner.grants import CHECK_SECONDS
+from publishworker.spanner.grants import GRANT_SECONDS
 from publishworker.spanner.store import HEARTBEAT_TIMEOUT_SECONDS
 from tests.manifests.rendering import (
     K8S,
@@ -162,7 +162,7 @@ def test_the_settings_fit_the_worker_and_its_pod(overlay: str) -> None:
 
 def test_the_startup_probe_waits_for_all_requests_of_a_start() -> None:
     """Two sessions, two reads of the schema, one read and two commits for the permissions, and a heartbeat."""
-    requests = 2 * UNARY_SECONDS["create_session"] + 2 * SCHEMA_SECONDS + CHECK_SECONDS + 2 * COMMIT_SECONDS
+    requests = 2 * UNARY_SECONDS["create_session"] + 2 * SCHEMA_SECONDS + GRANT_SECONDS + 2 * COMMIT_SECONDS
     probe = container(worker(rendered(OVERLAYS["production"])), "publishworker")["startupProbe"]
     imports = 10
     assert probe["periodSeconds"] * probe["failureThreshold"] >= requests + HEARTBEAT_TIMEOUT_SECONDS + imports

@@ -12,7 +12,7 @@ from outbox import OutboxError
 from outbox.message import RawPubsubMessage
 from outbox.program.settings import DatabaseSettings
 from outbox.registration import COLUMNS
-from outbox_pipeline.jobs.register.executor import ANSWER, CHUNK_ROWS, COUNTS, TRIES, Writer
+from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, REGISTER_ROWS, TRIES, Writer
 from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace
 from tests.support.operations import Watch, rows_of
@@ -96,18 +96,18 @@ def test_every_request_has_low_priority_and_a_tag(database: Database):
 def test_the_writer_reads_again_after_a_collision(older: bool):
     """CreatedAt of an existing task tells whether this job registered it."""
     table = FakeTable()
-    made = writer(table, *plain(*ids(CHUNK_ROWS)))
+    made = writer(table, *plain(*ids(REGISTER_ROWS)))
     began = made.began
     other = writer(table)
     if older:
         table.time = began - timedelta(days=1)
-    add(other, *plain(*ids(3, CHUNK_ROWS + 5)))
+    add(other, *plain(*ids(3, REGISTER_ROWS + 5)))
     table.time += timedelta(days=2)
     table.calls.clear()
-    add(made, *plain(*ids(CHUNK_ROWS, CHUNK_ROWS)), flush=False)
+    add(made, *plain(*ids(REGISTER_ROWS, REGISTER_ROWS)), flush=False)
     assert table.kinds() == ["insert", "look", "insert"]
     assert len(table.calls[0][1]) == len(table.calls[1][1]) == len(table.calls[2][1]) + 3
-    assert answered(made) == ((2 * CHUNK_ROWS - 3, 3, 0) if older else (2 * CHUNK_ROWS, 0, 0), [])
+    assert answered(made) == ((2 * REGISTER_ROWS - 3, 3, 0) if older else (2 * REGISTER_ROWS, 0, 0), [])
 
 
 def test_a_concurrent_deleter_ends_the_job_with_an_error():
@@ -191,15 +191,15 @@ def test_a_rate_is_averaged_since_the_start():
     made = writer(FakeTable(), pace=Pace(50.0, time.clock, time.sleep))
     for start, passes, slept in ((0, 0, []), (100, 0, [2.0]), (200, 0.5, [2.0, 1.5]), (300, 10, [2.0, 1.5])):
         time.now += passes
-        add(made, *plain(*ids(CHUNK_ROWS, start)), flush=False)
+        add(made, *plain(*ids(REGISTER_ROWS, start)), flush=False)
         assert time.slept == slept
-    add(made, *plain(*ids(CHUNK_ROWS, 400)), flush=False)
+    add(made, *plain(*ids(REGISTER_ROWS, 400)), flush=False)
     assert time.slept == [2.0, 1.5]
     add(made, row(task_id="last"))
     assert len(time.slept) == 2, "14 s for 501 rows is slower than the rate"
-    add(made, *plain(*ids(4 * CHUNK_ROWS, 600)), flush=False)
+    add(made, *plain(*ids(4 * REGISTER_ROWS, 600)), flush=False)
     assert time.now == pytest.approx(100.0 + 801 / 50.0)
     assert answered(made)[0] == (901, 0, 0)
     # Without a rate the writer neither waits nor reads the clock.
     pace = Pace(clock=lambda: pytest.fail("asked"), sleep=lambda _seconds: pytest.fail("slept"))
-    assert answered(writer(FakeTable(), *plain(*ids(2 * CHUNK_ROWS)), pace=pace)) == ((2 * CHUNK_ROWS, 0, 0), [])
+    assert answered(writer(FakeTable(), *plain(*ids(2 * REGISTER_ROWS)), pace=pace)) == ((2 * REGISTER_ROWS, 0, 0), [])

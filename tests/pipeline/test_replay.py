@@ -24,7 +24,7 @@ from outbox.table.ddl import OPERATIONS
 from outbox.table.states import NEVER
 from outbox_pipeline.jobs.archive import job as archive
 from outbox_pipeline.jobs.replay import job
-from outbox_pipeline.jobs.replay.job import CHUNK_ROWS, Replayed, replay_chunk, run
+from outbox_pipeline.jobs.replay.job import REPLAY_ROWS, Replayed, replay_chunk, run
 from outbox_pipeline.spanner import Table, open_table
 from tests.support.archives import DAY, MICROSECOND, NEXT_DAY, rewrite, sent, settings_of, window_folders
 from tests.support.fakes import serialized
@@ -112,7 +112,7 @@ def test_replayed_tasks_are_as_after_retry_and_are_sent_once(  # noqa: PLR0917 -
     twins = [sent(f"{by}{number}", DAY, **odd) for by in ("retry", "replay") for number in (1, 2)]
     of_key = [
         sent(f"{9_999 - n}", DAY, Topic=topic, OrderingKey="k", CreatedAt=DAY + n // 3 * MICROSECOND, Sequence=n)
-        for n in range(3 * CHUNK_ROWS)
+        for n in range(3 * REPLAY_ROWS)
     ]
     stay = [row("ready"), row("dead", AvailableAt=NEVER), sent("other", DAY, Topic="others")]
     insert(database, [*twins, *of_key, *stay])

@@ -177,7 +177,7 @@ def test_a_part_holds_one_batch_in_memory(
     big = PubsubMessage(data=b"x" * 1_000)
     insert(database, [row(f"{n:02}", SentAt=DAY, Data=PubsubMessage.serialize(big)) for n in range(20)])
     insert(database, [row(f"unsent{n:02}") for n in range(60)])
-    for name, limit, weight in (("BATCH_ROWS", 7, lambda _payload: 1), ("BATCH_BYTES", 3_000, len)):
+    for name, limit, weight in (("ARROW_ROWS", 7, lambda _payload: 1), ("ARROW_BYTES", 3_000, len)):
         with monkeypatch.context() as patch:
             patch.setattr(parts, name, limit)
             for narrowed, number in (({}, 80), ({"state": "sent", "since": shown(DAY)}, 20)):

@@ -71,7 +71,7 @@ class Scripted:
 def database(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
     monkeypatch.setattr(change_stream, "ROUND", Schedule(0.01, 0.05))
     monkeypatch.setattr(change_stream, "MAX_SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(change_stream, "STUCK_SECONDS", 1.0)
+    monkeypatch.setattr(change_stream, "RESTART_SECONDS", 1.0)
     created = Scripted()
     yield created
     created.closed.set()
@@ -177,7 +177,7 @@ def test_a_partition_that_fails_is_read_with_growing_pauses(
 ) -> None:
     """Although the first request of each attempt, for the partitions, succeeds."""
     monkeypatch.setattr(change_stream, "ROUND", Schedule(0.01, 1000.0))
-    monkeypatch.setattr(change_stream, "STUCK_SECONDS", 1000.0)  # a slow machine is no success
+    monkeypatch.setattr(change_stream, "RESTART_SECONDS", 1000.0)  # a slow machine is no success
     database.errors["a"] = ServiceUnavailable("connection reset")
     pauses: dict[Backoff, list[float]] = defaultdict(list)  # also of a thread that another test has left
     following = Backoff.next

@@ -171,7 +171,7 @@ def test_the_backlog_is_counted_until_the_sampler_stops(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a thread of its own, which survives a defect of a count."""
-    monkeypatch.setattr(gauges, "INTERVAL", 0.01)
+    monkeypatch.setattr(gauges, "REPORT_SECONDS", 0.01)
     monkeypatch.setattr(gauges, "COUNT", Schedule(0, 0))
     counts = [0]
 

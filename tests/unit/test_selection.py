@@ -12,7 +12,7 @@ from outbox.table.controls import TopicControls
 from publishworker.delivery.claim import Claim, Delivered, Kind, Unmarked
 from publishworker.host import Host
 from publishworker.topics.availability import Topics
-from publishworker.turn.in_flight import MAX_BYTES, Limits
+from publishworker.turn.in_flight import MAX_IN_FLIGHT_BYTES, Limits
 from publishworker.turn.ordering import ResolvedKeys
 from publishworker.turn.poller import Polled
 from publishworker.turn.selection import Selection, Selector
@@ -44,7 +44,7 @@ class Bench:
     def __init__(self, batches: int = 8, size: int = 10, fair_share: float = 0.0) -> None:
         self.random = Random(1)
         self.topics = Topics(Host(random=self.random, clock=lambda: 0.0))
-        limits = Limits(size, MAX_BYTES // 4, batches, fair_share=fair_share)
+        limits = Limits(size, MAX_IN_FLIGHT_BYTES // 4, batches, fair_share=fair_share)
         self.in_flight = in_flight_of(Idle, limits)
         self.selector = Selector(self.in_flight, self.topics, self.random)
 
@@ -109,20 +109,20 @@ def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     """The limit is that of four batches. A single batch may be larger."""
     bench = Bench(batches=8)
     assert bench.selector.wanted().room == 8 * 10
-    assert len(bench.select(tasks(40, bytes=MAX_BYTES // 20))) == 4
-    bench.start(claim_of("invoices", "a", bytes=MAX_BYTES - 1))
+    assert len(bench.select(tasks(40, bytes=MAX_IN_FLIGHT_BYTES // 20))) == 4
+    bench.start(claim_of("invoices", "a", bytes=MAX_IN_FLIGHT_BYTES - 1))
     assert bench.choose(tasks(1, bytes=2)) == Selection([], waits=True)
     bench.start(claim_of("invoices", "b", bytes=1))
     assert bench.choose(()) == Selection(waits=True)
     assert bench.selector.wanted().room == 0  # so no poll reads anything
-    assert len(Bench().select(tasks(1, bytes=2 * MAX_BYTES))) == 1
+    assert len(Bench().select(tasks(1, bytes=2 * MAX_IN_FLIGHT_BYTES))) == 1
 
 
 def test_one_topic_leaves_bytes_to_a_less_urgent_one() -> None:
     """A place is of no use without bytes. Here one of four large batches has just ended."""
     for fair_share, expected in ((0.1, ["invoices"]), (0.0, ["orders"])):
         bench = Bench(batches=8, fair_share=fair_share)
-        quarter = MAX_BYTES // 4
+        quarter = MAX_IN_FLIGHT_BYTES // 4
         bench.start(*(claim_of("orders", id, bytes=quarter) for id in "abc"))
         large = tasks(8, bytes=quarter, priority=100)
         assert [claim.topic for claim in bench.select([*large, *tasks(10, "invoices")])] == expected

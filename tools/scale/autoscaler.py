@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from outbox.admin.backlog import COUNT_LIMIT, STALENESS
-from publishworker.process.gauges import INTERVAL
+from publishworker.process.gauges import REPORT_SECONDS
 from publishworker.telemetry import metrics as m
 from tests.simulation.world import Node, World
 
@@ -80,7 +80,7 @@ class Autoscaler:
         self.replicas = len(self.world.nodes)
         for seconds, step in (
             (5.0, self._count),
-            (INTERVAL, self._sample),
+            (REPORT_SECONDS, self._sample),
             (ROLLUP, self._roll_up),
             (SYNC, self._decide),
         ):

@@ -36,7 +36,7 @@ from outbox_pipeline.spark.spark_tasks import Rows, map_rows, totals
 from outbox_pipeline.spark.stack_traces import spark_errors
 
 #: Max tasks in one transaction of a purge.
-CHUNK_ROWS = 1_000
+PURGE_ROWS = 1_000
 _COUNTS = schemas.counts("deleted", "resent", "missing")
 _TAG = "outbox-pipeline-purge"
 
@@ -204,7 +204,7 @@ def purge_rows(database: DatabaseSettings, operation: str, batches: Iterator[Row
     """Purge rows with Id and SentAt in a Spark task. Yield the counts of each chunk."""
     table = open_table(database)
     for rows in batches:
-        for chunk in chunked(rows, CHUNK_ROWS):
+        for chunk in chunked(rows, PURGE_ROWS):
             yield [purge_chunk(table, {row["Id"]: row["SentAt"] for row in chunk}, operation)]
 
 

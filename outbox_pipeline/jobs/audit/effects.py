@@ -20,7 +20,7 @@ from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import AuditSettings
 from outbox_pipeline.jobs.audit.transforms import STATES, Rules
 from outbox_pipeline.source.columns import column, times
-from outbox_pipeline.source.parts import BATCH_ROWS, KeyPart, key_parts
+from outbox_pipeline.source.parts import ARROW_ROWS, KeyPart, key_parts
 from outbox_pipeline.spanner import CALL_SECONDS, LOW, TABLE_SECONDS
 from outbox_pipeline.spark.spark_tasks import parallelism, read_parts
 
@@ -40,7 +40,7 @@ class Inbox:
     def read(self, part: KeyPart) -> Iterator[pa.RecordBatch]:
         """Yield `RECORD` of a range of task IDs."""
         schema = schemas.arrow(RECORD)
-        for rows in chunked(self.rows(part), BATCH_ROWS):
+        for rows in chunked(self.rows(part), ARROW_ROWS):
             ids, at = zip(*rows, strict=True)
             texts = pa.array([value.string_value for value in at], pa.string())
             yield pa.RecordBatch.from_arrays([column("Id", ids), times(texts)], schema=schema)

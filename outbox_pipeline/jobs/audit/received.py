@@ -14,7 +14,7 @@ from outbox.base.values import chunked
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox_pipeline import schemas
-from outbox_pipeline.source.parts import BATCH_BYTES, BATCH_ROWS
+from outbox_pipeline.source.parts import ARROW_BYTES, ARROW_ROWS
 from outbox_pipeline.spark.inputs import Input
 
 #: A publish time outside these bounds is unreadable.
@@ -52,7 +52,7 @@ def _decode(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             try:
                 file: Any = fastavro.reader(pa.BufferReader(content.as_buffer()))
                 _check(path, {field["name"] for field in file.writer_schema["fields"]})
-                for messages in chunked(file, BATCH_ROWS, BATCH_BYTES, lambda message: len(message["data"])):
+                for messages in chunked(file, ARROW_ROWS, ARROW_BYTES, lambda message: len(message["data"])):
                     yield pa.RecordBatch.from_pylist(messages, schema)
             except OutboxError:
                 raise

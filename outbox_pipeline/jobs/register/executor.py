@@ -21,7 +21,7 @@ from outbox_pipeline.spanner import COMMIT_BYTES, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Pace, Rows
 
 #: Max tasks in one commit. If one ID exists, the whole chunk is tried again.
-CHUNK_ROWS = 100
+REGISTER_ROWS = 100
 #: Max attempts for a chunk whose IDs appear and disappear between the read and the insert.
 TRIES = 10
 _TAG = "outbox-pipeline-register"
@@ -79,7 +79,7 @@ class Writer:
             return
         self._chunk[task[_ID]] = (task, row)
         self._bytes += len(task[_DATA])
-        if len(self._chunk) >= CHUNK_ROWS or self._bytes >= COMMIT_BYTES:
+        if len(self._chunk) >= REGISTER_ROWS or self._bytes >= COMMIT_BYTES:
             self.flush()
 
     def flush(self) -> None:

@@ -43,7 +43,7 @@ from outbox_pipeline.job_settings import ReplaySettings
 from outbox_pipeline.jobs.archive.windows import Archive, read_archive
 from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
-from outbox_pipeline.source.parts import BATCH_ROWS
+from outbox_pipeline.source.parts import ARROW_ROWS
 from outbox_pipeline.spanner import CALL_SECONDS, COMMIT_BYTES, TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.files import Folder
 from outbox_pipeline.spark.spark_tasks import Pace, Rows, collected, divided, map_rows, placed, read_parts, totals
@@ -52,7 +52,7 @@ from publishworker.pubsub import resending
 #: Max topics and tasks that a dry run shows. Topics with the most tasks come first.
 TOPICS, SAMPLE = 20, 10
 #: Max tasks in one transaction.
-CHUNK_ROWS = 200
+REPLAY_ROWS = 200
 _TAG = "outbox-pipeline-replay"
 _COUNTS = schemas.counts("replayed", "registered", "unsent", "resent", "missing")
 _COUNTS_TO = schemas.counts("published", "refused")
@@ -335,7 +335,7 @@ class _Job:
             table = open_table(settings)
             table.layout = layout
             unsent = KeySet(ranges=[KeyRange(start_closed=[shard, None], end_closed=[shard, None])])
-            for rows in chunked(table.rows(("Id",), unsent, at, index=layout.sql(TO_SEND_INDEX)), BATCH_ROWS):
+            for rows in chunked(table.rows(("Id",), unsent, at, index=layout.sql(TO_SEND_INDEX)), ARROW_ROWS):
                 yield pa.RecordBatch.from_pylist([{"Id": id.string_value} for (id,) in rows], schemas.arrow(schema))
 
         return read_parts(self.spark, read, self.table.shards, schema)
@@ -366,7 +366,7 @@ def replay_rows(
     """
     table, pace = open_table(database), Pace(rate)
     for rows in batches:
-        for chunk in chunked(rows, CHUNK_ROWS, COMMIT_BYTES, lambda row: len(row.get("Data", b""))):
+        for chunk in chunked(rows, REPLAY_ROWS, COMMIT_BYTES, lambda row: len(row.get("Data", b""))):
             pace.wait(len(chunk))
             yield [replay_chunk(table, chunk, id, started_at)]
 
@@ -378,7 +378,7 @@ def publish_rows(settings: PubSubSettings, to: str, rate: float, batches: Iterat
     """
     send, pace = resending.opened(settings, to), Pace(rate)
     for rows in batches:
-        for chunk in chunked(rows, CHUNK_ROWS, COMMIT_BYTES, lambda row: len(row["Data"])):
+        for chunk in chunked(rows, REPLAY_ROWS, COMMIT_BYTES, lambda row: len(row["Data"])):
             pace.wait(len(chunk))
             refused = send([Message(row["Id"], row["OrderingKey"], row["Data"], row["CreatedAt"]) for row in chunk])
             for id, why in refused.items():

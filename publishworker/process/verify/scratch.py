@@ -22,10 +22,10 @@ from publishworker.process.worker_settings import WorkerSettings
 #: Topics of the loaded tasks, of which nothing is published.
 TOPICS = ("verify-a", "verify-b", "verify-c", "verify-d")
 #: Tasks of one commit while loading: about 20,000 of the 80,000 mutations that it may have.
-CHUNK = 1_000
+LOAD_ROWS = 1_000
 #: Of the loaded tasks, one in this many is pending. The others are sent.
 PENDING_EACH = 10
-SECONDS = 300.0
+CREATE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Scratch:
         """Insert `rows` tasks: one in PENDING_EACH is pending, the others were sent within the last hour."""
         now = TaskTable(self.database).now()  # Spanner refuses a SentAt in the future
         data = base64.b64encode(PubsubMessage.serialize(PubsubMessage(data=b"x" * 300)))
-        for start in range(0, self.rows, CHUNK):
+        for start in range(0, self.rows, LOAD_ROWS):
             with self._batch() as batch:
                 rows = [
                     (
@@ -53,7 +53,7 @@ class Scratch:
                         f"key-{number % 1000}" if number % 5 == 0 else None,
                         None if number % PENDING_EACH == 0 else now - timedelta(seconds=number % 3600),
                     )
-                    for number in range(start, min(start + CHUNK, self.rows))
+                    for number in range(start, min(start + LOAD_ROWS, self.rows))
                 ]  # fmt: skip
                 columns = ("Id", "Topic", "Data", "Priority", "CreatedAt", "OrderingKey", "SentAt")
                 batch.insert("AsynchronousTasks", columns, rows)
@@ -72,7 +72,7 @@ def scratch(settings: WorkerSettings, rows: int, *, keep: bool) -> Iterator[Scra
             raise OutboxError(f"database {settings.database} exists. `verify` creates a new one: omit --database")
     try:
         with schema.service_errors(f"instance {settings.instance}"):
-            database.create().result(timeout=SECONDS)
+            database.create().result(timeout=CREATE_SECONDS)
         yield Scratch(settings, database, rows)
     finally:
         if keep:
