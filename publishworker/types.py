@@ -138,10 +138,10 @@ class Workers:
 class Discovery:
     """The result of a discovery: live workers, topic controls, and new topics.
 
-    New topics have unsent tasks, and this worker does not poll them yet.
+    New topics have unsent tasks, and this worker does not poll them yet. `workers` is None if they were not read.
     """
 
-    workers: Workers = field(default_factory=Workers)
+    workers: Workers | None = field(default_factory=Workers)
     controls: Mapping[str, TopicControls] = field(default_factory=dict)
     topics: frozenset[str] = frozenset()
 

@@ -10,6 +10,7 @@ from outbox.program.settings import DatabaseSettings, SettingType, whole_number
 from outbox.program.terminal import Escaped, say
 from outbox.table import ddl
 from outbox.table.layouts import MAX_SHARDS
+from outbox.table.splits import points
 
 SCHEMA_DESCRIPTION = "Print or create the outbox's tables, or change their number of shards."
 PRINT_DESCRIPTION = """\
@@ -34,6 +35,14 @@ interrupted and run again at any time. A change of a large table takes hours.
     outbox schema reshard --status
     outbox schema reshard --abort"""
 
+SPLITS_DESCRIPTION = """\
+Print split points for a load that is known to come, such as the first of the month:
+one for each shard in both indexes, and the others among the IDs of the table. Run
+gcloud with at most 100 lines at a time.
+
+    outbox schema splits --nodes 30 | split --lines 100 - splits-
+    gcloud spanner databases splits add orders --instance main --splits-file splits-aa"""
+
 SHARDS = whole_number(1, MAX_SHARDS)
 _DAYS = whole_number(1, ddl.MAX_RETENTION_DAYS)
 RETENTION = SettingType(lambda text: None if text == "none" else _DAYS.parse(text), f"none, or days, {_DAYS.allowed}")
@@ -41,7 +50,7 @@ RETENTION = SettingType(lambda text: None if text == "none" else _DAYS.parse(tex
 
 def add(commands: Any) -> None:
     """Add the command to the subparsers `commands`."""
-    parser = flags.command(commands, "schema", "print, apply or reshard the tables", SCHEMA_DESCRIPTION)
+    parser = flags.command(commands, "schema", "print, apply, reshard or split the tables", SCHEMA_DESCRIPTION)
     actions = parser.add_subparsers(metavar="ACTION")
     printing = flags.command(actions, "print", "print the DDL", PRINT_DESCRIPTION, run_print)
     _add_choices(printing, "")
@@ -55,6 +64,10 @@ def add(commands: Any) -> None:
     choice.add_argument("--status", action="store_true", help=text)
     choice.add_argument("--abort", action="store_true", help="Return to the former number of shards.")
     flags.add_reason(resharding)
+    splitting = flags.command(actions, "splits", "print split points for gcloud", SPLITS_DESCRIPTION, run_splits)
+    nodes = whole_number(1, 10_000)
+    text = f"Nodes (1,000 processing units each) that the instance will have: {nodes.allowed}"
+    flags.add(splitting, "--nodes", nodes, text, metavar="N", required=True)
 
 
 def _add_choices(parser: argparse.ArgumentParser, otherwise: str) -> None:
@@ -75,6 +88,12 @@ def _statements(options: argparse.Namespace) -> list[str]:
 def run_print(options: argparse.Namespace) -> int:
     """Print the DDL; returns 0."""
     say(Escaped(";\n\n".join(_statements(options)) + ";"))
+    return 0
+
+
+def run_splits(options: argparse.Namespace) -> int:
+    """Print the split points for the table's layout; returns 0. Raises SettingError, NotReached."""
+    say(Escaped("\n".join(points(flags.open_table(options).layout, options.nodes))))
     return 0
 
 

@@ -92,7 +92,9 @@ class App:
         )
         self.membership.info = partial(worker_info, settings, self.relay, history)
         self._stream = (
-            ChangeStream(self.store.database.on_own_connection(), self.relay.wake)
+            ChangeStream(
+                self.store.database.on_own_connection(), self.relay.wake, follows=lambda: self.membership.follows_stream
+            )
             if settings.wake == "change-stream"
             else None
         )

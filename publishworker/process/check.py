@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from google.api_core.exceptions import GoogleAPICallError, NotFound, PermissionDenied
 from google.auth.exceptions import GoogleAuthError
-from google.pubsub_v1 import PublisherClient
+from google.pubsub_v1 import PublisherClient, Topic
 
 from outbox.base.values import counted, topic_name
 from outbox.errors import InvalidMessage, NotReached
@@ -99,7 +99,7 @@ def _topic(client: PublisherClient, topic: str, settings: WorkerSettings, allowe
     if not allowed(name):
         return "wrong", f"topic {name} matches no pattern of --allowed-topics: its tasks would become dead"
     try:
-        client.get_topic(topic=name, timeout=TOPIC_SECONDS, retry=None)
+        found = client.get_topic(topic=name, timeout=TOPIC_SECONDS, retry=None)
     except NotFound as error:
         create = create_topic_command(settings, name)
         return "wrong", f"topic {name} does not exist. Create it: {create}. Pub/Sub: {describe(error)}"
@@ -108,4 +108,12 @@ def _topic(client: PublisherClient, topic: str, settings: WorkerSettings, allowe
         return "unknown", f"topic {name}: {needed}. Pub/Sub: {describe(error)}"
     except (GoogleAPICallError, GoogleAuthError) as error:
         return "unreachable", f"topic {name}: {describe(error)}"
+    return _of_transforms(name, found)
+
+
+def _of_transforms(name: str, topic: Topic) -> Finding:
+    used = [each for each in topic.message_transforms if not each.disabled]
+    if transforms := ", ".join(each.javascript_udf.function_name or "without a name" for each in used):
+        effect = "one that drops messages loses tasks, and the inbox refuses messages without their attributes"
+        return "warning", f"topic {name} has message transforms ({transforms}): {effect}"
     return "ok", f"topic {name}"

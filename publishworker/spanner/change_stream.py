@@ -61,12 +61,19 @@ class ChangeStream:
     """Calls a function after each commit that inserts tasks."""
 
     def __init__(
-        self, database: Any, inserted: Callable[[], None], clock: Callable[[], float] = time.monotonic
+        self,
+        database: Any,
+        inserted: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        follows: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Read from a LimitedDatabase. Call `inserted` on any thread: after commits and failures, and at each start."""
+        """Read from a LimitedDatabase. Call `inserted` on any thread: after commits and failures, and at each start.
+
+        While `follows` returns False, read nothing.
+        """
         self._database = database
         self._inserted = inserted
-        self._clock = clock
+        self._clock, self._follows = clock, follows
         self._stopped = threading.Event()
         self._heard: dict[str, float] = {}  # by partition: when its last record came
         self._failed = False
@@ -88,12 +95,15 @@ class ChangeStream:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
+            if not self._follows():
+                self._stopped.wait(MAX_SILENCE_SECONDS)
+                continue
             attempt = _Attempt()
             try:
                 self._follow(attempt)
+                self._end(attempt)
             except Exception as error:
-                attempt.given_up = True
-                self._heard = {}
+                self._end(attempt)
                 if is_lost_session(error):  # only then: each new database starts a thread of the client
                     self._database = self._database.renewed()
                 if not (self._failed or self._stopped.is_set()):
@@ -105,13 +115,17 @@ class ChangeStream:
             self._inserted()
             self._stopped.wait(self._retry.next())
 
+    def _end(self, attempt: _Attempt) -> None:
+        attempt.given_up = True
+        self._heard = {}
+
     def _follow(self, attempt: _Attempt) -> None:
-        """Find the partitions, and read them on several threads, until one fails. Raises its error."""
+        """Find the partitions, and read them on several threads, until one fails or others follow. Raises its error."""
         waiting = self._first_partitions(attempt)
         self._inserted()  # for commits after the last poll and before the time from which this attempt reads
         unread = set(waiting)  # the partitions that have not ended
         began, readers = self._clock(), 0
-        while not self._stopped.is_set():
+        while not self._stopped.is_set() and self._follows():
             # A child can be read after all of its parents have ended.
             for token in [each for each, (_, parents) in waiting.items() if parents.isdisjoint(unread)]:
                 self._heard[token] = self._clock()

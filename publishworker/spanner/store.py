@@ -66,8 +66,8 @@ class Store(Protocol):
     def poll(self, request: PollRequest) -> Sequence[Candidate]:
         """Return the unsent tasks that are requested, each once. Takes no locks."""
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
-        """Return live workers, topic controls and unknown topics.
+    def discover(self, shards: Sequence[int], known: Collection[str], *, workers: bool = True) -> Discovery:
+        """Return live workers (unless `workers` is False), topic controls and unknown topics.
 
         The topics have unsent tasks in `shards` and are not `known`. It returns some of them, at least one if there are
         any. Without `shards`, it reads no index of AsynchronousTasks, because a reshard may have dropped the index.
@@ -139,22 +139,30 @@ class SpannerStore:
             found |= relay_sql.candidates(read, shards.first_id)
         return tuple(found.values())
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
+    def discover(self, shards: Sequence[int], known: Collection[str], *, workers: bool = True) -> Discovery:
         """See Store."""
         names = sorted(known)
         parameters = {"lows": ["", *(topic + relay_sql.NEXT_NAME_SUFFIX for topic in names)]}
         parameters["highs"] = [*names, relay_sql.AFTER_ALL_TOPICS]
         if shards:
-            found = list(self._query_layouts(relay_sql.DISCOVER, "outbox-discover", shards, parameters))
+            statement = relay_sql.DISCOVER if workers else relay_sql.DISCOVER_NO_WORKERS
+            found = list(self._query_layouts(statement, "outbox-discover", shards, parameters))
         else:
             found = self._query(relay_sql.DISCOVER_NO_TOPICS, "outbox-discover", {})
-        _, heartbeats, layouts, controls = found[0]
-        recorded = tuple(sorted(filter(None, (Layout.recorded(column, number) for column, number in layouts))))
-        self.layouts = recorded or self.layouts
+        _, *rest, controls = found[0]
         return Discovery(
-            _workers(heartbeats, recorded),
+            self._workers(*rest) if rest else None,
             {topic: TopicControls(*row) for topic, *row in controls},
             frozenset(topic for topics, *_ in found for topic in topics),
+        )
+
+    def _workers(self, heartbeats: Sequence[Sequence[Any]], layouts: Sequence[Sequence[Any]]) -> Workers:
+        recorded = tuple(sorted(filter(None, (Layout.recorded(column, number) for column, number in layouts))))
+        self.layouts = recorded or self.layouts
+        return Workers(
+            live={id: left for id, age, timeout, _ in heartbeats if (left := timeout - age / 1000) > 0},
+            gone=frozenset(id for id, age, *_ in heartbeats if age / 1000 > FORGET_WORKER_SECONDS),
+            layouts=recorded,
         )
 
     def seconds_until_due(self, shards: Sequence[int], topics: Collection[str]) -> float | None:
@@ -287,14 +295,6 @@ def _record_published(
         found |= {task: message for task, message in message_ids.items() if operation_of.get(task) == id}
         first = dict(islice(found.items(), MAX_RECORDED))
         transaction.update(OPERATIONS, ("OperationId", "Published"), [(id, json.dumps(first))])
-
-
-def _workers(found: Sequence[Sequence[Any]], layouts: tuple[Layout, ...]) -> Workers:
-    return Workers(
-        live={id: left for id, age, timeout, _ in found if (left := timeout - age / 1000) > 0},
-        gone=frozenset(id for id, age, *_ in found if age / 1000 > FORGET_WORKER_SECONDS),
-        layouts=layouts,
-    )
 
 
 def _lock(transaction: Any, ids: Sequence[str], request: Mapping[str, Any]) -> tuple[list[LockedRow], datetime]:

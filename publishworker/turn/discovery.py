@@ -110,7 +110,7 @@ class Discoverer:
             self._shards_left = len(shards)
         part = self._rotation.next(shards, self._read_size.limit // (len(known) + 1))
         with self._read_size.reading(len(part) * (len(known) + 1)):
-            found = self._store.discover(part, known)
+            found = self._store.discover(part, known, workers=self._membership.reads_workers)
         self._shards_left = max(0, self._shards_left - len(part))
         self._known.note_discovered(found.topics)
         again = bool(found.topics or self._shards_left)
@@ -120,6 +120,7 @@ class Discoverer:
         return again or shards != self._membership.shards
 
     def _apply(self, found: Discovery, began: float) -> None:
-        self._membership.assign(found.workers)
+        if found.workers is not None:
+            self._membership.assign(found.workers)
         self._topics.apply(found.controls, self._membership.size)
         self._read_at = began

@@ -28,6 +28,12 @@ IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
 #: The liveness timeout that an idle worker's heartbeat sets: 21 s to the next heartbeat, 5 s until it times out, 2 s
 #: until the next attempt, and 1 s for it.
 IDLE_LIVENESS_TIMEOUT_SECONDS = 29
+#: Workers that read the change stream. A partition may have 20 readers (https://docs.cloud.google.com/spanner/quotas).
+#: Half of that, so that two fleets may overlap for a while, as in a deployment.
+MAX_STREAM_READERS = 10
+#: Heartbeat rows that each worker reads in a second, at most. In a fleet of up to 400 workers this is the bound; in a
+#: larger one, they must still be read when the next worker may time out.
+HEARTBEAT_ROWS_PER_SECOND = 60
 
 
 class Membership:
@@ -74,6 +80,21 @@ class Membership:
     def counts_backlog(self) -> bool:
         """Tell whether this worker counts the backlog, because it polls the first shard."""
         return self.layouts[0].ids[0] in self.shards
+
+    @property
+    def follows_stream(self) -> bool:
+        """Tell whether this worker reads the change stream: one of the first live workers. Callable on any thread."""
+        return self._is_assigned and sorted(self._live).index(self._worker) < MAX_STREAM_READERS
+
+    @property
+    def reads_workers(self) -> bool:
+        """Tell whether the next discovery reads the heartbeats, each of which every worker reads.
+
+        It does so when another worker may time out, so that no shard waits longer in a large fleet.
+        """
+        seconds = self.size / HEARTBEAT_ROWS_PER_SECOND
+        waits = seconds > 1 and self._clock() - self._assigned_at < seconds
+        return not (waits and self.seconds_to_next_timeout > 0)
 
     @property
     def seconds_to_heartbeat(self) -> float:

@@ -3,6 +3,7 @@
 import grpc
 import pytest
 from google.cloud.spanner_v1.database import Database
+from google.pubsub_v1 import Topic
 
 from outbox.devtools.emulators import Emulators
 from tests.support.commands import TRACE
@@ -120,6 +121,18 @@ def test_check_without_permission_to_read_topics_warns(
     assert done.code == code
     [line] = [line for line in done.stdout.splitlines() if " topic projects" in line]
     assert line.startswith(verdict)
+
+
+def test_check_names_the_message_transforms_of_a_topic(emulators: Emulators, database: Database) -> None:
+    """Pub/Sub applies them after a successful publish, so no worker notices what they drop."""
+    transforms = [{"javascript_udf": {"function_name": "redact"}}, {"disabled": True}]
+    with PubSubServer() as server:
+        server.get_topic = lambda request, _context: Topic.pb()(name=request.topic, message_transforms=transforms)
+        done = publishworker(emulators, "check", "orders", **on(database), PUBSUB_EMULATOR_HOST=server.address)
+    assert done.code == 0
+    [line] = [line for line in done.stdout.splitlines() if " topic projects" in line]
+    assert line.startswith("warning")
+    assert "message transforms (redact)" in line
 
 
 @pytest.mark.parametrize("words", ["publishworker run", "outbox schema apply"])

@@ -167,6 +167,8 @@ class Spanner:
         self._ages = itertools.count()
         self.requests: dict[str, int] = defaultdict(int)
         self.aborts = 0
+        #: The rows of heartbeats that were read.
+        self.heartbeat_rows = 0
 
     def drawn(self, median: float) -> float:
         """Return a latency of this median."""
@@ -314,8 +316,11 @@ class Connection:
 
         return self._read("poll", execute, scans=1 + request.due + (request.below_priority is not None))
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
-        found = self._read("discover", lambda: self._spanner.table.discover(shards, known))
+    def discover(self, shards: Sequence[int], known: Collection[str], *, workers: bool = True) -> Discovery:
+        found = self._read("discover", lambda: self._spanner.table.discover(shards, known, workers=workers))
+        if found.workers is None:
+            return found
+        self._spanner.heartbeat_rows += len(self._spanner.table.seen_at)
         if self._only:
             return replace(found, workers=replace(found.workers, layouts=()))
         self.layouts = found.workers.layouts or self.layouts

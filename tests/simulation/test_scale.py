@@ -6,7 +6,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from publishworker.turn.membership import HEARTBEAT_ROWS_PER_SECOND, MAX_STREAM_READERS
 from tests.simulation.world import World, quiet
+from tools.scale import fleets
 from tools.scale.autoscaler import Autoscaler, commit_limit
 from tools.scale.rates import BASE
 
@@ -32,3 +34,18 @@ def test_the_autoscaler_doubles_the_workers_unless_commits_are_slow(commit: floa
         world.clockwork.close()
     assert kept >= grown[-1]
     assert scaler.replicas in range(kept - 3, kept)
+
+
+@pytest.mark.extended
+def test_a_large_fleet_takes_over_in_time_although_it_reads_heartbeats_seldom() -> None:  # OUT-LOSS-6
+    found = fleets.heartbeats(100)
+    assert found["heartbeat rows read/s"] <= HEARTBEAT_ROWS_PER_SECOND * 100
+    assert found["taken over after, s"] <= 15.0
+
+
+@pytest.mark.extended
+def test_only_some_workers_of_a_large_fleet_read_the_change_stream() -> None:
+    """A task that none of them can send waits for the next poll of another worker."""
+    found = fleets.wake_ups(2 * MAX_STREAM_READERS)
+    assert found["records read/task"] == MAX_STREAM_READERS
+    assert found["p99 ms"] <= 1_300

@@ -105,7 +105,11 @@ class Node:
             trace=None if world.steps is None else Trace(world.steps.append, process.name),
         )
         long = max(plan.poll_interval, plan.idle_interval)
-        idle_interval = (lambda: long if self.stream_works() else plan.poll_interval) if plan.wake else None
+        idle_interval = (
+            (lambda: long if self.stream_works() and membership.follows_stream else plan.poll_interval)
+            if plan.wake
+            else None
+        )
         worker = Worker(
             relay, membership, poll_interval=plan.poll_interval, idle_interval=idle_interval, touch_file=lambda: None,
             random=random, clock=self.clock,
@@ -153,6 +157,8 @@ class World:
         self.troubles: list[tuple[str, float, str]] = []
         #: More than 0 while the readers of the change stream are stopped.
         self.silent = 0
+        #: The records of the change stream that workers have read.
+        self.records = 0
         self.application = Process("application")
         #: Workers so far, not counting restarts.
         self.started = 0
@@ -195,7 +201,8 @@ class World:
         """Report an insert to the workers, as the change stream does."""
         if self.plan.wake and not self.silent:
             for node in self.nodes:
-                if node.process.alive:
+                if node.process.alive and node.membership.follows_stream:
+                    self.records += 1
                     node.relay.wake()
 
     def _drawn(self, random: Random) -> tuple[str, Known]:

@@ -88,8 +88,8 @@ class _Reading:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.untraced, name)
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
-        found = self.untraced.discover(shards, known)
+    def discover(self, shards: Sequence[int], known: Collection[str], *, workers: bool = True) -> Discovery:
+        found = self.untraced.discover(shards, known, workers=workers)
         routes = {topic: row.publish_to for topic, row in found.controls.items() if row.publish_to}
         if routes != self._routes:
             self._routes = routes

@@ -139,10 +139,10 @@ class FakeStore:
             found |= {row.id: candidate(row, shard) for rows in ranges for row in rows[: request.per_range]}
         return tuple(found.values())
 
-    def discover(self, shards: Sequence[int], known: Collection[str]) -> Discovery:
+    def discover(self, shards: Sequence[int], known: Collection[str], *, workers: bool = True) -> Discovery:
         self._answer()
         self.discoveries.append(frozenset(known))
-        return Discovery(self.workers(), dict(self.controls), self.topics_of(shards, known))
+        return Discovery(self.workers() if workers else None, dict(self.controls), self.topics_of(shards, known))
 
     def topics_of(self, shards: Sequence[int], known: Collection[str]) -> frozenset[str]:
         self.require(shards)

@@ -146,6 +146,21 @@ def test_a_worker_polls_after_the_time_from_which_each_attempt_reads(database: S
         assert database.starts[-1] in woken
 
 
+def test_a_worker_reads_nothing_while_enough_others_follow(database: Scripted) -> None:
+    follows = threading.Event()
+    stream = ChangeStream(database, lambda: None, follows=follows.is_set)
+    stream.start()
+    try:
+        assert not stream.works
+        assert not database.attempts
+        follows.set()
+        eventually(lambda: stream.works and {"a", "b"} <= {*database.read})
+        follows.clear()
+        eventually(lambda: not stream.works)
+    finally:
+        stream.stop()
+
+
 def test_a_child_partition_is_read_once_after_all_its_parents_have_ended(database: Scripted) -> None:
     """Each parent names it."""
     database.ends = {"a": threading.Event(), "b": threading.Event()}

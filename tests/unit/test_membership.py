@@ -15,6 +15,8 @@ from outbox.table.shared_sql import FORGET_WORKER_SECONDS
 from publishworker.spanner.write_errors import StoreError
 from publishworker.turn.membership import (
     HEARTBEAT_INTERVAL_SECONDS,
+    HEARTBEAT_ROWS_PER_SECOND,
+    MAX_STREAM_READERS,
     Membership,
     divide,
 )
@@ -54,6 +56,31 @@ class Watch(Membership):
         self.store.seen_at = dict.fromkeys(live, self.store.now) | dict.fromkeys(gone, self.store.now - old)
         self.assign(self.store.workers())
         return self.shards
+
+
+def test_only_the_first_live_workers_read_the_change_stream() -> None:
+    """Spanner limits the readers of a partition. A new worker does not know how many there are."""
+    watch = Watch()
+    assert not watch.follows_stream
+    watch.see("me", *(f"a{number}" for number in range(MAX_STREAM_READERS - 1)), "z")
+    assert watch.follows_stream
+    watch.see("me", *(f"a{number}" for number in range(MAX_STREAM_READERS)))
+    assert not watch.follows_stream
+
+
+def test_a_large_fleet_reads_heartbeats_seldom_but_when_a_worker_may_time_out() -> None:
+    watch = Watch()
+    assert watch.reads_workers
+    watch.see("me", *(f"a{number}" for number in range(2 * HEARTBEAT_ROWS_PER_SECOND)))
+    watch.seconds += 1.9
+    assert not watch.reads_workers
+    watch.seconds += 0.2
+    assert watch.reads_workers
+    watch.see("me", *(f"a{number}" for number in range(100 * HEARTBEAT_ROWS_PER_SECOND)))
+    watch.seconds += LIVENESS_TIMEOUT_SECONDS - 0.1
+    assert not watch.reads_workers
+    watch.seconds += 0.2
+    assert watch.reads_workers
 
 
 def test_after_an_outage_no_worker_takes_all_shards() -> None:

@@ -11,6 +11,8 @@ from google.auth.exceptions import DefaultCredentialsError, RefreshError
 
 from outbox.errors import NotReached, OutboxError, SchemaDiffers
 from outbox.table import ddl, schema
+from outbox.table.layouts import Layout
+from outbox.table.splits import POINTS_PER_NODE, points
 
 ROOT = Path(__file__).parents[2]
 SCHEMA_SQL = (ROOT / "schema" / "schema.sql").read_text()
@@ -185,3 +187,22 @@ def test_errors_of_the_client_become_one_sentence(advice: str, errors: list[Exce
         with pytest.raises(type(error)) as kept, schema.service_errors("database orders"):
             raise error
         assert kept.value is error
+
+
+def test_split_points_are_between_the_shards_and_among_the_ids() -> None:
+    """Each has the whole key of its table or index, as Spanner requires, and no shard is divided."""
+    of_kind: dict[str, list[str]] = {}
+    for line in points(Layout.added(12), 3):
+        kind, name, key = line.split(" ")
+        of_kind.setdefault(f"{kind} {name}", []).append(key)
+    to_send, in_order, table = of_kind.values()
+    assert [*of_kind] == [
+        "INDEX AsynchronousTasksToSend12",
+        "INDEX AsynchronousTasksInOrder12",
+        "TABLE AsynchronousTasks",
+    ]
+    assert [key.split(",")[0] for key in to_send] == [f"('{shard}'" for shard in range(11)]
+    assert [key.split(",")[0] for key in in_order] == [f"('{shard}'" for shard in range(1, 12)]
+    assert {key.count(",") for key in to_send + in_order} == {5}
+    assert table == sorted({*table})
+    assert len(to_send + in_order + table) <= POINTS_PER_NODE * 3

@@ -16,7 +16,7 @@ from zlib import crc32
 from matplotlib import pyplot as plt
 from tqdm import tqdm
 
-from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS
+from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS, MAX_STREAM_READERS
 from tests.simulation.audit import Known
 from tests.simulation.faults import ANSWERS
 from tests.simulation.spanner import Cpu
@@ -24,7 +24,7 @@ from tests.simulation.world import GOOD, World, quiet
 from tools.benchmarks.cost import INSERT, MARK, TTL_DELETE
 from tools.benchmarks.page import grid, markdown
 from tools.benchmarks.results import ROOT, Figure, Section, circumstances, figures, load, save
-from tools.scale import commits
+from tools.scale import commits, fleets
 from tools.scale.autoscaler import Autoscaler, Durations, commit_limit
 from tools.scale.commits import OF_ROW, ROW_READS, ROW_WRITES, Traffic
 from tools.scale.rates import BASE, DIVIDED
@@ -248,7 +248,7 @@ def needs() -> dict[str, Section]:
     """Calculate what else each load needs."""
     rows = Rows()
     for rate, load_ in LOADS.items():
-        column = f"{rate:,}/s"
+        column, readers = f"{rate:,}/s", min(load_.workers, MAX_STREAM_READERS)
         node_hours = load_.units / 1000 * HOURS
         gigabytes = rate * 86_400 * STORED_DAYS * ROW_BYTES / 1e9
         pubsub = rate * 3600 * HOURS * MESSAGE_BYTES / 2**40 * DOLLARS_PER_TIB
@@ -257,7 +257,7 @@ def needs() -> dict[str, Section]:
             "writes to the tail of a shard, % of a server": 100 * TAIL * rate / load_.shards / TAIL_WRITES,
             "heartbeats/s": load_.workers / HEARTBEAT_INTERVAL_SECONDS,
             "MB/s to Pub/Sub": rate * MESSAGE_BYTES / 1e6,
-            "with `--wake change-stream`: records/s that all workers read together": rate * load_.workers,
+            "with `--wake change-stream`: records/s that all workers read together": rate * readers,
             "workers: core hours per month": load_.workers * HOURS,
             "Spanner: node hours per month": node_hours,
             "Spanner: TB stored": gigabytes / 1000,
@@ -297,6 +297,15 @@ def delays() -> dict[str, Section]:
         }
         rows += [(name, column, commits.units(cost + others(rate), RECOMMENDED)) for name, cost in found.items()]
     return {"delays": section("Commit delays", rows)}
+
+
+def large_fleets() -> dict[str, Section]:
+    rows = Rows()
+    for simulate, numbers in ((fleets.heartbeats, (10, 40, 100, 400)), (fleets.wake_ups, (2, 10, 40, 100))):
+        for workers in tqdm(numbers, desc=simulate.__name__, disable=None):
+            rows += [(f"{workers} workers", name, value) for name, value in simulate(workers).items()]
+    rows.sort(key=lambda row: int(row[0].split()[0]))
+    return {"fleets": section("Large fleets", rows)}
 
 
 def episodes() -> dict[str, Section]:
@@ -349,9 +358,9 @@ def text(results: dict[str, Section], page: str) -> str:
     return page
 
 
-TABLES = ("loads", "needs", "delays", "autoscaler")
+TABLES = ("loads", "needs", "delays", "fleets", "autoscaler")
 SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {
-    "loads": loads, "needs": needs, "delays": delays, "autoscaler": episodes
+    "loads": loads, "needs": needs, "delays": delays, "fleets": large_fleets, "autoscaler": episodes
 }  # fmt: skip
 
 
