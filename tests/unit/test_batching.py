@@ -131,22 +131,6 @@ def test_no_task_starts_while_a_more_urgent_one_waits(
         assert len(held) > 1 or {each.topic for each in waiting} <= held
 
 
-def test_one_topic_leaves_a_place_to_a_less_urgent_one() -> None:
-    """So a slow topic delays no other. A worker with a single place has none to leave."""
-    flood = [candidate(f"f{n}", shard=n, priority=100) for n in range(8)]
-    other = candidate("small", topic="invoices")
-    for places, in_flight, expected in (
-        (4, {}, {"orders": 3, "invoices": 1}),
-        (4, {"orders": 3}, {"invoices": 1}),
-        (4, {"orders": 2, "invoices": 1}, {"orders": 1}),
-        (1, {}, {"orders": 1}),
-    ):
-        limits = Limits(1, 1000, places, fair_share=0.1)
-        batches = choose_batches([*flood, other], limits, Random(1), in_flight)
-        assert topics(batches) == expected
-    assert topics(choose_batches([*flood, other], Limits(1, 1000, 4), Random(1))) == {"orders": 4}
-
-
 def test_batches_are_filled_up() -> None:
     found = [candidate(f"{shard}-{n}", shard=shard) for shard in range(7) for n in range(60)]
     batches = choose_batches(found, Limits(100, BYTES, 5), Random(1))

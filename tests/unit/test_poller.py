@@ -7,7 +7,7 @@ import pytest
 from publishworker.host import Host
 from publishworker.topics.availability import Topics
 from publishworker.turn.membership import Membership
-from publishworker.turn.poller import KEEP_POLLING_SECONDS, Polled, PollSize, Wanted
+from publishworker.turn.poller import KEEP_POLLING_SECONDS, Polled, Wanted
 from publishworker.types import FORGET_TOPIC_SECONDS, PollRequest
 from tests.support.fakes import FakeStore
 from tests.support.parts import reads_of
@@ -116,14 +116,3 @@ def test_an_idle_topic_costs_nothing_and_is_found_again_by_the_next_poll(watch: 
     watch.seconds += FORGET_TOPIC_SECONDS + 1
     watch.turn()
     assert watch.discoverer.topics == frozenset()
-
-
-@pytest.mark.parametrize("ranges", [1, 3, 10, 100, 1000])
-def test_a_poll_stays_near_its_target_however_the_backlog_is_spread(ranges: int) -> None:
-    """One hot range or a thousand: a poll brings enough to work on, and never much more than twice that."""
-    size = PollSize(target=400, shards=10)
-    totals = []
-    for _ in range(20):
-        totals.append(ranges * size.per_range)
-        size.adapt(dict.fromkeys([("orders", n, True) for n in range(ranges)], size.per_range), totals[-1], 400)
-    assert all(200 <= total <= max(800, 2 * ranges) for total in totals[-5:])
