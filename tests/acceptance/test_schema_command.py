@@ -16,6 +16,8 @@ created  table AsynchronousTaskTopics
 created  table AsynchronousTaskWorkers
 created  table AsynchronousTaskShards
 created  table AsynchronousTaskOperations
+created  table AsynchronousTasksCancelled
+created  index AsynchronousTasksCancelledByTime
 created  table ProcessedTasks
 """
 
