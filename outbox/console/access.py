@@ -18,7 +18,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from urllib.parse import parse_qsl
 
 import anyio
@@ -70,8 +70,8 @@ class Access:
 
     console: Console
     routes: Sequence[Route]
-    #: The files that pages load, by path.
-    files: Mapping[str, Response]
+    #: The files that pages load, by path. Each answer is a new one, because compression changes its headers.
+    files: Mapping[str, Callable[[], Response]]
     identify: Identify
     roles: Roles | RolesFile
     allowed_hosts: Sequence[str]
@@ -112,7 +112,7 @@ class Access:
         self._check_host(request)
         _check_origin(request)
         if path in self.files and request.method in _SAFE:
-            return self.files[path]
+            return self.files[path]()
         route = self._route(request.method, path)
         person = await run_in_threadpool(self.identify, request)
         if not person:

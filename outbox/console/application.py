@@ -1,7 +1,7 @@
 """The console as an ASGI application."""
 
 import mimetypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from google.cloud.spanner_v1.database import Database
@@ -98,10 +98,10 @@ def _open(visit: Visit, *, page: str) -> Response:
     return RedirectResponse(f"{visit.prefix}{page}?{visit.query}", 303)
 
 
-def files() -> dict[str, Response]:
+def files() -> dict[str, Callable[[], Response]]:
     """Return the files that pages load. They are in memory, so they need no thread. A browser loads each only once."""
     cached = {"Cache-Control": "max-age=31536000, immutable"}
     return {
-        path: Response(content, headers=cached, media_type=mimetypes.guess_type(path)[0])
+        path: partial(Response, content, headers=cached, media_type=mimetypes.guess_type(path)[0])
         for path, content in FILES.values()
     }

@@ -187,6 +187,14 @@ def test_files_are_kept_by_browsers_and_a_new_content_has_a_new_path() -> None:
     assert client([SHOW]).get("/static/console.css").status_code == 404
 
 
+def test_a_file_is_whole_with_and_without_compression() -> None:
+    caller = client([SHOW])
+    for encoding in ("gzip", "identity", "gzip", "identity"):
+        answer = caller.get(STYLE, headers={"Accept-Encoding": encoding})
+        assert answer.content == FILES["console.css"][1]
+        assert answer.headers.get("content-encoding", "identity") == encoding
+
+
 def test_a_refusal_says_which_flag_or_role_is_missing() -> None:
     recorded, _ = recording([CHANGE])
     closed = client(recorded, allowed=frozenset({Role.VIEWER}))
