@@ -130,9 +130,9 @@ def test_a_turn_starts_nothing_with_old_topic_controls(slow: str, once: bool) ->
         bench.store.control("orders", paused=True)
         bench.wait(4)
 
-    def slow_read(*arguments: Any) -> object:
+    def slow_read(*arguments: Any, **options: Any) -> object:
         setattr(bench.store, slow, read)
-        found = read(*arguments)
+        found = read(*arguments, **options)
         pass_time()
         return found
 
