@@ -17,9 +17,9 @@ from outbox.table.ddl import CANCELLED, OPERATIONS
 COLUMNS = tuple(name for name, text in ddl.columns().items() if " AS (" not in text and name != "SentAt")
 #: What moves a task, and what puts it back.
 MOVED = operator_sql.rows_by_ids(", ".join(COLUMNS))
-KEPT = operator_sql.rows_by_ids(
-    f"{', '.join(COLUMNS)}, OperationId, {operator_sql.STILL_HELD}, CURRENT_TIMESTAMP()", cancelled=True
-)
+KEPT = operator_sql.rows_by_ids(f"{', '.join(COLUMNS)}, OperationId, CURRENT_TIMESTAMP()", cancelled=True)
+#: What tells whether the head of a deferred task still waits.
+HEAD = ("Id", "Topic", "OrderingKey", "SentAt", "AvailableAt", "ExpiresAt")
 #: The columns of a task that is restored as sent, because subscribers have its message: those of a mark.
 _AS_SENT: Mapping[str, Any] = {
     "SentAt": COMMIT_TIMESTAMP, "AvailableAt": None, "DueAt": None, "BlockedBy": None, "ExpiresAt": None, "Attempts": 0,
@@ -38,31 +38,49 @@ def move(transaction: Transaction, ids: Sequence[str], operation: str) -> None:
 def restore(transaction: Transaction, ids: Sequence[str]) -> None:
     """Move cancelled tasks back. A task that a worker had published before the cancel is marked as sent."""
     rows = transaction.query(KEPT, {"ids": ids})
-    published = _published(transaction, {operation for *_, operation, _, _ in rows})
-    found = {row[0]: dict(zip(COLUMNS, row, strict=False)) for row in rows}
+    found = [dict(zip((*COLUMNS, "OperationId", "Now"), row, strict=True)) for row in rows]
+    published = _published(transaction, {values["OperationId"] for values in found})
+    heads = {values["Id"]: values for values in [*_heads(transaction, found), *found]}
     restored = [
-        _restored(found, values, is_held=is_held, now=now)
-        if values["Id"] not in published[operation]
-        else {**values, **_AS_SENT, "TimesSent": values["TimesSent"] + 1}
-        for values, (*_, operation, is_held, now) in zip(found.values(), rows, strict=True)
+        {**values, **_AS_SENT, "TimesSent": values["TimesSent"] + 1}
+        if values["Id"] in published[values["OperationId"]]
+        else _restored(values, heads.get(values["BlockedBy"] or ""))
+        for values in found
     ]
     columns = (*COLUMNS, "SentAt")
     transaction.insert(TABLE, columns, [[values.get(name) for name in columns] for values in restored])
     transaction.delete(CANCELLED, KeySet(keys=[[id] for id in ids]))
 
 
-def _restored(
-    found: Mapping[str, Mapping[str, Any]], values: Mapping[str, Any], *, is_held: bool, now: datetime
-) -> Mapping[str, Any]:
+def existing(transaction: Transaction, ids: Sequence[str]) -> set[str]:
+    """Return which of the IDs exist, and lock them."""
+    return {id for (id,) in transaction.read(TABLE, ("Id",), KeySet(keys=[[id] for id in ids]))}
+
+
+def _heads(transaction: Transaction, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tasks behind which cancelled ones were deferred, and lock them."""
+    keys = [[id] for id in sorted({values["BlockedBy"] for values in found} - {None})]
+    rows = transaction.read(TABLE, HEAD, KeySet(keys=keys)) if keys else []
+    return [dict(zip(HEAD, row, strict=True)) for row in rows]
+
+
+def _restored(values: Mapping[str, Any], head: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the columns of a restored task, as they were.
 
-    A deferred task whose head does not wait any more is released: the next commit of the head, which releases tasks,
-    may not know it. Its head can be among the tasks that are restored with it.
+    A deferred task is released unless its head waits, in the table or among the tasks that are restored with it: the
+    next commit of the head, which releases tasks, may not know the task.
     """
-    head = found.get(values["BlockedBy"] or "")
-    waits = is_held or (head is not None and head["AvailableAt"] is not None and head["AvailableAt"] > now)
-    is_deferred = values["BlockedBy"] is not None and values["AvailableAt"] is not None and values["AvailableAt"] > now
-    return values if waits or not is_deferred else {**values, "AvailableAt": None, "BlockedBy": None}
+    now, available_at = values["Now"], values["AvailableAt"]
+    if values["BlockedBy"] is None or available_at is None or available_at <= now or _waits(head, values, now):
+        return values
+    return {**values, "AvailableAt": None, "BlockedBy": None}
+
+
+def _waits(head: Mapping[str, Any] | None, values: Mapping[str, Any], now: datetime) -> bool:
+    if head is None or any(head[name] != values[name] for name in ("Topic", "OrderingKey")):
+        return False
+    is_later = head.get("SentAt") is None and head["AvailableAt"] is not None and head["AvailableAt"] > now
+    return is_later and (head["ExpiresAt"] is None or head["ExpiresAt"] > now)
 
 
 def _published(transaction: Transaction, operations: Collection[str]) -> dict[str, Mapping[str, str]]:
@@ -73,12 +91,14 @@ def _published(transaction: Transaction, operations: Collection[str]) -> dict[st
 
 
 def examine(table: TaskTable, chunks: Iterable[Sequence[str]], at: datetime | None) -> tuple[int, int]:
-    """Return how many of these tasks have an ID that exists again, and how many are overtaken, as of a time."""
+    """Return how many of these tasks have an ID that exists again, and how many of the others are overtaken."""
     exists = overtaken = 0
     for ids in chunks:
-        values = {"ids": ids, "shard_count": table.layout.shards}
-        [[more, later]] = table.query(operator_sql.EXAMINED, "outbox-count", values, at=at, seconds=SCAN_SECONDS)
-        exists, overtaken = exists + more, overtaken + later
+        keys = KeySet(keys=[[id] for id in ids])
+        there = {id for (id,) in table.read(TABLE, ("Id",), keys, "outbox-count", seconds=SCAN_SECONDS)}
+        values = {"ids": [id for id in ids if id not in there], "shard_count": table.layout.shards}
+        [[later]] = table.query(operator_sql.OVERTAKEN, "outbox-count", values, at=at, seconds=SCAN_SECONDS)
+        exists, overtaken = exists + len(there), overtaken + later
     return exists, overtaken
 
 

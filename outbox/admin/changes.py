@@ -34,12 +34,11 @@ from outbox.table.ddl import OPERATIONS
 from outbox.table.shared_sql import NEXT_OF_KEYS, RELEASED
 from outbox.table.states import CANCELLED, CHANGED, LONG_AGO, STATES, UNSENT
 
-#: Tasks in one transaction. A cancel of them needs about 20,000 of the 80,000 mutations that a commit may have.
+#: Tasks in one transaction. They need about ten thousand of the 80,000 mutations that a commit may have.
 CHUNK = 500
-#: Max bytes of messages that are moved to another table in one transaction, or published in one chunk. A commit may
-#: have 100 MB.
-CHUNK_BYTES = 8_000_000
-_MOVES = ("cancel", "restore")
+#: Max tasks in one transaction that moves them to another table: each needs some 40 mutations. Max bytes of their
+#: messages, or of messages that are published in one chunk: a commit may have 100 MB.
+MOVED, CHUNK_BYTES = 200, 8_000_000
 #: Task IDs that one query reads.
 PAGE = 20 * CHUNK
 #: Max groups of tasks in a preview, the largest first.
@@ -150,7 +149,7 @@ def preview(table: TaskTable, selection: TaskSelection, name: str = "") -> Previ
 
 def _examined(table: TaskTable, selection: TaskSelection, found: Preview) -> Preview:
     """Return the preview of a restore with the tasks whose IDs exist again, and those that are overtaken."""
-    chunks = (ids for _, ids, _ in _selected_ids(table, selection))
+    chunks = (sorted(seen) for _, _, seen in _selected_ids(table, selection))
     exists, overtaken = cancelled.examine(table, chunks, selection.as_of)
     refused = {**found.refused, **({"exists": exists} if exists else {})}
     return dataclasses.replace(found, tasks=found.tasks - exists, refused=refused, overtaken=overtaken)
@@ -188,11 +187,9 @@ def _matching_ids(table: TaskTable, selection: TaskSelection, wanted: Sequence[s
     return {row.id for row in _rows_of_ids(table, selection, wanted) if row.matches}
 
 
-def _by_ids(selection: TaskSelection, *, absent: bool = False, lock: bool = False) -> str:
-    """Return the statement that reads tasks by ID. With `absent`, a cancelled task does not match if its ID exists."""
-    if selection.state == CANCELLED:
-        return operator_sql.cancelled_by_ids(selection.condition, absent=absent, lock=lock)
-    return operator_sql.by_ids(selection.condition, lock=lock)
+def _by_ids(selection: TaskSelection, *, lock: bool = False) -> str:
+    by_ids = operator_sql.cancelled_by_ids if selection.state == CANCELLED else operator_sql.by_ids
+    return by_ids(selection.condition, lock=lock)
 
 
 def _shards(table: TaskTable, selection: TaskSelection) -> Sequence[int]:
@@ -328,8 +325,8 @@ class _Change:
     def outcomes(self, progress: Progress) -> Iterator[Outcome]:
         """Execute the chunks that follow `progress`."""
         tag = f"outbox-{self.name}"
-        limit = CHUNK_BYTES if self.name in _MOVES else math.inf
-        for position, ids, seen in _selected_ids(self.table, self.selection, progress.position, limit):
+        limits = (min(CHUNK, MOVED), CHUNK_BYTES) if self.name in ("cancel", "restore") else (CHUNK, math.inf)
+        for position, ids, seen in _selected_ids(self.table, self.selection, progress.position, limits):
             work = functools.partial(self._chunk, ids, seen, position, progress)
             rows, progress = self.table.transact(tag, work)
             outcome = _outcome(ids, rows)
@@ -346,8 +343,11 @@ class _Change:
             progress.check(transaction)
         # Sorted, so that two commands lock the rows in the same order.
         values = self.selection.values | {"ids": sorted(ids)}
-        statement = _by_ids(self.selection, absent=self.name == "restore", lock=True)
+        statement = _by_ids(self.selection, lock=True)
         rows = [_as_seen(_Row(*row), seen) for row in transaction.query(statement, values)]
+        if self.name == "restore":
+            exists = cancelled.existing(transaction, ids)
+            rows = [row._replace(matches=False, state="exists") if row.id in exists else row for row in rows]
         matching = [row for row in rows if row.matches]
         if matching:
             _WRITES[self.name](transaction, matching, progress.id)
@@ -384,9 +384,12 @@ def _log_cancelled(ids: Sequence[str], author: Author) -> None:
 
 
 def _selected_ids(
-    table: TaskTable, selection: TaskSelection, position: str | None = None, max_bytes: float = math.inf
+    table: TaskTable,
+    selection: TaskSelection,
+    position: str | None = None,
+    limits: tuple[int, float] = (CHUNK, math.inf),
 ) -> Iterator[tuple[str, Sequence[str], Collection[str]]]:
-    """Yield the IDs of the selection after `position` in chunks of at most `max_bytes` of messages.
+    """Yield the IDs of the selection after `position` in chunks with at most so many tasks and bytes of messages.
 
     Each with the position after it, and with the IDs that matched at the preview.
     """
@@ -394,7 +397,7 @@ def _selected_ids(
         done = json.loads(position)["ids"] if position else 0
         for page in chunked(selection.ids[done:], CHUNK):
             rows = {row.id: row for row in _rows_of_ids(table, selection, page)}
-            for ids in chunked(page, CHUNK, max_bytes, functools.partial(_bytes, rows)):
+            for ids in chunked(page, *limits, functools.partial(_bytes, rows)):
                 done += len(ids)
                 yield json.dumps({"ids": done}), ids, {id for id in ids if id in rows and rows[id].matches}
         return
@@ -407,7 +410,7 @@ def _selected_ids(
     for shard in _shards(table, selection)[begin["shard"] :]:
         values = selection.values | ranges | {"shard": shard, "limit": PAGE}
         after: list[Any] | None = begin.get("after") if shard == begin["shard"] else None
-        for next_after, of_shard in _ids_of_shard(table, selection, values, after, max_bytes):
+        for next_after, of_shard in _ids_of_shard(table, selection, values, after, limits):
             yield json.dumps({"column": column, "shard": shard, "after": next_after}), of_shard, set(of_shard)
         if column == layout.column and table.layout != layout:
             # Another thread has noticed a reshard and replaced the layout: the last pages may be of the new one.
@@ -419,7 +422,11 @@ def _bytes(rows: Mapping[str, _Row], id: str) -> int:
 
 
 def _ids_of_shard(
-    table: TaskTable, selection: TaskSelection, values: dict[str, Any], after: Sequence[Any] | None, max_bytes: float
+    table: TaskTable,
+    selection: TaskSelection,
+    values: dict[str, Any],
+    after: Sequence[Any] | None,
+    limits: tuple[int, float],
 ) -> Iterator[tuple[list[Any], Sequence[str]]]:
     """Yield the selected IDs of a shard in chunks, each with where the next begins.
 
@@ -436,7 +443,7 @@ def _ids_of_shard(
     rows: Sequence[Any] = range(PAGE)
     while len(rows) == PAGE:
         rows = table.query(statement, "outbox-select", values, at=selection.as_of, seconds=SCAN_SECONDS)
-        for chunk in chunked(rows, CHUNK, max_bytes, lambda row: row[1]):
+        for chunk in chunked(rows, *limits, lambda row: row[1]):
             last_id, _, last_sent_at = chunk[-1]
             if "offset" in values:
                 values["offset"] += len(chunk)

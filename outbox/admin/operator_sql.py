@@ -395,15 +395,10 @@ def by_ids(condition: str, *, lock: bool = False) -> str:
     return of_ids(columns, lock=True) if lock else at_now(of_ids(columns))
 
 
-#: Of a cancelled task: its ID exists again.
-_EXISTS = f"EXISTS (SELECT 1 FROM {BY_ID} AS other WHERE other.Id = task.Id)"
-
-
-def cancelled_by_ids(condition: str, *, absent: bool, lock: bool = False) -> str:
-    """Return `by_ids` for cancelled tasks. With `absent`, a task matches only if no task has its ID now."""
-    exists = _EXISTS if absent else "FALSE"
-    columns = f"""Id, Topic, OrderingKey, CancelledShard, IF({exists}, 'exists', '{CANCELLED}'),
-  COALESCE({condition}, FALSE) AND NOT {exists}, CURRENT_TIMESTAMP(), ExpiresAt, BlockedBy, {_ERROR}, DueAt, Bytes"""
+def cancelled_by_ids(condition: str, *, lock: bool = False) -> str:
+    """Return `by_ids` for cancelled tasks."""
+    columns = f"""Id, Topic, OrderingKey, CancelledShard, '{CANCELLED}', COALESCE({condition}, FALSE),
+  CURRENT_TIMESTAMP(), ExpiresAt, BlockedBy, {_ERROR}, DueAt, Bytes"""
     statement = _from_cancelled(of_ids(columns, lock=lock))
     return statement if lock else at_now(statement)
 
@@ -418,27 +413,18 @@ def rows_by_ids(columns: str, *, cancelled: bool = False) -> str:
     return _from_cancelled(statement) if cancelled else statement
 
 
-#: Of a cancelled task that was deferred: it still is, because its head is unsent and not due. Without a head that
-#: waits, the commit that marks the head releases nothing, so the task is restored as released.
-STILL_HELD = f"""EXISTS (
-    SELECT 1 FROM {BY_ID} AS head
-    WHERE head.Id = task.BlockedBy AND head.Topic = task.Topic AND head.OrderingKey = task.OrderingKey
-      AND head.SentAt IS NULL AND head.AvailableAt > CURRENT_TIMESTAMP()
-      AND COALESCE(head.ExpiresAt > CURRENT_TIMESTAMP(), TRUE))"""
-
-#: Of the cancelled tasks @ids: how many have an ID that exists again, and how many of the others would follow a later
-#: task of their key that was sent since. @shard_count is that of the table.
-EXAMINED = f"""
-SELECT COUNTIF(is_there), COUNTIF(NOT is_there AND is_overtaken) FROM (
-  SELECT {_EXISTS} AS is_there, EXISTS (
-    SELECT 1 FROM {IN_ORDER} AS later
-    WHERE later.Shard = ABS(MOD(FARM_FINGERPRINT(task.OrderingKey), @shard_count))
-      AND later.OrderingKey = task.OrderingKey AND later.OrderingKey IS NOT NULL AND later.Topic = task.Topic
-      AND later.SentAt >= task.CancelledAt
-      AND (later.CreatedAt > task.CreatedAt OR later.CreatedAt = task.CreatedAt
-        AND COALESCE(later.Sequence, {-(2**63)}) > COALESCE(task.Sequence, {-(2**63)}))) AS is_overtaken
-  FROM UNNEST(@ids) AS wanted
-  {SEEK} {_CANCELLED_BY_ID} AS task ON task.Id = wanted)"""
+#: How many of the cancelled tasks @ids would follow a later task of their key that was sent since. @shard_count is that
+#: of the table.
+OVERTAKEN = f"""
+SELECT COUNT(*) FROM UNNEST(@ids) AS wanted
+{SEEK} {_CANCELLED_BY_ID} AS task ON task.Id = wanted
+WHERE task.OrderingKey IS NOT NULL AND EXISTS (
+  SELECT 1 FROM {IN_ORDER} AS later
+  WHERE later.Shard = ABS(MOD(FARM_FINGERPRINT(task.OrderingKey), @shard_count))
+    AND later.OrderingKey = task.OrderingKey AND later.OrderingKey IS NOT NULL AND later.Topic = task.Topic
+    AND later.SentAt >= task.CancelledAt
+    AND (later.CreatedAt > task.CreatedAt OR later.CreatedAt = task.CreatedAt
+      AND COALESCE(later.Sequence, {-(2**63)}) > COALESCE(task.Sequence, {-(2**63)})))"""
 #: The places of the cancelled tasks @ids in the order of their keys.
 IN_KEY_ORDER = f"""
 SELECT task.Id, task.CreatedAt, task.Sequence

@@ -22,11 +22,12 @@ from google.pubsub_v1.types import PubsubMessage
 
 import outbox
 from outbox import aio, inbox
-from outbox.admin import changes
+from outbox.admin import changes, operations
 from outbox.admin import table as admin_table
 from outbox.admin.changes import TaskSelection
 from outbox.admin.reshard import Resharding
 from outbox.admin.table import TaskTable
+from outbox.base.values import json_texts
 from outbox.devtools.emulators import Emulators
 from outbox.errors import OutboxError
 from outbox.table.layouts import Layout
@@ -248,13 +249,14 @@ def test_a_task_is_cancelled_or_received_or_named(
 
     A transaction of an application that has read rows before can be older than a worker's claim, and abort it after the
     publish. Then a task is both. A worker names each of these in its log, and no other.
+    The record of the operator's cancel has those that it has cancelled.
     """
     keys = [f"k{n % 20}" if n % 2 else None for n in range(tasks)]
     ids = [str(uuid.UUID(int=Random(n).getrandbits(128))) for n in range(tasks)]
     insert(database, [row(id, OrderingKey=key) for id, key in zip(ids, keys, strict=True)])
     publisher, counted = FakePublisher("orders"), Counted()
     relays = [relay_of(real.Store(database, Layout(10)), publisher, counted, size=5) for _ in range(2)]
-    cancelled: list[str] = []
+    cancelled, by_operator = list[str](), list[str]()
     done = threading.Event()
 
     def relay(one: Relay) -> None:
@@ -278,7 +280,7 @@ def test_a_task_is_cancelled_or_received_or_named(
     def operator() -> None:
         table = TaskTable(opened(database))
         for some in in_chunks(Random(9).sample(ids, tasks // 4), 10):
-            cancelled.extend(changed(changes.change(table, "cancel", TaskSelection(state="unsent", ids=tuple(some)))))
+            by_operator.extend(changed(changes.change(table, "cancel", TaskSelection(state="unsent", ids=tuple(some)))))
 
     with ThreadPoolExecutor(5) as threads:
         relaying = [threads.submit(relay, each) for each in relays]
@@ -292,6 +294,7 @@ def test_a_task_is_cancelled_or_received_or_named(
         for each in relaying:
             each.result(timeout=60)
     received = set(publisher.ids())
+    cancelled += by_operator
     assert len(cancelled) == len(set(cancelled)), "a task is cancelled twice"
     assert received | set(cancelled) == set(ids)
     assert 0 < len(cancelled) < tasks
@@ -299,6 +302,8 @@ def test_a_task_is_cancelled_or_received_or_named(
     named = [id for id in ids for record in caplog.records if _is_named(id, record)]
     assert received & set(cancelled) == set(named)
     assert counted.counts[m.CANCELLED.name] == len(named)
+    recorded = (json_texts(each.published) for each in operations.latest(TaskTable(database), tasks))
+    assert {id for each in recorded for id in each} == set(named) & set(by_operator)
 
 
 def _is_named(id: str, record: logging.LogRecord) -> bool:

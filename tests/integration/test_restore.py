@@ -1,7 +1,11 @@
 """`cancel` keeps tasks in a table of their own, and `restore` puts them back as they were."""
 
 import dataclasses
+import threading
+import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +16,10 @@ import outbox
 from outbox.admin import changes, operations, tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.table import TaskTable
+from outbox.table.layouts import Layout
 from outbox.table.states import CANCELLED, NEVER, UNSENT
+from tests.support import real
+from tests.support.fakes import FakePublisher
 from tests.support.operations import (
     CREATED,
     FUTURE,
@@ -27,7 +34,10 @@ from tests.support.operations import (
     rows_of,
     update,
 )
+from tests.support.parts import relay_of
+from tests.support.relays import unsent
 from tests.support.spanner import query
+from tests.support.waiting import eventually
 
 #: Every unsent state, with all columns.
 EVERY = {"Sequence": 3, "AtMostOnce": True, "Priority": -1, "DueAt": PAST, "Data": b"\x00\xff", "ExpiresAt": FUTURE}
@@ -230,3 +240,43 @@ def test_a_restore_is_continued_after_its_last_chunk(
         selection, as_of=TaskSelection.recorded(recorded.selection).as_of
     )
     assert recorded.published is None
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        pytest.param(200, marks=pytest.mark.extended),
+        pytest.param(2_000, marks=[pytest.mark.long("more tasks"), pytest.mark.timeout(600)]),
+    ],
+)
+def test_restored_tasks_arrive_once_in_order_and_the_others_never(
+    database: Database, table: TaskTable, tasks: int
+) -> None:
+    """While a worker runs. A tenth of the tasks have a key, and half of all are restored."""
+    ids = [str(uuid.UUID(int=Random(n).getrandbits(128))) for n in range(tasks)]
+    insert(database, [row(id, OrderingKey=None if n % 10 else f"k{n % 40}", Sequence=n) for n, id in enumerate(ids)])
+    cancel(table, *ids)
+    publisher, done = FakePublisher("orders"), threading.Event()
+    relay = relay_of(real.Store(database, Layout(10)), publisher, size=50)
+
+    def work() -> None:
+        while not done.is_set():
+            relay.turn()
+        relay.finish()
+
+    wanted = Random(1).sample(ids, tasks // 2)
+    with ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work)
+        try:
+            assert restore(table, ids=wanted) == sorted(wanted)
+            eventually(lambda: not unsent(database), seconds=200, message="all restored tasks sent")
+        finally:
+            done.set()
+        working.result(timeout=60)
+    received = publisher.ids()
+    assert sorted(received) == sorted(wanted)
+    place = {id: n for n, id in enumerate(ids)}
+    for key in range(0, 40, 10):
+        of_key = [place[id] for id in received if place[id] % 40 == key]
+        assert of_key == sorted(of_key)
+    assert kept(database) == sorted(set(ids) - set(wanted))

@@ -145,29 +145,20 @@ class Work:
     def _cancelled(self, row: Mapping[str, Any], now: datetime) -> list[Any]:
         """Return what `operator_sql.cancelled_by_ids` selects."""
         assert self._selection is not None
-        exists = row["Id"] in self.table.rows
         values = {attribute(name): value for name, value in row.items()} | {"shard": 0, "now": now, "error": None}
-        values |= {"state": "exists" if exists else CANCELLED, "bytes": len(row["Data"])}
-        values["matches"] = not exists and row["OperationId"] == self._selection.operation
+        values |= {"state": CANCELLED, "bytes": len(row["Data"])}
+        values["matches"] = row["OperationId"] == self._selection.operation
         return [values[name] for name in changes._Row._fields]
 
     def _kept(self, ids: Sequence[str]) -> list[list[Any]]:
         """Return what `cancelled.KEPT` selects."""
         self._lock(ids)
-        rows = [self._spanner.others[CANCELLED_TABLE][id,] for id in ids]
-        self._lock({row["BlockedBy"] for row in rows if row["BlockedBy"]})
-        now = self.table.time()
-        columns = (*cancelled.COLUMNS, "OperationId")
-        return [[*(row[name] for name in columns), self._is_held(row, now), now] for row in rows]
-
-    def _is_held(self, row: Mapping[str, Any], now: datetime) -> bool:
-        head = self.table.rows.get(row["BlockedBy"])
-        if head is None or (head.topic, head.ordering_key) != (row["Topic"], row["OrderingKey"]):
-            return False
-        waits = head.sent_at is None and head.available_at is not None and head.available_at > now
-        return waits and (head.expires_at is None or head.expires_at > now)
+        rows, now = [self._spanner.others[CANCELLED_TABLE][id,] for id in ids], self.table.time()
+        return [[*(row[name] for name in (*cancelled.COLUMNS, "OperationId")), now] for row in rows]
 
     def read(self, table: str, columns: Sequence[str], keys: Any, **_more: Any) -> list[list[Any]]:
+        if table == TABLE:
+            return [[_value(row, name) for name in columns] for row in self._lock([id for [id] in keys.keys])]
         rows = self._spanner.others[table]
         if "Published" in columns:
             self.published = {id: rows[id,].get("Published") for [id] in keys.keys if (id,) in rows}
