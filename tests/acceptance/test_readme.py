@@ -162,7 +162,7 @@ def test_the_quick_start_runs_as_written(tmp_path: Path) -> None:
     ]
     reader = Reader(tmp_path)
     with reader.process(*ours[0]) as running:
-        running.wait_for_text("relaying my-project/main/shop")
+        running.wait_for_text("relaying my-project/main/shop", seconds=90)
         exports = (tmp_path / "shop.env").read_text()
         reader.environment |= dict(re.findall(r"^export (\w+)=(.+)$", exports, re.MULTILINE))
         shop = client(reader.environment["SPANNER_EMULATOR_HOST"], PROJECT).instance("main").database("shop")

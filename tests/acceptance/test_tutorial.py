@@ -45,7 +45,7 @@ def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
     environment |= {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / "heartbeat")}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # as in the activated environment
     with started(*command("outbox", "emulators"), environment=environment, directory=tmp_path) as emulators:
-        emulators.wait_for_text("Uvicorn running")
+        emulators.wait_for_text("Uvicorn running", seconds=90)
         exports = (tmp_path / "shop.env").read_text()
         environment |= dict(re.findall(r"^export (\w+)=(.+)$", exports, re.MULTILINE))
         shop = client(environment["SPANNER_EMULATOR_HOST"], "my-project").instance("main").database("shop")
@@ -72,4 +72,6 @@ def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
         with started(*pytest_words[1:], "-q", environment=environment, directory=tmp_path) as testing:
             assert testing.wait() == 0, testing.stdout
             testing.wait_for_text("1 passed")
-        emulators.end()
+        emulators.stop()
+        assert emulators.wait() in (0, 143)  # uvicorn raises its signal again when it has shut down
+        emulators.wait_for_text("Finished server process")
