@@ -147,12 +147,12 @@ def test_a_command_gets_the_signal_and_ends_before_the_worker(
     name = f"w-{uuid.uuid4().hex[:8]}/main/shop"
     finish = "lambda *_: (print('finished', flush=True), sys.exit(5))"
     handle = f"import signal, sys; signal.signal({int(number)}, {finish})"
-    program = f"{handle}; print('ready', flush=True); signal.pause()"
+    program = f"{handle}; print('handles it', flush=True); signal.pause()"
     words = ("--create", name, "--topic", "orders", "--worker", "--", sys.executable, "-c", program)
     variables = emulators.environment() | {"OUTBOX_HEARTBEAT_FILE": str(tmp_path / "heartbeat")}
     with started("outbox", "emulators", *words, environment=variables) as process:
-        process.wait_for_text("ready")
-        process.wait_for_text(f"relaying {name}")
+        process.wait_for_text("handles it", seconds=60)
+        process.wait_for_text(f"relaying {name}", seconds=60)
         family = children(process.pid)
         process.stop(number)
         assert process.wait() == 5
