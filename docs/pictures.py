@@ -160,7 +160,7 @@ def take_terminal(text: str) -> None:
     """Take the picture of `outbox status --watch`."""
     colored = re.sub("\x1b\\[(\\d+)m(.*?)\x1b\\[0m", r"<b class=sgr\1>\2</b>", html.escape(text))
     with tempfile.TemporaryDirectory() as folder:
-        screenshot(write(Path(folder), f"<pre>{colored}</pre>").as_uri(), "status-watch", 1000, 900)
+        screenshot(write(Path(folder), f"<pre>{colored}</pre>").as_uri(), "status-watch", 1120, 900)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from publishworker.telemetry.history import History
 from publishworker.telemetry.metrics import Metrics
 
 #: How many times as long the hour seems.
-SPEED = 12
+SPEED = 15
 MINUTES = 60
 #: The minute in which one more worker starts.
 DEPLOYED = 30
@@ -67,7 +67,7 @@ def played(made: stage.Stage, register: Callable[[Database, int], None]) -> Iter
     """Play the hour, and keep its workers for the block."""
     with (
         mock.patch.object(app, "History", Quick),
-        mock.patch.object(gauges, "INTERVAL", 1.0),
+        mock.patch.object(gauges, "REPORT_SECONDS", 1.0),
         mock.patch.object(gauges, "COUNT", SimpleNamespace(first=0.5, after=lambda _seconds: 0.0)),
         mock.patch.object(admin.backlog, "STALENESS", admin.backlog.STALENESS / SPEED),
         contextlib.ExitStack() as workers,

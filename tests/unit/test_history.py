@@ -12,6 +12,7 @@ from outbox.admin import history as histories
 from outbox.admin.backlog import Backlog, Line
 from outbox.admin.history import MINUTES, History, Values
 from outbox.admin.workers import Worker
+from outbox.cli import status_command
 from outbox.errors import OutboxError
 from outbox.program.output import bars
 from publishworker.delivery.claim import Delivered
@@ -194,3 +195,13 @@ def test_a_history_that_no_worker_writes_is_left_out(wrong: Any) -> None:
 def test_bars_show_the_course_of_a_figure() -> None:
     assert bars([0, None, 1, 50, 100]) == "\u2581 \u2582\u2585\u2588"
     assert bars([None, 0]) == " \u2581"
+
+
+def test_status_shows_the_hour_as_bars_with_the_last_value() -> None:
+    hour = Hour()
+    hour.at(9).publish(40, seconds=2)
+    hour.at(3).publish(80, seconds=0.1)
+    found = {line.split("  ")[0]: line.split() for line in status_command._curves(history(hour.worker())).splitlines()}
+    assert found["published/min"][-2:] == ["80", "0"]
+    assert found["latency p95"][-2:] == ["2.0s", "0.1s"]
+    assert "failed/min" not in found
