@@ -30,7 +30,7 @@ class SlowSpanner(Bench):
         store = self.store
         store.poll = self.reading(store.poll, lambda request: request.ranges)  # type: ignore[method-assign]  # slow
         store.discover = self.reading(  # type: ignore[method-assign]  # slow
-            store.discover, lambda shards, known: len(shards) * (len(known) + 1)
+            store.discover, lambda shards, known, **_: len(shards) * (len(known) + 1)
         )
         store.seconds_until_due = self.reading(  # type: ignore[method-assign]  # slow
             store.seconds_until_due, lambda shards, topics: len(shards) * len(topics)
