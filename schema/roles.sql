@@ -67,5 +67,6 @@ GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE outbox_pip
 GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce, TimesSent)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT SELECT, INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_pipeline;
+GRANT SELECT(Id, OperationId) ON TABLE AsynchronousTasksCancelled TO ROLE outbox_pipeline;
 GRANT SELECT(Consumer, TaskId, ProcessedAt), INSERT(Consumer, TaskId, ProcessedAt),
   UPDATE(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_pipeline;

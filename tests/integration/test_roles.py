@@ -18,6 +18,7 @@ from outbox.reading import Position, SentTasks
 from outbox.table import ddl, schema
 from outbox.table.connection import open_database
 from outbox.table.states import CANCELLED, NEVER, STATES
+from publishworker.spanner import store as spanner_store
 from publishworker.spanner.unsent import any_to_send, topics_in_use
 from publishworker.types import Deferred, Heartbeat, NotSent, Published, TopicKey
 from tests.support import real
@@ -85,6 +86,26 @@ def test_the_relay_stays_within_its_role(database: Database, role: str) -> None:
     assert ours.renewed().database_role == role  # also after its session was lost
     written = {column for commit in heard.commits for each in commit.mutations for column in each.update.columns}
     assert written == allowed["UPDATE", "AsynchronousTasks"], "a grant that nothing needs"
+
+
+@pytest.mark.emulator_only("its database has no roles, and only the emulator accepts any name")
+@pytest.mark.parametrize("role", ["publishworker", "outbox_pipeline"])
+def test_a_worker_records_what_it_published_of_cancelled_tasks(
+    database: Database, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the record of the operator's cancel, which has at most so many. An application's cancel has no record."""
+    monkeypatch.setattr(spanner_store, "MAX_RECORDED", 2)
+    insert(database, [row(id) for id in ("a", "b", "c")])
+    table = TaskTable(database)
+    list(changes.change(table, "cancel", TaskSelection(state="unsent", ids=("a", "b", "c"))))
+    ours = open_database(place(database.database_id, database_role=role))
+    heard, store = Heard(ours), real.Store(ours, schema.layout(ours))
+    for message_ids in ({"a": "1", "gone": "2"}, {"b": "3", "c": "4"}):
+        store.record_published(message_ids)
+    [cancel] = operations.latest(table, 9)
+    assert cancel.published == '{"a": "1", "b": "3"}'
+    assert list(refused(grants(role), heard.commits)) == []
+    assert {("SELECT", name) for name in heard.tables} <= grants(role).keys()
 
 
 @pytest.mark.emulator_only("its database has no roles, and only the emulator accepts any name")
