@@ -142,7 +142,7 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "tasks in doubt are not claimed": (InFlight, "ids", always(frozenset())),
     "tasks in doubt are remembered for 15 minutes": (marking, "MAX_MARKING_SECONDS", lambda _: 1.0),
     "a reset row is told from a lost mark": (
-        Version, "of", lambda real: classmethod(lambda _class, row: real(row)._replace(times_sent=0))
+        Version, "of", lambda real: classmethod(lambda _class, row: real(row._replace(times_sent=0)))
     ),
     "a key is sent from its head on": (
         Ordering, "resolve", lambda _: lambda _self, candidates, *_: ResolvedKeys(candidates)
