@@ -159,9 +159,11 @@ class Delivery:
         self._results.answers |= {row.id: rules.expiry_failure(row) for row in rows if row.is_expired(now)}
 
     def _publish(self, rows: Sequence[LockedRow]) -> None:
-        """Publish rows that the last transaction has locked."""
+        """Publish rows that the last transaction has locked. Tasks that failed before share no request."""
         if rows:
-            self._results.answers |= self._tools.publish(self.claim, rows)
+            tools, alone = self._tools, rules.published_alone(self.claim, rows)
+            answers = tools.publisher.publish(self.claim.destination, rows, tools.publish_seconds, alone)
+            self._results.answers |= answers
 
     def _row_changes(self, rows: Sequence[LockedRow], now: datetime) -> dict[str, RowChange]:
         """Return what to write because of the answers, and keep it in the results."""
