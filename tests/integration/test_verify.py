@@ -77,7 +77,7 @@ def test_a_failed_check_is_named_and_the_others_run(
     monkeypatch.setitem(CHECKS, "roles", missing)
     assert cli.main([*FLAGS, "--yes"]) == 1
     out = capsys.readouterr().out
-    assert "roles        failed         PermissionDenied: 403 no spanner.databases.updateDdl" in out
+    assert "failed PermissionDenied: 403 no spanner.databases.updateDdl" in " ".join(out.split())
     assert "1 failed" in out.splitlines()[-1]
     assert not spanner_instance.database(NAME).exists()
 

@@ -54,7 +54,7 @@ def record(plan: Plan, limit: float = 3600.0) -> tuple[list[dict[str, Any]], Aud
             "committed": committed,
             "reset": lambda task, _due=None: note("retry", task),
             "deleted": lambda task: note("delete", task),
-            "cancelled": lambda task: note("delete", task),
+            "cancelled": lambda task, *_, **__: note("delete", task),
         }
         for name, before in hooks.items():
             stack.enter_context(_before(Audit, name, before))
