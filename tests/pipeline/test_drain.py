@@ -196,7 +196,7 @@ def test_the_last_error_of_a_worker_reaches_the_summary(
     monkeypatch.setattr("outbox.program.logs.configure", lambda *_: None)
     results = list(job.run_workers(settings_of(target), ["one"], None, iter([[{"id": 0}]])))
     monkeypatch.setattr(job, "map_rows", lambda _rows, schema, *_: spark.createDataFrame(results[0], schema))
-    done = job.run(spark, settings_of(target), deadline=0.5)
+    done = job.run(spark, settings_of(target), deadline=5)  # the first round begins within it
     assert (done.work_left, done.pending, done.last_error) == (True, 1, "504 no answer")
 
 
