@@ -355,9 +355,13 @@ SELECT CreatedAt, Sequence, Id, Bytes FROM (
 {SEEK} {BY_ID} ON Id = found"""
 
 
-#: The same of the tasks @ids with their topics, and their messages.
+#: The same of the tasks @ids with their topics.
 PLACES = of_ids("CreatedAt, Sequence, Id, Bytes, Topic")
-MESSAGES = of_ids("Id, OrderingKey, Data, CreatedAt, SentAt")
+
+
+def messages(condition: str) -> str:
+    """Return the statement for the messages of the tasks @ids, with whether each is sent and meets the condition."""
+    return of_ids(f"Id, OrderingKey, Data, CreatedAt, SentAt IS NOT NULL, COALESCE({condition}, FALSE)")
 
 
 #: The columns of `sent_after`.

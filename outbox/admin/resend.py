@@ -31,6 +31,8 @@ from outbox.table.states import LONG_AGO, NO_SEQUENCE
 
 #: Max tasks of one operation, because those of a shard are sorted in memory. The replay job has no limit.
 MAX_TASKS = 1_000_000
+#: Why a sent task of the given IDs is not published.
+EXCLUDED = "excluded by the flags, or sent again since"
 _TAG = "outbox-resend"
 
 
@@ -152,21 +154,18 @@ def _record(progress: Progress, tasks: int, position: str, transaction: Transact
 
 
 def _publish(table: TaskTable, selection: Resend, send: Send, ids: Sequence[str]) -> Outcome:
-    """Publish the tasks `ids` that are still sent."""
-    rows = table.query(operator_sql.MESSAGES, _TAG, {"ids": ids}, seconds=SCAN_SECONDS)
-    found = {id: Message(id, key, b64decode(data), created_at) for id, key, data, created_at, _ in rows}
-    unsent = {id: "unsent" for id, *_, sent_at in rows if not _matches(sent_at, selection)}
-    refused = send([found[id] for id in ids if id in found and id not in unsent])
-    unchanged = {**unsent, **refused}
+    """Publish the tasks `ids` that are still sent and selected."""
+    statement, values = operator_sql.messages(selection.condition), selection.values | {"ids": ids}
+    rows = table.query(statement, _TAG, values, seconds=SCAN_SECONDS)
+    found = {id: Message(id, key, b64decode(data), created_at) for id, key, data, created_at, *_ in rows}
+    left_out = {id: EXCLUDED if is_sent else "unsent" for id, *_, is_sent, matches in rows if not matches}
+    refused = send([found[id] for id in ids if id in found and id not in left_out])
+    unchanged = {**left_out, **refused}
     return Outcome(
         changed=tuple(id for id in ids if id in found and id not in unchanged),
         unchanged=unchanged,
         missing=tuple(id for id in ids if id not in found),
     )
-
-
-def _matches(sent_at: datetime | None, selection: TaskSelection) -> bool:
-    return sent_at is not None and (selection.until is None or sent_at < selection.until)
 
 
 def _chunks(table: TaskTable, selection: Resend, position: str | None) -> Iterator[tuple[list[str], str]]:

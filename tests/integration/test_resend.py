@@ -119,17 +119,23 @@ def test_ids_that_cannot_be_published_are_named_and_the_others_go(
     update(database, "again", SentAt=COMMIT_TIMESTAMP)
     outcomes = list(continuing.resume(table, ID))
     unchanged = {id: why.split(":")[0] for outcome in outcomes for id, why in outcome.unchanged.items()}
-    assert unchanged == {"unsent": "unsent", "again": "unsent", "broken": "undecodable"}
+    assert unchanged == {"unsent": "unsent", "again": resend.EXCLUDED, "broken": "undecodable"}
     assert [id for outcome in outcomes for id in outcome.missing] == ["gone"]
     assert sorted(ids(to)) == ["a", "b"]
     assert operations.found(table, ID).tasks == 2
 
 
-def test_a_selection_narrows_by_time_and_key(database: Database, table: TaskTable, to: Subscription):
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_a_selection_narrows_by_topic_time_and_key(
+    database: Database, table: TaskTable, to: Subscription, by_ids: bool
+):
+    """Also if IDs are given, so that no task is published that the preview does not count."""
     edges = {"early": -MICROSECOND, "first": 0 * SECOND, "last": SECOND - MICROSECOND, "late": SECOND}
     insert(database, [row(id, SentAt=PAST + time, OrderingKey="k") for id, time in edges.items()])
     insert(database, [row("of l", SentAt=PAST, OrderingKey="l"), row("of none", SentAt=PAST)])
-    window = dataclasses.replace(SENT, since=PAST, until=PAST + SECOND, ordering_key="k")
+    insert(database, [row("mail", SentAt=PAST, OrderingKey="k", Topic="mails")])
+    every = (*edges, "of l", "of none", "mail") if by_ids else None
+    window = dataclasses.replace(SENT, since=PAST, until=PAST + SECOND, ordering_key="k", ids=every)
     list(continuing.resume(table, begun(table, to, window)))
     assert sorted(ids(to)) == ["first", "last"]
 

@@ -83,7 +83,7 @@ def statements(database: Database) -> list[str]:
     list(changes.change(table, "purge", TaskSelection(state="sent", until=PAST)))
     for more in ({"topic": "orders"}, narrowed, of_key):
         table.query(operator_sql.sent_places(TaskSelection(**more).names), "x", more | {"shard": 0})
-    for statement in (operator_sql.PLACES, operator_sql.MESSAGES):
+    for statement in (operator_sql.PLACES, operator_sql.messages("TRUE")):
         table.query(statement, "x", {"ids": ["sent"]})
     for selection in (TaskSelection(state="unsent", ids=("dead",)), *(TaskSelection(state=state) for state in UNSENT)):
         list(changes.change(table, "cancel", selection))
