@@ -71,6 +71,7 @@ NOT_CHANGED = {
     "blocked": "because blocked tasks wait for the head of their ordering key",
 }
 OUTSIDE = "excluded by --state, --topic, --since, --until or --error (the state is {state})"
+EXCLUDED = "excluded by --topic, --since, --until or --error"
 
 
 def add(commands: Any) -> None:
@@ -256,7 +257,8 @@ def run_restore(options: argparse.Namespace) -> int:
         say(as_json({"dry_run": False, "tasks": report.changed, "refused": refused}))
     if not count.number and ids is None:
         note("no cancelled task matches. `outbox list --state cancelled` shows those that can be restored")
-    return report.explain({}, NOT_RESTORED["exists"])
+    report.explain(NOT_RESTORED, EXCLUDED)
+    return int(bool(report.unchanged or report.missing))
 
 
 def _preview_restore(
@@ -322,7 +324,7 @@ def _carry_out(
         say(f"{DONE[options.command]}: {counted(report.changed, 'task')}")
     if options.command == "cancel" and report.changed:
         note(f"to take it back, run `outbox restore {id}`")
-    if selection.ids is None and selection.operation is None:
+    if selection.ids is None and options.command != "restore":  # what a restore refuses matches still
         _explain_difference(table, selection, report)
     return report
 

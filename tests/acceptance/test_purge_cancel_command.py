@@ -119,10 +119,17 @@ def test_a_restore_takes_back_the_cancel_that_printed_it(outbox: Commands, datab
     assert (restored.code, restored.stdout) == (1, "restored: 4 tasks\n")
     assert "1 task not changed, because a task with the same ID exists again: again" in restored.stderr
     assert table(database, "Id != 'again'") == {id: each for id, each in before.items() if id != "again"}
+    of_state = outbox.here("restore", "--state", "cancelled")
+    assert (of_state.code, of_state.stdout) == (1, "restored: 0 tasks\n")
+    assert of_state.stderr == "outbox: 1 task not changed, because a task with the same ID exists again: again\n"
     purged = outbox.here("purge", "--state", "cancelled")
     assert (purged.code, purged.stdout) == (0, "deleted: 1 task\n")
     again = outbox.here("restore", "again", "--json")
     assert (again.code, json.loads(again.stdout)) == (1, {"dry_run": False, "tasks": 0, "refused": {"missing": 1}})
+    outbox.here("cancel", "dead", "--yes")
+    excluded = outbox.here("restore", "dead", "--topic", "bills")
+    assert (excluded.code, excluded.stdout) == (1, "restored: 0 tasks\n")
+    assert excluded.stderr == "outbox: 1 task not changed, excluded by --topic, --since, --until or --error: dead\n"
 
 
 def test_a_purge_says_of_which_state_its_time_is(outbox: Commands):
