@@ -176,7 +176,7 @@ class History:
 
     def _backlog(self, history: Mapping[str, Any], topic: str | None) -> list[Sample | None]:
         """Return the backlog of a topic that a worker has sent. A topic without unsent tasks is not in a minute."""
-        counted, ring = self._ring(history, None)["pending"], self._ring(history, topic)
+        counted, ring = self._ring(history, None).get("pending", _NONE), self._ring(history, topic)
         is_whole = topic is None or not history.get("topics_left_out") or topic in _dict(history, "topics")
         empty = Sample() if is_whole else None
         rows = zip(counted, *(ring.get(name, _NONE) for name in ("pending", "unsent", "oldest")), strict=True)

@@ -178,6 +178,7 @@ WRONG = (
     3, [], {"minute": "x", "all": 3}, {"minute": True, "all": {"published": 5}},
     {"minute": 10**30, "all": {"published": [1]}}, {"minute": 29_729_520, "all": {"published": [None, "x", -1, 1e300]}},
     {"minute": 29_729_520, "all": {"pending": [1] * 900}, "topics": {"orders": [1]}, "topics_left_out": "x"},
+    {"minute": 29_729_520, "all": {"pending": 3}},
 )  # fmt: skip
 
 
