@@ -10,10 +10,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from google.api_core.exceptions import AlreadyExists, GoogleAPICallError
+from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
 from google.cloud.spanner_dbapi.exceptions import DatabaseError
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
 from outbox.base.values import chunked
+from outbox.errors import InvalidTransaction
 
 E = TypeVar("E", bound=BaseException)
 #: A primary key.
@@ -60,7 +62,12 @@ class Collected:
         return any(key == each for each, _ in self._rows.get(table, ()))
 
     def commit(self) -> None:
-        """Insert the rows, and commit. If an INSERT fails, roll back, as no later commit may leave the rows out."""
+        """Insert the rows, and commit. If an INSERT fails, roll back, as no later commit may leave the rows out.
+
+        Raises InvalidTransaction.
+        """
+        if self._rows:
+            check_no_batch(self._connection)  # which would take the INSERTs, and the commit would leave them out
         collected, self._rows = self._rows, {}
         try:
             for table, keys_and_rows in collected.items():
@@ -80,6 +87,12 @@ class Collected:
         for some in chunked(rows, _MAX_ROWS, STATEMENT_BYTES, lambda row: len(row.get("Data", ""))):
             with errors(table):
                 self._execute(*_insert(table, some))
+
+
+def check_no_batch(connection: Any) -> None:
+    """Raise InvalidTransaction if the connection collects the statements that it is to execute."""
+    if connection._batch_mode is not BatchMode.NONE:
+        raise InvalidTransaction('the connection is collecting a batch of DML. Execute "RUN BATCH" first')
 
 
 def _insert(table: str, rows: Sequence[Row]) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Unpack
 
 from google.cloud.spanner_dbapi import Connection
-from google.cloud.spanner_dbapi.batch_dml_executor import BatchMode
 from google.cloud.spanner_dbapi.exceptions import OperationalError
 from google.cloud.spanner_dbapi.parse_utils import classify_statement
 from google.cloud.spanner_dbapi.parsed_statement import ClientSideStatementType
@@ -17,7 +16,7 @@ from outbox import registration
 from outbox.base.values import class_name
 from outbox.cancellation import check_not_registered, next_heads
 from outbox.errors import InvalidMessage, InvalidTransaction, NotReached
-from outbox.ext.collecting import STATEMENT_BYTES, Collected, Execute, errors
+from outbox.ext.collecting import STATEMENT_BYTES, Collected, Execute, check_no_batch, errors
 from outbox.inbox import Key, ReceivedMessage
 from outbox.inbox.once import record_with
 from outbox.message import Message, check_task_id
@@ -139,8 +138,7 @@ def _check(connection: object) -> None:
             "the connection is in autocommit mode, so the task would be committed alone. Turn autocommit off, or "
             'execute "BEGIN" with a cursor first (not connection.begin(), which a replay does not repeat)'
         )
-    if connection._batch_mode is not BatchMode.NONE:
-        raise InvalidTransaction('the connection is collecting a batch of DML. Execute "RUN BATCH" first')
+    check_no_batch(connection)
 
 
 def _has_begun(connection: Connection) -> bool:

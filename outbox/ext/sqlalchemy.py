@@ -7,6 +7,7 @@ those of `sqlalchemy.exc`, such as IntegrityError.
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Unpack
+from weakref import proxy
 
 from google.cloud.spanner_dbapi.exceptions import Error
 from sqlalchemy.engine import Connection
@@ -85,8 +86,13 @@ def _statements(session: object) -> Iterator[dbapi.Statements]:
     """Yield the statements, and translate the driver's errors to SQLAlchemy's."""
     connection = _connection(session)
     of_driver: Any = connection.connection.dbapi_connection
+    weak = proxy(connection)  # the driver's connection keeps `execute`, and an abandoned one must return to its pool
+
+    def execute(sql: str, values: Mapping[str, Any] | None) -> Any:
+        return weak.exec_driver_sql(sql, values)
+
     try:
-        yield dbapi.Statements(of_driver, connection.exec_driver_sql)
+        yield dbapi.Statements(of_driver, execute)
     except Error as error:
         raise DBAPIError.instance(None, None, error, Error) from error.__cause__
 

@@ -1,5 +1,6 @@
 """`outbox.register` and the transactions that DB-API connections replay. Without a server, on real client objects."""
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,11 @@ from google.cloud.spanner_v1.session import Session
 from google.cloud.spanner_v1.transaction import Transaction
 from google.cloud.spanner_v1.types import ExecuteSqlRequest
 from google.protobuf.struct_pb2 import Struct
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session as OrmSession
 
 import outbox
-from outbox.ext import dbapi
+from outbox.ext import dbapi, sqlalchemy
 from tests.support import spanner
 
 
@@ -139,6 +142,41 @@ def test_another_statement_that_begins_with_start_is_no_begin(session: Session) 
     connection.cursor().execute("START BATCH DML")
     with pytest.raises(outbox.InvalidTransaction, match="a replay does not repeat"):
         dbapi.register_many(connection, [])
+
+
+def test_no_task_is_left_in_a_batch_that_does_not_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch would take the INSERT before the commit, and the commit would leave it out without an error."""
+    monkeypatch.setattr(Connection, "commit", lambda _: None)
+    connection = Connection(session._database._instance, session._database)
+    connection._session = session
+    dbapi.register(connection, "orders", b"")
+    connection.cursor().execute("START BATCH DML")
+    with pytest.raises(outbox.InvalidTransaction, match='"RUN BATCH" first'):
+        connection.commit()
+
+
+def test_an_abandoned_session_returns_its_connection_to_the_pool(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of SQLAlchemy. Otherwise its locks would stay, and the pool would run out of connections."""
+
+    def creator() -> Connection:
+        connection = Connection(session._database._instance, session._database)
+        connection._session = session
+        return connection
+
+    monkeypatch.setattr(Connection, "_release_session", lambda _: None)
+    url = "spanner+spanner:///projects/project/instances/instance/databases/database"
+    engine = create_engine(url, creator=creator, _initialize=False)  # the dialect would ask a server
+
+    def abandon() -> None:
+        orm = OrmSession(engine)
+        orm.connection()
+        sqlalchemy.register(orm, "orders", b"")
+
+    abandon()
+    gc.collect()
+    assert engine.pool.checkedout() == 0  # type: ignore[attr-defined]  # of a QueuePool
 
 
 def test_nothing_is_refused_if_the_driver_is_not_loaded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
