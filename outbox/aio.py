@@ -5,6 +5,7 @@ synchronous. The functions of this module read. This module is experimental as l
 """
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, Unpack
@@ -181,9 +182,11 @@ async def run_in_transaction(
         raise asyncio.CancelledError from None
     except asyncio.CancelledError:
         is_cancelled = True
-        if running:
-            running.cancel()
-        await asyncio.wait([whole])
+        while not whole.done():
+            if running:
+                running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):  # it may be cancelled again, as AnyIO does until it ends
+                await asyncio.wait([whole])
         if not whole.cancelled():
             whole.exception()  # otherwise asyncio logs it as an error that was never retrieved
         raise

@@ -1,5 +1,6 @@
 """Requests of the Spanner client: the time limit of a read, failed locks, and the rollback of a failed transaction."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from google.api_core.exceptions import Aborted, DeadlineExceeded, InvalidArgument, RetryError, ServiceUnavailable
 from google.auth.exceptions import TransportError
 
+from outbox import aio
 from outbox.table.connection import Deadline
 from outbox.table.layouts import Layout
 from outbox.table.transact import transact
@@ -70,6 +72,36 @@ def test_a_rollback_that_fails_does_not_hide_the_error() -> None:
     with pytest.raises(InvalidArgument):
         transact(Database(transaction), failing(InvalidArgument("first")))
     assert transaction.rollbacks == 1
+
+
+def test_a_second_cancel_does_not_cut_the_rollback_short() -> None:
+    """Of an asyncio task: AnyIO cancels until the task ends, and an event loop that stops cancels once more."""
+    steps: list[str] = []
+
+    class AsyncDatabase:
+        async def run_in_transaction(self, function: Callable[[Any], Any]) -> None:
+            try:
+                await function(None)
+            except Exception:
+                for _ in range(5):  # like a request
+                    await asyncio.sleep(0)
+                steps.append("rolled back")
+                raise
+
+    async def work(_transaction: Any) -> None:
+        steps.append("begun")
+        await asyncio.Event().wait()
+
+    async def main() -> bool:
+        task = asyncio.ensure_future(aio.run_in_transaction(AsyncDatabase(), work))
+        while not task.done():
+            await asyncio.sleep(0)
+            if steps:
+                task.cancel()
+        return task.cancelled()
+
+    assert asyncio.run(main())
+    assert steps == ["begun", "rolled back"]
 
 
 def test_a_deadline_includes_all_restarts_of_a_stream() -> None:
