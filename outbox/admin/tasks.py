@@ -306,7 +306,8 @@ def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
     if not rows:
         return None
     as_of, state, *values = rows[0]
-    columns: dict[str, Any] = {"SentAt": None} | dict(zip(names, values, strict=True))
+    columns: dict[str, Any] = dict(zip(names, values, strict=True))
+    columns.setdefault("SentAt", None)  # a cancelled task
     if data:
         columns["Data"] = b64decode(columns["Data"])  # the client returns BYTES in base64
     return Task(state, columns, as_of)
