@@ -7,10 +7,13 @@ no worker polls a shard, its tasks wait until the liveness timeout and the next 
 row locks.
 """
 
+import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import product
 
 from outbox.base.schedules import RECONNECT
 from outbox.base.values import counted
@@ -191,7 +194,24 @@ def _ids(layouts: Sequence[Layout]) -> tuple[int, ...]:
 def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Return the shards of each worker: each shard has a worker, each worker a shard, and loads differ by at most one.
 
-    Of n workers, each has every n-th shard. If there are more workers than shards, a shard has several.
+    Few shards move when a worker joins or leaves: workers of a large fleet notice it only after seconds, and meanwhile
+    nobody polls a shard that has moved. So this is rendezvous hashing with bounded loads: pairs of worker and shard are
+    assigned by descending hash while both have room. If there are more workers than shards, each worker has one shard,
+    and a shard has several workers.
     """
-    names = sorted(workers)
-    return {name: tuple(shards[place % len(shards) :: len(names)]) for place, name in enumerate(names)}
+    hashes = {
+        pair: hashlib.blake2b("{}/{}".format(*pair).encode(), digest_size=8).digest()
+        for pair in product(workers, shards)
+    }
+    pairs = sorted(hashes, key=hashes.__getitem__, reverse=True)
+    # A pair is (worker, shard). `larger` is the index of the side that has more, `smaller` that of the other side.
+    larger, smaller = (1, 0) if len(shards) >= len(workers) else (0, 1)
+    min_load, rest = divmod(max(len(shards), len(workers)), min(len(shards), len(workers)))
+    load: Counter[object] = Counter()
+    assigned: dict[object, tuple[str, int]] = {}
+    for max_load in (min_load, min_load + 1) if rest else (min_load,):
+        for pair in pairs:
+            if pair[larger] not in assigned and load[pair[smaller]] < max_load:
+                assigned[pair[larger]] = pair
+                load[pair[smaller]] += 1
+    return {worker: tuple(sorted(shard for owner, shard in assigned.values() if owner == worker)) for worker in workers}

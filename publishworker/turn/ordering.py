@@ -145,11 +145,11 @@ def _deferrals(
 ) -> Iterator[Claim]:
     """Return claims that defer the tasks behind the head of a key, as far as the poll has read them.
 
-    Each claim begins with the head and the first task behind it. The deferral of this task is short: a poll then finds
-    the key even if an operator deletes the head.
+    Each claim begins with the head, and then the first and the last task behind it that was read. The deferrals of
+    these two are short: a poll then finds the key even if an operator deletes the head and some tasks behind it.
     """
     head = queue[0].id
     behind = [each.id for each in queue[1:] if each.sendable]
     for piece in cut(tasks, limits):
-        ids = dict.fromkeys([head, *behind[:1], *(each.id for each in piece)])
+        ids = dict.fromkeys([head, *behind[:1], *behind[-1:], *(each.id for each in piece)])
         yield Claim(key.topic, tuple(ClaimedTask(id, key.ordering_key, tasks[0].shard) for id in ids), Kind.DEFER)

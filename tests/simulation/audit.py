@@ -193,9 +193,14 @@ class Audit:
         self.tasks[id].excused = True
         self.tasks[id].received += 1  # nothing is owed any more
 
-    def cancelled(self, id: str, row: Any) -> None:
-        """An unsent task was cancelled. It may be received only if a worker had published it, and names it."""
+    def cancelled(self, id: str, row: Any, *, is_head: bool) -> None:
+        """An unsent task was cancelled. It may be received only if a worker had published it, and names it.
+
+        A batch that holds the tasks before it can make it the head and release nothing (docs/architecture/ordering.md).
+        """
         task = self.tasks[id]
+        if not is_head:
+            self._deleted_at[TopicKey(task.topic, task.key)] = self.clockwork.now
         task.cancelled_at, task.excused, task.row = self.clockwork.now, True, asdict(row)
         if task.received > task.resets + task.extra:
             self.cancelled_received.add(id)

@@ -231,7 +231,7 @@ class Work:
                 audit.restored(id, began, due)
         elif kind == "delete":
             if self.table.rows[id].sent_at is None:
-                audit.cancelled(id, self.table.rows[id])
+                audit.cancelled(id, self.table.rows[id], is_head=self._is_head(self.table.rows[id]))
             self.table.delete(id)
         else:
             if "attempts" in row and self.table.rows[id].sent_at is None:
@@ -239,6 +239,15 @@ class Work:
             elif "attempts" in row:
                 audit.reset(id, due)
             self.table.change(id, **row)
+
+    def _is_head(self, row: StoredTask) -> bool:
+        place = row.created_at, row.sequence or 0
+        return not any(
+            (each.topic, each.ordering_key) == (row.topic, row.ordering_key)
+            and each.sent_at is None
+            and (each.created_at, each.sequence or 0) < place
+            for each in self.table.rows.values()
+        )
 
 
 class AsyncWork(Work):

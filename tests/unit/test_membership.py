@@ -46,6 +46,15 @@ def test_every_shard_has_a_worker_and_every_worker_a_shard(workers: set[str], sh
     assert divide(shuffled, range(shards)) == parts
 
 
+def test_a_worker_that_joins_moves_few_shards() -> None:
+    before = divide([f"worker-{n}" for n in range(10)], range(100))
+    after = divide([f"worker-{n}" for n in range(11)], range(100))
+    owner = {shard: worker for worker, part in after.items() for shard in part}
+    moved = sum(owner[shard] != worker for worker, part in before.items() for shard in part)
+    assert len(after["worker-10"]) == 9
+    assert moved <= 35
+
+
 class Watch(Membership):
     def __init__(self) -> None:
         self.store, self.seconds = FakeStore(), 100.0
