@@ -36,14 +36,17 @@ def move(transaction: Transaction, ids: Sequence[str], operation: str) -> None:
 
 
 def restore(transaction: Transaction, ids: Sequence[str]) -> None:
-    """Move cancelled tasks back. A task that a worker had published before the cancel is marked as sent."""
+    """Move cancelled tasks back. A task that a worker had published before the cancel is marked as sent.
+
+    Not one that was sent before and then made unsent: the worker may have published it for the first time only.
+    """
     rows = transaction.query(KEPT, {"ids": ids})
     found = [dict(zip((*COLUMNS, "OperationId", "Now"), row, strict=True)) for row in rows]
     published = _published(transaction, {values["OperationId"] for values in found})
     heads = {values["Id"]: values for values in [*_heads(transaction, found), *found]}
     restored = [
         {**values, **_AS_SENT, "TimesSent": values["TimesSent"] + 1}
-        if values["Id"] in published[values["OperationId"]]
+        if values["Id"] in published[values["OperationId"]] and not values["TimesSent"]
         else _restored(values, heads.get(values["BlockedBy"] or ""))
         for values in found
     ]

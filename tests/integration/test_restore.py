@@ -201,18 +201,24 @@ def test_cancelled_tasks_are_listed_shown_and_purged(database: Database, table: 
 
 
 def test_a_task_that_a_worker_had_published_is_restored_as_sent(database: Database, table: TaskTable) -> None:
-    """Its message is out, as the record of the cancel says. So no second one is published."""
-    insert(database, [row("out", AvailableAt=PAST, Attempts=2, LastError="x", DueAt=PAST), row("kept")])
-    id = cancel(table, "out", "kept")
+    """Its message is out, as the record of the cancel says. So no second one is published.
+
+    One that was to be sent again is restored unsent: the worker may have published it before that.
+    """
+    out = row("out", AvailableAt=PAST, Attempts=2, LastError="x", DueAt=PAST)
+    insert(database, [row("again"), out, row("kept")])
+    update(database, "again", TimesSent=1)
+    id = cancel(table, "again", "out", "kept")
     with database.batch() as batch:
-        batch.update("AsynchronousTaskOperations", ("OperationId", "Published"), [(id, '{"out": "17"}')])
-    assert restore(table, id) == ["kept", "out"]
+        published = '{"again": "16", "out": "17"}'
+        batch.update("AsynchronousTaskOperations", ("OperationId", "Published"), [(id, published)])
+    assert restore(table, id) == ["again", "kept", "out"]
     after = rows_of(database)
-    assert after["kept"]["SentAt"] is None
+    assert (after["again"]["SentAt"], after["kept"]["SentAt"]) == (None, None)
     sent = {name: after["out"][name] for name in ("AvailableAt", "DueAt", "Attempts", "LastError")}
     assert after["out"]["SentAt"] is not None
     assert sent == {"AvailableAt": None, "DueAt": None, "Attempts": 0, "LastError": None}
-    assert query(database, "SELECT TimesSent FROM AsynchronousTasks ORDER BY Id") == [[0], [1]]
+    assert query(database, "SELECT TimesSent FROM AsynchronousTasks ORDER BY Id") == [[1], [0], [1]]
 
 
 def test_an_application_cancels_without_a_way_back(database: Database) -> None:

@@ -193,13 +193,13 @@ class Audit:
         self.tasks[id].excused = True
         self.tasks[id].received += 1  # nothing is owed any more
 
-    def cancelled(self, id: str, row: Any, *, is_head: bool) -> None:
+    def cancelled(self, id: str, row: Any, *, follows_a_batch: bool) -> None:
         """An unsent task was cancelled. It may be received only if a worker had published it, and names it.
 
-        A batch that holds the tasks before it can make it the head and release nothing (docs/architecture/ordering.md).
+        The batch may know it as the next of its key, and then releases none (docs/architecture/ordering.md).
         """
         task = self.tasks[id]
-        if not is_head:
+        if follows_a_batch:
             self._deleted_at[TopicKey(task.topic, task.key)] = self.clockwork.now
         task.cancelled_at, task.excused, task.row = self.clockwork.now, True, asdict(row)
         if task.received > task.resets + task.extra:

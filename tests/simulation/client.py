@@ -214,10 +214,12 @@ class Work:
             gone |= {row["Id"]} if (kind, table) == ("delete", TABLE) else set()
 
     def _put_back(self, row: dict[str, Any], audit: Audit) -> None:
-        operation = self._spanner.others[CANCELLED_TABLE][row["id"],]["OperationId"]
         id = row.pop("id")
+        kept = self._spanner.others[CANCELLED_TABLE][id,]
+        operation = kept["OperationId"]
         self.table.insert(id, row.pop("topic"), b64decode(row.pop("data")), **row)
-        audit.put_back(id, self.table.rows[id], operation, named=id in json_texts(self.published.get(operation)))
+        named = id in json_texts(self.published.get(operation)) and not kept["TimesSent"]
+        audit.put_back(id, self.table.rows[id], operation, named=named)
 
     def _apply(self, kind: str, row: dict[str, Any], audit: Audit, began: float) -> None:
         id = row.pop("id")
@@ -231,7 +233,7 @@ class Work:
                 audit.restored(id, began, due)
         elif kind == "delete":
             if self.table.rows[id].sent_at is None:
-                audit.cancelled(id, self.table.rows[id], is_head=self._is_head(self.table.rows[id]))
+                audit.cancelled(id, self.table.rows[id], follows_a_batch=self._follows_a_batch(self.table.rows[id]))
             self.table.delete(id)
         else:
             if "attempts" in row and self.table.rows[id].sent_at is None:
@@ -240,12 +242,15 @@ class Work:
                 audit.reset(id, due)
             self.table.change(id, **row)
 
-    def _is_head(self, row: StoredTask) -> bool:
-        place = row.created_at, row.sequence or 0
-        return not any(
+    def _follows_a_batch(self, row: StoredTask) -> bool:
+        """Tell whether a batch may be publishing the tasks before this one of its key."""
+        place, now = (row.created_at, row.sequence or 0), self.table.time()
+        return any(
             (each.topic, each.ordering_key) == (row.topic, row.ordering_key)
             and each.sent_at is None
             and (each.created_at, each.sequence or 0) < place
+            and each.available_at is not None
+            and each.available_at <= now
             for each in self.table.rows.values()
         )
 
