@@ -14,7 +14,6 @@ from outbox.admin.reshard import Snapshot
 from publishworker.delivery import marking, rules
 from publishworker.delivery.claim import TopicHints
 from publishworker.delivery.delivery import Delivery, Results
-from publishworker.delivery.kinds import MarkFirst
 from publishworker.delivery.rules import RetryPolicy
 from publishworker.pubsub import messages, publisher
 from publishworker.pubsub.messages import Lane
@@ -89,12 +88,15 @@ def late_mark(real: Any) -> Any:
 
 
 def first_found_only(real: Any) -> Any:
-    """Return `_next_part` without topics that a discovery has found again, whose time of polling is doubled."""
+    """Return `_next_part` that misses the topics that a discovery has found again, whose time of polling is doubled.
+
+    It names others instead: with fewer ranges, the poll would seem a part of a round, and turns would have no end.
+    """
 
     def ours(self: Poller, request: PollRequest) -> Any:
         known = self.known._topics
-        topics = {name for name in request.topics if known[name].keep_polling_seconds <= KEEP_POLLING_SECONDS}
-        return real(self, replace(request, topics=frozenset(topics)))
+        again = {name for name in request.topics if known[name].keep_polling_seconds > KEEP_POLLING_SECONDS}
+        return real(self, replace(request, topics=request.topics - again | {f"not {name}" for name in again}))
 
     return ours
 
@@ -168,7 +170,6 @@ DEFECTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     ),
     "a circuit closes again": (CircuitBreakers, "suspended", never_closes),
     "at-most-once tasks are marked first": (rules, "_skip_reason", always(None)),
-    "an at-most-once task whose publish is refused is not lost": (MarkFirst, "_undo_marks", always({})),
     "only a probe fails for its topic": (
         CircuitBreakers, "begin_batch",
         lambda real: lambda self, claim: replace(real(self, claim), hints=TopicHints(probe=True))
@@ -260,6 +261,9 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
     "tasks use tokens of a rate limit": (
         "limits", "publishworker.topics.availability.RateLimits", "take", always(None)
     ),
+    "an at-most-once task whose publish is refused is not lost": (
+        "refused rows", "publishworker.delivery.kinds.MarkFirst", "_undo_marks", always({})
+    ),
     "a page of a reader ends where it was read": (
         "readers", "outbox.reading.SentTasks", "_read", ends_later
     ),
@@ -269,7 +273,7 @@ DENSE_DEFECTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
     ),
     "a task that was published before its cancel is restored as sent": (
         "restores", "outbox.admin.cancelled", "_published",
-        lambda _: lambda _transaction, found: {id: {} for id in found}
+        lambda real: lambda *a: {id: {} for id in real(*a)}  # it reads them: the audit judges by what was read
     ),
     "a change of many tasks compares their states": (
         "blocked keys", "outbox.admin.changes", "_as_seen", lambda _: lambda row, _seen: row._replace(matches=True)
