@@ -27,7 +27,11 @@ QUICK, EXTENDED, LONG = 6.0, 40.0, 3600.0
 #: Max histories in this time, except in the long run. A faster machine then plays no seeds that are not yet examined.
 MOST = 500
 #: Defects that few histories notice.
-SLOW = ("an expired task is not sent", "the first deferred task of a key returns soon")
+SLOW = (
+    "an expired task is not sent",
+    "the first deferred task of a key returns soon",
+    "a topic without candidates is found again",
+)
 #: Defects of mechanisms that have too little to do in drawn plans, with tests of their own.
 APART = (
     "a new attempt to read the change stream wakes the worker",
