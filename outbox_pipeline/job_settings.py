@@ -32,6 +32,8 @@ _NO_PATTERN = r"[^\s*?\[\]{}](?:[^*?\[\]{}]*[^\s*?\[\]{}])?"
 _FOLDER = matching(_NO_PATTERN, "a path or URL, without any of *?[]{}")
 _ANY_NAME = matching(r"(?:\S(?:.*\S)?)?", "a name, or nothing")
 _ANY_FOLDER = matching(f"(?:{_NO_PATTERN})?", f"{_FOLDER.allowed}; or nothing")
+_ANY_PATH = matching(r"(?:\S(?:.*\S)?)?", f"{_PATH.allowed}; or nothing")
+_ANY_TABLE = matching(r"(?:\S(?:.*\S)?)?", "a table of Spark's catalog, such as sales.invoices; or nothing")
 
 
 def _or_nothing(kind: SettingType) -> SettingType:
@@ -53,7 +55,8 @@ class JobSettings(DatabaseSettings):
 class RegisterSettings(JobSettings):
     """Settings of `register`."""
 
-    input: str = setting(None, _PATH, "Input files: a path, a folder or a glob.")
+    input: str = setting("", _ANY_PATH, "Input files: a path, a folder or a glob.")
+    input_table: str = setting("", _ANY_TABLE, "Input table or view of Spark's catalog, instead of --input.")
     input_format: str = setting(
         "auto", one_of("auto", *FORMATS), "Input format. auto uses the file extension, json is JSON lines."
     )
@@ -69,9 +72,11 @@ class RegisterSettings(JobSettings):
     )
 
     def __post_init__(self) -> None:
-        """Check the format of the input. Raises SettingError."""
+        """Check that there is one input, and its format. Raises SettingError."""
         DatabaseSettings.__post_init__(self)
-        format_of_input(self.input, self.input_format)
+        _check_one("input", self.input, self.input_table, self.input_format)
+        if self.input:
+            format_of_input(self.input, self.input_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +103,10 @@ class ArchiveSettings(JobSettings):
 class AuditSettings(JobSettings):
     """Settings of `audit`."""
 
-    received: str = setting(None, _PATH, "Files of received messages: a path, a folder or a glob.")
+    received: str = setting("", _ANY_PATH, "Files of received messages: a path, a folder or a glob.")
+    received_table: str = setting(
+        "", _ANY_TABLE, "Table or view of Spark's catalog with received messages, instead of --received."
+    )
     received_format: str = setting(
         "auto",
         one_of("auto", "avro", "parquet", "json"),
@@ -136,6 +144,7 @@ class AuditSettings(JobSettings):
     def __post_init__(self) -> None:
         """Check settings that depend on each other. Raises SettingError."""
         DatabaseSettings.__post_init__(self)
+        _check_one("received", self.received, self.received_table, self.received_format)
         if self.inbox_database and not self.inbox:
             raise SettingError("--inbox-database needs --inbox. Pass both, or neither")
 
@@ -158,6 +167,14 @@ class ReplaySettings(JobSettings):
     max_rows_per_second: int = setting(
         "0", whole_number(0, 10_000_000), "Max tasks per second of the whole job. 0 is no limit."
     )
+
+
+def _check_one(name: str, files: str, table: str, format: str) -> None:
+    """Check that either files or a table were given, and a format only for files. Raises SettingError."""
+    if bool(files) == bool(table):
+        raise SettingError(f"Pass --{name} for files, or --{name}-table for a table{', but not both' if files else ''}")
+    if table and format != "auto":
+        raise SettingError(f"--{name}-format is for files. Remove it, or pass --{name} instead of --{name}-table")
 
 
 def _window(seconds: float) -> float:

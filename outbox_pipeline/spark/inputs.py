@@ -1,4 +1,4 @@
-"""The files that users pass to jobs. Files that Spark would ignore or misread without an error are refused.
+"""The files and tables that users pass to jobs. Files that Spark would ignore or misread without an error are refused.
 
 Spark ignores hidden names, subfolders and files of 0 bytes. It reads all data files of a table of Delta Lake, Hudi or
 Iceberg, so also deleted rows.
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from py4j.protocol import Py4JError
-from pyspark.errors import PySparkException
+from pyspark.errors import AnalysisException, ParseException, PySparkException
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SettingError
 from outbox_pipeline.job_settings import COMPRESSED, UNREADABLE, format_of
 from outbox_pipeline.spark.files import PATTERN, Folder
 
@@ -109,6 +109,15 @@ def read_all_columns(given: Input) -> DataFrame:
     return given.reader().schema(of_files.schema).parquet(given.path)
 
 
+def read_table(spark: SparkSession, flag: str, name: str) -> DataFrame:
+    """Return the rows of a table or view of the session's catalog. Raises SettingError if `flag` names none."""
+    try:
+        return spark.table(name)
+    except (ParseException, AnalysisException) as error:
+        reason = next(line for line in str(error).splitlines() if line)
+        raise SettingError(f"{flag} {name}: {reason}") from error
+
+
 def _check_tables(spark: SparkSession, path: str) -> None:
     """Raise OutboxError if the path is a table, or in one."""
     for folder in accumulate(path.rstrip("/").split("/"), "{}/{}".format):
@@ -122,8 +131,8 @@ def _check_tables(spark: SparkSession, path: str) -> None:
 
 def _is_table(folder: str) -> OutboxError:
     return OutboxError(
-        f"{folder} is a table of Delta Lake, Hudi or Iceberg. Its files can have deleted rows. Read it with its own "
-        "reader, and pass the DataFrame to the job or write it to new files"
+        f"{folder} is a table of Delta Lake, Hudi or Iceberg. Its files can have deleted rows. Pass it as a "
+        "table of Spark's catalog (--input-table, --received-table), or write its rows to new files"
     )
 
 

@@ -163,10 +163,13 @@ def test_the_exit_code_is_1_if_a_task_is_lost(  # noqa: PLR0917 - seven fixtures
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["republished"], summary["lost"]) == (1, 1)
     assert "1 task is lost: sent, but not received within --grace" in caplog.text
+    assert cli.main(["audit", "--received-table", f"parquet.`{received}`", "--output", f"{tmp_path}/t", "--json"]) == 1
+    of_table = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {name for name in summary if of_table[name] != summary[name]} == {"until", "report", "seconds"}
     assert job("young", "--until", "5m") == 2
     assert "a task is audited only after --grace, 600 s" in capsys.readouterr().err
     runs = [call.kwargs["tags"] for call in client.increment.call_args_list if "run_count" in call.args[0]]
-    assert runs == [["job:audit", f"result:{each}"] for each in ("empty", "done", "lost", "failed")]
+    assert runs == [["job:audit", f"result:{each}"] for each in ("empty", "done", "lost", "lost", "failed")]
 
 
 @pytest.mark.usefixtures("in_process")

@@ -19,7 +19,7 @@ from tests.support.pipeline import options
 
 LINE = b'{"data":"a"}\n'
 CSV = b"data\na\n"
-TABLE = "{} is a table of Delta Lake, Hudi or Iceberg. Its files can have deleted rows. Read it with its own reader"
+TABLE = "{} is a table of Delta Lake, Hudi or Iceberg. Its files can have deleted rows. Pass it as a table of Spark"
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:

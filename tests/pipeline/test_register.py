@@ -1,7 +1,6 @@
 """`register`, on Spark and the emulator: what becomes of rows, also when Spark tasks fail or the job is killed."""
 
 import base64
-import dataclasses
 import enum
 import json
 import random
@@ -30,7 +29,7 @@ AT = datetime(2026, 11, 21, 13, 0, 0, 123456, UTC)
 
 def settings(input: str, rejects: str, database: str, **others: Any) -> RegisterSettings:
     given = {"project": PROJECT, "instance": INSTANCE, "database": database, "input": input, "rejects": rejects}
-    return dataclasses.replace(RegisterSettings.read(given, {}), **others)
+    return RegisterSettings.read(given | others, {})
 
 
 def refused(folder: object) -> list[dict[str, Any]]:
@@ -40,6 +39,23 @@ def refused(folder: object) -> list[dict[str, Any]]:
 
 def message_of(stored: dict[str, Any]) -> Any:
     return RawPubsubMessage.FromString(base64.b64decode(stored["Data"]))
+
+
+def test_a_table_of_the_catalog_is_an_input(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+):
+    """A column of its folders keeps the type that the table declares."""
+    where = f"USING parquet PARTITIONED BY (month) LOCATION '{tmp_path}/invoices'"
+    spark.sql(f"CREATE TABLE invoices (data STRING, topic STRING, month DATE) {where}")
+    spark.sql("INSERT INTO invoices VALUES ('a', 'orders', DATE '2026-11-01'), ('b', NULL, DATE '2026-12-01')")
+    try:
+        given = settings("", f"{tmp_path}/no", target.database, input_table="invoices", topic="usual", key="month")
+        done = [job.run(spark, given) for _ in range(2)]
+    finally:
+        spark.sql("DROP TABLE invoices")
+    assert [counts(each) for each in done] == [(2, 2, 0, 0, 0), (2, 0, 2, 0, 0)]
+    topics = {id: each["Topic"] for id, each in rows_of(database).items()}
+    assert topics == {task_id("orders", "2026-11-01"): "orders", task_id("usual", "2026-12-01"): "usual"}
 
 
 @pytest.mark.usefixtures("many_partitions")
@@ -87,7 +103,7 @@ def test_rejected_rows_can_be_corrected_and_registered(
     }  # fmt: skip
     lines = [bad, {"data": "x", "n": "8"}, {"data": "y", "n": "9", "priority": "high"}, {"data": "z"}]
     path.write_bytes("\n".join(map(json.dumps, lines)).encode() + b'\n{"data":"\xff"}\n{"data":"a"} {"data":"b"}\n')
-    given = settings(str(path), str(tmp_path / "no"), target.database, topic="usual", key=" n ")
+    given = settings(str(path), str(tmp_path / "no"), target.database, topic="usual", key="n ")
     done = job.run(spark, given)
     assert counts(done) == (6, 1, 0, 0, 5)
     found = refused(done.rejects)

@@ -28,7 +28,7 @@ from outbox_pipeline.source.datasource import decoded, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.files import Folder
-from outbox_pipeline.spark.inputs import checked, read_all_columns
+from outbox_pipeline.spark.inputs import checked, read_all_columns, read_table
 from outbox_pipeline.spark.spark_tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
@@ -148,22 +148,32 @@ class _Job:
         tasks = read_tasks(self.spark, self.settings, audit.OF_TASKS, at, RowFilter())
         return tasks if since is None else tasks.where(f.col("SentAt").isNull() | (f.col("SentAt") >= f.lit(since)))
 
+    @property
+    def _source(self) -> str:
+        return self.settings.received or self.settings.received_table
+
     def deliveries(self) -> tuple[bool, DataFrame]:
         """Return whether the messages have a column data, and the deliveries. Raises SettingError."""
+        settings = self.settings
+        if settings.received_table:
+            messages = read_table(self.spark, "--received-table", settings.received_table)
+        else:
+            messages = self._of_files()
+        deliveries = received.received(messages, base64=settings.received_data == "base64")
+        return "data" in messages.columns, deliveries
+
+    def _of_files(self) -> DataFrame:
         settings = self.settings
         form = settings.received_format
         if form == "auto":
             form = format_of(settings.received) or "parquet"
         given = checked(self.spark, settings.received, form)
         if form == "avro":
-            messages = received.read_avro(given)
-        elif form == "json":
+            return received.read_avro(given)
+        if form == "json":
             given.check_columns(received.LINES.names)
-            messages = given.reader().schema(received.LINES).json(settings.received)
-        else:
-            messages = read_all_columns(given)
-        deliveries = received.received(messages, base64=settings.received_data == "base64")
-        return "data" in messages.columns, deliveries
+            return given.reader().schema(received.LINES).json(settings.received)
+        return read_all_columns(given)
 
     def report(
         self,
@@ -181,7 +191,7 @@ class _Job:
         [others] = collected(deliveries.agg(*audit.others(), f.count_if("readable").alias("readable")))
         if not others.pop("readable") and others["unreadable"]:
             raise OutboxError(
-                f"None of the {others['unreadable']:,} rows or lines of {self.settings.received} is a received message "
+                f"None of the {others['unreadable']:,} rows or lines of {self._source} is a received message "
                 "with message_id, publish_time and attributes"
             )
         found, classes = audit.findings(rows, audit.out_of_order(rows)), [audit.OUT_OF_ORDER]
@@ -207,7 +217,7 @@ class _Job:
             "job": "audit",
             "database": self.table.name,
             "tasks_from": "table and archive" if self.settings.archive else "table",
-            "received_from": self.settings.received,
+            "received_from": self._source,
             "data_compared": bodies,
             "inbox": self.settings.inbox,
             "known_until": shown(rules.known_until),

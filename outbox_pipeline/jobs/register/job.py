@@ -1,4 +1,4 @@
-"""`register`: turns the rows of files or of a DataFrame into tasks."""
+"""`register`: turns the rows of files, of a table or of a DataFrame into tasks."""
 
 import csv
 import logging
@@ -31,7 +31,7 @@ from outbox_pipeline.jobs.register.transforms import (
 )
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.files import Folder
-from outbox_pipeline.spark.inputs import Input, checked, read_all_columns
+from outbox_pipeline.spark.inputs import Input, checked, read_all_columns, read_table
 from outbox_pipeline.spark.spark_tasks import divided, map_rows
 from outbox_pipeline.spark.stack_traces import spark_errors
 
@@ -97,9 +97,12 @@ def register(
 
 
 def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
-    """Register the rows of files. Raises the errors of `register`."""
+    """Register the rows of files or of a table. Raises the errors of `register`."""
     key = tuple(name.strip() for name in settings.key.split(",")) if settings.key else ()
-    rows = read(spark, settings.input, settings.input_format, key)
+    if settings.input_table:
+        rows = read_table(spark, "--input-table", settings.input_table)
+    else:
+        rows = read(spark, settings.input, settings.input_format, key)
     tasks = prepared(rows, topic=settings.topic, key=key)
     done = _register(tasks, settings, settings.rejects, settings.max_rows_per_second)
     if done.rejected:
