@@ -49,8 +49,8 @@ INPUT = optional(
     available_at=_TIME, expires_at=_TIME, at_most_once=_FLAG, sequence=_NUMBER, line=_TEXT, reason=_TEXT,
 )  # fmt: skip
 
-#: An archived task: the table's columns, and the day (UTC) of its SentAt.
-ARCHIVED = t.StructType([*TABLE, *required(SentDate=t.DateType())])
+#: An archived task: the table's columns, when an operator cancelled it, or NULL if it was sent, and the day (UTC).
+ARCHIVED = t.StructType([*TABLE, *optional(CancelledAt=_TIME), *required(SentDate=t.DateType())])
 #: The partition columns of the archive, and all its columns. TopicFolder exists because not every topic is a valid
 #: folder name.
 ARCHIVE_PARTITIONS = ("SentDate", "TopicFolder")
@@ -59,8 +59,8 @@ STORED = t.StructType([*ARCHIVED, *required(TopicFolder=_TEXT)])
 #: A finding of the audit: a task, or an ID that no task has. `overtaken_at` is when an earlier task of its ordering key
 #: was first published, `processed_at` is from the inbox.
 FOUND = optional(
-    **{"class": _TEXT}, task_id=_TEXT, topic=_TEXT, created_at=_TIME, sent_at=_TIME, first_at=_TIME, messages=_NUMBER,
-    overtaken_at=_TIME, processed_at=_TIME,
+    **{"class": _TEXT}, task_id=_TEXT, topic=_TEXT, created_at=_TIME, sent_at=_TIME, cancelled_at=_TIME, first_at=_TIME,
+    messages=_NUMBER, overtaken_at=_TIME, processed_at=_TIME,
 )  # fmt: skip
 
 

@@ -14,13 +14,16 @@ from typing import Any
 from google.api_core.exceptions import AlreadyExists
 from google.cloud.spanner_v1 import KeyRange, KeySet, RequestOptions
 
+from outbox.admin.operator_sql import CANCELLED_INDEX, CANCELLED_SHARDS
 from outbox.admin.table import TaskTable, kept
 from outbox.base.schedules import ABORTED
 from outbox.errors import NotReached, OutboxError
 from outbox.program.settings import SECONDS, DatabaseSettings
 from outbox.registration import TABLE
 from outbox.table.connection import open_database
+from outbox.table.ddl import CANCELLED
 from outbox.table.shared_sql import TO_SEND_INDEX
+from outbox.table.states import LONG_AGO
 from outbox.table.transact import retry_and_timeout
 
 #: Timeouts in seconds: for a commit or another unary call, and for a streaming read of a range. Spark starts each of
@@ -60,13 +63,18 @@ class Table(TaskTable):
         except OutboxError:
             return False
 
-    def first_sent(self) -> datetime | None:
-        """Return the earliest SentAt, or None if no task is sent."""
-        now, index = self.now(), self.layout.sql(TO_SEND_INDEX)
-        ranges = (KeyRange(start_open=[shard, None], end_closed=[shard]) for shard in self.shards)
-        options: Any = {"index": index, "limit": 1, "seconds": CALL_SECONDS}
-        rows = [row for each in ranges for row in self.rows(("SentAt",), KeySet(ranges=[each]), now, **options)]
-        return min((datetime.fromisoformat(sent_at.string_value) for (sent_at,) in rows), default=None)
+    def first_ended(self) -> datetime | None:
+        """Return the earliest SentAt or CancelledAt, or None if no task is sent or cancelled."""
+        now, times = self.now(), []
+        for column, table, index, shards in (
+            ("SentAt", TABLE, self.layout.sql(TO_SEND_INDEX), self.shards),
+            ("CancelledAt", CANCELLED, CANCELLED_INDEX, range(CANCELLED_SHARDS)),
+        ):
+            for shard in shards:
+                keys = KeySet(ranges=[KeyRange(start_closed=[shard, LONG_AGO], end_closed=[shard])])
+                rows = self.rows((column,), keys, now, table=table, index=index, limit=1, seconds=CALL_SECONDS)
+                times += [datetime.fromisoformat(time.string_value) for (time,) in rows]
+        return min(times, default=None)
 
     def rows(
         self,
@@ -74,6 +82,7 @@ class Table(TaskTable):
         keys: KeySet,
         at: datetime,
         *,
+        table: str = TABLE,
         index: str = "",
         limit: int = 0,
         seconds: float = TABLE_SECONDS,
@@ -85,7 +94,7 @@ class Table(TaskTable):
         columns = [self.layout.sql(name) for name in columns]
         with self._errors(), kept(at), self.database.snapshot(read_timestamp=at) as snapshot:
             yield from snapshot.read(
-                TABLE, columns, keys, index=index, limit=limit, lazy_decode=True,
+                table, columns, keys, index=index, limit=limit, lazy_decode=True,
                 request_options={"priority": LOW, "request_tag": "outbox-pipeline-read"},
                 **retry_and_timeout(seconds),
             )  # fmt: skip

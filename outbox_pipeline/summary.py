@@ -11,6 +11,7 @@ from publishworker.telemetry.metrics import PIPELINE_ROWS, PIPELINE_RUNS, Metric
 _ROWS = (
     "registered", "existing", "repeated", "rejected", "written", "deleted", "replayed", "unsent", "resent", "missing",
     "delivered", "late", "lost", "unknown", "republished", "redelivered", "mismatched", "out_of_order",
+    "cancelled_after_publish",
     "applied", "not_applied", "applied_late", "unregistered",
     "published", "refused", "already_published", "uncommitted", "became_dead",
 )  # fmt: skip

@@ -55,9 +55,9 @@ GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, Availa
 CREATE ROLE outbox_subscriber;
 GRANT SELECT(Consumer, TaskId), INSERT(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_subscriber;
 
--- The jobs on Spark: `register` inserts, `archive` reads, `archive --purge` deletes, `drain` does what the relay does,
--- `replay` updates, inserts what was purged, and records what it has handled, and `audit --inbox` reads the records of a
--- subscriber.
+-- The jobs on Spark: `register` inserts, `archive` and `audit` read tasks, also cancelled ones, `archive --purge` deletes
+-- sent ones, `drain` does what the relay does, `replay` updates, inserts what was purged, and records what it has handled,
+-- and `audit --inbox` reads the records of a subscriber.
 CREATE ROLE outbox_pipeline;
 GRANT SELECT, DELETE ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT UPDATE(Id, SentAt, TimesSent, AvailableAt, DueAt, BlockedBy, ExpiresAt, LastError, Attempts)
@@ -67,6 +67,6 @@ GRANT INSERT, UPDATE, DELETE ON TABLE AsynchronousTaskWorkers TO ROLE outbox_pip
 GRANT INSERT(Id, Topic, Data, Priority, OrderingKey, Sequence, CreatedAt, AvailableAt, ExpiresAt, AtMostOnce, TimesSent)
   ON TABLE AsynchronousTasks TO ROLE outbox_pipeline;
 GRANT SELECT, INSERT, UPDATE ON TABLE AsynchronousTaskOperations TO ROLE outbox_pipeline;
-GRANT SELECT(Id, OperationId) ON TABLE AsynchronousTasksCancelled TO ROLE outbox_pipeline;
+GRANT SELECT ON TABLE AsynchronousTasksCancelled TO ROLE outbox_pipeline;
 GRANT SELECT(Consumer, TaskId, ProcessedAt), INSERT(Consumer, TaskId, ProcessedAt),
   UPDATE(Consumer, TaskId, ProcessedAt) ON TABLE ProcessedTasks TO ROLE outbox_pipeline;

@@ -177,7 +177,8 @@ def _number(rows: str, names: Collection[str]) -> str:
 #: The number of shards of cancelled tasks.
 CANCELLED_SHARDS = 10
 _CANCELLED_BY_ID = "AsynchronousTasksCancelled@{FORCE_INDEX=_BASE_TABLE}"
-_CANCELLED_BY_TIME = "AsynchronousTasksCancelled@{FORCE_INDEX=AsynchronousTasksCancelledByTime}"
+CANCELLED_INDEX = "AsynchronousTasksCancelledByTime"
+_CANCELLED_BY_TIME = f"AsynchronousTasksCancelled@{{FORCE_INDEX={CANCELLED_INDEX}}}"
 
 
 def of_cancelled(statement: str) -> str:

@@ -40,8 +40,8 @@ def needed(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def column(name: str, values: Sequence[Any]) -> pa.Array:
-    """Return the values of one column of the table."""
-    field = schemas.TABLE[name]
+    """Return the values of one column of the table, or CancelledAt."""
+    field = schemas.ARCHIVED[name]
     if isinstance(field.dataType, LongType | TimestampType):
         # Only NULL has an empty text.
         texts = pa.array([value.string_value or None for value in values], pa.string())

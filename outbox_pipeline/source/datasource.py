@@ -12,10 +12,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
+from outbox.admin.operator_sql import CANCELLED_SHARDS
 from outbox.admin.table import LayoutChanged, too_old
 from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings, resolved
+from outbox.table.states import LONG_AGO
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
@@ -52,6 +54,30 @@ def read_tasks(
     options = Options(database, *selection, tuple(columns), at, partitions)
     reader = OutboxReader(options, options.schema)
     return read_parts(spark, reader.read, reader.partitions(), options.schema)
+
+
+def read_cancelled(
+    spark: SparkSession,
+    database: DatabaseSettings,
+    names: Sequence[str],
+    at: datetime,
+    *,
+    since: datetime = LONG_AGO,
+    until: datetime | None = None,
+) -> DataFrame:
+    """Return the tasks that operators cancelled from `since` on and before `until`, as of `at`.
+
+    `names` are columns of the table, which have the values that they had before the cancel, and CancelledAt.
+    """
+    schema = StructType([schemas.ARCHIVED[name] for name in names])
+
+    def read(part: parts.CancelledPart) -> Iterator[pa.RecordBatch]:
+        for each in part.read(open_table(database), names, at):
+            yield columns.batch(each, schemas.arrow(schema), at)
+
+    shards = range(CANCELLED_SHARDS)
+    ranges = [parts.CancelledPart(shard, since, until or at + _TICK) for shard in shards]
+    return read_parts(spark, read, ranges, schema)
 
 
 def decoded(tasks: DataFrame) -> DataFrame:

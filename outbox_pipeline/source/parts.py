@@ -13,7 +13,9 @@ from uuid import uuid4
 import pyarrow as pa
 from google.cloud.spanner_v1 import KeyRange, KeySet
 
+from outbox.admin.operator_sql import CANCELLED_INDEX
 from outbox.base.values import chunked
+from outbox.table.ddl import CANCELLED
 from outbox.table.layouts import LayoutShards, by_layout
 from outbox.table.shared_sql import TO_SEND_INDEX
 from outbox_pipeline.source import columns as arrow
@@ -29,6 +31,8 @@ INDEXED = (
 #: The size of the sample, and the share of tasks below which an index read is faster. Reading a task by its key after
 #: an index read costs about three times as much as reading it in a scan.
 SAMPLED, INDEX_PAYS = 500, 1 / 3
+#: The columns from which batches of IDs are made.
+_FOUND = ("Id", "Bytes")
 Columns = Mapping[str, pa.Array]
 
 
@@ -86,6 +90,26 @@ class SentPart:
             ids = columns["Id"].to_pylist()
             looked_up = table.rows(names, KeySet(keys=[[id] for id in ids]), at)
             yield from _batches(looked_up, names)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelledPart:
+    """Tasks of a shard that operators cancelled from `since` on and before `until`, read as those of `SentPart`."""
+
+    shard: int
+    since: datetime
+    until: datetime
+
+    def read(self, table: Table, names: Sequence[str], at: datetime) -> Iterator[Columns]:
+        """Read the range of the index and then the tasks by key. Their `SentAt` is NULL."""
+        range_ = KeyRange(start_closed=[self.shard, self.since], end_open=[self.shard, self.until])
+        rows = table.rows(_FOUND, KeySet(ranges=[range_]), at, table=CANCELLED, index=CANCELLED_INDEX)
+        there = [name for name in names if name != "SentAt"]
+        columns = ["CancelledShard" if name == "Shard" else name for name in there]
+        for found in _batches(rows, _FOUND):
+            keys = KeySet(keys=[[id] for id in found["Id"].to_pylist()])
+            for batch in _batches(table.rows(columns, keys, at, table=CANCELLED), there):
+                yield {**batch, "SentAt": pa.nulls(len(batch["Id"]))}
 
 
 Part = KeyPart | SentPart

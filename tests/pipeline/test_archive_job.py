@@ -22,6 +22,7 @@ from outbox.admin import operations
 from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import DatabaseSettings
+from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER
 from outbox_pipeline import read_archive, schemas
 from outbox_pipeline.jobs.archive import job
@@ -43,8 +44,10 @@ from tests.support.archives import (
     settings_of,
     window_folders,
 )  # fmt: skip
-from tests.support.operations import Watch, delete, insert, row, rows_of, update
+from tests.support.fakes import serialized
+from tests.support.operations import CREATED, Watch, delete, insert, insert_cancelled, row, rows_of, update
 from tests.support.pipeline import meddle, noted, purge_half_and_fail
+from tests.support.spanner import query
 from tests.support.waiting import eventually
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
@@ -64,7 +67,7 @@ def as_the_table_has_them(spark: SparkSession, database: Database, day: datetime
     with database.snapshot() as snapshot:
         found = list(snapshot.execute_sql(f"SELECT {', '.join(names)} FROM AsynchronousTasks"))
     data = names.index("Data")
-    rows = [(*values[:data], base64.b64decode(values[data]), *values[data + 1 :], day.date()) for values in found]
+    rows = [(*values[:data], base64.b64decode(values[data]), *values[data + 1 :], None, day.date()) for values in found]
     return spark.createDataFrame(rows, schemas.ARCHIVED, verifySchema=False)
 
 
@@ -156,7 +159,9 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(
     settings = settings_of(target, tmp_path, window="1h", until=shown(DAY + HOUR * 4.9))
     first = run(spark, settings, late=True)
     assert (first.windows, first.written, first.until) == (1, 4, DAY + HOUR * 4)
-    assert caplog.messages == ["archived 4 tasks sent from 2026-10-20T03:00:00.000000Z to 2026-10-20T04:00:00.000000Z"]
+    assert caplog.messages == [
+        "archived 4 tasks sent or cancelled from 2026-10-20T03:00:00.000000Z to 2026-10-20T04:00:00.000000Z"
+    ]
 
     delete(database, "gone", "old")
     update(database, "again", SentAt=DAY + HOUR * 7)
@@ -196,6 +201,35 @@ def test_windows_adjoin_and_only_archived_tasks_are_purged(
     third = run(spark, settings, late=True, purge=True)
     assert (third.windows, third.until, third.purged_windows, third.deleted) == (0, DAY + HOUR * 12, 0, 0)
     assert "stays" in rows_of(database)
+
+
+def test_cancelled_tasks_are_archived_and_a_purge_keeps_a_restored_one(
+    spark: SparkSession, target: DatabaseSettings, database: Database, tmp_path: Path
+):
+    """Their windows are by CancelledAt. The first window is that of the earliest one."""
+    at, full = DAY + HOUR, {"OrderingKey": "k", "Sequence": 3, "LastError": "x", "AvailableAt": NEVER, "Attempts": 2}
+    insert_cancelled(database, [row("cancelled", **full), row("restored")], at)
+    insert_cancelled(database, [row("later")], NEXT_DAY)
+    insert(database, [sent("sent", at + HOUR)])
+    done = run(spark, settings_of(target, tmp_path), late=True)
+    assert (done.windows, done.written, done.until) == (1, 3, NEXT_DAY)
+    tasks = {
+        each["Id"]: each for each in read_archive(spark, str(tmp_path), since=at, until=NEXT_DAY).toArrow().to_pylist()
+    }
+    assert {id: (each["CancelledAt"], each["SentAt"]) for id, each in tasks.items()} == {
+        "cancelled": (at, None), "restored": (at, None), "sent": (None, at + HOUR),
+    }  # fmt: skip
+    assert (
+        tasks["cancelled"].items()
+        >= (full | {"Data": serialized(), "CreatedAt": CREATED, "SentDate": DAY.date()}).items()
+    )
+    assert 0 <= tasks["cancelled"]["Shard"] < 10
+
+    insert(database, [row("restored")])
+    done = run(spark, settings_of(target, tmp_path), purge=True)
+    assert (done.deleted, done.resent, done.missing) == (1, 0, 0)
+    assert rows_of(database).keys() == {"restored"}
+    assert {id for (id,) in query(database, f"SELECT Id FROM {CANCELLED}")} == {"cancelled", "restored", "later"}
 
 
 def test_a_window_is_read_as_of_one_minute_after_its_end(

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from google.cloud.spanner_v1 import KeySet
 from google.cloud.spanner_v1.database import Database
 from pyspark.sql import SparkSession
 
@@ -16,6 +17,7 @@ from outbox.base.times import shown
 from outbox.errors import OutboxError, SettingError
 from outbox.message import TASK_ID_ATTRIBUTE
 from outbox.program.settings import DatabaseSettings
+from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER
 from outbox_pipeline import cli
 from outbox_pipeline.job_settings import AuditSettings
@@ -28,7 +30,7 @@ from outbox_pipeline.spark.stack_traces import spark_errors
 from publishworker.telemetry import clients
 from tests.support.archives import DAY, NEXT_DAY, settings_of
 from tests.support.avro import SCHEMA, avro_message, write_avro
-from tests.support.operations import insert, row
+from tests.support.operations import insert, insert_cancelled, row
 from tests.support.pipeline import options, write_lines
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
@@ -60,7 +62,7 @@ def test_tasks_of_table_and_archive_are_compared_with_files(
     tasks_here_and_there(spark, target, database, tmp_path / "archive")
     # One sent task has no message, another one has other data, and some messages have no task.
     messages = [
-        *(message(id, AT + 2 * SECOND) for id in ("purged", "again")),
+        *(message(id, AT + 2 * SECOND) for id in ("purged", "again", "cancelled")),
         message("again", AT + 2 * HOUR - SECOND),
         message("in the table", AT + 2 * SECOND, b"tada"),
         message("yesterday", AT - SECOND),
@@ -71,10 +73,10 @@ def test_tasks_of_table_and_archive_are_compared_with_files(
     receive(tmp_path, messages)
     given = settings(target, tmp_path, archive=str(tmp_path / "archive"))
     found = audit.run(spark, given)
-    assert {name: getattr(found, name) for name in ("tasks", "delivered", "lost", "pending", "dead", "messages")} == {
-        "tasks": 7, "delivered": 4, "lost": 1, "pending": 1, "dead": 1, "messages": 4,
-    }  # fmt: skip
+    counts = {"tasks": 9, "delivered": 4, "lost": 1, "pending": 2, "dead": 1, "cancelled": 1, "messages": 5}
+    assert {name: getattr(found, name) for name in counts} == counts
     assert (found.unknown, found.foreign, found.unreadable, found.mismatched) == (1, 1, 1, 1)
+    assert found.cancelled_after_publish == 1
     assert (found.republished, found.redelivered, found.late, found.arriving, found.out_of_order) == (0, 0, 0, 0, 0)
     shows_what_is_lost(tmp_path / "report")
     with pytest.raises(OutboxError, match=r"exists\. Each audit needs a new folder"):
@@ -100,15 +102,26 @@ def test_executors_are_counted_after_the_first_have_registered():
 
 
 def tasks_here_and_there(spark: SparkSession, target: DatabaseSettings, database: Database, folder: Path) -> None:
-    """Archive and purge three tasks into `folder`. Insert others into the table, one of them sent again since."""
+    """Archive and purge three tasks into `folder`, and archive two cancelled ones.
+
+    Insert others into the table. One of them was sent again since, and one was restored.
+    """
 
     def task(id: str, **columns: Any) -> dict[str, Any]:
         return row(id, Data=b"\x0a\x04data", CreatedAt=AT, **columns)
 
     insert(database, [task(id, SentAt=AT + 5 * SECOND) for id in ("purged", "lost <b>", "again")])
+    insert_cancelled(database, [task("cancelled"), task("restored")], AT + 5 * SECOND)
     done = archive.run(spark, settings_of(target, folder), purge=True, late=True)
-    assert done.deleted == 3
-    more = [task("again", SentAt=AT + 2 * HOUR), task("in the table", SentAt=AT + 5 * SECOND), task("waits")]
+    assert (done.written, done.deleted) == (5, 3)
+    with database.batch() as batch:
+        batch.delete(CANCELLED, KeySet(keys=[["restored"]]))
+    more = [
+        task("restored"),
+        task("again", SentAt=AT + 2 * HOUR),
+        task("in the table", SentAt=AT + 5 * SECOND),
+        task("waits"),
+    ]
     more.append(task("dead", AvailableAt=NEVER, LastError="too large"))
     more.append(row("yesterday", Data=b"\x0a\x04data", CreatedAt=DAY - HOUR, SentAt=AT))
     insert(database, more)
@@ -121,8 +134,8 @@ def shows_what_is_lost(report: Path) -> None:
     assert summary["samples"]["lost"] == [{"task_id": "lost <b>", "topic": "orders", **times, "messages": 0}]
     assert [each["task_id"] for each in summary["samples"]["unknown"]] == ["nobody's"]
     [of_topic], [of_hour] = summary["by_topic"], summary["by_hour"]
-    assert (of_topic["topic"], of_topic["tasks"]) == ("orders", 7)
-    assert (of_hour["hour"], of_hour["tasks"]) == (shown(AT), 7)
+    assert (of_topic["topic"], of_topic["tasks"]) == ("orders", 9)
+    assert (of_hour["hour"], of_hour["tasks"]) == (shown(AT), 9)
     [file] = (report / "findings" / "class=lost").glob("*.json")
     assert json.loads(file.read_text(encoding="utf-8"))["task_id"] == "lost <b>"
     assert not (report / "findings" / "class=pending").exists()

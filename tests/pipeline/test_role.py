@@ -9,16 +9,17 @@ from google.cloud.spanner_v1.database import Database
 
 from outbox.admin import operations
 from outbox.program.settings import DatabaseSettings
+from outbox.table.states import NEVER
 from outbox_pipeline.jobs.archive.job import purge_chunk
 from outbox_pipeline.jobs.audit import effects
 from outbox_pipeline.jobs.audit.effects import Inbox
 from outbox_pipeline.jobs.register.executor import Writer
 from outbox_pipeline.jobs.replay.job import ARCHIVED_COLUMNS, replay_chunk
 from outbox_pipeline.source.datasource import OutboxDataSource
-from outbox_pipeline.source.parts import KeyPart
+from outbox_pipeline.source.parts import CancelledPart, KeyPart
 from outbox_pipeline.spanner import open_table
 from tests.support import pipeline
-from tests.support.operations import insert, row, rows_of
+from tests.support.operations import insert, insert_cancelled, row, rows_of
 from tests.support.roles import Heard, grants, refused
 
 SENT = datetime(2026, 6, 1, tzinfo=UTC)
@@ -29,7 +30,12 @@ def test_the_jobs_stay_within_their_role(target: DatabaseSettings, database: Dat
     settings = replace(target, database_role="outbox_pipeline")
     table = open_table(settings)
     heard = Heard(table.database)
-    assert table.first_sent() == SENT
+    assert table.first_ended() == SENT
+    insert_cancelled(database, [row("cancelled")], SENT)
+    [cancelled] = [
+        each for n in range(10) for each in CancelledPart(n, SENT, NEVER).read(table, ("Id", "Data"), table.now())
+    ]
+    assert cancelled["Id"].to_pylist() == ["cancelled"]
     table.retention()
     for more in ({}, {"state": "sent", "since": "3650d"}):
         source = OutboxDataSource(pipeline.options(target, databaseRole="outbox_pipeline", **more))

@@ -25,7 +25,7 @@ RULES = audit.Rules(
     since=NOON - HOUR, until=NOON, horizon=NOON + HOUR, known_until=NOON + HOUR - SECOND, grace=10 * MINUTE, skew=SECOND
 )
 IN_TIME = NOON - 30 * MINUTE
-SENT, AGAIN = IN_TIME + 2 * SECOND, IN_TIME + 5 * MINUTE
+SENT, AGAIN, LATER = IN_TIME + 2 * SECOND, IN_TIME + 5 * MINUTE, IN_TIME + 15 * MINUTE
 #: When a task was created and sent, when its message was published, and its state.
 EDGES = (
     (RULES.since, NOON, NOON, "delivered"),
@@ -41,7 +41,7 @@ EDGES = (
     (IN_TIME, IN_TIME + SECOND, IN_TIME - 3 * SECOND, "delivered"),
 )
 
-TASKS = "Id STRING, Topic STRING, Data BINARY, OrderingKey STRING, Sequence LONG, CreatedAt TIMESTAMP, AvailableAt TIMESTAMP, AtMostOnce BOOLEAN, SentAt TIMESTAMP"  # noqa: E501 - columns
+TASKS = "Id STRING, Topic STRING, Data BINARY, OrderingKey STRING, Sequence LONG, CreatedAt TIMESTAMP, AvailableAt TIMESTAMP, AtMostOnce BOOLEAN, TimesSent LONG, SentAt TIMESTAMP, CancelledAt TIMESTAMP"  # noqa: E501 - columns
 MESSAGES = "message_id STRING, publish_time TIMESTAMP, attributes MAP<STRING, STRING>, data BINARY"
 JSON_MESSAGES = "message_id STRING, publish_time TIMESTAMP, attributes STRING, data BINARY"
 
@@ -54,7 +54,7 @@ def task(id: str, created: datetime, sent: datetime | None, **others: Any) -> tu
     data = data_of(others.get("text", id))
     return (
         id, others.get("topic", "orders"), data, others.get("key"), others.get("sequence"), created,
-        others.get("available"), others.get("at_most_once"), sent,
+        others.get("available"), others.get("at_most_once"), others.get("times_sent"), sent, others.get("cancelled"),
     )  # fmt: skip
 
 
@@ -130,6 +130,31 @@ CASES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
             message("marked first", AGAIN + 30 * SECOND),
         ],
     ),
+    "cancelled": (
+        [
+            *(task(id, IN_TIME, None, cancelled=AGAIN) for id in ("cancelled", "received", "archived", "archived")),
+            task("dead", IN_TIME, None, cancelled=AGAIN, available=NEVER),
+            task("outside", NOON - 2 * HOUR, None, cancelled=AGAIN),
+            *(task("restored", IN_TIME, sent, cancelled=at) for sent, at in ((None, AGAIN), (LATER, None))),
+            *(task("waits", IN_TIME, None, cancelled=at) for at in (SENT, AGAIN, None)),
+            *(task("twice", IN_TIME, None, cancelled=at) for at in (SENT, AGAIN)),
+            # Another task has the ID since.
+            task("registered", IN_TIME, None, cancelled=AGAIN),
+            task("registered", AGAIN + 2 * MINUTE, LATER),
+            # Sent, retried and cancelled. The archive has the sending, or not.
+            task("retried", IN_TIME, SENT), task("retried", IN_TIME, None, times_sent=1, cancelled=AGAIN),
+            task("retried, received", IN_TIME, SENT),
+            task("retried, received", IN_TIME, None, times_sent=1, cancelled=AGAIN),
+            task("retried, no archive", IN_TIME, None, times_sent=1, cancelled=AGAIN),
+        ],
+        [
+            message("received", AGAIN + 30 * SECOND), message("restored", LATER - SECOND),
+            message("registered", LATER - SECOND), message("registered", LATER + SECOND, "again"),
+            message("retried", IN_TIME + SECOND), message("retried, no archive", IN_TIME + SECOND),
+            message("retried, received", IN_TIME + SECOND), message("retried, received", AGAIN),
+            message("outside", AGAIN),
+        ],
+    ),
     "order": (
         [
             _keyed("a", 0, None), _keyed("b", 0, 1), _keyed("c", 0, 2), _keyed("d", 1, 0), _keyed("e", 1, 0),
@@ -180,9 +205,8 @@ def judged(spark: SparkSession) -> Judged:
             named = {name: f"{case}/{text}" if name == TASK_ID_ATTRIBUTE else text for name, text in attributes.items()}
             messages.append((message_id and f"{case}/{message_id}", at, named, data))
     deliveries = received(spark.createDataFrame(messages, MESSAGES), base64=False)
-    rows = audit.judged(
-        audit.sends(decoded(spark.createDataFrame(tasks, TASKS)), bodies=True), deliveries, RULES
-    ).persist()
+    sends = audit.sends(decoded(spark.createDataFrame(tasks, TASKS)), bodies=True)
+    rows = audit.judged(audit.once(sends), deliveries, RULES).persist()
     found = audit.findings(rows, audit.out_of_order(rows)).persist()
     assert found.schema.simpleString() == schemas.FOUND.simpleString()
     findings: dict[str, Counter[tuple[str, str]]] = {case: Counter() for case in CASES}
@@ -233,6 +257,20 @@ def test_each_sending_of_an_id_has_its_own_messages(judged: Judged):
     assert judged.findings["sent again"] == Counter(
         {("lost", "one"): 1, ("republished", "one"): 1, ("lost", "none"): 2, ("pending", "waits"): 1}
     )
+
+
+def test_a_cancelled_task_is_counted_once_and_named_if_it_was_received(judged: Judged):
+    """A restored task counts as what it is now. A message can be of an earlier sending of a task that was retried."""
+    cancelled = ("cancelled", "received", "archived", "dead", "twice", "registered")
+    retried = ("retried", "retried, received", "retried, no archive")
+    expected = Counter({("cancelled", id): 1 for id in (*cancelled, *retried)})
+    expected |= Counter({("cancelled_after_publish", id): 1 for id in ("received", "retried, received")})
+    assert judged.findings["cancelled"] == expected + Counter(
+        {("pending", "waits"): 1, ("republished", "registered"): 1}
+    )
+    numbers = judged.numbers["cancelled", "orders"]
+    wanted = {"tasks": 14, "cancelled": 9, "delivered": 4, "pending": 1, "lost": 0, "cancelled_after_publish": 2}
+    assert {name: numbers[name] for name in wanted} == wanted
 
 
 def test_out_of_order_compares_first_messages(judged: Judged):

@@ -35,7 +35,7 @@ def settings_of(target: DatabaseSettings, archive: Path | str, **given: str) -> 
 
 
 def sent_of(tasks: DataFrame) -> list[Published]:
-    rows = tasks.select("Id", f.unix_micros("SentAt")).collect()
+    rows = tasks.where("SentAt IS NOT NULL").select("Id", f.unix_micros("SentAt")).collect()
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
     return sorted((id, epoch + timedelta(microseconds=micros)) for id, micros in rows)
 

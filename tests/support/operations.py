@@ -11,6 +11,7 @@ from google.cloud.spanner_v1.database import Database
 from outbox.admin.changes import Outcome
 from outbox.admin.table import TaskTable
 from outbox.table.connection import open_database
+from outbox.table.ddl import CANCELLED
 from outbox.table.states import NEVER
 from tests.support.fakes import serialized
 from tests.support.spanner import place, query, record_requests
@@ -69,6 +70,14 @@ def insert(database: Database, rows: Iterable[Mapping[str, Any]]) -> None:
     for start in range(0, len(values), BATCH):
         with database.batch() as batch:
             batch.insert("AsynchronousTasks", COLUMNS, values[start : start + BATCH])
+
+
+def insert_cancelled(database: Database, rows: Iterable[Mapping[str, Any]], at: datetime) -> None:
+    """Insert tasks that an operator cancelled at this time, a commit timestamp."""
+    columns = [name for name in COLUMNS if name != "SentAt"]
+    values = [[*(each[name] for name in columns), 0, "an operation", at] for each in rows]
+    with database.batch() as batch:
+        batch.insert(CANCELLED, (*columns, "TimesSent", "OperationId", "CancelledAt"), values)
 
 
 def update(database: Database, id: str, **columns: Any) -> None:

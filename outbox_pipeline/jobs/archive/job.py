@@ -1,4 +1,7 @@
-"""`archive`: writes sent tasks to Parquet, one window at a time. `--purge` then deletes them from the table."""
+"""`archive`: writes sent and cancelled tasks to Parquet, one window at a time.
+
+`--purge` then deletes the sent ones from the table.
+"""
 
 import logging
 import time
@@ -29,7 +32,7 @@ from outbox_pipeline.jobs.archive.windows import (
     floor,
     rebalanced,
 )
-from outbox_pipeline.source.datasource import read_tasks
+from outbox_pipeline.source.datasource import read_cancelled, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import TIME_TO_READ, Table, open_table
 from outbox_pipeline.spark.spark_tasks import Rows, map_rows, totals
@@ -99,9 +102,9 @@ class _Job:
             begin = windows[-1].manifest.until
         else:
             since = self.settings.since
-            first = resolved(since, now) if since else self.table.first_sent()
+            first = resolved(since, now) if since else self.table.first_ended()
             if first is None:
-                _info("No window is archived, because no task was sent")
+                _info("No window is archived, because no task was sent or cancelled")
                 return []
             if first > now:
                 raise SettingError(f"--since {shown(first)} is in the future. The database's time is {shown(now)}")
@@ -120,8 +123,11 @@ class _Job:
         observed = Observation(f"archive {run_folder}")
         wanted = RowFilter("sent", since=since, until=until)
         sent = read_tasks(self.spark, self.settings, schemas.TABLE.fieldNames(), at, wanted)
+        names = (*sent.columns, "CancelledAt")
+        cancelled = read_cancelled(self.spark, self.settings, names, at, since=since, until=until)
+        both = sent.unionByName(cancelled, allowMissingColumns=True)
         # Observe after the shuffle, because Spark can compute, and count, the rows before it more than once.
-        tasks = rebalanced(archivable(sent)).observe(observed, *checksum_columns())
+        tasks = rebalanced(archivable(both)).observe(observed, *checksum_columns())
         tasks.write.partitionBy(*schemas.ARCHIVE_PARTITIONS).parquet(str(folder / run_folder))
         manifest = Manifest(
             database=self.table.name,
@@ -135,7 +141,7 @@ class _Job:
         window = ArchiveWindow(folder, manifest)
         self._prove(window)
         self.files.finish(folder, manifest)
-        _info(f"archived {manifest.rows:,} tasks sent from {shown(since)} to {shown(until)}")
+        _info(f"archived {manifest.rows:,} tasks sent or cancelled from {shown(since)} to {shown(until)}")
         return window
 
     def purge_all(self, windows: list[ArchiveWindow], done: Archived) -> None:
@@ -165,14 +171,18 @@ class _Job:
             )
 
     def purge(self, window: ArchiveWindow, done: Archived) -> None:
-        """Delete the tasks of a finished window from the table."""
+        """Delete the sent tasks of a finished window from the table.
+
+        Not the cancelled ones, which are unsent in the table if they were restored since.
+        """
         manifest = window.manifest
         selection = {"archive": str(window.folder), "since": manifest.since, "until": manifest.until}
         # An interrupted purge is continued under its ID.
         id = window.note_purging(operations.new_id(), self.table.now())
         if operations.operation(self.table, id) is None:
             operations.begin(self.table, "purge", selection, OperationId=id, Tasks=0)
-        tasks = self.files.read([window]).select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
+        sent = self.files.read([window]).where("SentAt IS NOT NULL")
+        tasks = sent.select("Id", "SentAt").repartition("Id").sortWithinPartitions("Id")
         [row] = totals(map_rows(tasks, _COUNTS, purge_rows, self.settings, id)).collect()
         operations.end(self.table, id)
         window.note_purged(row.asDict(), self.table.now())

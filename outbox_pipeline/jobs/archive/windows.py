@@ -39,7 +39,7 @@ _SHORT = r"^[A-Za-z][A-Za-z0-9._~+%/-]{0,71}$"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of a finished window, which contains the tasks sent from `since` on and before `until`."""
+    """The manifest of a finished window: the tasks sent or cancelled from `since` on and before `until`."""
 
     database: str
     since: datetime
@@ -190,21 +190,27 @@ class Archive:
 def read_archive(
     spark: SparkSession, path: str, *, since: datetime | None = None, until: datetime | None = None
 ) -> DataFrame:
-    """Return the archived tasks that were sent from `since` on and before `until`, each (Id, SentAt) once.
+    """Return the archived tasks that were sent, or cancelled by operators, from `since` on and before `until`.
 
+    Each (Id, SentAt, CancelledAt) occurs once. A sent task has no CancelledAt, and a cancelled task has no SentAt.
     Only finished windows are read. The columns are `outbox_pipeline.schemas.ARCHIVED`. Raises OutboxError if a manifest
     is damaged, a window is missing, or a window does not have the number of tasks in its manifest.
     """
     archive = Archive(spark, path)
     tasks = archive.read(archive.windows(), since, until)
-    tasks = tasks if since is None else tasks.where(tasks.SentAt >= since)
-    return tasks if until is None else tasks.where(tasks.SentAt < until)
+    tasks = tasks if since is None else tasks.where(_ended() >= since)
+    return tasks if until is None else tasks.where(_ended() < until)
+
+
+def _ended() -> Column:
+    """Return when the task was sent or cancelled."""
+    return f.coalesce("SentAt", "CancelledAt")
 
 
 def archivable(tasks: DataFrame) -> DataFrame:
-    """Return sent tasks with the columns of `schemas.STORED`."""
+    """Return sent and cancelled tasks with the columns of `schemas.STORED`."""
     # In UTC, whatever the session's time zone is.
-    micros = f.unix_micros("SentAt")
+    micros = f.unix_micros(_ended())
     days = ((micros - f.pmod(micros, f.lit(_DAY))) / _DAY).cast("int")
     plain = f.substring(f.regexp_replace("Topic", "[^A-Za-z0-9]", "-"), 1, 48)
     folder = f.when(f.col("Topic").rlike(_SHORT), f.col("Topic")).otherwise(

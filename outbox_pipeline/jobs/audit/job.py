@@ -24,7 +24,7 @@ from outbox_pipeline.jobs.audit import effects, received
 from outbox_pipeline.jobs.audit import transforms as audit
 from outbox_pipeline.jobs.audit.page import page
 from outbox_pipeline.source.columns import needed
-from outbox_pipeline.source.datasource import decoded, read_tasks
+from outbox_pipeline.source.datasource import decoded, read_cancelled, read_tasks
 from outbox_pipeline.source.options import RowFilter
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.files import Folder
@@ -32,8 +32,8 @@ from outbox_pipeline.spark.inputs import checked, read_all_columns, read_table
 from outbox_pipeline.spark.spark_tasks import collected
 
 SUMMARY, REPORT, FINDINGS = "summary.json", "report.html", "findings"
-#: Classes without files of findings: these tasks are in the table, and their messages are not due yet.
-UNSENT = ("pending", "dead", "arriving")
+#: Classes without files of findings: these tasks are in the database, and their messages are not due.
+UNSENT = ("pending", "dead", "cancelled", "arriving")
 _Line = dict[str, Any]
 #: Max entries of each list in the summary. If there are more, it has the largest topics and the earliest hours.
 MOST_LINES = 10_000
@@ -61,11 +61,13 @@ class Audited:
     arriving: int
     pending: int
     dead: int
+    cancelled: int
     messages: int
     unknown: int
     republished: int
     redelivered: int
     mismatched: int
+    cancelled_after_publish: int
     out_of_order: int
     foreign: int
     unreadable: int
@@ -88,9 +90,7 @@ def run(spark: SparkSession, settings: AuditSettings) -> Audited:
     bodies, deliveries = job.deliveries()
     inbox = effects.records(spark, settings) if settings.inbox else None
     sends = reduce(DataFrame.unionByName, (audit.sends(tasks, bodies=bodies) for tasks in sources))
-    if len(sources) > 1:  # an archived task can still be in the table
-        sends = sends.dropDuplicates(["task_id", "created_at", "sent_at"])
-    rows = audit.judged(sends, deliveries, rules).persist(StorageLevel.DISK_ONLY)
+    rows = audit.judged(audit.once(sends), deliveries, rules).persist(StorageLevel.DISK_ONLY)
     try:
         done = job.report(rows, deliveries, rules, output, bodies=bodies, inbox=inbox)
     finally:
@@ -117,7 +117,7 @@ class _Job:
     begin: float = dataclasses.field(default_factory=time.monotonic)
 
     def rules_and_tasks(self) -> tuple[audit.Rules, list[DataFrame]]:
-        """Return the rules of the audit, and the tasks of each source with the columns `audit.OF_TASKS`.
+        """Return the rules of the audit, and the tasks of each source with `audit.OF_TASKS` and CancelledAt.
 
         Raises SettingError, OutboxError.
         """
@@ -138,9 +138,11 @@ class _Job:
             )
         if since is not None and since >= until:
             raise SettingError(f"--since {shown(since)} is not before the end of the window, {shown(until)}")
-        sources = [self._of_table(now, since)]
+        columns = (*needed(audit.OF_TASKS), "CancelledAt")
+        cancelled = decoded(read_cancelled(self.spark, settings, columns, now))
+        sources = [self._of_table(now, since).withColumn("CancelledAt", f.lit(None).cast("timestamp")), cancelled]
         if archive:
-            sources.append(decoded(archive.read(windows, since).select(*needed(audit.OF_TASKS))))
+            sources.append(decoded(archive.read(windows, since).select(*columns)))
         return audit.Rules(since, until, horizon, now - CLOCK_SKEW, grace, CLOCK_SKEW), sources
 
     def _of_table(self, at: datetime, since: datetime | None) -> DataFrame:

@@ -15,7 +15,10 @@ from outbox_pipeline.jobs.audit.transforms import STATES
 #: Max rows of the table of topics. summary.json has all topics.
 MOST_ROWS = 200
 #: Counts that should be 0, the most serious first.
-_WRONG = ("lost", "not_applied", "mismatched", "unknown", "unregistered", "out_of_order", "dead", "unreadable")
+_WRONG = (
+    "lost", "not_applied", "mismatched", "cancelled_after_publish", "unknown", "unregistered", "out_of_order", "dead",
+    "unreadable",
+)  # fmt: skip
 _LATENCIES = ("p50", "p95", "p99", "max")
 _HOUR = timedelta(hours=1)
 

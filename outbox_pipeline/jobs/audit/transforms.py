@@ -17,12 +17,12 @@ from outbox_pipeline.jobs.audit.received import digest
 #: The columns of tasks that the audit reads: of the data source, or of the archive with `decoded`.
 OF_TASKS = (
     "Id", "Topic", "Attributes", "Payload", "OrderingKey", "Sequence", "CreatedAt", "AvailableAt", "AtMostOnce",
-    "SentAt",
+    "TimesSent", "SentAt",
 )  # fmt: skip
 #: Each task of the window is in one of these states, described in docs/pipeline/audit.md.
-STATES = ("delivered", "late", "lost", "arriving", "pending", "dead")
+STATES = ("delivered", "late", "lost", "arriving", "pending", "dead", "cancelled")
 #: Possible flaws of a task's messages. A column of this name counts each of them.
-FLAWS = ("republished", "redelivered", "mismatched")
+FLAWS = ("republished", "redelivered", "mismatched", "cancelled_after_publish")
 OUT_OF_ORDER = "out_of_order"
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 #: The counts of a group of tasks, and all numbers of it: also the latencies in seconds.
@@ -31,7 +31,8 @@ NUMBERS = (*COUNTS, *PERCENTILES, "max")
 #: The columns of a sending with its outcome. If no task has the ID, the task's columns are NULL. `state` is NULL
 #: outside the window. `first` is true if no earlier sending of the ID is known.
 JUDGED = (
-    "task_id", "topic", "key", "sequence", "created_at", "sent_at", "state", "first_at", "messages", *FLAWS, "first",
+    "task_id", "topic", "key", "sequence", "created_at", "sent_at", "cancelled_at", "state", "first_at", "messages",
+    *FLAWS, "first",
 )  # fmt: skip
 
 
@@ -53,7 +54,10 @@ class Rules:
 
 
 def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
-    """Return a row for each sending or unsent task with OF_TASKS. With `bodies`, the digest covers the data."""
+    """Return a row for each sending, unsent or cancelled task with OF_TASKS and CancelledAt.
+
+    With `bodies`, the digest covers the data.
+    """
     key = f.when(f.col("OrderingKey").isNotNull(), f.xxhash64("Topic", "OrderingKey"))
     dead = f.coalesce(f.expr(RANGES["dead"][0]), f.lit(False))
     return tasks.select(
@@ -63,10 +67,23 @@ def sends(tasks: DataFrame, *, bodies: bool) -> DataFrame:
         f.col("Sequence").alias("sequence"),
         f.col("CreatedAt").alias("created_at"),
         f.col("SentAt").alias("sent_at"),
+        f.col("CancelledAt").alias("cancelled_at"),
+        f.coalesce("TimesSent", f.lit(0)).alias("times_sent"),
         f.col("AtMostOnce").alias("at_most_once"),
         dead.alias("dead"),
         digest(f.col("Attributes"), f.col("Payload") if bodies else f.lit(None)).alias("digest"),
     )
+
+
+def once(sendings: DataFrame) -> DataFrame:
+    """Return the sendings of several sources, each once: an archived task can still be in the table.
+
+    A cancelled task is not counted if it was restored: a later row has the same ID and CreatedAt.
+    """
+    of_id = Window.partitionBy("task_id").orderBy("created_at", _ended().asc_nulls_last())
+    is_same = f.col("cancelled_at").isNotNull() | (_ended() == f.lead(_ended()).over(of_id))
+    is_followed = (f.lead("created_at").over(of_id) == f.col("created_at")) & is_same
+    return sendings.withColumn("followed", is_followed).where("followed IS NOT TRUE").drop("followed")
 
 
 def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFrame:
@@ -97,6 +114,10 @@ def judged(sendings: DataFrame, deliveries: DataFrame, rules: Rules) -> DataFram
     repeats = {
         "republished": f.greatest(f.col("messages") - 1, f.lit(0)),
         "redelivered": f.col("deliveries") - f.col("messages"),
+        # Without all earlier sendings of a task that was retried, the message can be of one of them.
+        "cancelled_after_publish": (
+            f.col("cancelled_at").isNotNull() & (f.col("messages") > 0) & (f.col("place") > f.col("times_sent"))
+        ).cast("long"),
     }
     stated = counted.withColumns({"state": _state(rules), **repeats})
     return stated.select(*JUDGED)
@@ -133,16 +154,23 @@ def _bounded(sendings: DataFrame, rules: Rules) -> DataFrame:
 
     A task is marked after its message was published, so a message published between two SentAt of an ID belongs to the
     later one. The bound is SentAt plus the clock skew, but at most the middle between this SentAt and the next. An
-    at-most-once task is marked first, and published until its mark is final.
+    at-most-once task is marked first, and published until its mark is final. A cancelled task has CancelledAt instead,
+    and can be published until its worker notices the cancel.
     """
-    of_id = Window.partitionBy("task_id").orderBy(f.col("sent_at").asc_nulls_last(), "created_at")
-    micros, next_micros = f.unix_micros("sent_at"), f.unix_micros(f.lead("sent_at").over(of_id))
+    of_id = Window.partitionBy("task_id").orderBy(_ended().asc_nulls_last(), "created_at")
+    micros, next_micros = f.unix_micros(_ended()), f.unix_micros(f.lead(_ended()).over(of_id))
     middle = f.timestamp_micros(micros + f.floor((next_micros - micros) / 2))
     last = f.lead("created_at").over(of_id).isNull()
     # `least` ignores NULL: there is no middle if the next sending is not sent.
-    slack = f.when(f.col("at_most_once"), f.lit(rules.skew + MARKS_FINAL_AFTER)).otherwise(f.lit(rules.skew))
-    ends = sendings.withColumn("before", f.when(~last, f.least(f.col("sent_at") + slack, middle)))
-    return ends.withColumn("after", f.lag("before").over(of_id))
+    longer = f.col("at_most_once") | f.col("cancelled_at").isNotNull()
+    slack = f.when(longer, f.lit(rules.skew + MARKS_FINAL_AFTER)).otherwise(f.lit(rules.skew))
+    ends = sendings.withColumn("before", f.when(~last, f.least(_ended() + slack, middle)))
+    return ends.withColumns({"after": f.lag("before").over(of_id), "place": f.row_number().over(of_id)})
+
+
+def _ended() -> Column:
+    """Return when a task was sent or cancelled."""
+    return f.coalesce("sent_at", "cancelled_at")
 
 
 def _is_known(at: Column, rules: Rules) -> Column:
@@ -159,7 +187,8 @@ def _state(rules: Rules) -> Column:
     received = f.col("first_at")
     is_due = f.col("sent_at") < f.lit(rules.horizon - rules.grace)
     of_task = (
-        f.when(f.col("sent_at").isNull(), f.when(f.col("dead"), f.lit("dead")).otherwise(f.lit("pending")))
+        f.when(f.col("cancelled_at").isNotNull(), f.lit("cancelled"))
+        .when(f.col("sent_at").isNull(), f.when(f.col("dead"), f.lit("dead")).otherwise(f.lit("pending")))
         .when(received.isNull(), f.when(is_due, f.lit("lost")).otherwise(f.lit("arriving")))
         .when(received >= f.lit(rules.until + rules.grace), f.lit("late"))
         .otherwise(f.lit("delivered"))
