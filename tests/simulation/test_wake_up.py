@@ -101,7 +101,7 @@ def requests_of_idle_workers(workers: int, *, dead: bool) -> float:
     ],
 )
 def test_idle_workers_send_few_requests(workers: int, dead: bool, most: float, defect: str | None) -> None:
-    """As in docs/benchmarks.md. Several are woken by a change stream, whose own requests do not count here."""
+    """Several are woken by a change stream, whose own requests do not count here."""
     owner, name, make = DEFECTS[defect] if defect else (World, "load", lambda real: real)
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         requests = requests_of_idle_workers(workers, dead=dead)

@@ -14,9 +14,7 @@ from tools.benchmarks import (
     costs,
     delayed,
     flights,
-    idle,
     latency,
-    memory,
     ordering,
     page,
     receiving,
@@ -34,8 +32,6 @@ SECTIONS: dict[str, Callable[[Bench], results.Section]] = {
     "latency": latency.run,
     "registering": registering.run,
     "inbox": receiving.run,
-    "idle": idle.run,
-    "memory": memory.run,
 }
 
 #: With the pipeline, which `make bench-pipeline` runs.

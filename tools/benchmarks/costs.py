@@ -5,12 +5,11 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 from outbox.devtools.emulators import Emulators
 from tests.support.counting import Counting
-from tests.support.processes import Finished, Process, started
+from tests.support.processes import started
 from tools.benchmarks.bench import Bench, Table, fresh_table
 from tools.benchmarks.relaying import PATIENT_SECONDS, drive, warm_worker
 from tools.benchmarks.results import Section, figures
@@ -50,20 +49,15 @@ def run(bench: Bench) -> Section:
 def client_cpu(hosts: Emulators, table: Table, tasks: int) -> float:
     """Relay a backlog in a process of its own, which has sent one task before; return the CPU in us per task."""
     table.fill(1)
-    arguments = ("--database", table.id, "--tasks", str(tasks), "--wait")
+    arguments = ("--database", table.id, "--tasks", str(tasks))
     with started("tools.benchmarks.child", *arguments, environment=hosts.environment() | SESSIONS) as process:
         process.wait_for_text("connected")
         table.fill(tasks)
         process.stop(signal.SIGUSR1)
-        took = answer_of(process, process.wait(300))
+        if process.wait(300) != 0:
+            raise RuntimeError(process.stderr)
+        took = json.loads(process.stdout.splitlines()[-1])
     return took["cpu_seconds"] / took["published"] * 1e6
-
-
-def answer_of(process: Process | Finished, code: int) -> Any:
-    """Return what `tools.benchmarks.child` measured."""
-    if code != 0:
-        raise RuntimeError(process.stderr)
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 def counted(hosts: Emulators, table: Table, tasks: int) -> Iterator[tuple[str, str, float]]:

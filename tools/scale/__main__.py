@@ -24,7 +24,7 @@ from tests.simulation.world import GOOD, World, quiet
 from tools.benchmarks.cost import INSERT, MARK, TTL_DELETE
 from tools.benchmarks.page import grid, markdown
 from tools.benchmarks.results import ROOT, Figure, Section, circumstances, figures, load, save
-from tools.scale import commits, day, fleets
+from tools.scale import commits, fleets
 from tools.scale.autoscaler import Autoscaler, Durations, commit_limit
 from tools.scale.commits import OF_ROW, ROW_READS, ROW_WRITES, Traffic
 from tools.scale.rates import BASE, DIVIDED
@@ -206,7 +206,7 @@ def _break(world: World, service: str, seconds: float) -> None:
 # --- the page
 
 PAGE = ROOT / "docs/architecture/scale.md"
-FILE, PICTURE, DAY = (PAGE.with_suffix("") / name for name in ("results.json", "autoscaler.png", "day.png"))
+FILE, PICTURE = (PAGE.with_suffix("") / name for name in ("results.json", "autoscaler.png"))
 
 LOADS = {
     rate: Load(rate, workers, shards, units(rate), seconds)
@@ -328,21 +328,6 @@ def episodes() -> dict[str, Section]:
     return {"autoscaler": section("Autoscaler", rows), "series": Section("Series", series, "", "")}
 
 
-def one_day() -> dict[str, Section]:
-    nodes = units(day.PEAK) / 1000
-    played = day.play(nodes * ROW_WRITES, work)
-    spanner, pubsub = 24 * nodes * DOLLARS_PER_NODE, sum(played.points["registered, 1,000/s"]) / 4 * 3600
-    rows: Rows = [
-        ("a day", "largest backlog, 1,000 tasks", max(played.points["backlog, 1,000 tasks"])),
-        ("a day", "tasks never received", played.lost),
-        ("a day", "duplicates of simulated tasks", played.duplicates),
-        ("a day", "Spanner, $ for nodes", spanner),
-        ("a day", "Pub/Sub, $ to publish", pubsub * 1000 * MESSAGE_BYTES / 2**40 * DOLLARS_PER_TIB),
-    ]
-    series = [Figure("day", name, values) for name, values in played.points.items()]
-    return {"day": section("Day", rows), "day series": Section("Day series", series, "", "")}
-
-
 def draw(results: dict[str, Section], file: Path) -> None:
     """Draw the autoscaler."""
     figure, axes = plt.subplots(len(EPISODES), 1, figsize=(7, 2 * len(EPISODES)), sharex=True, layout="constrained")
@@ -373,9 +358,9 @@ def text(results: dict[str, Section], page: str) -> str:
     return page
 
 
-TABLES = ("loads", "needs", "delays", "fleets", "day", "autoscaler")
+TABLES = ("loads", "needs", "delays", "fleets", "autoscaler")
 SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {
-    "loads": loads, "needs": needs, "delays": delays, "fleets": large_fleets, "day": one_day, "autoscaler": episodes
+    "loads": loads, "needs": needs, "delays": delays, "fleets": large_fleets, "autoscaler": episodes
 }  # fmt: skip
 
 
@@ -397,7 +382,6 @@ def main() -> None:
         save(load(FILE) | found, FILE)
     results = load(FILE)
     draw(results, PICTURE)
-    day.draw({each.column: each.values for each in results["day series"].figures}, DAY)
     PAGE.write_text(text(results, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}, {FILE.relative_to(ROOT)}")
 
