@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from random import Random
 from zlib import crc32
@@ -16,7 +16,6 @@ from zlib import crc32
 from matplotlib import pyplot as plt
 from tqdm import tqdm
 
-from publishworker.turn.membership import HEARTBEAT_INTERVAL_SECONDS, MAX_STREAM_READERS
 from tests.simulation.audit import Known
 from tests.simulation.faults import ANSWERS
 from tests.simulation.spanner import Cpu
@@ -24,20 +23,17 @@ from tests.simulation.world import GOOD, World, quiet
 from tools.benchmarks.cost import INSERT, MARK, TTL_DELETE
 from tools.benchmarks.page import grid, markdown
 from tools.benchmarks.results import ROOT, Figure, Section, circumstances, figures, load, save
-from tools.scale import commits, fleets
+from tools.scale import fleets
 from tools.scale.autoscaler import Autoscaler, Durations, commit_limit
-from tools.scale.commits import OF_ROW, ROW_READS, ROW_WRITES, Traffic
 from tools.scale.rates import BASE, DIVIDED
 
 #: The part of the CPU to stay below. https://cloud.google.com/spanner/docs/cpu-utilization
 RECOMMENDED = 0.65
+#: Row writes and row reads per second of 1,000 processing units. https://cloud.google.com/spanner/docs/performance
+ROW_WRITES, ROW_READS = 3_500, 22_500
 READ = ROW_WRITES / ROW_READS
 #: Row writes of each request, and of each row of it; a row that is read counts as a part of one.
 WORK = {"insert": (0, INSERT[0]), "commit": (0, MARK[0]), "lock": (0, READ), "poll": (READ, 0), "rows": (0, READ)}
-#: Row writes of a task at the end of its shard's range of unsent tasks: its entry is inserted, and then deleted.
-TAIL = 2
-#: What the server of that range carries, at most: as much as 1,000 processing units.
-TAIL_WRITES = ROW_WRITES * RECOMMENDED
 #: Of a worker in the loads. With full batches it is about what `python -m tools.benchmarks --only costs` measures.
 CPU = Cpu(request=1341e-6, task=42.629e-6)
 #: Of the latencies, in rows that show what they do.
@@ -46,12 +42,6 @@ SLOW = 3
 WARMING = 10
 #: Seconds of a run that do not count. The workers' pauses are long then.
 BEGINNING = 1.0
-#: As docs/operations/scaling.md assumes: bytes of a message and of a row with its index entries, days that rows are
-#: stored, and the price of Pub/Sub. Hours of a month.
-MESSAGE_BYTES, ROW_BYTES, STORED_DAYS, DOLLARS_PER_TIB, HOURS = 300, 700, 10, 40, 730
-#: Dollars for a node and an hour, and for a GB and a month: the example of
-#: https://kindatechnical.com/google-cloud-spanner-guide/understanding-pricing-models.html, undated.
-DOLLARS_PER_NODE, DOLLARS_PER_GB = 0.90, 0.30
 
 
 def work(kind: str, rows: int) -> float:
@@ -144,12 +134,8 @@ def carried(load: Load, factor: float = 1.0) -> dict[str, float]:
 
 def units(rate: float) -> int:
     """Return the processing units that carry unordered tasks at the recommended CPU: whole nodes."""
-    return commits.units(rate * (INSERT[0] + MARK[0]) + others(rate), RECOMMENDED)
-
-
-def others(rate: float) -> float:
-    """Return the row writes of unordered tasks that no commit delay changes: of deletions, and of reads."""
-    return rate * (TTL_DELETE[0] + 2 * READ)
+    row_writes = rate * (INSERT[0] + MARK[0] + TTL_DELETE[0] + 2 * READ)
+    return 1000 * ceil(row_writes / (ROW_WRITES * RECOMMENDED))
 
 
 # --- the autoscaler
@@ -244,61 +230,6 @@ def loads() -> dict[str, Section]:
     return {"loads": section("Loads", rows)}
 
 
-def needs() -> dict[str, Section]:
-    """Calculate what else each load needs."""
-    rows = Rows()
-    for rate, load_ in LOADS.items():
-        column, readers = f"{rate:,}/s", min(load_.workers, MAX_STREAM_READERS)
-        node_hours = load_.units / 1000 * HOURS
-        gigabytes = rate * 86_400 * STORED_DAYS * ROW_BYTES / 1e9
-        pubsub = rate * 3600 * HOURS * MESSAGE_BYTES / 2**40 * DOLLARS_PER_TIB
-        spanner = node_hours * DOLLARS_PER_NODE + gigabytes * DOLLARS_PER_GB
-        values = {
-            "writes to the tail of a shard, % of a server": 100 * TAIL * rate / load_.shards / TAIL_WRITES,
-            "heartbeats/s": load_.workers / HEARTBEAT_INTERVAL_SECONDS,
-            "MB/s to Pub/Sub": rate * MESSAGE_BYTES / 1e6,
-            "with `--wake change-stream`: records/s that all workers read together": rate * readers,
-            "workers: core hours per month": load_.workers * HOURS,
-            "Spanner: node hours per month": node_hours,
-            "Spanner: TB stored": gigabytes / 1000,
-            "Pub/Sub: $ per month to publish": pubsub,
-            "Spanner: $ per month, at the example prices": spanner,
-            "Spanner and Pub/Sub: $ per month": spanner + pubsub,
-        }
-        rows += [(name, column, value) for name, value in values.items()]
-    return {"needs": section("Needs", rows)}
-
-
-#: Seconds for which marks and registrations wait, by the row of the table.
-DELAYS = {
-    "no delay": (0.0, 0.0),
-    "marks 50 ms": (0.05, 0.0),
-    "marks 100 ms": (0.1, 0.0),
-    "marks and registrations 50 ms": (0.05, 0.05),
-    "marks and registrations 100 ms": (0.1, 0.1),
-}
-#: Requests of a batch under load: a poll, the lock and the commit.
-REQUESTS_OF_A_BATCH = 3
-
-
-def delays() -> dict[str, Section]:
-    """Calculate the processing units of each load with commit delays. The sizes of batches are those of its run."""
-    rows, measured = Rows(), {(each.row, each.column): each.median for each in load(FILE)["loads"].figures}
-    for rate, load_ in LOADS.items():
-        column = f"{rate:,}/s"
-        batch = round(1000 * REQUESTS_OF_A_BATCH / measured["requests/1,000 tasks", column])
-        traffic = Traffic(rate, batch, load_.shards, load_.units // 1000)
-        marked = rate * (INSERT[0] + MARK[0] * OF_ROW)
-        found = {name: commits.cost(commits.writes(traffic, *delay)) for name, delay in DELAYS.items()}
-        found = {
-            "every row alone": rate * (INSERT[0] + MARK[0]),
-            "every row alone, except all marks": marked,
-            **{f"groups, {name}": cost for name, cost in found.items()},
-        }
-        rows += [(name, column, commits.units(cost + others(rate), RECOMMENDED)) for name, cost in found.items()]
-    return {"delays": section("Commit delays", rows)}
-
-
 def large_fleets() -> dict[str, Section]:
     rows = Rows()
     for simulate, numbers in ((fleets.heartbeats, (10, 40, 100, 400)), (fleets.wake_ups, (2, 10, 40, 100))):
@@ -358,9 +289,9 @@ def text(results: dict[str, Section], page: str) -> str:
     return page
 
 
-TABLES = ("loads", "needs", "delays", "fleets", "autoscaler")
+TABLES = ("loads", "fleets", "autoscaler")
 SECTIONS: dict[str, Callable[[], dict[str, Section]]] = {
-    "loads": loads, "needs": needs, "delays": delays, "fleets": large_fleets, "autoscaler": episodes
+    "loads": loads, "fleets": large_fleets, "autoscaler": episodes
 }  # fmt: skip
 
 
