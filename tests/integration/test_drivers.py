@@ -326,12 +326,14 @@ def test_a_replay_with_another_answer_fails(stack: DbApi, orders_database: Datab
         assert stack.register_once(handle, "orders", b"", task_id=id) is False
 
 
-def test_a_lost_answer_is_an_error(stack: DbApi) -> None:
-    """The driver's `fetchall` returns no rows if it fails, which would look like an ID that exists."""
+@pytest.mark.parametrize("function", ["register_once", "cancel"])
+def test_a_lost_answer_is_an_error(stack: DbApi, function: str) -> None:
+    """The driver's `fetchall` returns no rows if it fails, which would look like an ID that exists, or a sent task."""
+    arguments = ("orders", b"") if function == "register_once" else ()
 
     def work() -> None:
         with stack.transaction() as handle:
-            stack.register_once(handle, "orders", b"", task_id=str(uuid.uuid4()))
+            stack.call(function, handle, *arguments, task_id=str(uuid.uuid4()))
 
     error = pytest.raises(stack.errors.OperationalError, match="Roll back and run the transaction again")
     with mock.patch.object(Cursor, "fetchall", return_value=[]), error:
@@ -403,43 +405,6 @@ def test_the_layer_above_the_driver_sees_each_statement(orders_database: Databas
 def refused(register: Callable[[], object], sentence: str) -> None:
     with pytest.raises(outbox.InvalidTransaction, match=re.escape(sentence)):
         register()
-
-
-@pytest.mark.parametrize(
-    ("prepare", "sentence"),
-    [
-        (lambda it: it.close(), "the connection is closed"),
-        (lambda it: setattr(it, "read_only", True), "the connection is read-only"),
-        (lambda it: setattr(it, "autocommit", True), "the connection is in autocommit mode"),
-        (
-            lambda it: (setattr(it, "autocommit", True), it.begin()),
-            "connection.begin(), which a replay does not repeat",
-        ),
-        (lambda it: it.cursor().execute("START BATCH DML"), "the connection is collecting a batch of DML"),
-    ],
-)
-def test_wrong_uses_of_dbapi(orders_database: Database, prepare: Callable[[Any], object], sentence: str) -> None:
-    id = str(uuid.uuid4())
-    with closing(DbApi(orders_database)) as stack:
-        connection = stack._connection
-        prepare(connection)
-        refused(lambda: stack.register(connection, "orders", b"", task_id=id), sentence)
-        refused(lambda: stack.register_once(connection, "orders", b"", task_id=id), sentence)
-        assert not connection._spanner_transaction_started
-    assert rows(orders_database, id) == ([], [])
-
-
-def test_begin_in_autocommit_mode_is_accepted_if_a_cursor_executed_it(orders_database: Database) -> None:
-    """A replay repeats it, unlike `connection.begin()`."""
-    ids = sorted(str(uuid.uuid4()) for _ in range(2))
-    with closing(DbApi(orders_database)) as stack:
-        connection = stack._connection
-        connection.autocommit = True
-        for id, statement in zip(ids, ("begin", "START TRANSACTION"), strict=True):
-            connection.cursor().execute(statement)
-            stack.register(connection, "orders", b"", task_id=id)
-            connection.commit()
-    assert rows(orders_database, *ids) == ([], ids)
 
 
 def test_sessions_and_connections_of_sqlalchemy(orders_database: Database) -> None:

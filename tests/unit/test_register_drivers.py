@@ -126,22 +126,55 @@ def test_a_message_that_no_statement_can_hold_is_refused(session: Session) -> No
     assert not connection._spanner_transaction_started
 
 
-@pytest.mark.parametrize("begin", ["-- a\nBEGIN", "# a\nbegin", "/* a */ START TRANSACTION"])
-def test_begin_may_follow_a_comment(session: Session, begin: str) -> None:
-    """Because the driver accepts it."""
+@pytest.mark.parametrize(
+    "begin", ["begin", "START TRANSACTION", "-- a\nBEGIN", "# a\nbegin", "/* a */ START TRANSACTION"]
+)
+def test_begin_in_autocommit_mode_is_accepted_if_a_cursor_executed_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch, begin: str
+) -> None:
+    """A replay repeats it, unlike `connection.begin()`. The driver accepts a comment before it."""
+    statements: list[str] = []
+    monkeypatch.setattr(Connection, "commit", lambda _: None)
     connection = Connection(session._database._instance, session._database)
+    connection._session = session
     connection.autocommit = True
     connection.cursor().execute(begin)
-    assert dbapi.register_many(connection, []) == []
+    monkeypatch.setattr(Cursor, "execute", lambda _, sql, __: statements.append(sql))
+    dbapi.register(connection, "orders", b"")
+    connection.commit()
+    assert [sql[:6] for sql in statements] == ["INSERT"]
 
 
-def test_another_statement_that_begins_with_start_is_no_begin(session: Session) -> None:
-    connection = Connection(session._database._instance, session._database)
+def began(connection: Connection) -> None:
     connection.autocommit = True
     connection.begin()
+
+
+def start_batch(connection: Connection) -> None:
     connection.cursor().execute("START BATCH DML")
-    with pytest.raises(outbox.InvalidTransaction, match="a replay does not repeat"):
+
+
+@pytest.mark.parametrize(
+    ("prepare", "sentence"),
+    [
+        ([Connection.close], "the connection is closed"),
+        ([lambda it: setattr(it, "read_only", True)], "the connection is read-only"),
+        ([lambda it: setattr(it, "autocommit", True)], "the connection is in autocommit mode"),
+        ([began], r"connection\.begin\(\), which a replay does not repeat"),
+        ([began, start_batch], "which a replay does not repeat"),
+        ([start_batch], "the connection is collecting a batch of DML"),
+    ],
+)
+def test_wrong_uses_of_dbapi(session: Session, prepare: list[Callable[[Any], object]], sentence: str) -> None:
+    connection = Connection(session._database._instance, session._database)
+    for each in prepare:
+        each(connection)
+    for call in (dbapi.register, dbapi.register_once):
+        with pytest.raises(outbox.InvalidTransaction, match=sentence):
+            call(connection, "orders", b"", task_id="t")
+    with pytest.raises(outbox.InvalidTransaction, match=sentence):
         dbapi.register_many(connection, [])
+    assert not connection._spanner_transaction_started
 
 
 def test_no_task_is_left_in_a_batch_that_does_not_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
