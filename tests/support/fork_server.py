@@ -88,13 +88,14 @@ def fork(
     stdout: IO[bytes] | int,
     stderr: IO[bytes] | int,
     stdin: IO[bytes] | int | None = None,
+    directory: Path = ROOT,
 ) -> Child:
-    """Run `python -m module arguments` in the repository with just this environment; no `stdin` is /dev/null."""
+    """Run `python -m module arguments` in this folder with just this environment; no `stdin` is /dev/null."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(_address("jobs" if module.startswith("outbox_pipeline") else "commands"))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device
         streams = [each if isinstance(each, int) else each.fileno() for each in (stdin or nothing, stdout, stderr)]
-        request = json.dumps([[0, 1, 2], module, list(arguments), dict(environment), str(ROOT)]).encode()
+        request = json.dumps([[0, 1, 2], module, list(arguments), dict(environment), str(directory)]).encode()
         socket.send_fds(connection, [request], streams)
     return Child(int(connection.recv(64)), connection)
 
@@ -212,7 +213,7 @@ def _run(received: Sequence[int], request: list[Any]) -> None:
     time.tzset()
     random.seed()
     sys.argv = [module, *arguments]
-    sys.path[:0] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:0] = [directory, *(each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each)]
     _measure()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

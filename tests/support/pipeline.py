@@ -171,12 +171,6 @@ def replay_rows_and_fail(*given: Any) -> Iterator[Rows]:
     return _fail_after_writes(replay_rows, *given[:-1], batches=given[-1])
 
 
-def replay_rows_and_fail_always(*given: Any) -> Iterator[Rows]:
-    """Replay all rows and fail, in every attempt."""
-    yield from replay_rows(*given)
-    raise RuntimeError("this task fails when it has replayed its rows")
-
-
 def purge_half_and_fail(database: DatabaseSettings, operation: str, batches: Iterator[Rows]) -> Iterator[Rows]:
     """Delete half of the rows of each batch and fail, in every attempt."""
     yield from purge_rows(database, operation, map(_half, batches))

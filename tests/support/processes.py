@@ -92,8 +92,8 @@ def started(
         given = dict(environment or {})
         variables = clean_environment() | given | real.settings(given)
         child = (
-            fork_server.fork(module, arguments, variables, stdout=stdout, stderr=stderr)
-            if directory == ROOT and sys.platform == "linux"
+            fork_server.fork(module, arguments, variables, stdout=stdout, stderr=stderr, directory=directory)
+            if python == sys.executable and sys.platform == "linux"
             else subprocess.Popen(
                 tied([python, "-m", module, *arguments]),
                 cwd=directory,
