@@ -60,6 +60,11 @@ class RegisterSettings(JobSettings):
     input_format: str = setting(
         "auto", one_of("auto", *FORMATS), "Input format. auto uses the file extension, json is JSON lines."
     )
+    select: str = setting(
+        "",
+        SettingType(str, "expressions of Spark's SQL with names, separated by commas; or nothing"),
+        "Spark SQL that makes the columns of the tasks from those of the input: to_json(struct(*)) AS data.",
+    )
     rejects: str = setting(None, _PATH, "Folder for rejected rows with their reasons, as JSON lines.")
     topic: str = setting("", matching(r"\S*", "a topic, or nothing"), "Topic of rows without a topic.")
     key: str = setting(

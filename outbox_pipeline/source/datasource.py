@@ -1,4 +1,4 @@
-"""`spark.read.format("outbox")` and `spark.readStream.format("outbox")`.
+"""`spark.read.format("outbox")` and `spark.readStream.format("outbox")`. The writers are in sink.py.
 
 Spark creates these objects in a Python process next to the driver, plans there, and sends the parts to executors. Parts
 are plain data that can be pickled. The API is from Spark 4.0: https://spark.apache.org/docs/4.0.0/api/python/tutorial/sql/python_data_source.html.
@@ -21,8 +21,10 @@ from outbox.table.states import LONG_AGO
 from outbox_pipeline import schemas
 from outbox_pipeline.source import columns, parts
 from outbox_pipeline.source.options import Options, RowFilter, parse
+from outbox_pipeline.source.sink import OutboxStreamWriter, OutboxWriter
 from outbox_pipeline.spanner import Table, open_table
 from outbox_pipeline.spark.spark_tasks import parallelism, read_parts
+from outbox_pipeline.spark.stack_traces import without_stack_trace
 
 try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow
@@ -101,17 +103,30 @@ class OutboxDataSource(DataSource):
         """Return the name for `format(...)`."""
         return "outbox"
 
+    @without_stack_trace()
     def schema(self) -> StructType:
         """Return the columns that the options select."""
         return parse(self.options).schema
 
+    @without_stack_trace()
     def reader(self, schema: StructType) -> "OutboxReader":
         """Return the batch reader."""
         return OutboxReader(parse(self.options), _checked(schema))
 
+    @without_stack_trace()
     def streamReader(self, schema: StructType) -> "OutboxStreamReader":  # noqa: N802 - Spark's name
         """Return the stream reader, which follows sent tasks."""
         return OutboxStreamReader(parse(self.options), _checked(schema))
+
+    @without_stack_trace()
+    def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
+        """Return the batch writer, which registers rows as tasks."""
+        return OutboxWriter(self.options, schema, overwrite)
+
+    @without_stack_trace()
+    def streamWriter(self, schema: StructType, overwrite: bool) -> OutboxStreamWriter:  # noqa: N802 - Spark's name
+        """Return the stream writer."""
+        return OutboxStreamWriter(self.options, schema, overwrite)
 
 
 def _checked(schema: StructType) -> StructType:

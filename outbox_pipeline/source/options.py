@@ -1,9 +1,10 @@
 """The options of `spark.read.format("outbox")`, and the tasks that they select."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import reduce
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -109,16 +110,20 @@ class RowFilter:
 
 
 def parse(options: Mapping[str, str]) -> Options:
-    """Parse `options`. Raises SettingError if one is unknown, missing or not allowed."""
+    """Parse the options of a reader. Raises SettingError if one is unknown, missing or not allowed."""
+    values, database = given_options(options, _KINDS)
+    return Options(database, **{"read_timestamp" if name == "readTimestamp" else name: values[name] for name in values})
+
+
+def given_options(
+    options: Mapping[str, str], kinds: Mapping[str, SettingType], ignored: Sequence[str] = ()
+) -> tuple[dict[str, Any], DatabaseSettings]:
+    """Return the values of the `options` that are given, and their database. Raises SettingError."""
     given = {name.lower(): value for name, value in options.items()}
-    known = (*_KINDS, *_DATABASE)
-    if unknown := sorted(given.keys() - {name.lower() for name in known}):
+    known = (*kinds, *_DATABASE)
+    if unknown := sorted(given.keys() - {name.lower() for name in (*known, *ignored)}):
         raise SettingError(f"Unknown option {unknown[0]}. Known options: {', '.join(known)}")
     values = {
-        "read_timestamp" if name == "readTimestamp" else name: kind.value(given[name.lower()], f"Option {name}")
-        for name, kind in _KINDS.items()
-        if name.lower() in given
+        name: kind.value(given[name.lower()], f"Option {name}") for name, kind in kinds.items() if name.lower() in given
     }
-    return Options(
-        DatabaseSettings.read({field: given.get(name.lower()) for name, field in _DATABASE.items()}), **values
-    )
+    return values, DatabaseSettings.read({field: given.get(name.lower()) for name, field in _DATABASE.items()})

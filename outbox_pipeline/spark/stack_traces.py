@@ -1,6 +1,7 @@
 """Turns the stack traces of Spark errors into one sentence, which also names the cause and what to do."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 
@@ -69,6 +70,19 @@ def spark_errors() -> Iterator[None]:
             raise KeyboardInterrupt from error
         # Only the errors that PySpark knows have their Java stack trace apart.
         raise error_from(f"{error}\n{getattr(error, '_stackTrace', '')}") from error
+
+
+@contextlib.contextmanager
+def without_stack_trace() -> Iterator[None]:
+    """Let Spark pass on an OutboxError of a Python process of its own without the stack trace.
+
+    Such a process ends after an error, so the variable changes no other error.
+    """
+    try:
+        yield
+    except OutboxError:
+        os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+        raise
 
 
 def _is_interrupted(error: BaseException) -> bool:

@@ -9,7 +9,6 @@ from pyspark.sql import SparkSession
 
 from outbox.devtools.emulators import Emulators
 from outbox.program.settings import DatabaseSettings
-from outbox_pipeline.source.datasource import register_source
 from outbox_pipeline.spark import session as jobs_session
 from tests.support import cluster, quick, spanner
 from tests.support.cluster import Cluster
@@ -42,7 +41,6 @@ def spark(emulators: Emulators) -> Iterator[SparkSession]:  # noqa: ARG001 - who
     made = jobs_session.session("tests", "local[2,3]")
     for name, value in SMALL_DATA.items():
         made.conf.set(name, value)
-    register_source(made)
     yield made
     made.stop()
 

@@ -192,6 +192,46 @@ def test_a_file_with_only_a_header_has_no_rows(spark: SparkSession, tmp_path: Pa
         read(spark, f"{tmp_path}/nothing.csv", "auto")
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_spark_sql_makes_the_columns_of_tasks(spark: SparkSession, tmp_path: Path, kind: str):
+    """A line that cannot be parsed is rejected as without the SQL. A decimal is a key, and a date a time."""
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        spark.sql("SELECT 7 AS customer, 'é' AS name, 1.50 AS cents").write.parquet(str(path))
+    elif kind == "csv":
+        path.write_text('customer,name,cents\n7,é,1.50\n7,"é\n')
+    else:
+        path.write_text('{"customer":7,"name":"é","cents":1.5}\n{"customer":\n')
+    select = (
+        "to_json(struct(*)) AS data, 'c-' || customer AS ordering_key,\n CAST(cents AS DECIMAL(9, 2)) AS cents, "
+        "CAST(DATE'2090-01-01' AS TIMESTAMP) AS available_at -- a comment"
+    )
+    first, *bad = prepared(read(spark, str(path), "auto", ["cents"], select), topic="orders", key=["cents"]).collect()
+    assert (
+        json.loads(first.data)
+        == {
+            "jsonl": {"customer": 7, "name": "é", "cents": 1.5},
+            "csv": {"customer": "7", "name": "é", "cents": "1.50"},
+            "parquet": {"customer": 7, "name": "é", "cents": 1.5},
+        }[kind]
+    )
+    assert (first.ordering_key, first.task_id) == ("c-7", task_id("orders", "1.50"))
+    assert [each.line for each in bad] == {"jsonl": ['{"customer":'], "csv": ['7,"é\n'], "parquet": []}[kind]
+    assert all(each.reason.startswith("the line ") for each in bad)
+
+
+def test_an_error_of_the_sql_has_its_position(spark: SparkSession, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"customer":7}')
+    for select, said in (
+        ("customer AS data,\n colour AS topic", r"--select: \[UNRESOLVED_COLUMN.* `colour` .*customer.* line 2 pos 1"),
+        ("customer AS AS data", r"--select: \[PARSE_SYNTAX_ERROR\] Syntax error at or near 'data'.*line 1, pos 15"),
+        ("nothing(customer) AS data", r"--select: \[UNRESOLVED_ROUTINE\].*`nothing`.*line 1 pos 0"),
+    ):
+        with pytest.raises(SettingError, match=said) as raised:
+            read(spark, str(tmp_path), "json", select=select)
+        assert "\n" not in str(raised.value)
+
+
 LEAST = -(2**63)
 
 

@@ -141,7 +141,7 @@ def install(folder: Path) -> None:
     compiles all packages. Without files that no job imports, a third.
     """
     folder.mkdir(parents=True)
-    for name in ("outbox", "publishworker", "outbox_pipeline"):
+    for name in ("outbox", "publishworker", "outbox_pipeline", "pyspark_outbox"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copytree(ROOT / "schema", folder / "outbox/ddl", dirs_exist_ok=True)
     for package in _needed("spanner-outbox", frozenset({"cluster"}), {}):

@@ -1,37 +1,53 @@
 """Task IDs that derive from the registered values, so that registering the same values again adds no task.
 
 An ID is the uuid5 of a name. The name is a list of texts, encoded as netstrings (`5:order`), so two different lists
-never have the same name. Applications call `task_id`. DataFrames use `as_uuid5` of `named`.
+never have the same name.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
 from uuid import UUID, uuid5
-
-from pyspark.sql import Column
-from pyspark.sql import functions as f
 
 from outbox.base.values import plain
 
 #: The namespace of all derived IDs.
 NAMESPACE = UUID("3b0c7e0e-9b50-5d3c-8f43-6d6e2a6d1c55")
+EPOCH, MICROSECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
 
 
 def task_id(topic: str, *key: str) -> str:
     """Return the ID that `register` gives a row with this topic and these values of its key columns."""
-    name = "".join(f"{len(part.encode())}:{part}" for part in map(plain, (topic, *key)))
+    return derived(map(plain, (topic, *key)))
+
+
+def derived(parts: Iterable[str | None]) -> str:
+    """Return the ID of a list of texts. None differs from every text."""
+    name = "".join("-" if part is None else f"{len(part.encode())}:{part}" for part in parts)
     return str(uuid5(NAMESPACE, name))
 
 
-def named(parts: Sequence[Column]) -> Column:
-    """Return the name of a list of texts. NULL differs from every text."""
-    each = [f.coalesce(f.concat(f.octet_length(part).cast("string"), f.lit(":"), part), f.lit("-")) for part in parts]
-    return f.concat(*each)
+def whole_row_id(row: Mapping[str, Any]) -> str:
+    """Return the ID of a row of `schemas.INPUT` without a key. It depends on the values only."""
+    attributes = row["attributes"]
+    pairs = None if attributes is None else [{"key": name, "value": attributes[name]} for name in sorted(attributes)]
+    others = (row[name] for name in ("priority", "ordering_key", "at_most_once", "sequence"))
+    times = (row[name] for name in ("available_at", "expires_at"))
+    return derived(
+        [
+            row["topic"],
+            None if row["data"] is None else row["data"].hex().upper(),
+            json.dumps({"attributes": pairs}, ensure_ascii=False, separators=(",", ":")),
+            *(text(value) for value in others),
+            *(None if time is None else str((time - EPOCH) // MICROSECOND) for time in times),
+        ]
+    )
 
 
-def as_uuid5(name: Column) -> Column:
-    """Return the uuid5 of a name (RFC 4122, 4.3), computed with Spark's built-in functions."""
-    digest = f.sha1(f.concat(f.unhex(f.lit(NAMESPACE.hex)), f.encode(name, "UTF-8")))
-    variant = f.translate(f.substring(digest, 17, 1), "0123456789abcdef", "89ab89ab89ab89ab")
-    # The digits of the version, 5, and of the variant replace two digits of the digest.
-    parts = (f.substring(digest, 1, 12), f.lit("5"), f.substring(digest, 14, 3), variant, f.substring(digest, 18, 15))
-    return f.regexp_replace(f.concat(*parts), "^(.{8})(.{4})(.{4})(.{4})(.{12})$", "$1-$2-$3-$4-$5")
+def text(value: object) -> str | None:
+    """Return a value as Spark casts it to a text. A decimal keeps the digits of its column."""
+    if value is None or isinstance(value, str):
+        return value
+    return str(value).lower() if isinstance(value, bool) else f"{value:f}" if isinstance(value, Decimal) else str(value)

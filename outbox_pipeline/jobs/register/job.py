@@ -19,15 +19,15 @@ from outbox_pipeline import schemas
 from outbox_pipeline.job_settings import RegisterSettings, format_of_input
 from outbox_pipeline.jobs.register.executor import ANSWER, COUNTS, register_rows
 from outbox_pipeline.jobs.register.json_objects import CONVERT
+from outbox_pipeline.jobs.register.rows import COLUMNS, PARSE_ERROR, UNPARSED
 from outbox_pipeline.jobs.register.transforms import (
-    COLUMNS,
-    PARSE_ERROR,
     TIMES,
-    UNPARSED,
     in_folders,
     in_order,
     parse_json_lines,
     prepared,
+    read_any_json,
+    selected,
 )
 from outbox_pipeline.spanner import open_table
 from outbox_pipeline.spark.files import Folder
@@ -89,6 +89,10 @@ def register(
         SettingError: a column is unknown, missing or of a wrong type, or a setting is not allowed.
         NotReached: Spanner does not answer, or the database, the table or a permission is missing.
     """
+    if dataframe.isStreaming:
+        raise SettingError(
+            "The DataFrame is a stream. Write it with writeStream.format('outbox'), or call register in foreachBatch"
+        )
     target = DatabaseSettings.read(
         {"project": project, "instance": instance, "database": database, "database_role": database_role}
     )
@@ -102,7 +106,9 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
     if settings.input_table:
         rows = read_table(spark, "--input-table", settings.input_table)
     else:
-        rows = read(spark, settings.input, settings.input_format, key)
+        rows = read(spark, settings.input, settings.input_format, key, any_columns=bool(settings.select))
+    if settings.select:
+        rows = selected(rows, settings.select)
     tasks = prepared(rows, topic=settings.topic, key=key)
     done = _register(tasks, settings, settings.rejects, settings.max_rows_per_second)
     if done.rejected:
@@ -113,8 +119,10 @@ def run(spark: SparkSession, settings: RegisterSettings) -> Registered:
     return done
 
 
-def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -> DataFrame:
-    """Return the rows of files.
+def read(
+    spark: SparkSession, path: str, format: str, key: Sequence[str] = (), *, any_columns: bool = False
+) -> DataFrame:
+    """Return the rows of files, with the columns of the job, or with `any_columns`.
 
     Raises SettingError if the format is auto and the extension is unknown, and OutboxError if Spark would not read all
     rows, or would read deleted ones.
@@ -123,9 +131,11 @@ def read(spark: SparkSession, path: str, format: str, key: Sequence[str] = ()) -
     given = checked(spark, path, format, (*COLUMNS, *key))
     if format == "parquet":
         return read_all_columns(given)
-    if format == "json":
-        return parse_json_lines(given.reader().text(path), key)
-    return _read_csv(given)
+    if format == "csv":
+        return _read_csv(given)
+    if any_columns:
+        return read_any_json(given.reader(), path)
+    return parse_json_lines(given.reader().text(path), key)
 
 
 def _read_csv(given: Input) -> DataFrame:

@@ -1,0 +1,264 @@
+"""Checks the columns of users' rows, parses their texts, and derives their task IDs, in plain Python."""
+
+import json
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import types as t
+
+from outbox.base.times import shown
+from outbox.errors import SettingError
+from outbox_pipeline import schemas
+from outbox_pipeline.jobs.register.ids import EPOCH, MICROSECOND, derived, text, whole_row_id
+from outbox_pipeline.jobs.register.json_objects import CONVERT, members_of
+from outbox_pipeline.spark.spark_tasks import Rows
+
+#: The columns of rows, described in docs/pipeline/register.md.
+COLUMNS = (
+    "task_id", "topic", "data", "data_base64", "attributes", "priority", "ordering_key", "available_at", "expires_at",
+    "at_most_once", "sequence",
+)  # fmt: skip
+#: More columns of rejected rows. They are accepted as input, so that corrected rows can be registered.
+OF_REJECTS = ("reason", "line")
+#: Columns for a line that cannot be parsed: the line, and the reason.
+UNPARSED, PARSE_ERROR = "_line", "_why"
+
+_INTEGERS = (t.ByteType, t.ShortType, t.IntegerType, t.LongType)
+#: Types of whole numbers in pandas, if a value of the column is missing.
+_FLOATS = (t.FloatType, t.DoubleType)
+#: Types whose conversion to text does not depend on the session.
+_KEY_TYPES: tuple[type[t.DataType], ...] = (t.StringType, *_INTEGERS, t.DecimalType, t.BooleanType, t.DateType)
+_NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]{1,2})?")
+#: Date, time and offset. Python would cut off more than six decimals.
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,6}0*)?)?) ?(Z|[+-]\d\d:?\d\d)", re.ASCII)
+_FLAGS = dict.fromkeys(("true", "t", "yes", "y", "1"), True) | dict.fromkeys(("false", "f", "no", "n", "0"), False)
+_YEARS = "is outside of the years 1 to 9999 in UTC"
+#: Precedes a line in which invalid UTF-8 was replaced, so that the line cannot be registered by accident.
+_REPLACED = "(invalid UTF-8 was replaced) "
+_NOTHING = dict.fromkeys(schemas.INPUT.fieldNames())
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How to parse a value of a column, which types besides text it can have, and what an error calls a valid text.
+
+    `parse` raises ValueError.
+    """
+
+    parse: Callable[[Any], Any]
+    types: tuple[type[t.DataType], ...]
+    wanted: str
+
+
+@dataclass(frozen=True)
+class _Unusable:
+    """A value that Python cannot hold: why, and the value as a text."""
+
+    why: str
+    text: str
+
+
+def _whole_number(value: Any) -> int:
+    """Return a whole number, also one that pandas has converted to a float, such as 50.0 or 1e3."""
+    if not _NUMBER.fullmatch(written := str(value).strip()):
+        raise ValueError(value)
+    number = Decimal(written)
+    if number != number.to_integral_value() or not -(2**63) <= number < 2**63:
+        raise ValueError(value)
+    return int(number)
+
+
+def _time(value: str) -> datetime:
+    if not (found := _MOMENT.fullmatch(value)):
+        raise ValueError(value)
+    return datetime.fromisoformat("{}T{}{}".format(*found.groups())).astimezone(UTC)
+
+
+def _flag(value: str) -> bool:
+    if (found := _FLAGS.get(value.strip().lower())) is None:
+        raise ValueError(value)
+    return found
+
+
+def _base64(value: str) -> bytes:
+    return b64decode("".join(value.split()), validate=True)
+
+
+_FORMATS = {
+    "task_id": (_TEXT := _Format(str, (), "a text")),
+    "topic": _TEXT,
+    "data": _Format(lambda value: value if isinstance(value, bytes) else value.encode(), (t.BinaryType,), "a text"),
+    "data_base64": _Format(_base64, (), "base64"),
+    "attributes": _Format(
+        lambda value: members_of(value) if isinstance(value, str) else value, (t.MapType,), "a JSON object of strings"
+    ),
+    "priority": (_WHOLE := _Format(_whole_number, (*_INTEGERS, *_FLOATS), "a whole number")),
+    "ordering_key": _TEXT,
+    "available_at": (
+        _MOMENTS := _Format(
+            lambda value: _time(value) if isinstance(value, str) else value,
+            (t.TimestampType,),
+            "a time with its offset and at most 6 decimals, such as 2026-11-21T13:00:00Z",
+        )
+    ),
+    "expires_at": _MOMENTS,
+    "at_most_once": _Format(
+        lambda value: _flag(value) if isinstance(value, str) else value, (t.BooleanType,), "true or false"
+    ),
+    "sequence": _WHOLE,
+}
+
+
+def check(schema: t.StructType, topic: str, key: Sequence[str]) -> None:
+    """Check the columns of rows. Raises SettingError if one is unknown, missing or of a wrong type."""
+    names = schema.fieldNames()
+    there = ", ".join(names)
+    if unknown := [name for name in names if name not in {*COLUMNS, *OF_REJECTS, UNPARSED, PARSE_ERROR, *key}]:
+        raise SettingError(
+            f"Unknown column {unknown[0]!r}. Drop it or add it to the key. Known columns: {', '.join(COLUMNS)}"
+        )
+    if not {"data", "data_base64"} & set(names):
+        raise SettingError(f"Column data or data_base64 is missing. The rows have {there}")
+    if not topic and "topic" not in names:
+        raise SettingError(f"Column topic is missing. Add it or pass a topic. The rows have {there}")
+    for name in filter(names.__contains__, COLUMNS):
+        _check_type(name, schema[name].dataType)
+    for name in key:
+        if name not in names:
+            raise SettingError(f"Key column {name!r} is missing. The rows have {there}")
+        if not isinstance(type_ := schema[name].dataType, _KEY_TYPES):
+            raise SettingError(
+                f"Key column {name} is {type_.simpleString()}. Cast it to a string, such as with --select"
+            )
+
+
+def _check_type(name: str, type_: t.DataType) -> None:
+    # A map's other values have no text that is independent of the session.
+    inside = (type_.keyType, type_.valueType) if isinstance(type_, t.MapType) else ()
+    allowed: tuple[type[t.DataType], ...] = (t.StringType, *_FORMATS[name].types)
+    if not isinstance(type_, allowed) or not all(isinstance(each, _KEY_TYPES) for each in inside):
+        # In Parquet, pandas writes a column of None as integers without a value.
+        hint = ". If it has no value, drop the column" if isinstance(type_, (t.IntegerType, t.NullType)) else ""
+        raise SettingError(f"Column {name} is {type_.simpleString()}, but must be {_FORMATS[name].wanted}{hint}")
+
+
+def complete(names: Sequence[str], topic: str, key: Sequence[str], batches: Iterator[pa.RecordBatch]) -> Iterator[Rows]:
+    """Yield rows with columns of these `names` as rows of `schemas.INPUT` with their task IDs.
+
+    For a row that cannot be parsed, `reason` is set and `line` is the original row as JSON. Its other columns are None,
+    so that nobody can register an incomplete row by accident.
+    """
+    for batch in batches:
+        columns = zip(*map(_values, batch.columns), strict=True)
+        yield [_completed(dict(zip(names, each, strict=True)), topic, key) for each in columns]
+
+
+def _completed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
+    try:
+        return _parsed(given, topic, key)
+    except ValueError as error:
+        line = given.get(UNPARSED)
+        if line is None:
+            line = json_line({name: value for name, value in given.items() if name not in (UNPARSED, PARSE_ERROR)})
+        line = line.text if isinstance(line, _Unusable) else line
+        is_replaced = any(isinstance(value, _Unusable) and value.why != _YEARS for value in given.values())
+        return {**_NOTHING, "reason": str(error), "line": f"{_REPLACED}{line}" if is_replaced else line}
+
+
+def _parsed(given: Mapping[str, Any], topic: str, key: Sequence[str]) -> dict[str, Any]:
+    """Return a row of `schemas.INPUT`. The ValueError has the reason to reject it."""
+    if given.get(PARSE_ERROR) is not None:
+        raise ValueError(given[PARSE_ERROR])
+    for name, value in given.items():
+        if isinstance(value, _Unusable):
+            raise ValueError(f"{name} {value.why}")  # noqa: TRY004 - a value, not a type of the caller
+    values = {name: _value(name, given.get(name)) for name in COLUMNS}
+    as_base64 = values.pop("data_base64")
+    if values["data"] is not None and as_base64 is not None:
+        raise ValueError("both data and data_base64")
+    row = {**_NOTHING, **values, "data": as_base64 if values["data"] is None else values["data"]}
+    row["topic"] = (topic or None) if row["topic"] is None else row["topic"]
+    # An empty key is no key, as in outbox.register, so rows without a key need not be in one partition.
+    row["ordering_key"] = row["ordering_key"] or None
+    if row["task_id"] is None:
+        row["task_id"] = _key_id(row["topic"], {name: given[name] for name in key}) if key else whole_row_id(row)
+    return row
+
+
+def _key_id(topic: str | None, key: Mapping[str, Any]) -> str:
+    for name, value in key.items():
+        if value is None:
+            raise ValueError(f"key column {name} is NULL")
+    return derived([topic, *map(text, key.values())])
+
+
+def _value(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, list):
+        if len(value) > len(named := {text(each): text(other) for each, other in value}):
+            raise ValueError(f"{name} has a name twice")
+        return named
+    try:
+        return _FORMATS[name].parse(value)
+    except OverflowError:
+        raise ValueError(f"{name} {_YEARS}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} {str(value)[:100]} is not {_FORMATS[name].wanted}") from None
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Return the values of a column, some of which may be unusable. Times are in UTC, dates are texts."""
+    if pa.types.is_timestamp(column.type):
+        return [None if each is None else _from_micros(each) for each in column.cast(pa.int64()).to_pylist()]
+    column = column.cast(pa.string()) if pa.types.is_date(column.type) else column
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_decoded(each) for each in column]
+
+
+def _from_micros(micros: int) -> datetime | _Unusable:
+    try:
+        return EPOCH + micros * MICROSECOND
+    except OverflowError:
+        return _Unusable(_YEARS, f"{micros} microseconds since 1970")
+
+
+def _decoded(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        parts = scalar.values.flatten() if pa.types.is_map(scalar.type) else [pa.array([scalar])]
+        texts = [each for part in parts for each in part.cast(pa.binary()).to_pylist()]
+        return _Unusable(
+            f"is not valid UTF-8. {CONVERT}", " ".join((each or b"").decode(errors="replace") for each in texts)
+        )
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Return a row as a JSON line that users can correct and register."""
+    values = {
+        "data_base64" if isinstance(value, bytes) else name: _json_value(value)
+        for name, value in row.items()
+        if value is not None
+    }
+    return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    if isinstance(value, datetime):
+        return shown(value)
+    if isinstance(value, list):
+        return {text(name): text(each) for name, each in value}
+    if isinstance(value, _Unusable):
+        return value.text
+    return text(value) if isinstance(value, Decimal) else value
