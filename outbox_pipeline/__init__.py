@@ -1,7 +1,8 @@
 """The outbox on Spark: a data source for the table, and jobs that register, drain, archive, audit and replay tasks.
 
-    outbox_pipeline.register_source(spark)
-    tasks = spark.read.format("outbox").options(project="shop", instance="main", database="orders").load()
+    shop = {"project": "shop", "instance": "main", "database": "orders"}
+    tasks = spark.read.format("outbox").options(**shop).load()
+    invoices.write.format("outbox").options(**shop, topic="invoices").mode("append").save()
 
 Needs the extra `spanner-outbox[spark]` and Java 17 or newer.
 """
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
     from outbox_pipeline.jobs.archive.windows import read_archive
     from outbox_pipeline.jobs.register.ids import task_id
     from outbox_pipeline.jobs.register.job import Registered, register
-    from outbox_pipeline.source.datasource import decoded, register_source
+    from outbox_pipeline.source.datasource import decoded
 
-__all__ = ["Registered", "decoded", "read_archive", "register", "register_source", "task_id"]
+__all__ = ["Registered", "decoded", "read_archive", "register", "task_id"]
 
 # The first use of a name imports PySpark, so a command can report that PySpark is missing.
 __getattr__ = importer(
@@ -25,6 +26,6 @@ __getattr__ = importer(
         "jobs.archive.windows": "read_archive",
         "jobs.register.ids": "task_id",
         "jobs.register.job": "Registered register",
-        "source.datasource": "decoded register_source",
+        "source.datasource": "decoded",
     },
 )

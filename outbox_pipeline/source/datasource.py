@@ -39,11 +39,6 @@ _DECODED = StructType([schemas.DERIVED["Attributes"], schemas.DERIVED["Payload"]
 _TICK = timedelta(microseconds=1)
 
 
-def register_source(spark: SparkSession) -> None:
-    """Register the format `outbox` in a Spark session."""
-    spark.dataSource.register(OutboxDataSource)
-
-
 def read_tasks(
     spark: SparkSession, database: DatabaseSettings, columns: Sequence[str], at: datetime, wanted: RowFilter
 ) -> DataFrame:

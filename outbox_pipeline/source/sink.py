@@ -4,7 +4,7 @@ Spark repeats a Spark task, or a micro-batch, that failed. A task ID derives fro
 row whose task exists is not registered again. That is why there is nothing to commit or to abort.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,17 +80,17 @@ class _Writing:
             file = None
             # Whether a task is new is only counted by the job.
             for answers in register_rows(self._database, datetime.min.replace(tzinfo=UTC), 0.0, rows):
-                if lines := [_reject(each) for each in answers if each["reason"] is not None]:
-                    file = file or files.enter_context(self._open(lines))
-                    file.write("".join(lines).encode())
+                if rejected := [each for each in answers if each["reason"] is not None]:
+                    file = file or files.enter_context(self._open(rejected[0]))
+                    file.write("".join(f"{_line(each, 'reason')}\n" for each in rejected).encode())
         return WriterCommitMessage()
 
-    def _open(self, lines: Sequence[str]) -> Any:
+    def _open(self, first: Mapping[str, Any]) -> Any:
         """Open the file for the rejects of this Spark task. Another attempt replaces it. Raises OutboxError."""
         if not self._rejects:
             raise OutboxError(
-                f"A row is rejected: {lines[0].rstrip()[:1000]}. Correct it, or pass the option rejects, a folder for "
-                "rejected rows"
+                f"A row is rejected: {first['reason']}. The row is {(first['line'] or _line(first))[:1000]}. "
+                "Correct it, or pass the option rejects, a folder for rejected rows"
             )
         task: Any = TaskContext.get()
         query, number = task.getLocalProperty(_QUERY), task.getLocalProperty(_BATCH)
@@ -107,6 +107,5 @@ class OutboxStreamWriter(_Writing, DataSourceStreamArrowWriter):
     """Registers the rows of each micro-batch of a stream."""
 
 
-def _reject(answer: Mapping[str, Any]) -> str:
-    names = ("reason", *(name for name in schemas.INPUT.fieldNames() if name != "reason"))
-    return json_line({name: answer[name] for name in names}) + "\n"
+def _line(answer: Mapping[str, Any], *more: str) -> str:
+    return json_line({name: answer[name] for name in (*more, *schemas.INPUT.fieldNames()[:-1])})

@@ -1,7 +1,10 @@
 """The jobs on a standalone cluster, by spark-submit, with executors that have nothing but what is shipped to them."""
 
+import base64
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,15 @@ import pyarrow.parquet
 import pytest
 from google.cloud.spanner_v1.database import Database
 
+from outbox.message import RawPubsubMessage
+from tests.support import spanner
 from tests.support.archives import DAY, NEXT_DAY, sent
 from tests.support.cluster import Cluster
 from tests.support.operations import insert, row, rows_of
 from tests.support.pipeline import keyed_rows, write_lines, write_received
+from tests.support.processes import kill_family
 from tests.support.pubsub import PubSub
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -66,6 +73,55 @@ def test_every_other_job_on_a_cluster(
     received = str(write_received(tmp_path / "received.jsonl", subscription.drain()))
     flags = ("--received", received, "--until", NEXT_DAY.isoformat(), "--output", str(tmp_path / "audit"))
     assert job("audit", *flags)["late"] == TASKS, "a month after the end of the window"
+
+
+#: Writes files to the outbox, one in a batch, and not faster than some hundred rows per second.
+STREAM = """
+import sys, time
+from pyspark.sql import SparkSession, functions
+
+def slow(text: str) -> str:
+    time.sleep(0.004)
+    return text
+
+folder = sys.argv[1]
+spark = SparkSession.builder.config("spark.sql.execution.arrow.maxRecordsPerBatch", 50).getOrCreate()
+rows = spark.readStream.schema("data string, topic string").json(f"{folder}/in", maxFilesPerTrigger=1)
+rows = rows.withColumn("data", functions.udf(slow, "string", useArrow=True)("data"))
+query = rows.writeStream.format("outbox").option("checkpointLocation", f"{folder}/checkpoint")
+query.trigger(availableNow=True).start().awaitTermination()
+"""
+
+
+@pytest.mark.extended
+def test_each_row_of_a_killed_stream_is_one_task(
+    spark_cluster: Cluster, database: Database, variables: dict[str, str], tmp_path: Path
+):
+    """An executor is killed within a batch, and the driver three times, so some batches are repeated."""
+    files, size = 6, 200
+    (tmp_path / "stream.py").write_text(STREAM)
+    (tmp_path / "in").mkdir()
+    for number in range(files):
+        lines = [{"topic": "orders", "data": f"{n}"} for n in range(number * size, (number + 1) * size)]
+        write_lines(tmp_path / "in" / f"{number}.json", lines)
+    given: dict[str, Any] = {"variables": variables, "conf": {"spark.cores.max": "1"}, "file": f"{tmp_path}/stream.py"}
+
+    def reached(rows: int) -> None:
+        eventually(lambda: spanner.count(database, "TRUE") > rows, seconds=300, message=f"more than {rows} rows")
+
+    for rows in (100, 500, 900):
+        with spark_cluster.started(str(tmp_path), **given) as driver:
+            reached(rows)
+            if rows == 100:
+                os.kill(spark_cluster.executors()[0], signal.SIGKILL)
+                reached(300)
+            kill_family(driver.pid)
+            driver.wait(60)
+        assert spanner.count(database, "TRUE") < files * size
+    with spark_cluster.started(str(tmp_path), **given) as driver:
+        assert driver.wait(300) == 0, driver.stderr
+    stored = [base64.b64decode(each["Data"]) for each in rows_of(database).values()]
+    assert sorted(int(RawPubsubMessage.FromString(each).data) for each in stored) == [*range(files * size)]
 
 
 @pytest.mark.extended

@@ -96,10 +96,14 @@ def test_the_page_of_register(shop: Database, here: Path, capsys: pytest.Capture
     [command] = jobs("register.md", here)
     assert cli.main(command) == 0
     assert cli.main(command) == 0
+    (here / "events").mkdir()
+    (here / "events" / "one.json").write_text('{"data":"placed","ordering_key":"c-1"}')
     execute("register.md", here, {})
     assert capsys.readouterr().out.splitlines()[-1] == "2 0"
     ids = {task_id("invoices", f"c-{n}", "2026-12") for n in (1, 2, 3, 4)}
-    assert rows_of(shop).keys() == ids
+    [event] = rows_of(shop).keys() - ids
+    assert rows_of(shop).keys() - {event} == ids
+    assert rows_of(shop)[event]["OrderingKey"] == "c-1"
 
 
 def test_the_page_of_the_drain(shop: Database, here: Path, pubsub: PubSub):

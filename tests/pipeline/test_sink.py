@@ -58,7 +58,7 @@ def test_rejected_rows_are_refused_or_written_to_a_folder(
     with pytest.raises(PySparkException) as raised:
         write(given.where("n = 3"), target, key="n")
     message = str(error_from(str(raised.value)))
-    assert message.startswith('A row is rejected: {"reason":"priority x is not a whole number","line":"{\\"n\\":3')
+    assert message.startswith('A row is rejected: priority x is not a whole number. The row is {"n":3,"data":"c"')
     assert "Traceback" not in str(raised.value)
     write(given, target, key=" n ", rejects=str(tmp_path))
     assert set(rows_of(database)) == {task_id("orders", "1")}

@@ -73,9 +73,9 @@ class Cluster:
 
     @contextlib.contextmanager
     def started(
-        self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None
+        self, *arguments: str, variables: Mapping[str, str], conf: Mapping[str, str] | None = None, file: str = ""
     ) -> Iterator[Process]:
-        """Run the driver of a job for the time of the block."""
+        """Run the driver of a job, or of another `file`, for the time of the block."""
         here = {name: os.environ[name] for name in ("PATH", "HOME", "JAVA_HOME") if name in os.environ}
         here |= {"SPARK_LOCAL_IP": LOOPBACK, "SPARK_SUBMIT_OPTS": QUICK_JAVA, "PYTHONPATH": "environment"}
         here |= {"PYSPARK_PYTHON": str(self.folder / "bare/bin/python"), "SPARK_LOCAL_DIRS": str(self.local)}
@@ -90,7 +90,7 @@ class Cluster:
         words = [str(SPARK_HOME / "bin/spark-submit"), "--master", self.master, *SHIPPED[:-1]]
         for name, value in options.items():
             words += ["--conf", f"{name}={value}"]
-        words += [SHIPPED[-1], *arguments]
+        words += [file or SHIPPED[-1], *arguments]
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             child = subprocess.Popen(
                 tied(words), env=here | dict(variables), cwd=self.folder, stdout=stdout, stderr=stderr
