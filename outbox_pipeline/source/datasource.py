@@ -159,6 +159,7 @@ class _Reading:
 class OutboxReader(_Reading, DataSourceReader):
     """Reads the table at one timestamp."""
 
+    @without_stack_trace()
     def partitions(self) -> Sequence[InputPartition]:
         """Return the parts for the executors. Raises SettingError, NotReached, OutboxError."""
         options, table = self._options, self._table
@@ -231,6 +232,7 @@ class OutboxStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvaila
         self._last = now
         return _offset(now)
 
+    @without_stack_trace()
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
         """Return the parts of a batch. Raises OutboxError if the batch is older than the version retention period."""
         since, until = _time(start), _time(end)

@@ -46,9 +46,9 @@ _NOTHING = dict.fromkeys(schemas.INPUT.fieldNames())
 
 @dataclass(frozen=True)
 class _Format:
-    """How to parse a value of a column, which types besides text it can have, and what an error calls a valid text.
+    """How to parse a text of a column, which other types the column can have, and what an error calls a valid text.
 
-    `parse` raises ValueError.
+    `parse` raises ValueError, KeyError, RecursionError, or OverflowError for a time outside of Python's years.
     """
 
     parse: Callable[[Any], Any]
@@ -80,38 +80,19 @@ def _time(value: str) -> datetime:
     return datetime.fromisoformat("{}T{}{}".format(*found.groups())).astimezone(UTC)
 
 
-def _flag(value: str) -> bool:
-    if (found := _FLAGS.get(value.strip().lower())) is None:
-        raise ValueError(value)
-    return found
-
-
-def _base64(value: str) -> bytes:
-    return b64decode("".join(value.split()), validate=True)
-
-
 _FORMATS = {
-    "task_id": (_TEXT := _Format(str, (), "a text")),
-    "topic": _TEXT,
-    "data": _Format(lambda value: value if isinstance(value, bytes) else value.encode(), (t.BinaryType,), "a text"),
-    "data_base64": _Format(_base64, (), "base64"),
-    "attributes": _Format(
-        lambda value: members_of(value) if isinstance(value, str) else value, (t.MapType,), "a JSON object of strings"
+    **dict.fromkeys(("task_id", "topic", "ordering_key"), _Format(str, (), "a text")),
+    "data": _Format(str.encode, (t.BinaryType,), "a text"),
+    "data_base64": _Format(lambda text: b64decode("".join(text.split()), validate=True), (), "base64"),
+    "attributes": _Format(members_of, (t.MapType,), "a JSON object of strings"),
+    **dict.fromkeys(("priority", "sequence"), _Format(_whole_number, (*_INTEGERS, *_FLOATS), "a whole number")),
+    **dict.fromkeys(
+        ("available_at", "expires_at"),
+        _Format(
+            _time, (t.TimestampType,), "a time with its offset and at most 6 decimals, such as 2026-11-21T13:00:00Z"
+        ),
     ),
-    "priority": (_WHOLE := _Format(_whole_number, (*_INTEGERS, *_FLOATS), "a whole number")),
-    "ordering_key": _TEXT,
-    "available_at": (
-        _MOMENTS := _Format(
-            lambda value: _time(value) if isinstance(value, str) else value,
-            (t.TimestampType,),
-            "a time with its offset and at most 6 decimals, such as 2026-11-21T13:00:00Z",
-        )
-    ),
-    "expires_at": _MOMENTS,
-    "at_most_once": _Format(
-        lambda value: _flag(value) if isinstance(value, str) else value, (t.BooleanType,), "true or false"
-    ),
-    "sequence": _WHOLE,
+    "at_most_once": _Format(lambda text: _FLAGS[text.strip().lower()], (t.BooleanType,), "true or false"),
 }
 
 
@@ -199,17 +180,17 @@ def _key_id(topic: str | None, key: Mapping[str, Any]) -> str:
 
 
 def _value(name: str, value: Any) -> Any:
-    if value is None:
-        return None
     if isinstance(value, list):
         if len(value) > len(named := {text(each): text(other) for each, other in value}):
             raise ValueError(f"{name} has a name twice")
         return named
+    if not isinstance(value, (str, float)):
+        return value
     try:
         return _FORMATS[name].parse(value)
     except OverflowError:
         raise ValueError(f"{name} {_YEARS}") from None
-    except (ValueError, RecursionError):
+    except (ValueError, KeyError, RecursionError):
         raise ValueError(f"{name} {str(value)[:100]} is not {_FORMATS[name].wanted}") from None
 
 
@@ -245,20 +226,18 @@ def _decoded(scalar: pa.Scalar) -> Any:
 def json_line(row: Mapping[str, Any]) -> str:
     """Return a row as a JSON line that users can correct and register."""
     values = {
-        "data_base64" if isinstance(value, bytes) else name: _json_value(value)
+        "data_base64" if isinstance(value, bytes) else name: (
+            {text(key): each for key, each in value} if isinstance(value, list) else value
+        )
         for name, value in row.items()
         if value is not None
     }
-    return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(values, default=_json_value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _json_value(value: Any) -> Any:
+def _json_value(value: Any) -> str:
     if isinstance(value, bytes):
         return b64encode(value).decode()
     if isinstance(value, datetime):
         return shown(value)
-    if isinstance(value, list):
-        return {text(name): text(each) for name, each in value}
-    if isinstance(value, _Unusable):
-        return value.text
-    return text(value) if isinstance(value, Decimal) else value
+    return value.text if isinstance(value, _Unusable) else str(value)
