@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 
 from py4j.protocol import Py4JError
@@ -74,14 +75,15 @@ def spark_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_stack_trace() -> Iterator[None]:
-    """Let Spark pass on an OutboxError of a Python process of its own without the stack trace.
+    """Let Spark pass on an OutboxError of one of its Python processes without the stack trace.
 
-    Such a process ends after an error, so the variable changes no other error.
+    Such a process, which alone imports this module of Spark, ends after an error. So the variable hides no other error.
     """
     try:
         yield
     except OutboxError:
-        os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+        if "pyspark.worker_util" in sys.modules:
+            os.environ["SPARK_HIDE_TRACEBACK"] = "1"
         raise
 
 
