@@ -141,7 +141,11 @@ def test_a_wrong_resend_is_refused_with_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("words", "columns"), [("retry --state dead", {"AvailableAt": NEVER}), ("purge --sent-before 1d", {})]
+    ("words", "columns"),
+    [
+        ("retry --state dead", {"AvailableAt": NEVER}),
+        pytest.param("purge --sent-before 1d", {}, marks=pytest.mark.extended),
+    ],
 )
 def test_any_stopped_operation_is_continued_by_its_id(
     outbox: Commands, database: Database, monkeypatch: pytest.MonkeyPatch, words: str, columns: dict[str, Any]

@@ -64,7 +64,7 @@ def test_an_exceeded_age_or_count_is_exit_code_1(outbox: Commands, database: Dat
         ("--max-dead", "1"): "2 tasks are dead, more than --max-dead 1",
         ("--max-dead", "2"): "",
     }.items():
-        done = outbox.run("status", "--exact", *words)
+        done = outbox.here("status", "--exact", *words)
         assert (done.code, sentence in done.stderr) == (1 if sentence else 0, True), (words, done)
         assert bool(done.stderr) == bool(sentence)
         assert "paused (paused)" in done.stdout

@@ -51,7 +51,9 @@ def first_due(each: Row) -> datetime:
     return due
 
 
-@pytest.mark.parametrize("seeks", [1, 2, 20])
+@pytest.mark.parametrize(
+    "seeks", [pytest.param(1, marks=pytest.mark.extended), 2, pytest.param(20, marks=pytest.mark.extended)]
+)
 def test_the_oldest_age_is_of_the_task_that_should_have_been_sent_first(
     database: Database, watch: Watch, monkeypatch: pytest.MonkeyPatch, seeks: int
 ):

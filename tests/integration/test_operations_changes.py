@@ -153,8 +153,9 @@ SENT = {"SentAt": PAST}
 @pytest.mark.parametrize(
     ("how", "name", "state", "columns"),
     [
-        ("change", "retry", "dead", DEAD), ("change", "retry", "sent", SENT), ("begin", "retry", "dead", DEAD),
-        ("continue", "cancel", "dead", DEAD), ("continue", "purge", "sent", SENT),
+        ("change", "retry", "dead", DEAD), ("continue", "cancel", "dead", DEAD), ("continue", "purge", "sent", SENT),
+        pytest.param("change", "retry", "sent", SENT, marks=pytest.mark.extended),
+        pytest.param("begin", "retry", "dead", DEAD, marks=pytest.mark.extended),
     ],
 )  # fmt: skip
 def test_a_change_takes_tasks_that_matched_at_the_preview_and_still_match(  # noqa: PLR0917 - cases

@@ -87,6 +87,8 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 #: As a function only. No command selects by ordering key.
 ONE_WAY = {*OF_EACH_STATE, "cancel in a window", "retry of a key", "retry retrying", "retry IDs in a state"}
+#: As a function, and in the extended tests as a command and a page.
+QUICK_ONE_WAY = {"cancel dead", "retry dead", "retry expired", "retry sent"}
 #: Returns the number of the preview, and how many tasks it refuses.
 Way = Callable[[Emulators, Database, TaskTable, str, TaskSelection], tuple[int, int]]
 
@@ -137,7 +139,12 @@ def page(_: Emulators, database: Database, table: TaskTable, name: str, selectio
 
 @pytest.mark.parametrize(
     ("way", "case"),
-    [(way, case) for case in CASES for way in (function, command, page) if way is function or case not in ONE_WAY],
+    [
+        pytest.param(way, case, marks=[pytest.mark.extended] * (way is not function and case in QUICK_ONE_WAY))
+        for case in CASES
+        for way in (function, command, page)
+        if way is function or case not in ONE_WAY
+    ],
 )
 def test_a_change_counts_changes_and_records_the_selected_tasks(  # noqa: PLR0917 - fixtures
     emulators: Emulators, database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, way: Way, case: str

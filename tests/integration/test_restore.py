@@ -73,7 +73,7 @@ def kept(database: Database) -> list[str]:
     return sorted(id for (id,) in query(database, "SELECT Id FROM AsynchronousTasksCancelled"))
 
 
-@pytest.mark.parametrize("by_ids", [False, True])
+@pytest.mark.parametrize("by_ids", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_a_restore_after_a_cancel_is_the_identity(
     database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch, by_ids: bool
 ) -> None:

@@ -132,7 +132,9 @@ def test_data_is_shown_as_json_text_or_hex(data: bytes, kind: str, shown: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 900 + "1," * 31_000 + "1" + "]" * 900, '{"a":' * 900 + "[" + "[],{}," * 9_000 + "1]" + "}" * 900]
+    "text",
+    ["[" * 900 + "1," * 31_000 + "1" + "]" * 900, '{"a":' * 900 + "[" + "[],{}," * 9_000 + "1]" + "}" * 900],
+    ids=["lists", "objects"],
 )
 def test_of_json_that_is_nested_deeply_only_the_first_levels_are_indented(text: str):
     """65 kB with 900 levels would be lines of 58 MB."""
