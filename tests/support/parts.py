@@ -16,11 +16,8 @@ from publishworker.pubsub.publisher import Publisher
 from publishworker.spanner.store import Store
 from publishworker.telemetry.metrics import Client, Metrics
 from publishworker.telemetry.reporter import Reporter
-from publishworker.topics.availability import Topics
-from publishworker.turn.discovery import Discoverer
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.membership import Membership
-from publishworker.turn.poller import Poller
 from publishworker.turn.relay import Relay
 from publishworker.types import PollRequest
 from tests.specification.trace import Trace
@@ -65,14 +62,6 @@ def relay_of(
         **{"discovery_seconds": 0, **options},
     )
     return trace.batches_of(relay) if trace else relay
-
-
-def reads_of(
-    store: Store, membership: Membership, topics: Topics, clock: Callable[[], float], target_rows: int
-) -> tuple[Poller, Discoverer]:
-    """Return a poller and a discoverer that know the same topics."""
-    poller = Poller(store, membership, topics, clock, target_rows)
-    return poller, Discoverer(store, membership, topics, poller, clock, seconds=1.0)
 
 
 def in_flight_of(delivery_of: Callable[[Claim], Any], limits: Limits, host: Host | None = None) -> InFlight:

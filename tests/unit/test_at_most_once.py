@@ -7,11 +7,10 @@ from unittest import mock
 import pytest
 
 from outbox.table.states import NEVER
-from publishworker.delivery.claim import Claim, Delivered, Kind
 from publishworker.spanner.write_errors import NotWritten, StoreError
 from publishworker.telemetry import metrics as m
 from publishworker.turn.in_flight import StuckBatch
-from publishworker.types import Answer, Failed, Published, Skipped
+from publishworker.types import Failed
 from tests.support.parts import claim_of
 from tests.support.relay_bench import Bench, SlowPublisher
 from tests.support.waiting import eventually
@@ -207,23 +206,3 @@ def test_no_task_is_marked_after_a_stop(bench: Bench) -> None:
     bench.relay._in_flight.start(claim_of("orders", "a"))  # a batch that finds the task during the stop
     bench.relay.finish()
     assert bench.unsent() == ["a"]
-
-
-def test_a_result_contains_the_batch_of_its_at_most_once_tasks() -> None:
-    once = Skipped("at_most_once")
-
-    def waits(found: dict[str, Answer | Skipped], *keys: str | None) -> Claim | None:
-        skipped = {id: each for id, each in found.items() if isinstance(each, Skipped)}
-        answers = {id: each for id, each in found.items() if not isinstance(each, Skipped)}
-        batch = claim_of("orders", *found, keys=keys, bytes=800)
-        return Delivered(batch, answers=answers, skipped=skipped).at_most_once()
-
-    keyed = {"failed": LOST, "behind": once, "alone": LOST, "once": once, "sent": Published("1"), "next": once}
-    assert waits(keyed | {"gone": Skipped("gone")}, "bad", "bad", None, None, "good", "good", "other") == claim_of(
-        "orders", "once", "next", kind=Kind.MARK_FIRST, keys=(None, "good"), bytes=800
-    )
-    got = waits({"sent": Published("1"), "once": once, "other": once})
-    assert got == claim_of("orders", "once", "other", kind=Kind.MARK_FIRST, bytes=800)
-    assert waits({"a": Published("1"), "gone": Skipped("gone")}) is None
-    untried = Delivered(claim_of("orders", "untried", "once", keys=("k", "k")), skipped={"once": once})
-    assert untried.at_most_once() is None

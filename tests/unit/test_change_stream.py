@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from google.api_core.exceptions import InvalidArgument, NotFound, OutOfRange, ServiceUnavailable
+from google.api_core.exceptions import NotFound, OutOfRange, ServiceUnavailable
 
 from outbox.base.schedules import Backoff, Schedule
 from publishworker.spanner import change_stream
@@ -104,7 +104,6 @@ def reading(database: Scripted, inserted: Callable[[], None] = lambda: None) -> 
 @pytest.mark.parametrize(
     ("error", "first"),
     [
-        (InvalidArgument("invalid change stream partition token"), 0),
         (NotFound("Session not found: projects/p/instances/i/databases/d/sessions/s"), 0),
         (OutOfRange("start_timestamp is before the retention period"), 0),
         (ServiceUnavailable("connection reset"), 3),
@@ -131,19 +130,6 @@ def test_a_partition_that_cannot_be_read_is_logged_once_until_it_can(
     assert lines == ["change_stream_failed", "change_stream_works", "change_stream_failed"]
     assert sorted(set(database.starts)) == database.starts
     assert (database.renewals >= ATTEMPTS - 1) == isinstance(error, NotFound) == (database.renewals > 0)
-
-
-def test_a_worker_polls_after_the_time_from_which_each_attempt_reads(database: Scripted) -> None:
-    """Otherwise a task that is committed between a failure and the next attempt waits until the idle interval ends."""
-    woken: list[datetime] = []
-    with reading(database, lambda: woken.append(database.now)) as stream:
-        for error in (ServiceUnavailable("connection reset"), None):
-            eventually(lambda: stream.works and database.starts[-1] in woken, seconds=60)
-            if error:
-                database.errors["b"] = error
-                eventually(lambda: not stream.works, seconds=60)
-                database.errors.clear()
-        assert database.starts[-1] in woken
 
 
 def test_a_worker_reads_nothing_while_enough_others_follow(database: Scripted) -> None:

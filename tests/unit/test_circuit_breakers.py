@@ -15,7 +15,6 @@ from publishworker.types import (
     FORGET_TOPIC_SECONDS,
     Answer,
     Candidate,
-    CircuitState,
     Failed,
     NotSent,
     Published,
@@ -79,27 +78,6 @@ def test_an_open_circuit_is_probed_after_a_second_then_after_growing_delays(
     assert nominal == max_delay
 
 
-def test_failures_of_single_tasks_open_no_circuit(watch: Watch) -> None:
-    """Poison, unknown errors and tasks of other workers say nothing about a topic, nor does one failure of several."""
-    for outcome in (Failed("undecodable", "no message"), Skipped("sent"), Failed("data_loss", "?")):
-        assert not watch.ended(claim_of("orders", "a"), a=outcome)
-    watch.ended(claim_of("orders", "a", "b"), a=Published("1"), b=AWAY)
-    assert watch.suspended() == frozenset()
-    assert watch.next("a", "b", "c").hints.suspects == {"b"}  # it is remembered instead
-
-
-def test_a_publish_closes_the_circuit_and_resets_its_delay(watch: Watch) -> None:
-    watch.fail(AWAY, "a")
-    watch.probe(AWAY)
-    watch.probe(Published("1"))
-    assert watch.suspended() == frozenset()
-    assert not watch.next("b").hints.probe
-    watch.fail(AWAY, "a")
-    assert (watch.seconds_to_probe() or 0) <= 1
-    assert watch.ended(claim_of("orders", "late"), late=Published("1"))
-    assert watch.suspended() == frozenset()
-
-
 def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch) -> None:
     """It opens, a probe fails, it closes. Failures of other batches and successes while closed change nothing."""
     opened = watch.observe(Delivered(claim_of("orders", "a"), answers={"a": MISSING}))
@@ -112,18 +90,6 @@ def test_each_change_of_a_circuit_reports_its_failure_and_duration(watch: Watch)
     closed = watch.observe(Delivered(watch.next("d"), answers={"d": Published("1")}))
     assert closed == CircuitChange("orders", None, 3.5)
     assert watch.observe(Delivered(watch.next("e"), answers={"e": Published("2")})) is None
-
-
-def test_a_circuit_is_open_until_its_probe_then_half_open(watch: Watch) -> None:
-    watch.fail(MISSING, "a")
-    opened = watch.states()["orders"]
-    assert (opened.failure, opened.seconds_open, opened.is_open) == (MISSING, 0, True)
-    assert 0.85 <= opened.seconds_to_probe <= 1
-    watch.seconds += 1
-    assert watch.states() == {"orders": CircuitState(MISSING, 1, 0)}
-    assert not watch.states()["orders"].is_open
-    watch.probe(Published("1"))
-    assert watch.states() == {}
 
 
 def test_batches_that_fail_together_are_one_failure(watch: Watch) -> None:
@@ -159,34 +125,6 @@ def test_a_missing_topic_is_probed_with_ten_tasks_an_outage_with_one(watch: Watc
         watch.probe(failure)
     assert (watch.seconds_to_probe() or 0) <= OUTAGE_PROBE.most
     assert watch.admit(candidates("ab"))[1]["orders"] == 1
-
-
-def test_an_outage_is_not_probed_with_the_same_task_twice_in_a_row(watch: Watch) -> None:
-    """A message that always times out does not block its topic for long."""
-    watch.fail(AWAY, "a")
-    before = ""
-    drawn = set()
-    for _ in range(20):
-        watch.seconds += OUTAGE_PROBE.most
-        [[chosen], _] = watch.admit(candidates("abc"))
-        assert chosen.id != before
-        before = chosen.id
-        drawn.add(before)
-        watch.ended(watch.next(before), **{before: AWAY})
-    assert drawn == {*"abc"}
-
-
-def test_a_task_that_met_an_outage_is_a_suspect_until_it_is_sent(watch: Watch) -> None:
-    """Its failure opens the circuit again, whether or not it is recorded. So it is recorded once in an outage."""
-    watch.fail(AWAY, "a", "b")
-    watch.probe(Published("1"))
-    batch = watch.next("b")
-    assert (batch.hints.suspects, batch.hints.probe) == ({"b"}, False)
-    assert watch.ended(batch, "b", b=AWAY)
-    assert watch.suspended() == {"orders"}
-    assert watch.next("b").hints.probe
-    watch.ended(claim_of("orders", "a"), a=Published("2"))
-    assert watch.next("a", "b", "c").hints.suspects == {"b"}
 
 
 def test_suspects_are_bounded_and_the_oldest_are_forgotten_first(watch: Watch) -> None:

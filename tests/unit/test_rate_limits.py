@@ -81,34 +81,3 @@ def test_unsent_tasks_return_their_tokens_and_overdrafts_are_repaid(throttle: Ti
     assert throttle.allowed() == 0
     throttle.now += 1
     assert throttle.allowed() == 1
-
-
-def test_tasks_in_flight_count_towards_the_limit(throttle: Timed) -> None:
-    throttle.apply({"orders": TopicControls(max_in_flight=5), "invoices": TopicControls(max_in_flight=5)}, 1)
-    assert [throttle.allowed(in_flight) for in_flight in (0, 1, 4, 5, 6, 100)] == [5, 4, 1, 0, 0, 0]
-    assert throttle.allowances({"orders": 5, "others": 3}) == {"orders": 0, "invoices": 5}
-    assert throttle.seconds_to_next() is None
-    for burst, limit, in_flight, allowed in ((10, 4, 0, 4), (10, 4, 1, 3), (3, 40, 0, 3), (3, 40, 39, 1)):
-        throttle.apply({}, 1)
-        throttle.limit(1, burst, limit)
-        assert throttle.allowed(in_flight) == allowed
-        throttle.take("orders", burst)
-        assert throttle.allowed() == 0
-
-
-def test_the_wait_is_that_of_the_first_topic_to_be_allowed(throttle: Timed) -> None:
-    throttle.apply(
-        {
-            "slow": TopicControls(False, 0.1, 1),
-            "faster": TopicControls(False, 2, 1),
-            "full": TopicControls(False, 9, 9),
-        },
-        1,
-    )
-    assert throttle.seconds_to_next() is None
-    throttle.take("slow", 1)
-    assert throttle.seconds_to_next() == pytest.approx(10)
-    throttle.take("faster", 1)
-    assert throttle.seconds_to_next() == pytest.approx(0.5)
-    throttle.apply({"slow": TopicControls(False, 0.1, 1)}, 4)
-    assert throttle.seconds_to_next() == pytest.approx(40)

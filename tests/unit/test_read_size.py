@@ -1,20 +1,11 @@
 """Reads are bounded before they are sent, and a read that timed out is not repeated unchanged; on the fakes."""
 
-import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from publishworker.host import Host
 from publishworker.spanner.write_errors import StoreError, TimedOut
-from publishworker.topics.availability import Topics
-from publishworker.turn.membership import Membership
-from publishworker.turn.poller import Wanted
-from publishworker.types import MAX_POLL_ROWS
-from tests.support.fakes import FakeStore
-from tests.support.parts import reads_of
 from tests.support.relay_bench import Bench
 
 
@@ -80,24 +71,6 @@ def test_reads_that_time_out_become_smaller_until_all_is_sent(topics: int, keys:
     assert bench.send_all(800) < 800
     assert bench.timeouts <= 12
     assert min(bench.asked) * bench.seconds_of_range <= 30
-
-
-def test_one_poll_has_an_upper_bound_of_rows() -> None:
-    """Many topics are resumed after polls have become deep. Each range has its part."""
-    store = FakeStore()
-    names = [f"topic-{number:02}" for number in range(22)]
-    for id, name in itertools.product(range(1_000), names):
-        store.insert(f"{name}/{id}", name)
-    poller, discoverer = reads_of(store, Membership(store, "me"), Topics(Host()), time.monotonic, 2_000)
-    poller._poll_size.per_range = 1_000
-    discoverer.end_turn(started_nothing=False)
-    for _ in range(3):
-        found = poller.poll(Wanted(2_000))
-        assert (store.polls[-1].per_range * store.polls[-1].ranges <= MAX_POLL_ROWS, found.cut_off) == (
-            True,
-            set(names),
-        )
-        assert {(each.topic, each.shard) for each in found.candidates} == set(itertools.product(names, range(10)))
 
 
 def test_more_ranges_than_one_read_may_have_are_read_in_turn() -> None:

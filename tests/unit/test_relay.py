@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -93,6 +93,21 @@ def test_a_turn_is_unfinished_until_its_tasks_are_settled(bench: Bench) -> None:
     bench.relay._in_flight.start(claim_of("orders", "a"))  # a batch that ends without a write between two turns
     eventually(lambda: not bench.relay._in_flight._reports.empty())
     assert bench.relay.turn().next is Next.SOON
+
+
+def test_the_next_due_task_is_that_of_an_available_topic(bench: Bench) -> None:
+    """The next poll then reads due tasks."""
+    bench.insert("a")
+    bench.turns()
+    assert bench.relay.find_next_due() is None
+    bench.insert("later", available_at=bench.store.now + timedelta(hours=1))
+    assert bench.relay.find_next_due() == pytest.approx(3600)
+    bench.turns()
+    assert bench.store.polls[-1].due
+    bench.store.control("orders", paused=True)
+    bench.wait(60)
+    bench.turns()
+    assert bench.relay.find_next_due() is None
 
 
 def test_refused_commits_cause_no_stream_of_duplicates(bench: Bench) -> None:

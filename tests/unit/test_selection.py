@@ -83,28 +83,6 @@ def test_deferrals_get_a_quarter_of_the_places_or_half_if_none_is_sendable(
     assert sum(batch.kind is Kind.DEFER for batch in batches) == deferrals
 
 
-def test_with_few_places_deferrals_get_one_in_a_quarter_of_the_turns() -> None:
-    turns = [Bench(3) for _ in range(400)]
-    for number, bench in enumerate(turns):
-        bench.random.seed(number)
-    deferred = sum(any(batch.kind is Kind.DEFER for batch in bench.select(tasks(5), blocked=1)) for bench in turns)
-    assert 60 <= deferred <= 140
-
-
-def test_leftover_tasks_are_noticed() -> None:
-    for count, cut_off, left in ((20, (), False), (21, (), True), (20, ("orders",), True)):
-        bench = Bench(batches=2)
-        selection = bench.choose(tasks(count), cut_off=frozenset(cut_off))
-        assert selection.waits
-        assert (bench.selector._fair_share._highest is not None) is left
-    assert Bench().choose(()) == Selection([])
-    assert Bench().choose((), blocked=1).waits
-    bench = Bench(batches=2)
-    bench.topics._limits.apply({"orders": TopicControls(False, 5, 5)}, 1)
-    selection = bench.choose(tasks(21), cut_off=frozenset({"orders"}))
-    assert [len(claim.ids) for claim in selection.claims] == [5]
-
-
 def test_too_many_bytes_in_flight_leave_tasks_pending() -> None:
     """The limit is that of four batches. A single batch may be larger."""
     bench = Bench(batches=8)

@@ -80,14 +80,6 @@ def test_a_batch_to_the_former_destination_says_nothing_about_the_new_one() -> N
     assert [*found.circuit_states()] == ["orders"]
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_every_kind_of_batch_has_the_policy_of_its_topic(kind: Kind) -> None:
-    controls = TopicControls(max_attempts=3, backoff_max_seconds=60.0)
-    found = topics(orders=controls)
-    assert found.permit(claim(kind=kind)).controls == controls
-    assert found.permit(claim("invoices", kind)).controls == NO_CONTROLS
-
-
 def test_a_topic_replaces_only_the_values_that_it_has() -> None:
     worker = policy()
     assert worker.for_topic(NO_CONTROLS) == worker
