@@ -254,8 +254,8 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     Before each chunk and at the end, raises NotContinued if the operation was stopped or finished, or if another
     process has executed a chunk. Raises OutboxError if there is no such operation.
     """
-    operation, progress = operations.begun(table, id, _WRITES)
-    selection, author = TaskSelection.recorded(operation.selection), Author(operation.principal, operation.reason)
+    operation, selection, progress = operations.begun(table, id, _WRITES, TaskSelection.recorded)
+    author = Author(operation.principal, operation.reason)
     check(operation.operation, selection)
     return _Change(table, operation.operation, _previewed(table, selection), author).outcomes(progress)
 
@@ -328,8 +328,8 @@ class _Change:
         limits = (min(CHUNK, MOVED), CHUNK_BYTES) if self.name in ("cancel", "restore") else (CHUNK, math.inf)
         for position, ids, seen in _selected_ids(self.table, self.selection, progress.position, limits):
             work = functools.partial(self._chunk, ids, seen, position, progress)
-            rows, progress = self.table.transact(tag, work)
-            outcome = _outcome(ids, rows)
+            rows, exists, progress = self.table.transact(tag, work)
+            outcome = _outcome(ids, rows, exists)
             if self.name == "cancel":
                 _log_cancelled(outcome.changed, self.author)
             yield outcome
@@ -338,16 +338,16 @@ class _Change:
 
     def _chunk(
         self, ids: Sequence[str], seen: Collection[str], position: str, progress: Progress, transaction: Transaction
-    ) -> tuple[Sequence[_Row], Progress]:
+    ) -> tuple[Sequence[_Row], Collection[str], Progress]:
+        """Execute a chunk. Return its rows, the IDs that a restore found in the table, and the progress."""
         if progress.is_recorded:
             progress.check(transaction)
         # Sorted, so that two commands lock the rows in the same order.
         values = self.selection.values | {"ids": sorted(ids)}
         statement = _by_ids(self.selection, lock=True)
         rows = [_as_seen(_Row(*row), seen) for row in transaction.query(statement, values)]
-        if self.name == "restore":
-            exists = cancelled.existing(transaction, ids)
-            rows = [row._replace(matches=False, state="exists") if row.id in exists else row for row in rows]
+        exists = cancelled.existing(transaction, ids) if self.name == "restore" else set[str]()
+        rows = [row._replace(matches=False, state="exists") if row.id in exists else row for row in rows]
         matching = [row for row in rows if row.matches]
         if matching:
             _WRITES[self.name](transaction, matching, progress.id)
@@ -358,7 +358,7 @@ class _Change:
         elif matching:  # a change that has not changed any task has no row yet
             recorded, columns = dataclasses.asdict(self.selection), columns | {"OperationId": progress.id}
             operations.record(transaction, self.table, self.name, recorded, self.author, **columns)
-        return rows, after
+        return rows, exists, after
 
 
 def _as_seen(row: _Row, seen: Collection[str]) -> _Row:
@@ -366,12 +366,14 @@ def _as_seen(row: _Row, seen: Collection[str]) -> _Row:
     return row._replace(matches=False, state=NEWCOMER) if row.matches and row.id not in seen else row
 
 
-def _outcome(ids: Sequence[str], rows: Sequence[_Row]) -> Outcome:
-    unchanged, existing = [row for row in rows if not row.matches], {row.id for row in rows}
+def _outcome(ids: Sequence[str], rows: Sequence[_Row], exists: Collection[str]) -> Outcome:
+    unchanged = [row for row in rows if not row.matches]
+    existing = {row.id for row in rows}
+    there = [id for id in exists if id not in existing]
     return Outcome(
         changed=tuple(row.id for row in rows if row.matches),
-        unchanged={row.id: row.state for row in unchanged},
-        missing=tuple(id for id in ids if id not in existing),
+        unchanged={row.id: row.state for row in unchanged} | dict.fromkeys(there, "not_cancelled"),
+        missing=tuple(id for id in ids if id not in existing and id not in exists),
         heads=frozenset(row.blocked_by for row in unchanged if row.state == "blocked" and row.blocked_by),
     )
 
@@ -401,11 +403,8 @@ def _selected_ids(
                 done += len(ids)
                 yield json.dumps({"ids": done}), ids, {id for id in ids if id in rows and rows[id].matches}
         return
-    layout = table.layout
-    column = "CancelledShard" if selection.state == CANCELLED else layout.column
-    begin: dict[str, Any] = json.loads(position) if position else {"column": column, "shard": 0}
-    if begin["column"] != column:
-        raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
+    layout, column = table.layout, shard_column(table, selection)
+    begin = operations.next_chunk(position, column)
     ranges = {} if selection.state in ("sent", CANCELLED) else {"topics": _topics(table, selection)}
     for shard in _shards(table, selection)[begin["shard"] :]:
         values = selection.values | ranges | {"shard": shard, "limit": PAGE}
@@ -415,6 +414,13 @@ def _selected_ids(
         if column == layout.column and table.layout != layout:
             # Another thread has noticed a reshard and replaced the layout: the last pages may be of the new one.
             raise LayoutChanged(f"{table.name}: the number of shards was changed. Start a new operation")
+
+
+def shard_column(table: TaskTable, selection: TaskSelection) -> str | None:
+    """Return the column by whose shards the tasks are selected. None: by their IDs."""
+    if selection.ids is not None:
+        return None
+    return "CancelledShard" if selection.state == CANCELLED else table.layout.column
 
 
 def _bytes(rows: Mapping[str, _Row], id: str) -> int:

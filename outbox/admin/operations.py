@@ -4,9 +4,9 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP, KeySet
 
@@ -26,6 +26,7 @@ INTERRUPTED_AFTER = timedelta(minutes=1)
 #: The operations that are made in chunks, so that any process can continue them.
 IN_CHUNKS = ("retry", "resend", "purge", "cancel", "restore")
 _TAG = "outbox-operations"
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,13 +148,31 @@ def found(table: TaskTable, id: str) -> Operation:
     return row
 
 
-def begun(table: TaskTable, id: str, names: Collection[str]) -> tuple[Operation, Progress]:
-    """Return an operation with one of these names that is made in chunks, and how far it is. Raises OutboxError."""
+def begun(table: TaskTable, id: str, names: Collection[str], read: Callable[[str], T]) -> tuple[Operation, T, Progress]:
+    """Return an operation with one of these names that is made in chunks, its selection, and how far it is.
+
+    `read` returns the selection. Raises OutboxError.
+    """
     row = found(table, id)
     if row.operation not in names or row.seen_at is None:
         raise OutboxError(f"operation {id} is not a {one_of(*IN_CHUNKS).allowed}, so it cannot be continued")
+    try:
+        selection = read(row.selection)
+    except OutboxError as error:
+        raise OutboxError(f"operation {id} cannot be continued: {error}") from None
     [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), KeySet(keys=[[id]]), _TAG)
-    return row, Progress(id, tasks, position, is_recorded=True)
+    return row, selection, Progress(id, tasks, position, is_recorded=True)
+
+
+def next_chunk(position: str | None, column: str | None) -> dict[str, Any]:
+    """Return where the next chunk begins: in shard 0, or at the position in the row.
+
+    `column` has the shards of a selection without IDs. Raises OutboxError if they were others at the last chunk.
+    """
+    found: dict[str, Any] = json.loads(position) if position else {"column": column, "shard": 0}
+    if column and found["column"] != column:
+        raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
+    return found
 
 
 def begin(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
 
@@ -127,8 +127,7 @@ def resume(table: TaskTable, id: str) -> Iterator[Outcome]:
     Before each chunk and at the end, raises NotContinued if the operation was stopped or finished, or if another
     process has published a chunk. Also raises what Send raises, and OutboxError if there is no such operation.
     """
-    operation, progress = operations.begun(table, id, ["resend"])
-    selection = Resend.recorded(operation.selection)
+    _, selection, progress = operations.begun(table, id, ["resend"], Resend.recorded)
     send: Send = import_module(PUBLISHER).opened(topics.pubsub_settings(table), selection.to)
     return _outcomes(table, selection, send, progress)
 
@@ -171,9 +170,7 @@ def _publish(table: TaskTable, selection: Resend, send: Send, ids: Sequence[str]
 def _chunks(table: TaskTable, selection: Resend, position: str | None) -> Iterator[tuple[list[str], str]]:
     """Yield the IDs of the selection after `position` in chunks, each with the position after it."""
     layout = table.layout
-    begin: dict[str, Any] = json.loads(position) if position else {"column": layout.column, "shard": 0}
-    if begin["column"] != layout.column and selection.ids is None:
-        raise OutboxError("the number of shards was changed since the last chunk. Start a new operation")
+    begin = operations.next_chunk(position, changes.shard_column(table, selection))
     for shard in table.shards[begin["shard"] :] if selection.ids is None else [0]:
         places = sorted(_places(table, selection, shard))
         if shard == begin["shard"] and "after" in begin:

@@ -63,7 +63,10 @@ ones that were sent meanwhile: --dry-run counts them.
 #: What becomes of tasks.
 DONE = {"retry": "due now", "purge": "deleted", "cancel": "cancelled", "restore": "restored"}
 #: Why tasks are not restored.
-NOT_RESTORED = {"exists": "because a task with the same ID exists again"}
+NOT_RESTORED = {
+    "exists": "because a task with the same ID exists again",
+    "not_cancelled": "because they are in the table, restored before or never cancelled",
+}
 #: Why tasks are not changed.
 NOT_CHANGED = {
     "pending": "because pending tasks need no retry",
@@ -258,7 +261,7 @@ def run_restore(options: argparse.Namespace) -> int:
     if not count.number and ids is None:
         note("no cancelled task matches. `outbox list --state cancelled` shows those that can be restored")
     report.explain(NOT_RESTORED, EXCLUDED)
-    return int(bool(report.unchanged or report.missing))
+    return int(bool(set(report.unchanged.values()) - {"not_cancelled"} or report.missing))
 
 
 def _preview_restore(

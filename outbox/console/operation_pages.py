@@ -86,6 +86,7 @@ class Action:
         operation, _ = _found(visit)
         if _acted(operation) != self:
             raise Refused(400, "This operation cannot be continued here", "Run its command or its job again.")
+        admin.continuing.check(visit.console.table, operation.id)
         admin.operations.proceed(visit.console.table, operation.id, visit.author())
         visit.console.running.start(operation.id)
         return visit.redirect("/operation", id=operation.id)

@@ -1,6 +1,7 @@
 """A recorded retry, purge or cancel: previewed, begun, stopped, continued by another process. No task changes twice."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,8 +14,10 @@ from outbox.admin import changes, operations
 from outbox.admin.changes import Outcome, TaskSelection
 from outbox.admin.operations import RECORDED_IDS, Author, NotContinued, Operation
 from outbox.admin.table import TaskTable
+from outbox.devtools.emulators import Emulators
 from outbox.errors import NotReached, OutboxError
 from outbox.table.states import NEVER
+from tests.support.commands import Commands
 from tests.support.operations import FUTURE, PAST, changed, insert, opened, row, rows_of
 
 DEAD = {"AvailableAt": NEVER, "Attempts": 9, "LastError": "not_found: no topic\nmore"}
@@ -136,24 +139,32 @@ def test_two_people_on_the_same_selection_change_each_task_once(database: Databa
     assert (found(table).finished_at and found(table, "other").finished_at) is not None
 
 
-def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable):
+def test_an_operation_that_cannot_be_continued_says_why(database: Database, table: TaskTable, emulators: Emulators):
+    """And stays stopped."""
     ids = tuple(map(str, range(RECORDED_IDS + 1)))
     begin(table, TaskSelection(ids=ids), id="too many")
     begin(table, TaskSelection(state="dead"), id="other layout")
     with database.batch() as batch:
         rows = [("other layout", '{"column": "Shard32", "shard": 3, "after": "x"}')]
         batch.update("AsynchronousTaskOperations", ("OperationId", "Position"), rows)
-    operations.stop(table, "other layout", JOHN)
+    for id in ("too many", "other layout"):
+        operations.stop(table, id, JOHN)
     stop = operations.latest(table, 1)[0]
     assert (stop.operation, stop.selection) == ("stop", '{"operation": "other layout"}')
     for id, reason in (
-        ("too many", "does not contain the whole selection"),
+        ("too many", "operation too many cannot be continued: its record does not contain the whole selection"),
         ("other layout", "number of shards was changed"),
         (stop.id, "is not a retry, resend, purge, cancel or restore"),
         ("gone", "does not exist"),
     ):
         with pytest.raises(OutboxError, match=reason):
             list(changes.resume(table, id))
+        for flags in ([], ["--dry-run"]):
+            refused = Commands(emulators, database).here("operations", "continue", id, *flags)
+            assert (refused.code, refused.stdout) == (1, "")
+            assert re.search(reason, refused.stderr)
+    for id in ("too many", "other layout"):
+        assert found(table, id).stopped_at is not None, "the note of the stop"
     for change, id in itertools.product((operations.stop, operations.proceed), (stop.id, "gone")):
         with pytest.raises(NotContinued, match="is finished, or does not exist"):
             change(table, id, JOHN)
