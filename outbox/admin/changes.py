@@ -2,9 +2,9 @@
 
 The IDs are read as of the preview (`TaskSelection.as_of`), and each transaction reads its tasks again under the lock.
 So a change takes a task only if it matched at the preview and still matches, also if another process continues it.
-Each transaction also records, in the row of the operation, where the next chunk begins. So a change that was stopped,
-or lost its process, continues there (`resume`). No chunk is executed twice, even if two processes continue the same
-operation.
+A change is recorded first, and each transaction records in this row where the next chunk begins. So a change that was
+stopped, or lost its process, continues there (`resume`). No chunk is executed twice, even if two processes continue the
+same operation.
 """
 
 import dataclasses
@@ -216,18 +216,18 @@ def retry_values(
 
 
 def change(
-    table: TaskTable, name: str, selection: TaskSelection, author: Author = UNNAMED, *, id: str = ""
+    table: TaskTable, name: str, selection: TaskSelection, author: Author = UNNAMED, *, id: str = "", selected: int = 0
 ) -> Iterator[Outcome]:
-    """Retry, cancel, purge or restore the selected tasks, chunk by chunk. Record it in the same transactions.
+    """Record a retry, cancel, purge or restore of the selected tasks, and execute it chunk by chunk.
 
     A retry makes them due now, with 0 failed attempts. A purge deletes them. A cancel moves them to another table, also
     releases the next tasks of their keys, and logs the IDs. A restore moves them back. Each transaction waits at most
     20 s for the batches that hold its tasks. `id` is the ID of the operation, by default a new one. Raises OutboxError
     if the change is not for these tasks, or if Spanner no longer keeps the versions of the selection's `as_of`.
     """
-    check(name, selection)
-    selection = _in_key_order(table, _previewed(table, selection))
-    return _Change(table, name, selection, author).outcomes(Progress(id or operations.new_id()))
+    id, selection = id or operations.new_id(), _checked(table, name, selection)
+    _record(table, name, selection, author, id=id, selected=selected)
+    return _Change(table, name, selection, author).outcomes(Progress(id))
 
 
 def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
@@ -235,13 +235,14 @@ def begin(table: TaskTable, name: str, selection: TaskSelection, author: Author,
 
     Return False, and record nothing, if the operation exists, because a form may be sent twice.
     """
-    check(name, selection)
-    selection = _in_key_order(table, _previewed(table, selection))
+    return _record(table, name, _checked(table, name, selection), author, id=id, selected=selected)
 
+
+def _record(table: TaskTable, name: str, selection: TaskSelection, author: Author, *, id: str, selected: int) -> bool:
     def work(transaction: Transaction) -> bool:
         if transaction.read(OPERATIONS, ("OperationId",), KeySet(keys=[[id]])):
             return False
-        columns = {"OperationId": id, "Tasks": 0, "Selected": selected, "SeenAt": COMMIT_TIMESTAMP}
+        columns = {"OperationId": id, "Tasks": 0, "Selected": selected or None, "SeenAt": COMMIT_TIMESTAMP}
         operations.record(transaction, table, name, dataclasses.asdict(selection), author, **columns)
         return True
 
@@ -274,8 +275,10 @@ def check(name: str, selection: TaskSelection) -> None:
         raise SettingError("a resend needs the IDs or the topic of its tasks")
 
 
-def _in_key_order(table: TaskTable, selection: TaskSelection) -> TaskSelection:
+def _checked(table: TaskTable, name: str, selection: TaskSelection) -> TaskSelection:
     """Return the selection with the IDs of cancelled tasks in the order of their keys, in which they are restored."""
+    check(name, selection)
+    selection = _previewed(table, selection)
     if selection.state != CANCELLED or selection.ids is None:
         return selection
     found = cancelled.in_key_order(table, selection.ids, selection.as_of)
@@ -333,15 +336,14 @@ class _Change:
             if self.name == "cancel":
                 _log_cancelled(outcome.changed, self.author)
             yield outcome
-        if progress.is_recorded and (warning := operations.finish(self.table, progress)):
+        if warning := operations.finish(self.table, progress):
             yield Outcome((), {}, (), warning)
 
     def _chunk(
         self, ids: Sequence[str], seen: Collection[str], position: str, progress: Progress, transaction: Transaction
     ) -> tuple[Sequence[_Row], Collection[str], Progress]:
         """Execute a chunk. Return its rows, the IDs that a restore found in the table, and the progress."""
-        if progress.is_recorded:
-            progress.check(transaction)
+        progress.check(transaction)
         # Sorted, so that two commands lock the rows in the same order.
         values = self.selection.values | {"ids": sorted(ids)}
         statement = _by_ids(self.selection, lock=True)
@@ -351,14 +353,7 @@ class _Change:
         matching = [row for row in rows if row.matches]
         if matching:
             _WRITES[self.name](transaction, matching, progress.id)
-        after = Progress(progress.id, progress.tasks + len(matching), position, progress.is_recorded or bool(matching))
-        columns = {"Tasks": after.tasks, "Position": position, "SeenAt": COMMIT_TIMESTAMP}
-        if progress.is_recorded:
-            operations.update(transaction, progress.id, **columns)
-        elif matching:  # a change that has not changed any task has no row yet
-            recorded, columns = dataclasses.asdict(self.selection), columns | {"OperationId": progress.id}
-            operations.record(transaction, self.table, self.name, recorded, self.author, **columns)
-        return rows, exists, after
+        return rows, exists, progress.move(transaction, len(matching), position)
 
 
 def _as_seen(row: _Row, seen: Collection[str]) -> _Row:

@@ -278,16 +278,3 @@ def place(options: argparse.Namespace) -> dict[str, str | bool]:
     given = vars(options)
     fields = (field for field in fields_of(DatabaseSettings) if field.name in given)
     return {field.name: field.kind is SWITCH or given[field.name] for field in fields}
-
-
-def continue_command(options: argparse.Namespace, **times: str) -> str:
-    """Return the command line that continues with the same selection without a question.
-
-    `times` are the absolute times of the selection. The task IDs are `options.ids`: the prefixes that the user typed
-    may belong to other tasks by then.
-    """
-    given = vars(options)
-    names = ("state", "topic", "error", "include_expired", "reason", "ids_file")
-    flags = {name: given[name] for name in names if name in given} | times
-    line = command_line(options.command, *given.get("ids", ()), **place(options), **flags, yes=True)
-    return f"{line}  # with the same task IDs on stdin" if given.get("ids_file") == "-" else line

@@ -98,7 +98,6 @@ class Progress:
     id: str
     tasks: int = 0
     position: str | None = None
-    is_recorded: bool = False
 
     def check(self, transaction: Transaction) -> None:
         """Lock the row. Raise NotContinued if this process must not go on.
@@ -110,6 +109,12 @@ class Progress:
             raise NotContinued(
                 f"operation {self.id} was stopped, finished, or continued by another process. See `outbox operations`"
             )
+
+    def move(self, transaction: Transaction, tasks: int, position: str) -> "Progress":
+        """Record a chunk that has changed so many tasks, and where the next one begins."""
+        after = Progress(self.id, self.tasks + tasks, position)
+        update(transaction, self.id, Tasks=after.tasks, Position=position, SeenAt=COMMIT_TIMESTAMP)
+        return after
 
 
 def latest(
@@ -161,7 +166,7 @@ def begun(table: TaskTable, id: str, names: Collection[str], read: Callable[[str
     except OutboxError as error:
         raise OutboxError(f"operation {id} cannot be continued: {error}") from None
     [[tasks, position]] = table.read(OPERATIONS, ("Tasks", "Position"), KeySet(keys=[[id]]), _TAG)
-    return row, selection, Progress(id, tasks, position, is_recorded=True)
+    return row, selection, Progress(id, tasks, position)
 
 
 def next_chunk(position: str | None, column: str | None) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
-from google.cloud.spanner_v1 import COMMIT_TIMESTAMP
-
 from outbox.admin import changes, operations, operator_sql, topics
 from outbox.admin.changes import CHUNK, CHUNK_BYTES, Outcome
 from outbox.admin.operations import RECORDED_IDS, Author, Progress
@@ -147,9 +145,7 @@ def _outcomes(table: TaskTable, selection: Resend, send: Send, progress: Progres
 
 def _record(progress: Progress, tasks: int, position: str, transaction: Transaction) -> Progress:
     progress.check(transaction)
-    after = Progress(progress.id, progress.tasks + tasks, position, is_recorded=True)
-    operations.update(transaction, after.id, Tasks=after.tasks, Position=position, SeenAt=COMMIT_TIMESTAMP)
-    return after
+    return progress.move(transaction, tasks, position)
 
 
 def _publish(table: TaskTable, selection: Resend, send: Send, ids: Sequence[str]) -> Outcome:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from outbox import admin
 from outbox.admin import flags
@@ -103,8 +104,7 @@ def carry_out(
             raise type(error)(
                 f"{error}. {report}. {_LAST_CHUNK[verb]}. To continue, run: {continue_command}"
             ) from error
-    with contextlib.suppress(OutboxError):  # no task was changed yet
-        record_stop()
+    record_stop()
     name = signal.Signals(received[0]).name
     raise OutboxError(f"stopped by {name}. {report}. To continue, run: {continue_command}")
 
@@ -120,17 +120,34 @@ def resume(
     operation = admin.operations.found(table, id)
     verb = "published" if operation.operation == "resend" else "changed"
     total = (operation.selected or 0) - (operation.tasks or 0)
-    command = flags.command_line("operations continue", id, **flags.place(options))
-    if total > admin.changes.CHUNK:
-        note(f"if the process is killed, continue with: {command}")
-    record_stop = functools.partial(admin.operations.stop, table, id, author)
-    report = carry_out(outcomes, command, record_stop, total=total, verb=verb)
+    report = execute(table, options, outcomes, id, author, total=total, verb=verb)
     if options.json:
         left_out = {"unchanged": report.unchanged, "missing": report.missing}
         say(as_json({"operation": id, "tasks": report.changed, **left_out}))
     else:
         say(f"{verb}: {counted(report.changed, 'task')}")
     return report.explain({}, "{state}")
+
+
+def execute(
+    table: "admin.table.TaskTable",
+    options: argparse.Namespace,
+    outcomes: "Iterator[admin.changes.Outcome]",
+    id: str,
+    author: "admin.operations.Author",
+    *,
+    is_whole: bool = True,
+    **shown: Any,
+) -> Report:
+    """Execute the chunks of a recorded operation. Print before, and in an error, how to continue it.
+
+    Unless the record `is_whole`, because it does not have all IDs, only the same command can continue.
+    """
+    again = flags.command_line("operations continue", id, **flags.place(options))
+    command = again if is_whole else "the same command again"
+    if shown["total"] > admin.changes.CHUNK:
+        note(f"if the process is killed, continue with: {command}")
+    return carry_out(outcomes, command, functools.partial(admin.operations.stop, table, id, author), **shown)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import sys
 from collections import Counter
 from datetime import datetime
@@ -137,7 +136,7 @@ def run_retry(options: argparse.Namespace) -> int:
         error_tables.print_selected(table, selection)
     if all_topics or count.number > bulk.CONFIRM_ABOVE:
         confirm(f"{count} will become due now.", yes=options.yes)
-    report = _carry_out(table, options, selection, count, since=selection.since, until=until)
+    report = _carry_out(table, options, selection, count)
     if ids:
         # With --include-expired, an expired task that was not changed does not match the selection.
         ignored = {"expired"} if options.include_expired else set()
@@ -199,7 +198,7 @@ def run_purge(options: argparse.Namespace) -> int:
         return 0
     if count.number > bulk.CONFIRM_ABOVE and sys.stdin.isatty():
         confirm(f"{count} {state} before {shown(before)} will be deleted.", yes=options.yes)
-    _carry_out(table, options, selection, count, **{f"{state}_before": before})
+    _carry_out(table, options, selection, count)
     return 0
 
 
@@ -232,7 +231,7 @@ def run_cancel(options: argparse.Namespace) -> int:
         error_tables.print_selected(table, selection)
     confirm(f"{count} ({selection.state}) will be cancelled and not published any more.", yes=options.yes)
     logs.configure()
-    report = _carry_out(table, options, selection, count, since=selection.since, until=until)
+    report = _carry_out(table, options, selection, count)
     return int(bool(report.unchanged)) if ids is None else report.explain({}, "because the state is {state}")
 
 
@@ -254,7 +253,7 @@ def run_restore(options: argparse.Namespace) -> int:
     count = admin.changes.count(table, selection, exact=False)
     if count.number > bulk.CONFIRM_ABOVE:
         confirm(f"{count} will be restored, and published when they are due.", yes=options.yes)
-    report = _carry_out(table, options, selection, count, since=selection.since, until=selection.until)
+    report = _carry_out(table, options, selection, count)
     if options.json:
         refused = Counter(report.unchanged.values()) | ({"missing": len(report.missing)} if report.missing else {})
         say(as_json({"dry_run": False, "tasks": report.changed, "refused": refused}))
@@ -315,14 +314,12 @@ def _carry_out(
     options: argparse.Namespace,
     selection: "admin.changes.TaskSelection",
     count: "admin.changes.Count",
-    **times: datetime | None,
 ) -> bulk.Report:
-    """Change the tasks and print their number. `times` are flags of the command that continues."""
-    given = {flag: shown(time) for flag, time in (times | {"as_of": selection.as_of}).items() if time}
+    """Change the tasks and print their number."""
     author, id = flags.author(options), admin.operations.new_id()
-    outcomes = admin.changes.change(table, options.command, selection, author, id=id)
-    record_stop = functools.partial(admin.operations.stop, table, id, author)
-    report = bulk.carry_out(outcomes, flags.continue_command(options, **given), record_stop, total=count.number)
+    outcomes = admin.changes.change(table, options.command, selection, author, id=id, selected=count.number)
+    is_whole = len(selection.ids or ()) <= admin.operations.RECORDED_IDS
+    report = bulk.execute(table, options, outcomes, id, author, is_whole=is_whole, total=count.number)
     if not vars(options).get("json"):
         say(f"{DONE[options.command]}: {counted(report.changed, 'task')}")
     if options.command == "cancel" and report.changed:

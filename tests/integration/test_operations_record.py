@@ -33,7 +33,7 @@ def seen(each: Operation) -> tuple[str, Any, int | None]:
 
 
 def test_each_change_has_a_record(database: Database, table: TaskTable):
-    """What changes nothing has none."""
+    """One that changes nothing has one, too."""
     insert(database, [row("a", **DEAD), row("b", **DEAD), row("sent", SentAt=PAST), row("pending")])
     before = table.now()
     assert [len(each.changed) for each in changes.change(table, "retry", TaskSelection(ids=("a", "pending")))] == [1]
@@ -47,25 +47,26 @@ def test_each_change_has_a_record(database: Database, table: TaskTable):
     found = recorded(table)
     assert [seen(each) for each in found] == [
         ("retry", {"ids": ["a", "pending"], "include_expired": True}, 1),
+        ("retry", {"ids": ["pending", "missing"], "include_expired": True}, 0),
         ("cancel", {"state": "dead", "ids": ["b"], "include_expired": True}, 1),
         ("purge", {"state": "sent", "topic": "orders", "until": shown(FUTURE), "include_expired": True}, 1),
         ("pause", {"topics": {each: {"paused": [None, True]} for each in ("orders", "bills")}}, None),
         ("controls", {"topics": {"orders": {"rate_per_second": [None, 0.5], "burst": [None, 3]}}}, None),
     ]
-    assert [each.reason for each in found] == [None, wrong.reason, None, person.reason, None]
-    assert [each.principal for each in found] == [*[table.principal] * 3, person.principal, table.principal]
-    assert len({each.id for each in found}) == 5
+    assert [each.reason for each in found] == [None, None, wrong.reason, None, person.reason, None]
+    assert [each.principal for each in found] == [*[table.principal] * 4, person.principal, table.principal]
+    assert len({each.id for each in found}) == 6
     times = [time for each in found for time in (each.started_at, each.finished_at)]
     assert times == sorted(times, key=lambda time: time or FUTURE)
     assert before < times[0]
-    assert [each.id for each in operations.latest(table, 2)] == [found[4].id, found[3].id]
+    assert [each.id for each in operations.latest(table, 2)] == [found[5].id, found[4].id]
     assert operations.latest(table, 9, at=before) == []
     for narrowed, ids in (
-        ({"operation": "pause"}, [3]),
-        ({"topic": "orders"}, [4, 3, 2]),
+        ({"operation": "pause"}, [4]),
+        ({"topic": "orders"}, [5, 4, 3]),
         ({"topic": "order"}, []),
-        ({"topic": "orders", "operation": "controls"}, [4]),
-        ({"principal": "JANE"}, [3]),
+        ({"topic": "orders", "operation": "controls"}, [5]),
+        ({"principal": "JANE"}, [4]),
     ):
         assert operations.latest(table, 9, **narrowed) == [found[number] for number in ids], narrowed
 
@@ -93,10 +94,8 @@ def test_an_id_begins_with_a_random_digit_and_then_with_the_time(monkeypatch: py
     assert all(id[1:] < "01" and uuid.UUID(id).version == 4 for id in ids)
 
 
-def test_the_record_and_the_first_chunk_are_one_transaction(
-    database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch
-):
-    """A transaction that is aborted counts once; if the record cannot be written, no task is changed."""
+def test_no_task_is_changed_without_a_record(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):
+    """A transaction that is aborted counts once."""
     insert(database, [row("a", **DEAD)])
     original = TaskTable.transact
 

@@ -1,4 +1,4 @@
-"""The argument parser of all commands, and flags of several: IDs, a selection, the printed command to continue."""
+"""The argument parser of all commands, and flags of several: IDs and a selection."""
 
 import argparse
 import importlib.util
@@ -17,8 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox import admin, cli
-from outbox.admin.flags import continue_command, full_ids, ids, selection
-from outbox.base.times import shown
+from outbox.admin.flags import full_ids, ids, selection
 from outbox.errors import SettingError
 from outbox.program.settings import DatabaseSettings
 from outbox.program.terminal import as_json
@@ -327,64 +326,12 @@ def test_a_verification_without_a_report_needs_no_extra(
     assert "Not a terminal. Pass --yes" in capsys.readouterr().err
 
 
-PRINTABLE = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" "), min_size=1, max_size=30)
-
-
-@given(
-    state=st.sampled_from([None, "dead", "sent", "retrying"]),
-    topic=st.none() | PRINTABLE,
-    error=st.none() | PRINTABLE,
-    since=st.none() | st.timedeltas(timedelta(hours=1), timedelta(days=30_000)),
-    until=st.none() | st.timedeltas(timedelta(0), timedelta(minutes=59)),
-    names=st.lists(PRINTABLE, max_size=3, unique=True),
-    file=st.sampled_from([None, "-", "-x", "a file"]),
-    place=st.sampled_from([[], PLACE, PLACE[2:], [*PLACE, "--spanner-endpoint=x:1", "--spanner-plaintext"]]),
-)
-@example("dead", "-t", "-e' \"$x`\\", None, None, ["-a", "--", "--yes", "$(b)"], "-", PLACE)
-@example(None, None, "--", None, None, [], None, [])
-def test_the_printed_command_to_continue_has_the_same_selection(  # noqa: PLR0917 - drawn
-    state: str | None, topic: str | None, error: str | None, since: timedelta | None, until: timedelta | None,
-    names: list[str], file: str | None, place: list[str],
-):  # fmt: skip
-    """Also values that look like a flag or mean something to a shell; times are fixed by then."""
-    flags = {"--state": state, "--topic": topic, "--error": error, "--ids-file": file}
-    words = ["retry", *place, *(f"{flag}={value}" for flag, value in flags.items() if value)]
-    words += ["--include-expired"] if state else []
-    options = parsed(*words, "--", *names)
-    times = {"since": since and NOW - since, "until": until is not None and NOW - until}
-    line = continue_command(options, **{name: shown(time) for name, time in times.items() if time})
-
-    program, *rest = shlex.split(line, comments=True)
-    read = parsed(*rest)
-    assert (program, read.run, read.yes) == ("outbox", options.run, True)
-    wanted = argparse.Namespace(**{**vars(options), **{name: time or None for name, time in times.items()}})
-    assert selection(read, NOW, tuple(read.ids)) == selection(wanted, NOW, tuple(options.ids))
-    for name in ("ids_file", "include_expired", *DatabaseSettings.__slots__):
-        assert vars(read).get(name) == vars(options).get(name)
-
-
-def test_the_printed_command_to_continue_has_full_ids(monkeypatch: pytest.MonkeyPatch):
-    """Wherever the prefixes are among the flags. A value of a flag that equals a prefix is not changed."""
+def test_prefixes_become_full_ids(monkeypatch: pytest.MonkeyPatch):
     full = {"0e3c": ["0e3c-1"], "7f21": ["7f21-2"], "exact-id": ["exact-id", "exact-id-3"]}
     monkeypatch.setattr(admin.tasks, "beginning_with", lambda _table, prefixes, _limit: {p: full[p] for p in prefixes})
     table = cast("Any", None)
-    for words in (
-        ("--database", "0e3c", "cancel", "--reason", "7f21", "0e3c", "7f21", "exact-id"),
-        ("--database=0e3c", "cancel", "--reason=7f21", "--", "0e3c", "7f21", "exact-id"),
-    ):
-        options = parsed(*words)
-        assert full_ids(table, options, [*options.ids, "in file"]) == ("0e3c-1", "7f21-2", "exact-id", "in file")
-        read = parsed(*shlex.split(continue_command(options))[1:])
-        assert (read.database, read.reason, read.yes) == ("0e3c", "7f21", True)
-        assert read.ids == ["0e3c-1", "7f21-2", "exact-id"]
-        assert full_ids(table, parsed("cancel", "--reason=x", "exact-id"), ["exact-id"], unasked=True) == ("exact-id",)
+    options = parsed("cancel", "--reason", "7f21", "0e3c", "7f21", "exact-id")
+    assert full_ids(table, options, [*options.ids, "in file"]) == ("0e3c-1", "7f21-2", "exact-id", "in file")
+    assert full_ids(table, parsed("cancel", "--reason=x", "exact-id"), ["exact-id"], unasked=True) == ("exact-id",)
     with pytest.raises(SettingError, match=r"'0e3c' is only a prefix of task 0e3c-1. With --yes, pass full IDs"):
         full_ids(table, parsed("cancel", "--reason=x", "0e3c"), ["0e3c"], unasked=True)
-
-
-def test_the_printed_command_to_continue_has_absolute_times():
-    purging = parsed("purge", *PLACE, "--sent-before", "30d")
-    line = continue_command(purging, sent_before=shown(NOW))
-    place = "--project=my-project --instance=main --database=shop"
-    assert line == f"outbox purge {place} --sent-before=2026-11-21T13:00:00.000000Z --yes"
-    assert parsed(*shlex.split(line)[1:]).sent_before == NOW
