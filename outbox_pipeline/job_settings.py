@@ -78,7 +78,6 @@ class RegisterSettings(JobSettings):
 
     def __post_init__(self) -> None:
         """Check that there is one input, and its format. Raises SettingError."""
-        DatabaseSettings.__post_init__(self)
         _check_one("input", self.input, self.input_table, self.input_format)
         if self.input:
             format_of_input(self.input, self.input_format)
@@ -148,7 +147,6 @@ class AuditSettings(JobSettings):
 
     def __post_init__(self) -> None:
         """Check settings that depend on each other. Raises SettingError."""
-        DatabaseSettings.__post_init__(self)
         _check_one("received", self.received, self.received_table, self.received_format)
         if self.inbox_database and not self.inbox:
             raise SettingError("--inbox-database needs --inbox. Pass both, or neither")

@@ -7,7 +7,7 @@ from google.pubsub_v1.services.publisher.transports import PublisherGrpcTranspor
 
 from outbox.errors import NotReached, OutboxError
 from outbox.program.channels import channel, credentials
-from outbox.program.settings import PubSubSettings, emulator_address
+from outbox.program.settings import PubSubSettings, address_of, emulator_address
 
 #: Seconds for the answer whether a topic exists.
 TOPIC_SECONDS = 5.0
@@ -15,10 +15,9 @@ TOPIC_SECONDS = 5.0
 
 def open_pubsub(settings: PubSubSettings) -> PublisherGrpcTransport:
     """Return the transport to --pubsub-endpoint or PUBSUB_EMULATOR_HOST. Raises NotReached, SettingError."""
-    endpoint = settings.pubsub_endpoint
-    plaintext = endpoint if settings.pubsub_plaintext else emulator_host(settings)
+    host, plaintext = address_of(settings.pubsub_endpoint, "PUBSUB_EMULATOR_HOST")
     return PublisherGrpcTransport(
-        host=endpoint or PublisherGrpcTransport.DEFAULT_HOST,
+        host=host or PublisherGrpcTransport.DEFAULT_HOST,
         credentials=credentials("Pub/Sub", plaintext=plaintext),
         channel=channel(PublisherGrpcTransport, plaintext),
     )

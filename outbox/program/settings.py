@@ -25,8 +25,8 @@ NAMES = frozenset(
     COMMIT_DELAY CONCURRENCY DASHBOARD_URL DATABASE DATABASE_ROLE DEAD_AFTER DOCS_URL GRACE HEARTBEAT_FILE
     IAP_AUDIENCE IDENTITY_HEADER INBOX INBOX_DATABASE INPUT INPUT_FORMAT INSTANCE KEY LOG_FORMAT LOG_LEVEL
     MAX_ATTEMPTS MAX_ROWS_PER_SECOND METRICS ON_ORDERING_FAILURE OUTPUT PATH_PREFIX POLL_INTERVAL PRODUCTION
-    PROJECT PUBSUB_ENDPOINT PUBSUB_PLAINTEXT RECEIVED RECEIVED_DATA RECEIVED_FORMAT RECEIVED_UNTIL REJECTS
-    REQUEST_PRIORITY ROLES SHOW_DATA SHUTDOWN_TIMEOUT SINCE SPANNER_ENDPOINT SPANNER_PLAINTEXT TOPIC TRACE_URL
+    PROJECT PUBSUB_ENDPOINT RECEIVED RECEIVED_DATA RECEIVED_FORMAT RECEIVED_UNTIL REJECTS
+    REQUEST_PRIORITY ROLES SHOW_DATA SHUTDOWN_TIMEOUT SINCE SPANNER_ENDPOINT TOPIC TRACE_URL
     TRUSTED_PROXY UNTIL WAKE WHERE WINDOW""".split()  # noqa: SIM905 - a list would have a line for each
 )
 #: Kubernetes sets these in every container for a Service whose name begins with `outbox`.
@@ -207,7 +207,7 @@ def is_loopback(host: str) -> bool:
 
 def _endpoint(text: str) -> str:
     if text:
-        host_and_port(text)
+        host_and_port(text.removeprefix(PLAINTEXT))
     return text
 
 
@@ -217,7 +217,11 @@ def _emulator(text: str) -> str:
     return text
 
 
-ENDPOINT = SettingType(_endpoint, "a host, or HOST:PORT, or [IPV6]:PORT, or empty for the global endpoint")
+ENDPOINT = SettingType(
+    _endpoint, "a host, or HOST:PORT, or [IPV6]:PORT, or http:// before one of these, or empty for the global endpoint"
+)
+#: The beginning of an endpoint that is reached without TLS and credentials.
+PLAINTEXT = "http://"
 _EMULATOR = SettingType(_emulator, "HOST:PORT or [IPV6]:PORT, such as 127.0.0.1:9010, without http://")
 
 
@@ -225,6 +229,17 @@ def emulator_address(variable: str) -> str | None:
     """Return the address in the variable of an emulator, or None if it is not set. Raises SettingError."""
     text = os.environ.get(variable)
     return _EMULATOR.value(text, variable) if text else None
+
+
+def address_of(endpoint: str, emulator_variable: str) -> tuple[str, str | None]:
+    """Return the host of an endpoint, and the host to connect to without TLS and credentials, if there is one.
+
+    Without an endpoint, that is the emulator of the variable. Raises SettingError.
+    """
+    host = endpoint.removeprefix(PLAINTEXT)
+    if endpoint:
+        return host, host if endpoint.startswith(PLAINTEXT) else None
+    return "", emulator_address(emulator_variable)
 
 
 PROJECT_ID = matching(PROJECT, "a Google Cloud project ID")
@@ -272,15 +287,9 @@ class DatabaseSettings(Settings):
     spanner_endpoint: str = setting(
         "",
         ENDPOINT,
-        "Spanner's endpoint, for example a private one or Spanner Omni. It overrides SPANNER_EMULATOR_HOST.",
+        "Spanner's endpoint, for example a private one. It overrides SPANNER_EMULATOR_HOST. http:// means without TLS "
+        "and credentials, for example for Spanner Omni.",
     )
-    spanner_plaintext: bool = setting(
-        "false", SWITCH, "Reach --spanner-endpoint without TLS and credentials, for example if it is Spanner Omni."
-    )
-
-    def __post_init__(self) -> None:
-        if self.spanner_plaintext and not self.spanner_endpoint:
-            raise SettingError("--spanner-plaintext needs --spanner-endpoint. Pass both")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,12 +301,6 @@ class PubSubSettings(DatabaseSettings):
         ENDPOINT,
         "Pub/Sub's endpoint, such as europe-west1-pubsub.googleapis.com. Ordering keys need an endpoint of one region.",
     )
-    pubsub_plaintext: bool = setting("false", SWITCH, "Reach --pubsub-endpoint without TLS and credentials.")
-
-    def __post_init__(self) -> None:
-        DatabaseSettings.__post_init__(self)
-        if self.pubsub_plaintext and not self.pubsub_endpoint:
-            raise SettingError("--pubsub-plaintext needs --pubsub-endpoint. Pass both")
 
 
 def metrics_setting() -> Any:

@@ -20,7 +20,7 @@ from google.cloud.spanner_v1.services.spanner.transports import SpannerGrpcTrans
 
 from outbox.base.schedules import CALL
 from outbox.program.channels import channel, credentials
-from outbox.program.settings import DatabaseSettings, emulator_address
+from outbox.program.settings import DatabaseSettings, address_of
 
 #: Seconds for a whole Commit with its retries. After that its outcome is unknown.
 COMMIT_SECONDS = 10.0
@@ -124,9 +124,7 @@ def open_database(settings: DatabaseSettings, unary_seconds: float = 0.0) -> Lim
 
     `unary_seconds` replaces UNARY_SECONDS, unless it is 0.
     """
-    endpoint = settings.spanner_endpoint
-    emulator = None if endpoint else emulator_address("SPANNER_EMULATOR_HOST")
-    plaintext = endpoint if settings.spanner_plaintext else emulator
+    endpoint, plaintext = address_of(settings.spanner_endpoint, "SPANNER_EMULATOR_HOST")
     account = credentials("Spanner", plaintext=plaintext)
     with _without_emulator() if endpoint else contextlib.nullcontext():
         client = spanner.Client(

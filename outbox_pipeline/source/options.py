@@ -19,7 +19,7 @@ from outbox_pipeline import schemas
 #: Options of the database, and their settings, whose environment variables are the defaults.
 _DATABASE = {
     "project": "project", "instance": "instance", "database": "database", "databaseRole": "database_role",
-    "spannerEndpoint": "spanner_endpoint", "spannerPlaintext": "spanner_plaintext",
+    "spannerEndpoint": "spanner_endpoint",
 }  # fmt: skip
 _COLUMNS = tuple(schemas.TASK.fieldNames())
 

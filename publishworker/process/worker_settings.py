@@ -74,7 +74,6 @@ class RelaySettings(PubSubSettings):
     log_level: str = setting("info", one_of("debug", "info", "warning", "error"), "Min level of log lines.")
 
     def __post_init__(self) -> None:
-        PubSubSettings.__post_init__(self)
         if self.backoff_initial > self.backoff_max:
             raise SettingError(
                 f"--backoff-initial is {self.backoff_initial:g}. It must not exceed --backoff-max, which is "

@@ -10,12 +10,10 @@ import pytest
 from google.cloud.spanner_v1.database import Database
 
 from outbox.devtools.emulators import Emulators
-from outbox.errors import SettingError
-from publishworker.process.worker_settings import WorkerSettings
 from tests.support.processes import run
 from tests.support.pubsub import Subscription
 from tests.support.relays import register
-from tests.support.spanner import INSTANCE, PROJECT, variables
+from tests.support.spanner import INSTANCE, PROJECT
 
 NOWHERE = "127.0.0.1:9"
 TASKS = 300
@@ -25,8 +23,8 @@ TASKS = 300
 def environment(emulators: Emulators) -> dict[str, str]:
     return {
         "SPANNER_EMULATOR_HOST": NOWHERE, "PUBSUB_EMULATOR_HOST": NOWHERE,
-        "OUTBOX_SPANNER_ENDPOINT": emulators.spanner_host, "OUTBOX_SPANNER_PLAINTEXT": "true",
-        "OUTBOX_PUBSUB_ENDPOINT": emulators.pubsub_host, "OUTBOX_PUBSUB_PLAINTEXT": "true",
+        "OUTBOX_SPANNER_ENDPOINT": f"http://{emulators.spanner_host}",
+        "OUTBOX_PUBSUB_ENDPOINT": f"http://{emulators.pubsub_host}",
         # Emulators before 1.5.38 end a session's transaction when another begins.
         "GOOGLE_CLOUD_SPANNER_MULTIPLEXED_SESSIONS_FOR_RW": "false",
         "OUTBOX_PROJECT": PROJECT, "OUTBOX_INSTANCE": INSTANCE,
@@ -54,10 +52,3 @@ def test_the_endpoints_win_over_the_emulators_variables(
     assert received == set(ids)
     unknown = run("outbox", "pause", "nosuch", environment=environment)
     assert (unknown.code, f"Known topics: {topic}" in unknown.stderr) == (2, True)
-
-
-@pytest.mark.parametrize("service", ["spanner", "pubsub"])
-def test_plaintext_needs_an_endpoint(service: str) -> None:
-    flag = f"--{service}-plaintext"
-    with pytest.raises(SettingError, match=f"^{flag} needs --{service}-endpoint. Pass both"):
-        WorkerSettings.read({f"{service}_plaintext": "true"}, variables("shop"))

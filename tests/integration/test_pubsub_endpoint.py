@@ -59,7 +59,7 @@ def test_check_warns_of_ordered_tasks_without_an_endpoint(
     [warning] = warnings(**google_cloud, HOME="/nonexistent")
     assert {topic for topic in topics if topic in warning} == {pending, scheduled}
     assert "--pubsub-endpoint" in warning
-    assert warnings(OUTBOX_PUBSUB_ENDPOINT=emulators.pubsub_host, OUTBOX_PUBSUB_PLAINTEXT="true") == []
+    assert warnings(OUTBOX_PUBSUB_ENDPOINT=f"http://{emulators.pubsub_host}") == []
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_channel_connects_to_the_endpoint(
         assert "grpc.max_reconnect_backoff_ms" in dict(options["options"])
         assert "grpc.enable_http_proxy" not in dict(options["options"])
     with PubSubServer() as server:
-        settings = place(pubsub_endpoint=server.address, pubsub_plaintext="true")
+        settings = place(pubsub_endpoint=f"http://{server.address}")
         publisher = PubSubPublisher(open_pubsub(settings), PROJECT)
         row = LockedRow("a", "orders", serialized(), "key", datetime.now(UTC), None, None)
         assert isinstance(publisher.publish("orders", [row], 5)["a"], Published)
@@ -149,5 +149,5 @@ def test_the_advice_for_a_missing_topic_fits_the_service(monkeypatch: pytest.Mon
     assert f"Create it: `outbox emulators --create {there} --topic missing`. Pub/Sub: " in error(settings)
     monkeypatch.delenv("PUBSUB_EMULATOR_HOST")
     name = f"projects/{PROJECT}/topics/missing"
-    endpoint = place(pubsub_endpoint=host, pubsub_plaintext="true")
+    endpoint = place(pubsub_endpoint=f"http://{host}")
     assert f"Create it: `gcloud pubsub topics create {name}`. Pub/Sub: " in error(endpoint)

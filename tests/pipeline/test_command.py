@@ -94,7 +94,6 @@ WRONG = (
     ("drain --database not-there", 3, "not-there"),
     ("archive --archive a --window 40d", 2, "--window: '40d' is not allowed"),
     ("archive --archive a --until 5s", 2, "less than a minute ago"),
-    ("audit --received a --output b --spanner-plaintext", 2, "--spanner-plaintext needs --spanner-endpoint"),
     ("audit --output b", 2, "Pass --received for files, or --received-table"),
     ("audit --received-table t --received-format json --output b", 2, "--received-format is for files"),
     ("audit --received-table a..b --output b", 2, "--received-table a..b: [PARSE_SYNTAX_ERROR]"),

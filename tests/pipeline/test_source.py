@@ -224,7 +224,7 @@ def test_executors_use_the_endpoint_of_the_options(
     """Also where the emulator's variable names another address."""
     insert(database, [row("a")])
     with Counting(emulators.spanner_host) as proxy:
-        found = tasks(spark, target, spannerEndpoint=proxy.address, spannerPlaintext="true").collect()
+        found = tasks(spark, target, spannerEndpoint=f"http://{proxy.address}").collect()
     assert [each["Id"] for each in found] == ["a"]
     assert proxy.counts["StreamingRead", "outbox-pipeline-read"] > 0
 

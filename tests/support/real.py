@@ -47,4 +47,4 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
     if not NAMED or not host:
         return {}
     sessions = {MULTIPLEXED: os.environ.get(MULTIPLEXED, "true")}
-    return {"OUTBOX_SPANNER_ENDPOINT": host, "OUTBOX_SPANNER_PLAINTEXT": "true"} | sessions
+    return {"OUTBOX_SPANNER_ENDPOINT": f"http://{host}"} | sessions
