@@ -163,12 +163,6 @@ def has_too_many_fields(data: bytes) -> bool:
     return fields > MAX_FIELDS
 
 
-def data_field(head: bytes) -> tuple[int, int]:
-    """Return the length of the field `data`, and where it begins: 0 if it is not the first field of the message."""
-    length, begin = _varint(head, 1)
-    return (length, begin) if head[:1] == b"\x0a" else (0, 0)
-
-
 def _varint(data: bytes, place: int) -> tuple[int, int]:
     """Return the varint at `place`, and the place after it."""
     number = shift = 0

@@ -447,10 +447,6 @@ SELECT prefix, found FROM UNNEST(@ids) AS prefix, UNNEST(ARRAY_CONCAT(
   ARRAY(SELECT Id FROM {_CANCELLED_BY_ID} WHERE {_BEGINS} ORDER BY Id LIMIT @limit))) AS found"""
 
 
-#: Both ends of the message of a task, and its size.
-ENDS = f"SELECT SUBSTR(Data, 1, @limit), SUBSTR(Data, -@limit), Bytes FROM {BY_ID} WHERE Id = @id"
-
-
 def task(columns: str) -> str:
     """Return the statement for the `columns` and the state of the task @id."""
     return f"SELECT CURRENT_TIMESTAMP(), {STATE_SQL}, {columns} FROM {BY_ID} WHERE Id = @id"

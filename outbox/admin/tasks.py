@@ -18,7 +18,7 @@ from outbox.admin.error_groups import ErrorCount
 from outbox.admin.table import SCAN_SECONDS, TaskTable
 from outbox.base.values import chunked
 from outbox.errors import SettingError
-from outbox.message import data_field, parsed
+from outbox.message import parsed
 from outbox.table import ddl
 from outbox.table.states import CANCELLED, LONG_AGO, NEVER, UNSENT
 
@@ -34,9 +34,6 @@ _OF_CANCELLED = {"SentAt": "CancelledAt", "Shard": "OperationId"}
 WINDOWS = tuple(timedelta(minutes=8**power) for power in range(6))
 #: Max tasks of a state that are read to count their errors.
 ERRORS_READ = 1_000
-#: Bytes of each end of a large message that are read to show a part of it. A library writes the data first, and the
-#: attributes that Pub/Sub allows have at most 130 kB.
-END_BYTES = 200_000
 #: The selection of all tasks of a state.
 ALL = TaskSelection()
 _RESOLUTION, _DIGEST_BYTES = timedelta(microseconds=1), 6
@@ -311,25 +308,6 @@ def task(table: TaskTable, id: str, *, data: bool = True) -> Task | None:
     if data:
         columns["Data"] = b64decode(columns["Data"])  # the client returns BYTES in base64
     return Task(state, columns, as_of)
-
-
-def excerpt(table: TaskTable, task: Task) -> tuple[Mapping[str, str], bytes, int] | None:
-    """Return the attributes of a large message, the first bytes of its data, and the size of the data.
-
-    Only both ends of the row are read. Return None if they are not enough: the message is small, its task is gone, or
-    another program has written the attributes before the data, or more of them than Pub/Sub allows.
-    """
-    if task.columns["Bytes"] <= 2 * END_BYTES:
-        return None
-    statement = _of_state(task.state, operator_sql.ENDS)
-    rows = table.query(statement, "outbox-show", {"id": task.columns["Id"], "limit": END_BYTES})
-    head, tail, size = (b64decode(rows[0][0]), b64decode(rows[0][1]), rows[0][2]) if rows else (b"", b"", 0)
-    length, begin = data_field(head)
-    left = size - begin - length
-    if begin == 0 or not 0 <= left <= len(tail):
-        return None
-    message = parsed(tail[len(tail) - left :])
-    return None if message is None else (dict(message.attributes), head[begin:], length)
 
 
 def _publish_place(columns: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -14,11 +14,10 @@ from outbox.admin import changes, operations, operator_sql
 from outbox.admin.backlog import COUNT_LIMIT, count, ranges_of
 from outbox.admin.operations import UNNAMED, Author
 from outbox.admin.table import SCAN_SECONDS, TaskTable, Transaction
-from outbox.admin.workers import Worker, cut_retry
 from outbox.base.values import listed, topic_name
 from outbox.errors import OutboxError, SettingError
 from outbox.program.settings import PubSubSettings, did_you_mean
-from outbox.table.controls import COLUMNS, CONTROLS, FIELDS, NO_CONTROLS, TABLE, TopicControls, described, problems
+from outbox.table.controls import COLUMNS, CONTROLS, FIELDS, NO_CONTROLS, TABLE, TopicControls, problems
 
 _TAG = "outbox-topics"
 #: What a person must know before a route changes.
@@ -217,9 +216,3 @@ def _recorded(difference: Difference) -> dict[str, Any]:
             for topic, rows in difference.items()
         }
     }
-
-
-def joined_controls(workers: Sequence[Worker], row: TopicControls) -> str:
-    """Return the controls of a topic as a text, and what its workers make of its retry policy."""
-    cut = cut_retry(workers, row.backoff_initial_seconds, row.backoff_max_seconds)
-    return f"{described(row)}; {cut}" if cut else described(row)

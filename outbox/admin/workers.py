@@ -152,18 +152,6 @@ def shards_without_worker(table: TaskTable, workers: Sequence[Worker], at: datet
     return [id for layout in filter(None, recorded or [table.layout]) for id in layout.ids if id not in polled]
 
 
-def cut_retry(workers: Sequence[Worker], initial: float | None, longest: float | None) -> str:
-    """Return what happens to the first retry of a topic that its workers make earlier, or an empty text.
-
-    `initial` and `longest` are the backoff of the topic, if it has one. Otherwise the max of each worker applies.
-    """
-    maxima = [_number(worker.settings.get("backoff_max")) for worker in workers]
-    if initial is None or longest is not None or not (cuts := [each for each in maxima if 0 < each < initial]):
-        return ""
-    where = "all workers" if len(cuts) == len(workers) else f"{len(cuts)} of {len(workers)} workers"
-    return f"first retry after {min(cuts):,.15g} s in {where}, because of their --backoff-max"
-
-
 def _parsed(text: str | None) -> Mapping[str, Any]:
     try:
         found = json.loads(text or "null")

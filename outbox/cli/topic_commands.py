@@ -158,11 +158,6 @@ def _write(table: "admin.table.TaskTable", options: argparse.Namespace, values: 
         admin.topics.change(table, "controls", [topic], values, flags.author(options)),
         is_limited=any(values.get(name) for name in LIMITS),
     )
-    _, row = found.difference[topic]
-    if row and "backoff_initial_seconds" in values:
-        workers = admin.workers.live(table, table.now())
-        if cut := admin.workers.cut_retry(workers, row.backoff_initial_seconds, row.backoff_max_seconds):
-            note(f"{escaped(topic)}: {cut}")
     if unsent:
         note(f"{unsent} of {escaped(topic)} not sent yet. {admin.topics.ORDERED.format(escaped(to))}")
     return 0
@@ -185,7 +180,7 @@ def run_topics(options: argparse.Namespace) -> int:
         circuits = admin.workers.open_circuits(backlog.workers)
         say(as_json({"as_of": backlog.as_of, "topics": rows, "circuits": circuits}))
     else:
-        listed = [((topic, admin.topics.joined_controls(backlog.workers, row)), line) for topic, row, line in topics]
+        listed = [((topic, described(row)), line) for topic, row, line in topics]
         say(listing(backlog, ("TOPIC", "CONTROL"), listed, "no topics"))
     return 0
 

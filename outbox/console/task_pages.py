@@ -154,8 +154,8 @@ def show_data(visit: Visit) -> Response:
     """Record that the person looks at the message of the task `id`, and then show it."""
     task = _found(visit, data=False)
     admin.operations.add(visit.console.table, "view", {"ids": [task.columns["Id"]]}, visit.author())
-    attributes, data, size = _message(visit, task)
-    given = attributes or {}
+    attributes, data = _message(visit)
+    given, size = attributes or {}, len(data)
     kind, lines = readable(data[:SHOWN_BYTES], whole=size <= SHOWN_BYTES)
     return render(
         visit,
@@ -171,17 +171,14 @@ def show_data(visit: Visit) -> Response:
     )
 
 
-def _message(visit: Visit, task: Task) -> tuple[Mapping[str, str] | None, bytes, int]:
-    """Return the attributes, or None if there is no message, the data or its beginning, and the size of the data."""
-    redact = visit.console.redact
-    if redact is None and (found := admin.tasks.excerpt(visit.console.table, task)):
-        return found
-    task = _found(visit, data=True)
+def _message(visit: Visit) -> tuple[Mapping[str, str] | None, bytes]:
+    """Return the attributes, or None if there is no message, and the data."""
+    redact, task = visit.console.redact, _found(visit, data=True)
     message = task.message
     given = {} if message is None else dict(message.attributes)
     data = task.columns["Data"] if message is None else message.data
     attributes, data = redact(task.columns["Topic"], given, data) if redact else (given, data)
-    return None if message is None else attributes, data, len(data)
+    return None if message is None else attributes, data
 
 
 ROUTES = (

@@ -26,7 +26,7 @@ def show(visit: Visit) -> Response:
     """Show the topic `name`, and after a change which workers have applied it."""
     written = _written(visit.query.get("written", ""))
     more = {
-        "joined_controls": admin.topics.joined_controls,
+        "described": described,
         "fields": NAMES,
         "values": VALUES,
         "within": APPLIED_WITHIN,

@@ -64,10 +64,11 @@ class RetryPolicy:
     skip_dead: bool = False
 
     def for_topic(self, controls: TopicControls) -> "RetryPolicy":
-        """Return this policy with the values that the topic has."""
+        """Return this policy with the values that the topic has. The first delay of a topic raises a lower max."""
+        initial = controls.backoff_initial_seconds
         own = {
-            "initial": controls.backoff_initial_seconds,
-            "longest": controls.backoff_max_seconds,
+            "initial": initial,
+            "longest": controls.backoff_max_seconds or max(initial or 0, self.longest),
             "max_attempts": controls.max_attempts,
             "dead_after": controls.dead_after_seconds,
         }

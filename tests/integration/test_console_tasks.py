@@ -13,7 +13,6 @@ from google.cloud.spanner_v1.database import Database
 from starlette.testclient import TestClient
 
 from outbox.admin import backlog, changes, operations, topics
-from outbox.admin import tasks as admin_tasks
 from outbox.admin.changes import TaskSelection
 from outbox.admin.operations import Author
 from outbox.admin.table import TaskTable
@@ -389,39 +388,6 @@ def test_a_message_is_shown_on_demand_and_the_view_is_recorded(
     assert len(answer.text) < 1_500_000
     [view] = operations.latest(table, 10)
     assert (view.operation, view.principal, view.selection) == ("view", "jane@example.com", f'{{"ids": ["{name}"]}}')
-
-
-MOST_ATTRIBUTES = {f"{n:0256}": "v" * 1_024 for n in range(100)}
-LARGE = serialized(b"x" * 700_000, attributes=MOST_ATTRIBUTES)
-
-
-@pytest.mark.parametrize(
-    ("data", "is_read_whole"),
-    [
-        (LARGE, False),
-        (serialized(b"", attributes=MOST_ATTRIBUTES) + serialized(b"x" * 700_000), True),
-        (serialized(b"x" * 700_000, attributes={"a": "v" * 300_000}), True),
-        (LARGE[:-1], True),
-        (b"\x0a" + b"\xff" * 700_000, True),
-        (b"\xff" * 700_000, True),
-        (serialized(b"x"), True),
-    ],
-    ids=["usual", "attributes first", "large attributes", "cut", "a wrong length", "no message", "small"],
-)
-def test_of_a_large_message_only_both_ends_are_read(
-    database: Database, table: TaskTable, data: bytes, is_read_whole: bool
-) -> None:
-    """Unless another program has written it in another way."""
-    insert(database, [row("a", Data=data)])
-    task = admin_tasks.task(table, "a")
-    assert task
-    found, message = admin_tasks.excerpt(table, task), task.message
-    assert (found is None) == is_read_whole
-    if found and message:
-        attributes, beginning, size = found
-        assert (attributes, size) == (dict(message.attributes), len(message.data))
-        assert message.data.startswith(beginning[: task_pages.SHOWN_BYTES])
-        assert len(beginning) >= task_pages.SHOWN_BYTES
 
 
 def test_a_message_needs_the_role_and_a_record(database: Database, table: TaskTable, monkeypatch: pytest.MonkeyPatch):

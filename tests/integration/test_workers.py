@@ -157,17 +157,6 @@ def test_tasks_of_a_topic_that_cannot_be_published_are_not_said_to_be_next(
     assert "But the topic is paused" in browser.get("/task?id=b-1").text
 
 
-def test_a_first_retry_that_workers_make_earlier_is_named(database: Database, outbox: Commands) -> None:
-    """Their --backoff-max applies to a topic without its own."""
-    live(database, a=INFO | {"settings": {"backoff_max": 60}}, b=INFO)
-    cut = "first retry after 60 s in 1 of 2 workers, because of their --backoff-max"
-    done = outbox.here("topics", "set", "orders", "--backoff-initial", "300", "--yes")
-    assert (done.stdout, done.stderr.splitlines()[1]) == ("orders: first retry after 300 s\n", f"outbox: orders: {cut}")
-    assert f"first retry after 300 s; {cut} " in outbox.here("topics").stdout
-    outbox.here("topics", "set", "orders", "--backoff-max", "600")
-    assert cut not in outbox.here("topics").stdout
-
-
 def test_status_groups_the_errors_of_all_unsent_tasks(database: Database, outbox: Commands) -> None:
     """A task that failed and is due again is pending. Ready tasks have not failed, and are not read for it.
 

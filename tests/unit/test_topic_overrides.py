@@ -86,6 +86,8 @@ def test_a_topic_replaces_only_the_values_that_it_has() -> None:
     changed = worker.for_topic(TopicControls(max_attempts=3, backoff_max_seconds=60.0))
     assert (changed.max_attempts, changed.longest) == (3, 60.0)
     assert (changed.initial, changed.dead_after, changed.random) == (1, 86_400, worker.random)
+    late = worker.for_topic(TopicControls(backoff_initial_seconds=worker.longest + 1))
+    assert late.longest == late.initial == worker.longest + 1
 
 
 def test_a_deferral_ends_within_the_max_backoff_of_its_topic(bench: Bench) -> None:
