@@ -51,7 +51,7 @@ class HostedRelay:
             self._app.relay.wake()
 
     def stop(self) -> None:
-        """Finish the batches in flight, within the shutdown timeout, and end. Without effect if it does not run."""
+        """Finish the in-flight batches, within the shutdown timeout, and end. Without effect if it does not run."""
         if self._thread.is_alive():
             self._stop.set()
             self._thread.join()

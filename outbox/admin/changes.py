@@ -1,4 +1,4 @@
-"""Changes by operators: retry, purge, cancel, restore. They are made in chunks, and each chunk is one transaction.
+"""Changes by operators: retry, purge, cancel, restore. They are executed in chunks, and each chunk is one transaction.
 
 The IDs are read as of the preview (`TaskSelection.as_of`), and each transaction reads its tasks again under the lock.
 So a change takes a task only if it matched at the preview and still matches, also if another process continues it.

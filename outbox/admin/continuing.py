@@ -1,4 +1,4 @@
-"""The operations that are made in chunks: retry, resend, purge, cancel and restore."""
+"""The operations that are executed in chunks: retry, resend, purge, cancel and restore."""
 
 from collections.abc import Iterator
 

@@ -23,7 +23,7 @@ RECORDED_IDS = 1_000
 COMPARED = 1_000
 #: A running operation whose last chunk is older has probably lost its process. A chunk takes up to about a minute.
 INTERRUPTED_AFTER = timedelta(minutes=1)
-#: The operations that are made in chunks, so that any process can continue them.
+#: The operations that are executed in chunks, so that any process can continue them.
 IN_CHUNKS = ("retry", "resend", "purge", "cancel", "restore")
 _TAG = "outbox-operations"
 T = TypeVar("T")
@@ -154,7 +154,7 @@ def found(table: TaskTable, id: str) -> Operation:
 
 
 def begun(table: TaskTable, id: str, names: Collection[str], read: Callable[[str], T]) -> tuple[Operation, T, Progress]:
-    """Return an operation with one of these names that is made in chunks, its selection, and how far it is.
+    """Return an operation with one of these names that is executed in chunks, its selection, and how far it is.
 
     `read` returns the selection. Raises OutboxError.
     """

@@ -131,9 +131,9 @@ def _merged(topic: str, circuits: Sequence[Circuit]) -> TopicCircuit:
 
 def differing(workers: Sequence[Worker]) -> dict[str, list[str]]:
     """Return the settings, and `version`, that differ between workers with Info, each with its values."""
-    told = [{**worker.settings, "version": worker.text("version")} for worker in workers if worker.info]
-    names = sorted({name for values in told for name in values})
-    values = {name: sorted({str(each.get(name, "default")) for each in told}) for name in names}
+    known = [{**worker.settings, "version": worker.text("version")} for worker in workers if worker.info]
+    names = sorted({name for values in known for name in values})
+    values = {name: sorted({str(each.get(name, "default")) for each in known}) for name in names}
     return {name: found for name, found in values.items() if len(found) > 1}
 
 

@@ -68,7 +68,7 @@ CALL = Schedule(0.1, 1.0)
 ABORTED = Schedule(0.02, 0.02)
 #: A connection that was lost, or a heartbeat that failed: the worker must write one before it times out.
 RECONNECT = Schedule(2.0, 2.0)
-#: Looking for more rows, or for the end of a change of the schema, while a person or a reader waits.
+#: The next read for more rows, or for the end of a change of the schema, while a person or a reader waits.
 FOLLOW = Schedule(1.0, 1.0)
 #: An operation of the console while Spanner cannot be reached.
 OPERATION = Schedule(10.0, 10.0)

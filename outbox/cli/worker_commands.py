@@ -13,7 +13,7 @@ from outbox.program.output import named, note, table
 from outbox.program.terminal import as_json, say
 
 DESCRIPTION = """\
-List the live workers with their shards, their batches in flight, the part of their
+List the live workers with their shards, their in-flight batches, the part of their
 places that these take, and the settings that differ from the defaults. A setting or
 a version that differs between live workers is marked with *. A worker reports with
 each heartbeat: every 7.5 s, or every 21 s while it waits for the change stream.
@@ -81,7 +81,7 @@ def _cells(worker: "admin.workers.Worker", differing: Mapping[str, list[str]]) -
 
 
 def _fields(worker: "admin.workers.Worker") -> dict[str, Any]:
-    told = {
+    reported = {
         "host": worker.text("host"),
         "version": worker.text("version"),
         "shards": worker.shards,
@@ -92,4 +92,4 @@ def _fields(worker: "admin.workers.Worker") -> dict[str, Any]:
         "settings": worker.settings,
     }
     known = {"id": worker.id, "started_at": worker.started_at, "seen_at": worker.seen_at, "age": round(worker.age, 3)}
-    return known | (told if worker.info else dict.fromkeys(told))
+    return known | (reported if worker.info else dict.fromkeys(reported))

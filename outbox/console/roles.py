@@ -23,7 +23,7 @@ class Role(enum.StrEnum):
 
     @property
     def flag(self) -> str:
-        """Return the flag without which nobody holds the role."""
+        """Return the flag without which no person holds the role."""
         return "--show-data" if self is Role.DATA else "--allow-actions"
 
 

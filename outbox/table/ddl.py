@@ -24,7 +24,7 @@ OWN_CHOICES = (SHARD_COUNT, RETENTION)
 #: Google does not say whether a database role sees the constraints of its tables.
 NOT_OF_ROLES = "constraint AsynchronousTasksOrderingKey"
 
-#: The record of every change that an operator or the pipeline made.
+#: The record of every change by an operator or by the pipeline.
 OPERATIONS = "AsynchronousTaskOperations"
 #: The values of its column Operation.
 OPERATION_NAMES = (

@@ -1,4 +1,4 @@
-"""Wires the relay of one process together, verifies the table, and runs the worker until it is told to stop.
+"""Wires the relay of one process together, verifies the table, and runs the worker until it is stopped.
 
 Its caller, a command or a Spark task, handles signals, configures logs and names the process.
 """
@@ -162,7 +162,7 @@ class App:
                 return exits.DONE
             self._metrics.count(m.FORCED_STOP, 1, reason=m.SHUTDOWN_TIMEOUT)
             log.error(
-                "Stopped after --shutdown-timeout with batches in flight. Tasks without a SentAt may be published "
+                "Stopped after --shutdown-timeout with in-flight batches. Tasks without a SentAt may be published "
                 "again; at-most-once tasks may be lost.", extra={"action": "shutdown_timeout"},
             )  # fmt: skip
             return timeout_exit_code

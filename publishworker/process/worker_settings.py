@@ -65,7 +65,7 @@ class RelaySettings(PubSubSettings):
         "With change-stream, the change stream AsynchronousTasksInserts starts a poll soon after a task is registered.",
     )
     shutdown_timeout: float = setting(
-        "30", seconds(0, 3600), "Time to finish batches in flight after SIGTERM; less than the pod's grace period."
+        "30", seconds(0, 3600), "Time to finish in-flight batches after SIGTERM; less than the pod's grace period."
     )
     metrics: str = metrics_setting()
     log_format: str = setting(

@@ -90,7 +90,7 @@ _TOPICS = f"""
 #: row for each worker, up to two rows for layouts, and one for each topic with controls.
 _REST = ", ".join(map(as_structs, (WORKERS, LAYOUTS, CONTROLS)))
 DISCOVER = f"SELECT ARRAY({_TOPICS}), {_REST}"
-#: The same without workers and layouts, for a large fleet.
+#: The same without workers and layouts, for very many workers.
 DISCOVER_NO_WORKERS = f"SELECT ARRAY({_TOPICS}), {as_structs(CONTROLS)}"
 #: The same without topics, for a worker that polls a layout whose index has been dropped.
 DISCOVER_NO_TOPICS = f"SELECT ARRAY<STRING>[], {_REST}"

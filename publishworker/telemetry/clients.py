@@ -54,13 +54,13 @@ def _datadog() -> Client | None:
         ) from error
     # Packets hold many samples and are sent by a thread of the client, because the socket of a slow agent is full after
     # ten packets. `stop` sends the rest.
-    made: Client = DogStatsd(
+    client: Client = DogStatsd(
         disable_buffering=False,
         disable_background_sender=False,
         sender_queue_size=QUEUED_PACKETS,
         socket_timeout=SOCKET_SECONDS,
     )
-    return made
+    return client
 
 
 def _opentelemetry() -> Client:

@@ -98,7 +98,7 @@ WORKERS = Metric("outbox.live_worker_count", "gauge", "worker", (), 0,
 HEARTBEAT = Metric("outbox.heartbeat_count", "count", "unit", (), 1,
     "Each live worker adds 1 every 15 s, even while a service is unavailable. While polls time out, every 35 s.")
 FORCED_STOP = Metric("outbox.forced_stop_count", "count", "event", ("reason",), -1,
-    "Workers that ended with batches in flight, by reason: `shutdown_timeout` after --shutdown-timeout, or `stuck` if "
+    "Workers that ended with in-flight batches, by reason: `shutdown_timeout` after --shutdown-timeout, or `stuck` if "
     "a batch had no new transaction for over 120 s, beyond all time limits. The exit code is then 1.")
 PIPELINE_ROWS = Metric("outbox.pipeline_row_count", "count", "row", ("job", "outcome"), 0,
     "Rows of a job of the pipeline, by outcome. `register`: `registered`, `existing`, `repeated`, `rejected`. "

@@ -32,10 +32,10 @@ IDLE_HEARTBEAT_INTERVAL_SECONDS = 21.0
 #: until the next attempt, and 1 s for it.
 IDLE_LIVENESS_TIMEOUT_SECONDS = 29
 #: Workers that read the change stream. A partition may have 20 readers (https://docs.cloud.google.com/spanner/quotas).
-#: Half of that, so that two fleets may overlap for a while, as in a deployment.
+#: Half of that, so that two groups of workers may overlap for a while, as in a deployment.
 MAX_STREAM_READERS = 10
-#: Heartbeat rows that each worker reads in a second, at most. In a fleet of up to 400 workers this is the bound; in a
-#: larger one, they must still be read when the next worker may time out.
+#: Heartbeat rows that each worker reads in a second, at most. Up to 400 workers, this is the bound. With more
+#: workers, they must still be read when the next worker may time out.
 HEARTBEAT_ROWS_PER_SECOND = 60
 
 
@@ -93,7 +93,7 @@ class Membership:
     def reads_workers(self) -> bool:
         """Tell whether the next discovery reads the heartbeats, each of which every worker reads.
 
-        It does so when another worker may time out, so that no shard waits longer in a large fleet.
+        It does so when another worker may time out, so that no shard waits longer if there are many.
         """
         seconds = self.size / HEARTBEAT_ROWS_PER_SECOND
         waits = seconds > 1 and self._clock() - self._assigned_at < seconds
@@ -194,8 +194,8 @@ def _ids(layouts: Sequence[Layout]) -> tuple[int, ...]:
 def divide(workers: Collection[str], shards: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Return the shards of each worker: each shard has a worker, each worker a shard, and loads differ by at most one.
 
-    Few shards move when a worker joins or leaves: workers of a large fleet notice it only after seconds, and meanwhile
-    nobody polls a shard that has moved. So this is rendezvous hashing with bounded loads: pairs of worker and shard are
+    Few shards move when a worker joins or leaves: many workers notice it only after seconds, and meanwhile no
+    worker polls a shard that has moved. So this is rendezvous hashing with bounded loads: pairs of worker and shard are
     assigned by descending hash while both have room. If there are more workers than shards, each worker has one shard,
     and a shard has several workers.
     """

@@ -19,7 +19,7 @@ MAX_MISSING_SECONDS = 300.0
 
 
 class Worker:
-    """Runs turns until it is told to stop. All its state belongs to the thread that calls `run`.
+    """Runs turns until it is stopped. All its state belongs to the thread that calls `run`.
 
     If it is stopped, or a batch is stuck, it deletes its heartbeat and waits for the in-flight batches.
     """
