@@ -63,8 +63,6 @@ class Membership:
         self._clock = clock
         self._throttled_log = ThrottledLog(clock)
         self._failure: StoreError | None = None
-        self._was_seen = True
-        self._keep_workers_until = float("-inf")
         self._started_at = datetime.now(UTC)
         self._heartbeat_at = float("-inf")
         self._assigned_at = clock()
@@ -149,17 +147,9 @@ class Membership:
             sentence = f"Heartbeat failed: {self._failure}. If this goes on, other workers take over the shards."
             self._throttled_log.log("heartbeat_failed", "", sentence)
         self._gone = workers.gone - {self._worker}
-        seen = self._worker in workers.live
-        if self._was_seen and not seen:
-            # After an outage no heartbeat is fresh. Keep the former workers until they have had time to write one.
-            self._keep_workers_until = self._clock() + HEARTBEAT_INTERVAL_SECONDS
-        self._was_seen = seen
         others = {id: seconds for id, seconds in workers.live.items() if id != self._worker}
         self._next_timeout_at = self._clock() + min(others.values(), default=math.inf)
         live = frozenset({*others, self._worker})  # this worker is live even if its row timed out
-        if self._clock() < self._keep_workers_until:
-            live |= self._live
-            self._next_timeout_at = min(self._next_timeout_at, self._keep_workers_until)
         layouts = workers.layouts or self.layouts
         if layouts != self.layouts:
             self._divide(live, tuple(sorted({*layouts, *self.layouts})))

@@ -92,17 +92,6 @@ def test_a_large_fleet_reads_heartbeats_seldom_but_when_a_worker_may_time_out() 
     assert watch.reads_workers
 
 
-def test_after_an_outage_no_worker_takes_all_shards() -> None:
-    """All heartbeats are old then, its own as well: the assignment stays until the others had time for a heartbeat."""
-    watch = Watch()
-    mine = watch.see("me", "other")
-    watch.seconds += 60
-    assert watch.see() == mine != ALL
-    assert watch.see("me") == mine
-    watch.seconds += HEARTBEAT_INTERVAL_SECONDS
-    assert watch.see("me") == ALL
-
-
 def test_the_heartbeat_is_written_at_an_interval_and_soon_after_a_failure() -> None:
     """Starting at once. It deletes the rows of workers that were silent for an hour, but never its own."""
     watch = Watch()
