@@ -181,7 +181,8 @@ class InFlight:
             raise StuckBatch([entry.delivery.claim for entry in stuck], stuck[0].seconds_since_begin)
 
     def collect(self) -> list[Delivered]:
-        """Return the reports of batches, without waiting."""
+        """Return the reports of batches, without waiting. Raises StuckBatch."""
+        self.raise_if_stuck()
         return self._wait(lambda _reports: True)
 
     def wait_for_one(self) -> list[Delivered]:

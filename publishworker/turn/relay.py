@@ -11,7 +11,7 @@ from publishworker.topics.availability import Topics
 from publishworker.turn.discovery import Discoverer
 from publishworker.turn.in_flight import InFlight, Limits
 from publishworker.turn.membership import Membership
-from publishworker.turn.ordering import Ordering, ResolvedKeys
+from publishworker.turn.ordering import Ordering
 from publishworker.turn.poller import Polled, Poller
 from publishworker.turn.selection import Selection, Selector
 from publishworker.types import CircuitState, Next, Turn
@@ -67,12 +67,11 @@ class Relay:
             self._discoverer.note_insert()
         earlier = self._in_flight.collect()
         poll_again = self._handle_reports(earlier, stopping)
-        self._in_flight.raise_if_stuck()
         self._discoverer.begin_turn()  # if its last read is old, read live workers, controls and new topics
         polled = self._poller.poll(self._selector.wanted())
         # Keep the tasks without an ordering key. Of each key, keep only the first tasks, if they may be sent now.
         resolved = self._ordering.resolve(polled.candidates, self._in_flight.busy_keys())
-        selection = self._select(resolved, polled, stopping)
+        selection = Selection() if stopping() else self._selector.select(resolved, polled)
         self._start(selection.claims)  # each batch on a thread of its own
         poll_again |= self._discoverer.end_turn(started_nothing=not selection.claims and self._in_flight.has_room)
         later = self._in_flight.wait() if selection.waits else self._in_flight.collect()
@@ -137,18 +136,13 @@ class Relay:
             change = self._topics.observe(each)
             self._reporter.report_batch(each, change)
             poll_again |= change is not None or each.has_written()
-        if not stopping() and (claims := self._selector.follow_ups(delivered)):
-            self._discoverer.refresh()
-            self._start(claims)
+        if not stopping():
+            self._start(self._selector.follow_ups(delivered))
         return poll_again
 
-    def _select(self, resolved: ResolvedKeys, polled: Polled, stopping: Callable[[], bool]) -> Selection:
-        if stopping():
-            return Selection()
-        self._discoverer.refresh()  # the poll may have taken so long that the controls are outdated
-        return self._selector.select(resolved, polled)
-
     def _start(self, claims: Sequence[Claim]) -> None:
+        if claims:
+            self._discoverer.refresh()  # the poll may have taken so long that the controls are outdated
         for claim in claims:
             if (permitted := self._topics.permit(claim)) is not None:  # None: the topic is paused
                 self._in_flight.start(permitted)
