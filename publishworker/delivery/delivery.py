@@ -11,8 +11,7 @@ from typing import TypeVar
 from publishworker.delivery import rules
 from publishworker.delivery.claim import Cancelled, Claim, Delivered, MarkState, Unmarked
 from publishworker.delivery.marking import MarkRetry, release_heads
-from publishworker.delivery.timing import Timing
-from publishworker.delivery.tools import Tools
+from publishworker.delivery.tools import Timing, Tools
 from publishworker.spanner.store import Decide
 from publishworker.spanner.write_errors import Refused, StoreError
 from publishworker.types import (
